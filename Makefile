@@ -1,0 +1,36 @@
+# The two commands of the README, and the checks. Everything is installed into .venv.
+PYTHON ?= python3
+RUN := .venv/bin
+STAMP := .venv/.installed
+OUT ?= runs/first-light
+RECIPE ?= current
+
+.PHONY: finetune test test-gpu check format clean
+
+finetune: $(STAMP)  ## fine-tune gated-nano in FP8 on Python's own documentation and sources
+	rm -rf $(OUT)
+	$(RUN)/te-models finetune --preset gated-nano --recipe $(RECIPE) --out $(OUT)
+
+test: $(STAMP)  ## the test suite
+	$(RUN)/python -m pytest -q
+
+test-gpu:  ## on a machine with a GPU and Transformer Engine, in its own Python
+	$(PYTHON) -m pytest -q -m gpu
+
+check: $(STAMP)  ## lint, format, types, import layers
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/pyrefly check --summary=none
+	$(RUN)/python -m pytest -q tests/test_layering.py
+
+format: $(STAMP)
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,hf,dev]"
+	touch $@
+
+clean:
+	rm -rf .venv runs dist

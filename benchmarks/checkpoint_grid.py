@@ -1,0 +1,110 @@
+"""Memory and speed of activation checkpointing under each recipe: forward and backward, true peak memory.
+
+    python benchmarks/checkpoint_grid.py run --out benchmarks/results/checkpoint_grid_h200.json     # on a GPU
+    python benchmarks/checkpoint_grid.py report benchmarks/results/checkpoint_grid_h200.json        # table, anywhere
+
+Medians of interleaved rounds: every round times each variant of one model once. `activations` is the peak less what is
+there before the forward (weights and gradients).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from te_models import CausalLM
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gated-1b": dict(preset="gated-1b", batch=8, seq=2048),
+    "8B width, 4 layers": dict(preset="gated-8b", batch=4, seq=4096, num_hidden_layers=4, num_key_value_heads=32),
+}
+RECIPES = ("bf16", "delayed", "current")
+MODES = ("none", "selective", "full")
+
+
+@click.group()
+def cli() -> None:
+    """Run the grid, or report on it."""
+
+
+def step(model: CausalLM, ids: torch.Tensor) -> tuple[float, int, int]:
+    """Milliseconds, peak bytes, and bytes in use before the forward."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    model(ids, labels=ids).loss.backward()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop), torch.cuda.max_memory_allocated(), before
+
+
+def measure(shape: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
+    """One row a recipe and mode. One model at a time serves all modes of its recipe, so that memory is its own."""
+    fields = dict(shape)
+    preset, batch, seq = fields.pop("preset"), fields.pop("batch"), fields.pop("seq")
+    rows = []
+    for recipe in RECIPES:
+        torch.manual_seed(0)
+        model = CausalLM.from_preset(preset, recipe=recipe, engine="native", **fields)
+        ids = torch.randint(0, model.config.vocab_size, (batch, seq), device="cuda")
+        found: dict[str, list[tuple[float, int, int]]] = {mode: [] for mode in MODES}
+        for number in range(rounds + 2):
+            for mode in MODES:
+                model.activation_checkpointing = mode
+                result = step(model, ids)
+                if number >= 2:
+                    found[mode].append(result)
+        for mode, results in found.items():
+            times = sorted(ms for ms, _, _ in results)
+            peak, before = max(p for _, p, _ in results), results[0][2]
+            rows.append(dict(recipe=recipe, mode=mode, ms=times[len(times) // 2], fastest=times[0], slowest=times[-1],
+                             tokens_per_second=batch * seq / times[len(times) // 2] * 1e3, peak=peak,
+                             activations=peak - before))  # fmt: skip
+            print(preset, recipe, mode, f"{rows[-1]['ms']:.1f} ms {peak / 2**30:.2f} GiB", flush=True)
+        del model, found
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
+
+
+@cli.command()
+@click.option("--out", required=True, type=click.Path(path_type=Path))
+@click.option("--rounds", default=6)
+def run(out: Path, rounds: int) -> None:
+    """Measure the grid."""
+    from environment import environment
+
+    result: dict[str, Any] = {"environment": environment(), "shapes": SHAPES, "rows": {}}
+    for name, shape in SHAPES.items():
+        result["rows"][name] = measure(shape, rounds)
+        out.write_text(json.dumps(result, indent=1))
+
+
+@cli.command()
+@click.argument("path", type=click.Path(path_type=Path))
+def report(path: Path) -> None:
+    """Print the table."""
+    result = json.loads(path.read_text())
+    print("| model | recipe | checkpointing | peak | activations | against `none` | tokens/s | against `none` |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, rows in result["rows"].items():
+        for row in rows:
+            none = next(r for r in rows if r["recipe"] == row["recipe"] and r["mode"] == "none")
+            print(
+                f"| {name} | `{row['recipe']}` | {row['mode']} | {row['peak'] / 2**30:.2f} GiB | "
+                f"{row['activations'] / 2**30:.2f} GiB | {row['activations'] / none['activations']:.2f}x | "
+                f"{row['tokens_per_second']:,.0f} | {row['tokens_per_second'] / none['tokens_per_second']:.2f}x |"
+            )
+
+
+if __name__ == "__main__":
+    cli()

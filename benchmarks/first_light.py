@@ -1,0 +1,75 @@
+"""First light: the same fine-tuning run under several recipes, one after the other, with one seed and one data order.
+
+python benchmarks/first_light.py run --out benchmarks/results/first_light_h200.json     # on a GPU
+python benchmarks/first_light.py report benchmarks/results/first_light_h200.json        # plot and table, anywhere
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from te_models.metrics import plot_losses, read_metrics
+
+RUN = dict(preset="gated-124m", steps=400, batch_size=32, seq_len=1024, learning_rate=3e-4, warmup_steps=30)
+RUN |= dict(eval_every=50, eval_batches=16, seed=0, sample_tokens=0)
+
+
+@click.group()
+def cli() -> None:
+    """Run the comparison, or report on it."""
+
+
+@cli.command()
+@click.option("--recipes", default="bf16,delayed,current,blockwise", show_default=True)
+@click.option("--out", required=True, type=click.Path(path_type=Path))
+@click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change a field of the run.")
+def run(recipes: str, out: Path, changes: tuple[str, ...]) -> None:
+    """Train once a recipe, each in a process of its own through the command line, and collect the metrics."""
+    from environment import environment
+
+    fields = {**RUN, **dict(change.split("=", 1) for change in changes)}
+    result: dict[str, Any] = {"environment": environment(), "run": fields, "recipes": {}}
+    for recipe in recipes.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            flags = [f"--{name.replace('_', '-')}={value}" for name, value in fields.items()]
+            command = [sys.executable, "-m", "te_models", "finetune", *flags, "--recipe", recipe, "--out", folder]
+            subprocess.run(command, check=True)
+            rows = read_metrics(Path(folder) / "metrics.jsonl")
+            saved = json.loads(next(Path(folder).glob("checkpoints/step-*/training.json")).read_text())["result"]
+            result["recipes"][recipe] = {**saved, "checkpoint": None, "metrics": rows}
+    out.write_text(json.dumps(result))
+
+
+@cli.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--plot", default="docs/first_light_h200.png", show_default=True, type=click.Path(path_type=Path))
+def report(path: Path, plot: Path) -> None:
+    """Draw the loss curves and print the table of the README."""
+    result = json.loads(path.read_text())
+    fields, where = result["run"], result["environment"]
+    title = f"{fields['preset']}, {fields['batch_size']} x {fields['seq_len']} tokens a step, {where.get('gpu', 'CPU')}"
+    plot_losses(plot, {name: data["metrics"] for name, data in result["recipes"].items()}, title)
+    reference = result["recipes"]["bf16"]
+    print("| recipe | final eval loss | against BF16 | tokens/s | against BF16 | peak memory |")
+    print("|---|---|---|---|---|---|")
+    for name, data in result["recipes"].items():
+        loss, speed = (
+            data["eval_loss"] / reference["eval_loss"],
+            data["tokens_per_second"] / reference["tokens_per_second"],
+        )
+        memory = f"{data['peak_memory'] / 2**30:.2f} GiB" if data["peak_memory"] else "-"
+        print(
+            f"| `{name}` | {data['eval_loss']:.4f} | {100 * (loss - 1):+.2f} % | {data['tokens_per_second']:,.0f} | "
+            f"{speed:.2f}x | {memory} |"
+        )
+
+
+if __name__ == "__main__":
+    cli()

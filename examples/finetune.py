@@ -1,0 +1,53 @@
+"""Fine-tune a gated model in FP8 in a few lines: the public API from data to a sample.
+
+python examples/finetune.py                         # two CPU cores: a minute or two
+python examples/finetune.py --recipe mxfp8 --steps 50 --data my_texts/
+python examples/finetune.py --preset gated-124m --recipe delayed --batch-size 32 --seq-len 1024   # on an H200
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from te_models import CausalLM
+from te_models.data import TokenDataset, load_documents, split_documents
+from te_models.tokenizer import load_tokenizer
+from te_models.train import Trainer
+from te_models.train_config import TrainConfig
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--preset", default="gated-nano")
+    options.add_argument("--recipe", default="current", help="bf16, delayed, current, blockwise, mxfp8 or a .toml file")
+    options.add_argument("--data", help="a text, JSONL or Parquet file, or a folder; default: Python's own docs")
+    options.add_argument("--steps", type=int, default=100)
+    options.add_argument("--batch-size", type=int, default=8)
+    options.add_argument("--seq-len", type=int, default=256)
+    options.add_argument("--out", default="runs/example")
+    arguments = options.parse_args()
+
+    config = TrainConfig(steps=arguments.steps, batch_size=arguments.batch_size, seq_len=arguments.seq_len)
+    tokenizer = load_tokenizer()
+    train, held_out = split_documents(load_documents(arguments.data))
+    sizes = dict(batch_size=config.batch_size, seed=config.seed)
+    dataset = TokenDataset(train, tokenizer, config.seq_len, **sizes)
+    evaluation = TokenDataset(held_out, tokenizer, config.seq_len, **sizes, shuffle=False).eval_batches(8)
+
+    torch.manual_seed(config.seed)
+    model = CausalLM.from_preset(arguments.preset, recipe=arguments.recipe)
+    print(model.plan())
+
+    trainer = Trainer(model, dataset, evaluation, config, Path(arguments.out), documents=tokenizer.documents())
+    trainer.on_step = lambda row: print(f"step {row['step']:4d}  loss {row['loss']:.4f}", end="\r", flush=True)
+    result = trainer.run()
+    print(f"\neval loss {result.first_eval_loss:.4f} -> {result.eval_loss:.4f}; saved in {result.checkpoint}")
+
+    prompt = torch.tensor([tokenizer.encode("import ")])
+    sample = model.generate(prompt, max_new_tokens=100, do_sample=True, temperature=0.8, seed=0)
+    print(tokenizer.decode(sample[0].tolist()))
+
+
+if __name__ == "__main__":
+    main()

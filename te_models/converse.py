@@ -1,0 +1,52 @@
+"""`te-models generate` from a prompt, or a conversation, to printed text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from te_models.chat import ChatTemplate
+from te_models.data import check_vocabulary
+from te_models.generate import stream_text
+from te_models.saved import tokenizer_of
+from te_models.tokenizer import Tokenizer, load_tokenizer
+
+
+def load_chat(tokenizer: str | None, model: str | None, chat: bool) -> tuple[Tokenizer, ChatTemplate | None]:
+    """The tokenizer at `tokenizer`, else the model's own, else bytes; and its chat template if `chat`."""
+    place = tokenizer_of(tokenizer, model)
+    words = load_tokenizer(place)
+    if not chat:
+        return words, None
+    if place is None:
+        raise ValueError("--chat needs a chat template: give --model or --tokenizer a folder that has one")
+    return words, ChatTemplate.of(place if place.is_dir() else place.parent)
+
+
+def tell(
+    model: Any,
+    words: Tokenizer,
+    template: ChatTemplate | None,
+    lines: Iterable[str],
+    system: str | None,
+    say: Callable[[str], None],
+    *,
+    max_new_tokens: int,
+    **sampling: Any,
+) -> None:
+    """Answer each of `lines` through `say`, piece by piece; without a template, say the line and its continuation."""
+    check_vocabulary(words, model.config.vocab_size)
+    messages = [{"role": "system", "content": system}] if system else []
+    for line in lines:
+        if template is None:
+            say(line)
+            prompt: str | list[int] = line
+        else:
+            messages.append({"role": "user", "content": line})
+            prompt = words.encode(template.render(messages))
+        answer = ""
+        for piece in stream_text(model, words, prompt, max_new_tokens, **sampling):
+            say(piece)
+            answer += piece
+        say("\n")
+        messages.append({"role": "assistant", "content": answer})

@@ -1,0 +1,161 @@
+"""Files and folders that appear whole or not at all, also after a crash, a full disk or a kill at any moment.
+
+A folder is written as a hidden sibling, every file and the folder fsynced, then renamed into place. A folder that was
+there before is renamed aside first and deleted last, so at any moment one of the two is whole; `readable` finds it and
+`sweep` tidies up. POSIX only: it relies on rename and on fsync of folders.
+
+One process writes to a path at a time. A second one makes one of the two fail with `SaveError`; it never mixes them.
+"""
+
+import contextlib
+import glob
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_CHUNK_BYTES = 4 * 2**20
+
+
+class SaveError(RuntimeError):
+    """Saving failed; what was saved under that name before is intact."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line of bounded length."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+@contextlib.contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Gives an empty folder to write into, which replaces `path` when the block ends.
+
+    The files written in it must be durable by themselves, as `write_file` makes them.
+
+    Raises:
+        SaveError: the block or the replacement failed; `path` is as it was and nothing is left behind.
+    """
+    temp = _hidden(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent, glob.escape(path.name))
+        temp.mkdir()
+        yield temp
+        _fsync_folder(temp)
+        _swap(temp, path)
+    except BaseException as error:
+        shutil.rmtree(temp, ignore_errors=True)
+        if isinstance(error, Exception):
+            raise SaveError(f"could not save {path}: {first_line(error)}; what was there before is intact") from error
+        raise
+    discard(_aside(path))
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Writes a new file durably and returns its size and SHA-256; writing and hashing release the GIL."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "xb") as file:
+        for chunk in chunks:
+            for start in range(0, len(chunk), _CHUNK_BYTES):
+                part = chunk[start : start + _CHUNK_BYTES]
+                file.write(part)
+                digest.update(part)
+            size += len(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return size, digest.hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replaces a small text file atomically and durably.
+
+    Raises:
+        SaveError: it could not be written; the file is as it was.
+    """
+    temp = _hidden(path)
+    try:
+        write_file(temp, [text.encode()])
+        os.replace(temp, path)
+        _fsync_folder(path.parent)
+    except OSError as error:
+        temp.unlink(missing_ok=True)
+        raise SaveError(f"could not write {path}: {first_line(error)}") from error
+
+
+def readable(path: Path) -> Path:
+    """Where the folder `path` is to be read: a writer killed between its two renames left the old one aside."""
+    aside = _aside(Path(os.path.realpath(path)))
+    return aside if not path.exists() and aside.is_dir() else path
+
+
+def sweep(parent: Path, pattern: str) -> None:
+    """Recovers from a writer that was killed: puts back a folder left aside without successor, deletes other leftovers.
+
+    Args:
+        parent: the folder to sweep.
+        pattern: glob pattern of the names whose leftovers are meant.
+    """
+    for aside in parent.glob(f".{pattern}.replaced"):
+        original = parent / aside.name.removeprefix(".").removesuffix(".replaced")
+        if original.exists():
+            discard(aside)
+        else:
+            os.rename(aside, original)
+    for leftover in parent.glob(f".{pattern}.saving-*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def discard(path: Path) -> None:
+    """Deletes a folder, if it is there; killed at any moment, it leaves all of it or only what `sweep` deletes."""
+    with contextlib.suppress(OSError):
+        temp = _hidden(path)
+        os.rename(path, temp)
+        shutil.rmtree(temp)
+
+
+def _hidden(path: Path) -> Path:
+    """A new name beside `path`, or beside the folder that `path` is the aside of, which `sweep` finds."""
+    name = path.name.removeprefix(".").removesuffix(".replaced")
+    return path.with_name(f".{name}.saving-{secrets.token_hex(4)}")
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def _fsync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _swap(temp: Path, path: Path) -> None:
+    """Puts `temp` at `path` and what was at `path` aside, or leaves both where they were."""
+    aside = _aside(path)
+    try:
+        if path.exists():
+            os.rename(path, aside)
+        os.rename(temp, path)
+        _fsync_folder(path.parent)
+    except BaseException:
+        if not temp.exists():
+            os.rename(path, temp)
+        if aside.exists():
+            os.rename(aside, path)
+        raise

@@ -1,0 +1,68 @@
+"""Who executes te.Linear: Transformer Engine itself ("native") or plain PyTorch with its numbers ("emulated").
+
+An engine is a module with Transformer Engine's own names (Linear, RMSNorm, autocast, checkpoint, recipe, ...). Layers
+receive it as `te` and read the same with either. The choice is made once, here, and never changes by itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+import torch
+
+from te_models.errors import unknown
+from te_models.recipe import SCHEMES, Recipe
+
+ENGINES = ("auto", "native", "emulated")
+
+
+def get_engine(name: str = "auto", device: torch.device | str | None = None) -> tuple[ModuleType, str, str]:
+    """The engine called `name` for modules on `device` (None: the default device).
+
+    Returns:
+        the engine's namespace, its name ("native" or "emulated") and the reason for the choice, in a few words.
+
+    Raises:
+        ValueError: for an unknown name, or when "native" was asked for and cannot be given.
+    """
+    if name not in ENGINES:
+        raise unknown("engine", name, ENGINES)
+    missing = _native_missing(device)
+    if name == "native" and missing:
+        raise ValueError(
+            f"engine='native' is not possible here: {missing}; engine='emulated' runs its numerics anywhere"
+        )
+    if name == "emulated" or missing:
+        return engine_module("emulated"), "emulated", missing if name == "auto" else "asked for"
+    native = engine_module("native")
+    return native, "native", f"{torch.cuda.get_device_name()}, Transformer Engine {native.__version__}"
+
+
+def engine_module(name: str) -> ModuleType:
+    """The namespace of "native" or "emulated", imported when first asked for: Transformer Engine is slow to import."""
+    return importlib.import_module(f"te_models.engine.{name}")
+
+
+def check_support(te: ModuleType, engine: str, recipe: Recipe) -> None:
+    """Raise a ValueError with the reason if the engine cannot run the recipe on this machine."""
+    if not recipe.quantized:
+        return
+    possible, reason = getattr(te, SCHEMES[recipe.scheme].available)(return_reason=True)
+    if not possible:
+        raise ValueError(
+            f"recipe {recipe.name!r} does not run on the {engine} engine here: {reason} "
+            "engine='emulated' runs its numerics on any device"
+        )
+
+
+def _native_missing(device: torch.device | str | None) -> str:
+    """What the native engine lacks here; empty if nothing."""
+    if device is not None and torch.device(device).type not in ("cuda", "meta"):
+        return f"the device is {torch.device(device).type}, and Transformer Engine runs on CUDA devices only"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed (pip install 'te-models[te]')"
+    return ""

@@ -1,0 +1,137 @@
+"""The arithmetic of Transformer Engine's casts, as pure functions on tensors: amax, scale, FP8 codes, block scales.
+
+Rounding is to nearest, ties to even; overflow and infinities saturate; NaN stays NaN and does not count for an amax.
+Everything is computed in FP32 and on the device of the input, without host synchronisation.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+class DType(IntEnum):
+    """Transformer Engine's data types, with its numbers."""
+
+    kByte = 0
+    kInt32 = 2
+    kFloat32 = 4
+    kFloat16 = 5
+    kBFloat16 = 6
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+    kFloat4E2M1 = 10
+
+    @classmethod
+    def cast(cls, dtype: int) -> DType:
+        """The member with this number."""
+        return cls(int(dtype))
+
+
+TORCH_FP8 = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
+FP8_MAX = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
+# 1 / FP8_MAX, rounded to FP32.
+_INVERSE_MAX = {dtype: torch.ones((), dtype=torch.float32).div(value).item() for dtype, value in FP8_MAX.items()}
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """`|x|` in FP32, with 0 in place of NaN, which does not count for an amax; infinity stays."""
+    # In FP32, because torch's BF16 reductions on CPU are many times slower (2.13).
+    return x.float().abs().nan_to_num_(nan=0.0, posinf=torch.inf)
+
+
+def amax(x: Tensor) -> Tensor:
+    """Largest magnitude in FP32, shape []; NaN is ignored, infinity counts, an empty tensor gives 0."""
+    return magnitude(x).amax() if x.numel() else torch.zeros((), dtype=torch.float32, device=x.device)
+
+
+def scale_from_amax(
+    amax: Tensor, fp8_max: float, power_of_2: bool = False, epsilon: float = 0.0, infinite: float = FLT_MAX
+) -> Tensor:
+    """FP32 multiplier that brings `amax` to `fp8_max`; 1 for an amax of 0 or infinity, `infinite` on overflow.
+
+    `power_of_2` rounds down to a power of two. `epsilon` is a lower bound of the amax.
+    """
+    if epsilon > 0:
+        amax = amax.clamp(min=epsilon)
+    # A Python number divided by a tensor is a reciprocal and a product, which rounds twice.
+    scale = torch.full_like(amax, fp8_max).div_(amax).clamp_(max=infinite)
+    scale = torch.where((amax > 0) & (amax < torch.inf), scale, 1.0)
+    if power_of_2:
+        scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
+    return scale
+
+
+def cast_fp8(x: Tensor, scale: Tensor, dtype: DType) -> Tensor:
+    """FP8 codes (uint8, shape of x) of `x * scale`, computed in FP32. `scale` broadcasts against x."""
+    # Clamp first: the cast alone saturates for E4M3 but gives infinity for E5M2 (torch 2.13 on CPU).
+    scaled = (x.float() * scale).clamp_(-FP8_MAX[dtype], FP8_MAX[dtype])
+    return scaled.to(TORCH_FP8[dtype]).view(torch.uint8)
+
+
+def decode_fp8(codes: Tensor, dtype: DType) -> Tensor:
+    """FP32 values of uint8 FP8 codes."""
+    # torch's own conversion is scalar on CPU (2.13). E5M2 is the upper byte of FP16. E4M3's seven bits, put where FP32
+    # has its exponent and mantissa, are the value times 2^-120; only its NaN, of magnitude 127, would become 480.
+    if codes.device.type != "cpu" or codes.numel() == 0:
+        return codes.view(TORCH_FP8[dtype]).float()
+    if dtype == DType.kFloat8E5M2:
+        return codes.to(torch.int16).bitwise_left_shift_(8).view(torch.float16).float()
+    if (codes & 127).amax() == 127:
+        return codes.view(TORCH_FP8[dtype]).float()
+    bits = codes.view(torch.int8).to(torch.int32).bitwise_left_shift_(20).bitwise_and_(-0x78100000)
+    return bits.view(torch.float32).mul_(2.0**120)
+
+
+def split_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """x `[M, K]`, zero-padded to whole blocks, as `[M/bm, bm, K/bk, bk]`."""
+    (m, k), (bm, bk) = x.shape, block
+    if m % bm or k % bk:
+        x = F.pad(x, (0, -k % bk, 0, -m % bm))
+    return x.reshape(-(-m // bm), bm, -(-k // bk), bk)
+
+
+def merge_blocks(blocks: Tensor, m: int, k: int) -> Tensor:
+    """The inverse of `split_blocks`: `[M, K]` without the padding."""
+    a, bm, b, bk = blocks.shape
+    return blocks.reshape(a * bm, b * bk)[:m, :k]
+
+
+def block_amax(magnitudes: Tensor, block: tuple[int, int]) -> Tensor:
+    """Largest entries of the blocks of `magnitudes` `[M, K]`: FP32 `[ceil(M/bm), ceil(K/bk)]`."""
+    return split_blocks(magnitudes, block).amax((1, 3))
+
+
+def cast_fp8_blocks(x: Tensor, scale: Tensor, block: tuple[int, int], dtype: DType) -> Tensor:
+    """FP8 codes `[M, K]` of x `[M, K]` with one multiplier a block."""
+    codes = cast_fp8(split_blocks(x, block), scale[:, None, :, None], dtype)
+    return merge_blocks(codes, *x.shape).contiguous()
+
+
+def scale_blocks_(x: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """Contiguous x `[M, K]` with each block multiplied by its entry of `scale`; overwrites x where it can."""
+    return merge_blocks(split_blocks(x, block).mul_(scale[:, None, :, None]), *x.shape)
+
+
+def e8m0_from_amax(amax: Tensor, dtype: DType) -> Tensor:
+    """MXFP8 scale bytes: `ceil(log2(amax / fp8_max)) + 127`, of the FP32 product `amax * (1 / fp8_max)`.
+
+    0 gives 0, infinity 254. A subnormal product of up to 2^-127 gives 0.
+    """
+    bits = (amax * _INVERSE_MAX[dtype]).view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    up = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
+    return (exponent + up).clamp_(max=254).to(torch.uint8)
+
+
+def e8m0_to_float(e: Tensor, inverse: bool = False) -> Tensor:
+    """`2^(e - 127)` in FP32, or `2^(127 - e)`; 255 is NaN."""
+    e = e.to(torch.int32)
+    exponent = 254 - e if inverse else e
+    value = torch.where(exponent > 0, exponent << 23, 0x400000).view(torch.float32)
+    return value.masked_fill(e == 255, torch.nan)

@@ -1,0 +1,339 @@
+"""Quantizers: builders of quantized tensors, with Transformer Engine's constructors.
+
+`quantizer(x)` returns a tensor subclass that autograd treats as the identity; with `quantizer.internal = True` it
+returns the plain storage. `rowwise_usage` and `columnwise_usage` choose which copies are made. Formulas: numerics.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from te_models.engine.emulated import numerics
+from te_models.engine.emulated.numerics import FP8_MAX, DType
+from te_models.engine.emulated.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
+from te_models.engine.emulated.tensors import (
+    BLOCK,
+    MX_BLOCK,
+    Float8BlockwiseQTensor,
+    Float8Tensor,
+    MXFP8Tensor,
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    pad_to,
+)
+
+
+class _Quantize(torch.autograd.Function):
+    """Quantization with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        return make(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class Quantizer:
+    """Base of the quantizers. A subclass gives `_tensor_class` and `_encode`."""
+
+    _tensor_class: ClassVar[type[QuantizedTensor]]
+    _recipe: ClassVar[type[Recipe] | tuple[type[Recipe], ...]]
+
+    def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
+        """Which copies to make."""
+        self.rowwise_usage = rowwise
+        self.columnwise_usage = columnwise
+        self.internal = False
+        self.optimize_for_gemm = False
+
+    def __repr__(self) -> str:
+        usage = f"rowwise_usage={self.rowwise_usage}, columnwise_usage={self.columnwise_usage}"
+        return f"{type(self).__name__}({usage}, internal={self.internal})"
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Choose which copies to make; None leaves the choice as it is."""
+        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
+        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
+
+    def copy(self) -> Quantizer:
+        """A shallow copy, which shares scale and amax tensors."""
+        return copy.copy(self)
+
+    def __call__(self, tensor: Tensor) -> Any:
+        """Quantize a FP32, BF16 or FP16 tensor."""
+        return self.quantize(tensor)
+
+    def quantize(self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
+        """Quantize `tensor`, into `out` if given. `dtype` is the nominal dtype (None: the tensor's)."""
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        if self.internal:
+            return self._build(tensor.detach(), dtype)
+        return _Quantize.apply(tensor, lambda t: self._build(t, dtype))
+
+    def update_quantized(self, src: Tensor, dst: Any) -> Any:
+        """Quantize `src` into the copies that `dst` has."""
+        usages = dst.get_usages()
+        if tuple(src.shape) != tuple(dst._shape):
+            raise ValueError(f"cannot quantize shape {tuple(src.shape)} into shape {tuple(dst._shape)}")
+        fields = self._encode(src.detach().contiguous(), usages["rowwise"], usages["columnwise"])
+        for name, value in fields.items():
+            setattr(dst, f"_{name}", value)
+        return dst
+
+    def make_empty(
+        self,
+        shape: Iterable[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+    ) -> Any:
+        """A quantized tensor of zeros; it leaves no trace in an amax."""
+        quantizer = self.copy()
+        quantizer._detach_state()
+        made = quantizer._build(torch.zeros(tuple(shape), dtype=dtype, device=device), None)
+        made._quantizer = self.copy()
+        return made.requires_grad_(requires_grad) if isinstance(made, Tensor) else made
+
+    def is_quantizable(self, inp: Tensor) -> bool:
+        """Whether the shape suits the format."""
+        return True
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Record statistics without quantizing; nothing by default."""
+
+    def _detach_state(self) -> None:
+        """Cut a copy off from shared state."""
+
+    def _get_compatible_recipe(self) -> type[Recipe] | tuple[type[Recipe], ...]:
+        return self._recipe
+
+    def _build(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
+        fields = self._encode(tensor.detach().contiguous(), self.rowwise_usage, self.columnwise_usage)
+        common = {"shape": tensor.shape, "dtype": dtype or tensor.dtype, "quantizer": self.copy()}
+        if self.internal:
+            return self._tensor_class._storage_class()(**common, **fields)  # type: ignore[attr-defined]
+        return self._tensor_class(**common, device=tensor.device, **fields)  # type: ignore[arg-type]
+
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+        """Attributes (without the leading underscore) of the storage for `tensor`."""
+        raise NotImplementedError
+
+
+class _PerTensorQuantizer(Quantizer):
+    """What delayed and current scaling share: one scale for the tensor, one set of codes for both copies."""
+
+    _tensor_class = Float8Tensor
+    dtype: DType
+
+    def _multiplier(self, tensor: Tensor) -> Tensor:
+        """The scale to cast with, shape [1]."""
+        raise NotImplementedError
+
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+        if not rowwise and columnwise and not self.internal:
+            raise NotImplementedError(
+                f"{type(self).__name__} makes no columnwise-only tensor: set rowwise=True and drop it with update_usage"
+            )
+        scale = self._multiplier(tensor)
+        codes = numerics.cast_fp8(tensor, scale, self.dtype)
+        return {
+            "data": codes if rowwise else None,
+            "transpose": codes.movedim(-1, 0) if columnwise else None,
+            "scale_inv": scale.reciprocal(),
+            "fp8_dtype": self.dtype,
+        }
+
+
+class Float8Quantizer(_PerTensorQuantizer):
+    """Delayed scaling: casts with `scale` as it stands and accumulates the tensor's amax in `amax`, both FP32 [1]."""
+
+    _recipe = DelayedScaling
+
+    def __init__(
+        self, scale: Tensor, amax: Tensor, fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True
+    ) -> None:
+        """`scale` and `amax` are used in place, `amax` is updated by every cast."""
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.scale = scale
+        self.amax = amax
+        self.dtype = DType.cast(fp8_dtype)
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Set the amax to the tensor's."""
+        self.amax.copy_(numerics.amax(tensor.detach()).reshape(self.amax.shape))
+
+    def _detach_state(self) -> None:
+        self.amax = self.amax.clone()
+
+    def _multiplier(self, tensor: Tensor) -> Tensor:
+        if tensor.numel():
+            # The history may belong to a graph-free buffer that autograd must not see changed.
+            amax = self.amax.detach()
+            torch.maximum(amax, numerics.amax(tensor).to(amax.device), out=amax)
+        return self.scale.detach().reshape(1)
+
+
+class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
+    """Current scaling: the scale follows from the tensor's own amax. `device` is accepted for its place only."""
+
+    _recipe = Float8CurrentScaling
+
+    def __init__(
+        self,
+        fp8_dtype: DType,
+        device: torch.device | str | None = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        use_existing_amax: bool = False,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+    ) -> None:
+        """`with_amax_reduction` takes the largest amax over `amax_reduction_group`."""
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if use_existing_amax or scale is not None or amax is not None:
+            warnings.warn(
+                "Float8CurrentScalingQuantizer ignores `use_existing_amax`, `scale` and `amax`",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        self.dtype = DType.cast(fp8_dtype)
+        self.with_amax_reduction = with_amax_reduction
+        self.amax_reduction_group = amax_reduction_group
+        self.force_pow_2_scales = force_pow_2_scales
+        self.amax_epsilon = amax_epsilon
+
+    def _multiplier(self, tensor: Tensor) -> Tensor:
+        amax = numerics.amax(tensor).reshape(1)
+        if self.with_amax_reduction:
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group)
+        return numerics.scale_from_amax(amax, FP8_MAX[self.dtype], self.force_pow_2_scales, self.amax_epsilon)
+
+
+class Float8BlockQuantizer(Quantizer):
+    """128x128 blocks (`block_scaling_dim=2`) or 1x128 along the contraction (1), with FP32 scales."""
+
+    _tensor_class = Float8BlockwiseQTensor
+    _recipe = Float8BlockScaling
+
+    def __init__(
+        self,
+        fp8_dtype: DType,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True,
+        block_scaling_dim: int = 2,
+    ) -> None:
+        """`force_pow_2_scales` rounds scales down to powers of two."""
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = DType.cast(fp8_dtype)
+        self.block_len = BLOCK
+        self.amax_epsilon = amax_epsilon
+        self.force_pow_2_scales = force_pow_2_scales
+        self.block_scaling_dim = block_scaling_dim
+
+    def _cast(self, x: Tensor, magnitudes: Tensor, infinite: float, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Codes `[M, K]` and inverse scales, one a block."""
+        amax = numerics.block_amax(magnitudes, block)
+        scale = numerics.scale_from_amax(
+            amax, FP8_MAX[self.dtype], self.force_pow_2_scales, self.amax_epsilon, infinite
+        )
+        return numerics.cast_fp8_blocks(x, scale, block, self.dtype), scale.reciprocal()
+
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+        fields: dict[str, Any] = {"fp8_dtype": self.dtype, "is_2D_scaled": self.block_scaling_dim == 2}
+        fields |= dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
+        x = tensor.reshape(-1, tensor.shape[-1]).float()
+        source = x, numerics.magnitude(x), torch.finfo(tensor.dtype).max
+        if self.block_scaling_dim == 2:
+            row_codes, row_scale = self._cast(*source, (BLOCK, BLOCK))
+            column_codes, column_scale = row_codes, row_scale.t()
+        else:
+            row_codes, row_scale = self._cast(*source, (1, BLOCK)) if rowwise else (x, x)
+            row_scale = row_scale.t()
+            column_codes, column_scale = self._cast(*source, (BLOCK, 1)) if columnwise else (x, x)
+        if rowwise:
+            fields |= {"rowwise_data": row_codes.view(tensor.shape), "rowwise_scale_inv": pad_to(row_scale, 1, 4)}
+        if columnwise:
+            codes = column_codes.view(tensor.shape).movedim(-1, 0)
+            fields |= {"columnwise_data": codes, "columnwise_scale_inv": pad_to(column_scale, 1, 4)}
+        return fields
+
+
+class MXFP8Quantizer(Quantizer):
+    """Blocks of 32 elements with an E8M0 scale; `with_2d_quantization` shares a scale over 32x32 elements.
+
+    Equal in every bit to torchao's `to_mx(..., ScaleCalculationMode.RCEIL)` (0.18), with three exceptions in which
+    Transformer Engine's kernels are followed: a NaN does not count for its block's scale (torchao loses the block); a
+    block whose scale byte is 0 is multiplied by 2^127 (torchao: by 1, so that it becomes 0); an FP32 maximum one step
+    above a power of two times the format's maximum is rounded up (torchao's FP32 logarithm cannot see the step).
+    """
+
+    _tensor_class = MXFP8Tensor
+    _recipe = MXFP8BlockScaling
+
+    def __init__(
+        self, fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True, with_2d_quantization: bool = False
+    ) -> None:
+        """See the class."""
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = DType.cast(fp8_dtype)
+        self.with_2d_quantization = with_2d_quantization
+
+    def is_quantizable(self, inp: Tensor) -> bool:
+        """Whether both matrix dimensions are multiples of 32."""
+        return inp.ndim >= 2 and inp.shape[-1] % MX_BLOCK == 0 and inp.shape[:-1].numel() % MX_BLOCK == 0
+
+    def _cast(self, x: Tensor, magnitudes: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Codes `[M, K]` and scale bytes `[M/bm, K/bk]`."""
+        scaled = (MX_BLOCK, MX_BLOCK) if self.with_2d_quantization else block
+        e = numerics.e8m0_from_amax(numerics.block_amax(magnitudes, scaled), self.dtype)
+        codes = numerics.cast_fp8_blocks(x, numerics.e8m0_to_float(e, inverse=True), scaled, self.dtype)
+        if self.with_2d_quantization:
+            e = e.repeat_interleave(MX_BLOCK, 1 if block[1] == 1 else 0)
+        return codes, e
+
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+        if not self.is_quantizable(tensor):
+            raise RuntimeError(
+                f"MXFP8 requires tensor dims that are divisible by 32 (got shape={tuple(tensor.shape)}): pad the tensor"
+            )
+        fields: dict[str, Any] = {"fp8_dtype": self.dtype}
+        fields |= dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
+        x = tensor.reshape(-1, tensor.shape[-1]).float()
+        magnitudes = numerics.magnitude(x)
+        if rowwise:
+            codes, e = self._cast(x, magnitudes, (1, MX_BLOCK))
+            fields |= {"rowwise_data": codes.view(tensor.shape), "rowwise_scale_inv": pad_to(e, 128, 4)}
+        if columnwise:
+            codes, e = self._cast(x, magnitudes, (MX_BLOCK, 1))
+            fields |= {"columnwise_data": codes.view(tensor.shape), "columnwise_scale_inv": pad_to(e, 4, 128)}
+        return fields
+
+
+__all__ = [
+    "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer", "MXFP8Quantizer",
+    "QuantizedTensorStorage", "Quantizer",
+]  # fmt: skip

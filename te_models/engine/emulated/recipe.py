@@ -1,0 +1,367 @@
+"""Transformer Engine's precision recipes: which format and which scaling each operand of a GEMM gets.
+
+Class names, fields, defaults and messages are those of `transformer_engine.common.recipe` 2.20. One thing differs: an
+unknown or ill-typed field is a ValueError that names the nearest valid one, where Transformer Engine ignores the field.
+Defaults that Transformer Engine takes from the environment are read once, when this module is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from te_models.errors import unknown
+
+_BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
+_SCOPES = ("none", "weights", "activations", "all")
+_BACKWARD_OVERRIDE = os.getenv("NVTE_BACKWARD_OVERRIDE")
+_CURRENT_POWER_2 = os.getenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0") == "1"
+_BLOCK_FP32_SCALES = os.getenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") == "1"
+
+
+class _MaxValues(NamedTuple):
+    """Largest finite values of a format in the forward and in the backward pass."""
+
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(Enum):
+    """Number formats; HYBRID is E4M3 in the forward pass and E5M2 for gradients."""
+
+    E2M1 = _MaxValues(6, 6)
+    E4M3 = _MaxValues(448, 448)
+    E5M2 = _MaxValues(57344, 57344)
+    HYBRID = _MaxValues(448, 57344)
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """Options of one GEMM: whether partial sums move to an FP32 accumulator every 128 elements of K."""
+
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class QParams:
+    """How one operand is quantized."""
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+
+def _as_int(value: Any) -> int:
+    if isinstance(value, bool) or float(value) != int(float(value)):
+        raise ValueError
+    return int(float(value))
+
+
+def _as_bool(value: Any) -> bool:
+    if value not in (True, False):
+        raise ValueError
+    return bool(value)
+
+
+def _as(kind: type) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ValueError
+        return value
+
+    return check
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "int": _as_int,
+    "bool": _as_bool,
+    "Format": _as(Format),
+    "MMParams": _as(MMParams),
+    "str": _as(str),
+}
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+class Recipe:
+    """Base of all recipes. Equality compares the declared fields; `repr` is the key of the global amax registry."""
+
+    fp8_format: Format
+    backward_override: str | None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Recipe:
+        """Refuse keywords that are no field of the recipe."""
+        names = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+        for name in kwargs:
+            if name in names:
+                continue
+            if name.startswith("fp8_quant_") and name in vars(cls):
+                raise ValueError(f"{name} is no field of {cls.__name__}: assign it to the recipe after construction")
+            raise unknown(f"field of {cls.__name__}", name, names)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Check types and the rules that all recipes share."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if check := _CHECKS.get(str(field.type)):
+                value = getattr(self, field.name)
+                try:
+                    setattr(self, field.name, check(value))
+                except (TypeError, ValueError):
+                    owner = type(self).__name__
+                    raise ValueError(f"{owner}.{field.name} must be of type {field.type}, not {value!r}") from None
+        _require(
+            self.backward_override in _BACKWARD_OVERRIDES,
+            "NVTE_BACKWARD_OVERRIDE must be unset or one of: 'high_precision', 'dequantized'.",
+        )
+
+    def _repr_fields(self) -> tuple[str, ...]:
+        """Names of the fields that `repr` shows and that separate registry entries."""
+        return ()
+
+    def __repr__(self) -> str:
+        shown = [f"recipe_type={type(self).__name__}"]
+        for name in self._repr_fields():
+            value = getattr(self, name)
+            shown.append(f"{name}={value.name if isinstance(value, Format) else value}")
+        return ", ".join(shown).replace("fp8_format=", "format=") if not self.nvfp4() else ", ".join(shown)
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """Whether this is NVFP4BlockScaling."""
+        return issubclass(cls, NVFP4BlockScaling)
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Whether this is MXFP8BlockScaling."""
+        return issubclass(cls, MXFP8BlockScaling)
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether this is DelayedScaling."""
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether this is Float8CurrentScaling."""
+        return issubclass(cls, Float8CurrentScaling)
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether one scale serves a whole tensor."""
+        return issubclass(cls, (DelayedScaling, Float8CurrentScaling))
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Whether this is Float8BlockScaling."""
+        return issubclass(cls, Float8BlockScaling)
+
+    @classmethod
+    def custom(cls) -> bool:
+        """Whether this is CustomRecipe."""
+        return issubclass(cls, CustomRecipe)
+
+    def _forbid_e5m2(self) -> None:
+        _require(self.fp8_format != Format.E5M2, "Pure E5M2 training is not supported.")
+
+
+@dataclass(repr=False)
+class DelayedScaling(Recipe):
+    """One scale a tensor, from the amax of earlier steps; the history has `amax_history_len` rows."""
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[..., Any] = "max"
+    scaling_factor_compute_algo: Callable[..., Any] | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = _BACKWARD_OVERRIDE
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        self._forbid_e5m2()
+        _require(self.backward_override is None, "Delayed scaling only supports backward_override=None.")
+        _require(self.amax_history_len >= 1, f"amax_history_len must be at least 1, not {self.amax_history_len}")
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
+            raise unknown("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
+        _require(
+            self.scaling_factor_compute_algo is None or callable(self.scaling_factor_compute_algo),
+            f"scaling_factor_compute_algo must be None or a function, not {self.scaling_factor_compute_algo!r}",
+        )
+
+    def _repr_fields(self) -> tuple[str, ...]:
+        return (
+            "margin", "fp8_format", "amax_history_len", "reduce_amax", "fp8_dpa", "fp8_mha", "backward_override",
+        )  # fmt: skip
+
+
+@dataclass(repr=False)
+class Float8CurrentScaling(Recipe):
+    """One scale a tensor, from the tensor itself. te.Linear reads its quantization options from `fp8_quant_*`."""
+
+    use_power_2_scales: bool = _CURRENT_POWER_2
+    fp8_format: Format = Format.HYBRID
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = _BACKWARD_OVERRIDE
+
+    # No fields, as in Transformer Engine: they follow the environment at import, not `use_power_2_scales`.
+    fp8_quant_fwd_inp = QParams(power_2_scale=_CURRENT_POWER_2)
+    fp8_quant_fwd_weight = QParams(power_2_scale=_CURRENT_POWER_2)
+    fp8_quant_bwd_grad = QParams(power_2_scale=_CURRENT_POWER_2)
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        self._forbid_e5m2()
+
+    def _repr_fields(self) -> tuple[str, ...]:
+        return (
+            "fp8_format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad",
+            "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad", "fp8_dpa", "fp8_mha", "backward_override",
+        )  # fmt: skip
+
+
+@dataclass(repr=False)
+class MXFP8BlockScaling(Recipe):
+    """One power-of-two scale (E8M0) for 32 consecutive elements; `margin` is unused."""
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = _BACKWARD_OVERRIDE
+    enable_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        self._forbid_e5m2()
+
+    def _repr_fields(self) -> tuple[str, ...]:
+        return ("margin", "fp8_format", "backward_override", "enable_2d_quantization")
+
+
+@dataclass(repr=False)
+class Float8BlockScaling(Recipe):
+    """One FP32 scale for 1x128 (dim 1) or 128x128 (dim 2) elements; `fp8_quant_*` says whether a power of two."""
+
+    use_f32_scales: bool = _BLOCK_FP32_SCALES
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = MMParams()
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = _BACKWARD_OVERRIDE
+
+    # No fields, as in Transformer Engine: they follow the environment at import, not `use_f32_scales`.
+    fp8_quant_fwd_inp = QParams(power_2_scale=not _BLOCK_FP32_SCALES)
+    fp8_quant_fwd_weight = QParams(power_2_scale=not _BLOCK_FP32_SCALES)
+    fp8_quant_bwd_grad = QParams(power_2_scale=not _BLOCK_FP32_SCALES)
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        dims = {"x": self.x_block_scaling_dim, "w": self.w_block_scaling_dim, "grad": self.grad_block_scaling_dim}
+        for name, dim in dims.items():
+            _require(dim in (1, 2), f"Only 1D or 2D blocks supported for {name}")
+        _require(list(dims.values()).count(2) <= 1, "2D by 2D block gemm not supported.")
+        for name in ("fprop", "dgrad", "wgrad"):
+            split = getattr(self, f"fp8_gemm_{name}").use_split_accumulator
+            _require(split, f"Split accumulator required for {name}.")
+        _require(not self.fp8_dpa and not self.fp8_mha, "FP8 attention is not supported for Float8BlockScaling.")
+        self._forbid_e5m2()
+
+    def _repr_fields(self) -> tuple[str, ...]:
+        return (
+            "fp8_format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad",
+            "x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim",
+            "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad", "fp8_dpa", "fp8_mha", "backward_override",
+        )  # fmt: skip
+
+
+@dataclass(repr=False)
+class NVFP4BlockScaling(Recipe):
+    """E2M1 with an E4M3 scale for 16 elements and an FP32 scale for the tensor (arXiv:2509.25149).
+
+    By default weights share a scale over 16x16 elements, gradients are rounded stochastically, and the operands of the
+    weight gradient go through a random Hadamard transform; the three `disable_*` fields turn these off.
+    """
+
+    disable_rht: bool = os.getenv("NVTE_NVFP4_DISABLE_RHT", "0") == "1"
+    disable_stochastic_rounding: bool = os.getenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "0") == "1"
+    disable_2d_quantization: bool = os.getenv("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "0") == "1"
+    row_scaled_activation: bool = os.getenv("NVTE_NVFP4_ROW_SCALED_ACTIVATION", "0") == "1"
+    nvfp4_4over6: str = os.getenv("NVTE_NVFP4_4OVER6", "none")
+    nvfp4_4over6_e4m3_use_256: str = os.getenv("NVTE_NVFP4_4OVER6_E4M3_USE_256", "all")
+    nvfp4_4over6_err_mode: str = os.getenv("NVTE_NVFP4_4OVER6_ERR_MODE", "MAE").upper()
+    fp4_format: Format = Format.E2M1
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = _BACKWARD_OVERRIDE
+
+    def __post_init__(self) -> None:
+        """Check the fields and derive the quantization options of the three operands."""
+        super().__post_init__()
+        _require(self.fp4_format == Format.E2M1, "Only E2M1 is supported for NVFP4 scaling")
+        _require(self.fp8_format == Format.E4M3, "Only E4M3 is supported for NVFP4 scaling")
+        for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
+            message = f"NVTE_{name.upper()} must be one of: 'none', 'weights', 'activations', 'all'."
+            _require(getattr(self, name) in _SCOPES, message)
+        _require(
+            self.nvfp4_4over6_err_mode in ("MAE", "MSE"), "NVTE_NVFP4_4OVER6_ERR_MODE must be one of: 'MAE', 'MSE'."
+        )
+        self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=not self.disable_rht)
+        self.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+        self.fp4_quant_bwd_grad = QParams(
+            random_hadamard_transform=not self.disable_rht,
+            stochastic_rounding=not self.disable_stochastic_rounding,
+        )
+
+    def _repr_fields(self) -> tuple[str, ...]:
+        return (
+            "fp4_format", "fp8_format", "fp8_dpa", "fp8_mha", "backward_override", "row_scaled_activation",
+            "nvfp4_4over6", "nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode",
+            "fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad",
+        )  # fmt: skip
+
+
+@dataclass(repr=False)
+class CustomRecipe(Recipe):
+    """`qfactory(role)` returns the quantizer, or a `DelayedScalingRequest`, of each tensor slot."""
+
+    qfactory: Callable[..., Any]
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = _BACKWARD_OVERRIDE
+    quantization_alignment: int = 128
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        _require(callable(self.qfactory), f"qfactory must be a function, not {self.qfactory!r}")
+        _require(self.quantization_alignment > 0, "CustomRecipe quantization_alignment must be positive.")
+
+    def _repr_fields(self) -> tuple[str, ...]:
+        return ("qfactory", "backward_override", "quantization_alignment")

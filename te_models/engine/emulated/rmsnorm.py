@@ -1,0 +1,117 @@
+"""te.RMSNorm: statistics, weight and product in FP32, one rounding at the end."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_models.engine.emulated.autocast import FP8GlobalStateManager
+from te_models.engine.emulated.module import check_extra_state, empty_extra_state
+from te_models.engine.emulated.rmsnorm_kernels import input_gradient, reciprocal_rms, weight_gradient
+
+
+class _RMSNorm(torch.autograd.Function):
+    """`y = gamma * (r * x)` with `r = rsqrt(mean(x^2) + eps)`; saves x and r."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, update: bool) -> Tensor:
+        """x `[T, H]` and weight `[H]`, of one dtype."""
+        r = reciprocal_rms(x, eps)
+        gamma = weight.float() + 1 if zero_centered else weight.float()
+        ctx.save_for_backward(x, r, weight)
+        ctx.zero_centered, ctx.update = zero_centered, update
+        return (x.float() * r * gamma).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """`dx = r * (g dy - y_hat * mean(g dy y_hat))` and `dgamma = sum(dy * y_hat)`."""
+        x, r, weight = ctx.saved_tensors
+        gamma = weight.float() + 1 if ctx.zero_centered else weight.float()
+        dy, y_hat = grad.float(), x.float() * r
+        dx = dw = None
+        if ctx.needs_input_grad[1]:
+            dw = weight_gradient(dy, x, y_hat).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            dx = input_gradient(dy, gamma, x, y_hat, r).to(x.dtype)
+        if ctx.update:
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+        return dx, dw, None, None, None
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalization over the trailing dimensions; the output has the weight's dtype.
+
+    Under torch.autocast the computation and the output take autocast's dtype.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Iterable[int] | int | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        sm_margin: int = 0,
+    ) -> None:
+        """`zero_centered_gamma` stores gamma - 1. `params_dtype` and `hidden_size` are deprecated names."""
+        super().__init__()
+        if hidden_size is not None:
+            warnings.warn("hidden_size is deprecated: use normalized_shape", DeprecationWarning, stacklevel=2)
+            normalized_shape = hidden_size if normalized_shape is None else normalized_shape
+        if params_dtype is not None:
+            warnings.warn("params_dtype is deprecated: use dtype", DeprecationWarning, stacklevel=2)
+            dtype = params_dtype if dtype is None else dtype
+        if normalized_shape is None:
+            raise ValueError("normalized_shape is missing: give the size of the dimension to normalize over")
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.sequence_parallel = sequence_parallel
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if self.weight.device.type != "meta":
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Gamma 1, in a new parameter; a meta weight is materialised on the default device."""
+        old = self.weight
+        device = torch.get_default_device() if old.device.type == "meta" else old.device
+        fill = torch.zeros_like if self.zero_centered_gamma else torch.ones_like
+        self.weight = nn.Parameter(fill(old, device=device))
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Normalize a tensor whose trailing dimensions are the weight's."""
+        weight, shape = self.weight, input_.shape
+        if tuple(shape[len(shape) - weight.ndim :]) != tuple(weight.shape):
+            raise ValueError(
+                f"Input tensor (shape={tuple(shape)}) and weight tensor (shape={tuple(weight.shape)}) "
+                "are not compatible"
+            )
+        device = input_.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        # Without FP8 of its own, the module still takes the "first module" flag and with it the backward update.
+        tracked = torch.is_grad_enabled() and (input_.requires_grad or weight.requires_grad)
+        update = FP8GlobalStateManager.is_first_fp8_module() if tracked else False
+        x = input_.to(dtype).reshape(-1, weight.numel())
+        y = _RMSNorm.apply(x, weight.to(dtype).reshape(-1), self.eps, self.zero_centered_gamma, update)
+        return y.view(shape)  # type: ignore[union-attr]
+
+    def extra_repr(self) -> str:
+        """Shape and options."""
+        centered = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
+        return f"{tuple(self.weight.shape)}, eps={self.eps}{centered}"
+
+    def get_extra_state(self) -> Tensor:
+        """An empty tensor: the key has to be there, as in Transformer Engine."""
+        return empty_extra_state()
+
+    def set_extra_state(self, state: Tensor | None) -> None:
+        """Accept an empty state."""
+        check_extra_state("RMSNorm", state)

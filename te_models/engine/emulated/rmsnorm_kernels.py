@@ -1,0 +1,211 @@
+"""RMSNorm in the order in which Transformer Engine's CUDA kernels add, bit for bit.
+
+A row of H numbers is spread over the lanes of one or four warps (and, beyond the largest kernel, over several blocks).
+A lane adds its numbers one after the other with fused multiply-adds, the lanes of a warp add as a tree, and the warps
+of a row in sequence. Two families of kernels differ in the way there: the tuned ones, for six sizes and a multiple of
+four rows, take the mean square as variance plus squared mean; the general ones, for the rest, add squares.
+
+The weight gradient is added over rows in steps of the grid, whose extent is the number of blocks that fit the GPU: the
+numbers of blocks per multiprocessor are those measured on an H200 (TE 2.20.2, kernels compiled by CUDA 13.0).
+
+All outputs equal an H200's in every bit in BF16, FP16 and FP32, but for the weight gradient of the tuned FP32 kernel of
+8192 columns, where the compiler leaves most multiply-adds unfused.
+
+Source: transformer_engine/common/normalization (rmsnorm/*_kernels.cuh, kernel_traits.h) and common/utils.cuh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+LANES = 32
+_TUNED = (512, 768, 1024, 2048, 4096, 8192)
+_GENERAL = {"forward": (128, 512, 1024, 2048, 8192), "backward": (128, 512, 1024, 2048, 4096)}
+_ONE_WARP = {"forward": 2048, "backward": 1024}  # the largest kernel that gives a row to one warp; else four
+_TILE = 1 << 16  # elements of an intermediate on a CPU: those that its cache holds
+_H200_MULTIPROCESSORS = 132
+# Blocks of the backward kernels that fit one multiprocessor: by their registers, so also by dtype where noted.
+_BLOCKS = {
+    True: {512: 5, 768: 4, 1024: 3, 2048: 5, 4096: 3, 8192: 2},
+    False: {128: 12, 512: 4, 1024: 3, 2048: 5, 4096: 3},
+}
+_BLOCKS_OF_DTYPE = {
+    (True, 512, torch.bfloat16): 6,
+    (False, 512, torch.float32): 5,
+    (False, 2048, torch.float32): 4,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The kernel that serves a [rows, cols] problem: its size, how it spreads a row, and how many rows a block takes."""
+
+    tuned: bool
+    size: int
+    warps: int  # per row and block
+    blocks: int  # per row
+    width: int  # consecutive elements of a lane
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, stage: str, x: Tensor) -> Kernel:
+        """The kernel for x [rows, cols]; `stage` is "forward" or "backward"."""
+        rows, cols = x.shape
+        tuned = rows % 4 == 0 and cols in _TUNED
+        sizes = _GENERAL[stage]
+        size = cols if tuned else next((s for s in sizes if s >= cols), sizes[-1])
+        width = 4 if x.dtype == torch.float32 or size == 128 else 8
+        return cls(tuned, size, 1 if size <= _ONE_WARP[stage] else 4, -(-cols // size), width, x.dtype)
+
+    @property
+    def rows(self) -> int:
+        """Rows that a block works on at a time."""
+        return 4 // self.warps
+
+    @property
+    def steps(self) -> int:
+        """Loads of `width` elements by which a lane gets its share of a row."""
+        return self.size // (LANES * self.warps * self.width)
+
+    def spread(self, t: Tensor) -> Iterator[Tensor]:
+        """t [T, H] as the sequence of [T, warps, blocks, 32] that the lanes see; zero beyond the end of a row."""
+        t = pad(t, (0, self.blocks * self.size - t.shape[1]))
+        t = t.view(len(t), self.steps, self.warps, self.blocks, LANES, self.width)
+        return iter(t.permute(1, 5, 0, 2, 3, 4).contiguous().flatten(0, 1))
+
+    def row_sum(self, lanes: Tensor) -> Tensor:
+        """Sums over rows [T, 1] of what the lanes [T, warps, blocks, 32] hold."""
+        if self.warps * self.blocks == 1:
+            return _tree(lanes)[:, 0, 0]
+        warps = _halving_tree(lanes)[..., 0]
+        blocks = _sequence(warps.unbind(1))
+        return _tree(pad(blocks, (0, -blocks.shape[-1] % LANES)))  # one warp adds those of the blocks
+
+    def grid_rows(self, rows: int, device: torch.device) -> int:
+        """Rows that the whole grid of the backward kernel works on at a time."""
+        cuda = device.type == "cuda"
+        count = torch.cuda.get_device_properties(device).multi_processor_count if cuda else _H200_MULTIPROCESSORS
+        per = _BLOCKS_OF_DTYPE.get((self.tuned, self.size, self.dtype), _BLOCKS[self.tuned][self.size])
+        most = count * per // self.blocks
+        return self.rows * (most if self.tuned else min(-(-rows // self.rows), most))
+
+
+def reciprocal_rms(x: Tensor, eps: float) -> Tensor:
+    """`rsqrt(mean(x^2) + eps)` of x [T, H] as FP32 [T, 1].
+
+    The rsqrt is the device's: a GPU's approximation and a CPU's differ in the last bit of one in five numbers.
+    """
+    kernel, cols, wide = Kernel.of("forward", x), x.shape[1], x.float()
+    if not kernel.tuned:
+        sums = kernel.row_sum(_dot(kernel, wide, wide, exact=x.dtype != torch.float32))
+        return torch.rsqrt(_fma(sums, _reciprocal(cols, x), sums.new_tensor(eps)))
+    per_warp = cols // kernel.warps
+    mean = _tree(_sequence(kernel.spread(wide))) * _reciprocal(per_warp, x)  # [T, warps, 1, 1]
+    columns = (len(x), kernel.steps, kernel.warps, LANES * kernel.width)
+    centered = (wide.view(columns) - mean.view(len(x), 1, kernel.warps, 1)).view_as(wide)
+    squares = _tree(_dot(kernel, centered, centered, exact=False))
+    mean, squares = mean[..., 0, 0], squares[..., 0, 0]
+    count = per_warp
+    while mean.shape[1] > 1:
+        mean, squares, count = _merge(mean, squares, count)
+    return torch.rsqrt(_fma(mean, mean, squares * _reciprocal(cols, x)) + eps)
+
+
+def input_gradient(dy: Tensor, gamma: Tensor, x: Tensor, y_hat: Tensor, r: Tensor) -> Tensor:
+    """`r * (g dy - y_hat * mean(g dy y_hat))` as FP32 [T, H]; dy, gamma, y_hat and r in FP32, x for its dtype."""
+    kernel, scaled = Kernel.of("backward", x), dy * gamma
+    mean = kernel.row_sum(_dot(kernel, scaled, y_hat, exact=False)) * _reciprocal(x.shape[1], x)
+    return _fma(-mean, y_hat, scaled).mul_(r)
+
+
+def weight_gradient(dy: Tensor, x: Tensor, y_hat: Tensor) -> Tensor:
+    """`sum(dy * y_hat)` over rows as FP32 [H]; dy and y_hat in FP32 [T, H], x for its dtype."""
+    kernel, (rows, cols) = Kernel.of("backward", x), x.shape
+    grid = kernel.grid_rows(rows, x.device)
+    sums = dy.new_zeros(min(grid, rows + -rows % kernel.rows), cols)  # a block without rows adds zero
+    for start in range(0, rows, max(1, grid)):
+        part = slice(start, start + grid)
+        held = sums[: min(grid, rows - start)]
+        held.copy_(_fma(dy[part], y_hat[part], held))
+    sums = _block_sums(kernel, sums.view(len(sums) // kernel.rows, kernel.rows, cols))
+    if kernel.tuned:
+        return _tree(_strided_sum(sums, LANES).t())[:, 0]
+    return _halving_tree(_strided_sum(sums, 4).t())[:, 0]
+
+
+def _block_sums(kernel: Kernel, sums: Tensor) -> Tensor:
+    """[blocks, rows, H] added over the rows of each block: in sequence, a general kernel beginning with the warp that
+    writes the column."""
+    if kernel.tuned or kernel.rows == 1:
+        return _sequence(sums.unbind(1))
+    parts = []
+    for step, columns in enumerate(sums.split(LANES * kernel.width, dim=-1)):
+        warps = list(columns.unbind(1))
+        parts.append(_sequence([warps.pop(step % kernel.rows), *warps]))
+    return torch.cat(parts, dim=-1)
+
+
+def _strided_sum(t: Tensor, stride: int) -> Tensor:
+    """[N, H] to [stride, H]: rows i, i + stride, ... in sequence."""
+    sums = t.new_zeros(stride, t.shape[1])
+    for part in t.split(stride):
+        sums[: len(part)] += part
+    return sums
+
+
+def _dot(kernel: Kernel, a: Tensor, b: Tensor, exact: bool) -> Tensor:
+    """What each lane holds after adding its products with FMAs. `exact`: the products are FP32 numbers."""
+    if exact:
+        return _sequence(kernel.spread(a * b))
+    rows = max(1, _TILE // a.shape[1]) if a.device.type == "cpu" else max(1, len(a))
+    tiles = zip(a.split(rows), b.split(rows), strict=True)
+    return torch.cat([_sequence(kernel.spread(p.double() * q.double())) for p, q in tiles])
+
+
+def _sequence(terms: Iterator[Tensor] | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+    """The FP32 sum of FP32 terms, or of exact products in FP64, rounded after each."""
+    terms = iter(terms)
+    total = next(terms).float()
+    for term in terms:
+        total = total + term if term.dtype == torch.float32 else term.add_(total.double()).float()
+    return total
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of FP32 tensors, rounded once (but for ties made by the FP64 sum: one in 2^29)."""
+    return torch.addcmul(c.double(), a.double(), b.double()).float()
+
+
+def _tree(lanes: Tensor) -> Tensor:
+    """The last dimension added in pairs of neighbours, as a butterfly of shuffles does."""
+    while lanes.shape[-1] > 1:
+        lanes = lanes[..., ::2] + lanes[..., 1::2]
+    return lanes
+
+
+def _halving_tree(lanes: Tensor) -> Tensor:
+    """The last dimension added as the lower and the upper half, as shuffles down do."""
+    while lanes.shape[-1] > 1:
+        lower, upper = lanes.chunk(2, dim=-1)
+        lanes = lower + upper
+    return lanes
+
+
+def _merge(mean: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor, int]:
+    """Chan's update: means and centred squares of the lower half of the warps with those of the upper half.
+
+    The counts are powers of two, so that scaling by them does not round.
+    """
+    (mean_a, mean_b), (squares_a, squares_b) = mean.chunk(2, dim=1), squares.chunk(2, dim=1)
+    delta = mean_a - mean_b
+    return (mean_a + mean_b) * 0.5, squares_a + squares_b + delta * delta * (count / 2), 2 * count
+
+
+def _reciprocal(count: int, like: Tensor) -> Tensor:
+    """1 / count in FP32."""
+    return torch.tensor(1.0 / count, dtype=torch.float32, device=like.device)

@@ -1,0 +1,414 @@
+"""Quantized tensors: FP8 (or FP4) codes with their inverse scales, under Transformer Engine's attribute names.
+
+Each format has a storage class, a plain object that te.Linear uses inside, and a tensor class of the same data, which
+is a `torch.Tensor` with a nominal dtype: quantizers return it, and it can be a parameter. An operation that does not
+know quantized tensors works on the dequantized values; an in-place operation quantizes its result again.
+
+A columnwise copy that has the same codes as the rowwise one is a transposed view of it, not a second buffer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from te_models.engine.emulated import numerics
+from te_models.engine.emulated.numerics import DType
+
+BLOCK = 128
+MX_BLOCK = 32
+
+
+class Operand(NamedTuple):
+    """A matrix as a GEMM takes it: `values * scale`, both FP32; scale is None (1), `[1]`, or `[M, 1]` for M rows.
+
+    `narrow` says that every value is a BF16 number, so that a GEMM with BF16 inputs computes the same products.
+    """
+
+    values: Tensor
+    scale: Tensor | None
+    narrow: bool
+
+    @property
+    def t(self) -> Operand:
+        """The transposed operand."""
+        scale = self.scale
+        return self._replace(
+            values=self.values.t(), scale=scale.t() if scale is not None and scale.ndim == 2 else scale
+        )
+
+
+class Codes(NamedTuple):
+    """The FP8 codes of a matrix for a GEMM over its last dimension: `data` FP8 [rows, K] and its inverse scales FP32.
+
+    `scale` is [1] for the whole tensor, or [rows, ceil(K/128)].
+    """
+
+    data: Tensor
+    scale: Tensor
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether one scale serves the whole tensor."""
+        return self.scale.ndim == 1
+
+    @property
+    def floor(self) -> int:
+        """The exponent of the format's smallest normal number."""
+        return -6 if self.data.dtype == torch.float8_e4m3fn else -14
+
+
+class QuantizedTensorStorage:
+    """Base of the storages. `_tensors` names the attributes that hold data; each of them may be None."""
+
+    _tensors: ClassVar[tuple[str, ...]]
+    _quantizer: Any
+    _dtype: torch.dtype
+    _shape: torch.Size
+
+    def __init__(self, *, shape: torch.Size, dtype: torch.dtype, quantizer: Any = None, **data: Any) -> None:
+        """`shape` and `dtype` are those of the high-precision tensor; `data` sets the other attributes."""
+        self._shape = torch.Size(shape)
+        self._dtype = dtype
+        self._quantizer = quantizer
+        for name, value in data.items():
+            setattr(self, f"_{name}", value)
+
+    @property
+    def _matrix(self) -> tuple[int, int]:
+        """The shape as a matrix, with the leading dimensions flattened."""
+        columns = self._shape[-1] if self._shape else 1
+        return self._shape.numel() // max(columns, 1), columns
+
+    def operand(self, columnwise: bool) -> Operand:
+        """The rowwise or columnwise copy as a matrix `[M, K]`."""
+        raise NotImplementedError
+
+    def codes(self, columnwise: bool) -> Codes | None:
+        """The rowwise or columnwise copy as codes, contracted dimension last; None where no tensor core is modelled."""
+        return None
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which copies are there."""
+        raise NotImplementedError
+
+    def _drop(self, columnwise: bool) -> None:
+        raise NotImplementedError
+
+    def _derive(self, columnwise: bool) -> None:
+        """Make the missing copy from the other one; the default is that this cannot be done."""
+        have, want = ("rowwise", "columnwise") if columnwise else ("columnwise", "rowwise")
+        raise RuntimeError(
+            f"{type(self).__name__} has no {want} data and cannot derive it from the {have} copy: "
+            f"quantize again with quantizer.set_usage({want}=True)"
+        )
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Drop (False), require or derive (True), or leave (None) the two copies."""
+        for columnwise, usage in ((False, rowwise_usage), (True, columnwise_usage)):
+            if usage and not self.get_usages()["columnwise" if columnwise else "rowwise"]:
+                self._derive(columnwise)
+        if rowwise_usage is False:
+            self._drop(columnwise=False)
+        if columnwise_usage is False:
+            self._drop(columnwise=True)
+
+    def _high_precision(self, dtype: torch.dtype | None) -> Tensor:
+        values, scale, _ = self.operand(columnwise=not self.get_usages()["rowwise"])
+        values = values if scale is None else values * scale
+        return values.to(dtype or self._dtype).reshape(self._shape)
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """High-precision values in `dtype` (None: the nominal dtype)."""
+        return self._high_precision(dtype)
+
+    def get_data_tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors that hold the data, in the order of `_tensors`."""
+        return tuple(getattr(self, name) for name in self._tensors)
+
+    def with_data_tensors(self, tensors: tuple[Tensor | None, ...]) -> QuantizedTensorStorage:
+        """A storage with the same metadata and other tensors."""
+        data: dict[str, Any] = dict(zip(self._data_names(), tensors, strict=True))
+        return self._storage_class()(**self._metadata(), **data)
+
+    def _data_names(self) -> list[str]:
+        return [name.removeprefix("_") for name in self._tensors]
+
+    def _metadata(self) -> dict[str, Any]:
+        return {"shape": self._shape, "dtype": self._dtype, "quantizer": self._quantizer}
+
+    @classmethod
+    def _storage_class(cls) -> type[QuantizedTensorStorage]:
+        """The plain storage class of this format."""
+        return next(c for c in cls.__mro__ if QuantizedTensorStorage in c.__bases__ and not issubclass(c, Tensor))
+
+    def quantize_(self, tensor: Tensor) -> QuantizedTensorStorage:
+        """Overwrite with the quantized values of a high-precision tensor."""
+        self._quantizer.update_quantized(tensor, self)
+        return self
+
+    def _get_quantizer(self) -> Any:
+        return self._quantizer
+
+
+class Float8TensorStorage(QuantizedTensorStorage):
+    """One scale a tensor: `_data` uint8 `[..., K]`, `_transpose` uint8 `[K, ...]`, `_scale_inv` FP32 `[1]`."""
+
+    _tensors = ("_data", "_transpose", "_scale_inv")
+    _data: Tensor | None
+    _transpose: Tensor | None
+    _scale_inv: Tensor
+    _fp8_dtype: DType
+
+    def _metadata(self) -> dict[str, Any]:
+        return super()._metadata() | {"fp8_dtype": self._fp8_dtype}
+
+    @property
+    def _transpose_invalid(self) -> bool:
+        return self._transpose is None
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which copies are there."""
+        return {"rowwise": self._data is not None, "columnwise": self._transpose is not None}
+
+    def _drop(self, columnwise: bool) -> None:
+        setattr(self, "_transpose" if columnwise else "_data", None)
+
+    def _derive(self, columnwise: bool) -> None:
+        source = self._data if columnwise else self._transpose
+        if source is None:
+            super()._derive(columnwise)
+        elif columnwise:
+            self._transpose = source.movedim(-1, 0)
+        else:
+            self._data = source.movedim(0, -1)
+
+    def operand(self, columnwise: bool) -> Operand:
+        """Raw codes as FP32 and `_scale_inv`; both copies are the same codes."""
+        codes = self._data if self._data is not None else self._transpose.movedim(0, -1)  # type: ignore[union-attr]
+        return Operand(numerics.decode_fp8(codes.reshape(self._matrix), self._fp8_dtype), self._scale_inv, narrow=True)
+
+    def codes(self, columnwise: bool) -> Codes:
+        """Both copies are the same codes."""
+        codes = self._data if self._data is not None else self._transpose.movedim(0, -1)  # type: ignore[union-attr]
+        codes = codes.reshape(self._matrix).view(numerics.TORCH_FP8[self._fp8_dtype])
+        return Codes(codes.t() if columnwise else codes, self._scale_inv)
+
+
+class _BlockStorage(QuantizedTensorStorage):
+    """What the block-scaled storages share: independent rowwise and columnwise copies."""
+
+    _tensors = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
+    _rowwise_data: Tensor | None
+    _rowwise_scale_inv: Tensor | None
+    _columnwise_data: Tensor | None
+    _columnwise_scale_inv: Tensor | None
+    _fp8_dtype: DType
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which copies are there."""
+        return {"rowwise": self._rowwise_data is not None, "columnwise": self._columnwise_data is not None}
+
+    def _drop(self, columnwise: bool) -> None:
+        side = "columnwise" if columnwise else "rowwise"
+        setattr(self, f"_{side}_data", None)
+        setattr(self, f"_{side}_scale_inv", None)
+
+
+class Float8BlockwiseQTensorStorage(_BlockStorage, QuantizedTensorStorage):
+    """One FP32 scale for 1x128 or 128x128 elements.
+
+    `_rowwise_data` is `[..., K]`, `_columnwise_data` `[K, ...]`. Inverse scales for M rows and K columns, unpadded:
+    1-D rowwise `[K/128, M]`, 1-D columnwise `[M/128, K]`, 2-D rowwise `[M/128, K/128]`, 2-D columnwise its transpose;
+    the last dimension is padded to a multiple of 4.
+    """
+
+    _is_2D_scaled: bool
+
+    def _metadata(self) -> dict[str, Any]:
+        return super()._metadata() | {"fp8_dtype": self._fp8_dtype, "is_2D_scaled": self._is_2D_scaled}
+
+    def operand(self, columnwise: bool) -> Operand:
+        """Dequantized FP32 values of the rowwise or columnwise copy."""
+        codes = self.codes(columnwise)
+        values = numerics.decode_fp8(codes.data.view(torch.uint8), self._fp8_dtype)
+        values = numerics.scale_blocks_(values, codes.scale, (1, BLOCK))
+        return Operand(values.t() if columnwise else values, None, narrow=self._quantizer.force_pow_2_scales)
+
+    def codes(self, columnwise: bool) -> Codes:
+        """The copy's own codes and scales; a 128x128 block's scale is that of each of its rows."""
+        m, k = self._matrix
+        rows, contracted = (k, m) if columnwise else (m, k)
+        side = "columnwise" if columnwise else "rowwise"
+        data, scale = getattr(self, f"_{side}_data"), getattr(self, f"_{side}_scale_inv")
+        data = data.reshape(rows, contracted).view(numerics.TORCH_FP8[self._fp8_dtype])
+        if self._is_2D_scaled:
+            return Codes(data, scale[:, : -(-contracted // BLOCK)].repeat_interleave(BLOCK, 0)[:rows])
+        return Codes(data, scale[:, :rows].t())
+
+    def _derive(self, columnwise: bool) -> None:
+        if not self._is_2D_scaled:
+            super()._derive(columnwise)
+        m, k = (-(-size // BLOCK) for size in self._matrix)
+        if columnwise:
+            self._columnwise_data = self._rowwise_data.movedim(-1, 0)  # type: ignore[union-attr]
+            self._columnwise_scale_inv = pad_to(self._rowwise_scale_inv[:m, :k].t(), 1, 4)  # type: ignore[index]
+        else:
+            self._rowwise_data = self._columnwise_data.movedim(0, -1)  # type: ignore[union-attr]
+            self._rowwise_scale_inv = pad_to(self._columnwise_scale_inv[:k, :m].t(), 1, 4)  # type: ignore[index]
+
+
+class MXFP8TensorStorage(_BlockStorage, QuantizedTensorStorage):
+    """One E8M0 byte for 32 elements; both copies of the data are `[..., K]`.
+
+    Scale bytes for M rows and K columns: rowwise `[M, K/32]` padded to multiples of (128, 4), columnwise `[M/32, K]`
+    padded to multiples of (4, 128).
+    """
+
+    _with_gemm_swizzled_scales = False
+
+    def _metadata(self) -> dict[str, Any]:
+        return super()._metadata() | {"fp8_dtype": self._fp8_dtype}
+
+    def operand(self, columnwise: bool) -> Operand:
+        """Dequantized FP32 values of the rowwise or columnwise copy."""
+        m, k = self._matrix
+        if columnwise:
+            codes, e, block = self._columnwise_data, self._columnwise_scale_inv, (MX_BLOCK, 1)
+        else:
+            codes, e, block = self._rowwise_data, self._rowwise_scale_inv, (1, MX_BLOCK)
+        scale = numerics.e8m0_to_float(e[: -(-m // block[0]), : -(-k // block[1])])  # type: ignore[index]
+        values = numerics.decode_fp8(codes.reshape(m, k), self._fp8_dtype)  # type: ignore[union-attr]
+        return Operand(numerics.scale_blocks_(values, scale, block), None, narrow=True)
+
+
+def pad_to(scale: Tensor, *multiples: int) -> Tensor:
+    """`scale` with its dimensions zero-padded to whole multiples, contiguous."""
+    pad = [p for size, step in zip(reversed(scale.shape), reversed(multiples), strict=True) for p in (0, -size % step)]
+    return torch.nn.functional.pad(scale, pad).contiguous()
+
+
+class _Dequantize(torch.autograd.Function):
+    """Values of a quantized tensor; the gradient passes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
+        return tensor._high_precision(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
+    """A tensor with a nominal dtype whose data are codes. Mixed with a storage class."""
+
+    @staticmethod
+    def __new__(
+        cls, *, shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool = False, **_: Any
+    ) -> QuantizedTensor:
+        """An empty shell; the storage's `__init__` fills it."""
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+        )
+
+    def __init__(self, *, device: torch.device, requires_grad: bool = False, **arguments: Any) -> None:
+        """Fill the shell; see `QuantizedTensorStorage`."""
+        QuantizedTensorStorage.__init__(self, **arguments)
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """High-precision values in `dtype` (None: the nominal dtype)."""
+        return _Dequantize.apply(self, dtype)  # type: ignore[return-value]
+
+    def _like(self, **changes: Any) -> QuantizedTensor:
+        """A tensor of the same class with some constructor arguments replaced."""
+        data: dict[str, Any] = dict(zip(self._data_names(), self.get_data_tensors(), strict=True))
+        data |= self._metadata() | {"device": self.device} | changes
+        return type(self)(**data)
+
+    def _mapped(self, function: Any) -> QuantizedTensor:
+        data = {
+            name: function(t)
+            for name, t in zip(self._data_names(), self.get_data_tensors(), strict=True)
+            if t is not None
+        }
+        device = next(iter(data.values())).device
+        return self._like(**data, device=device)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self._high_precision(None)!r}, quantizer={self._quantizer!r})"
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        data = dict(zip(self._data_names(), self.get_data_tensors(), strict=True))
+        arguments = self._metadata() | {"device": self.device, "requires_grad": self.requires_grad} | data
+        return _rebuild, (type(self), arguments)
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The tensor without its graph; assigning a high-precision tensor quantizes it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, tensor: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(tensor)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.detach.default:
+            return args[0]._like()
+        if func is torch.ops.aten.clone.default:
+            return args[0]._mapped(torch.clone)
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
+            return args[0]._mapped(lambda t: t.to(kwargs.get("device"), copy=True))
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], QuantizedTensor):
+            source = _plain(args[1])
+            args[0].quantize_(source.expand(args[0].shape))
+            return args[0]
+        plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        written = _written(func, args, kwargs, plain_args, plain_kwargs)
+        for target, value in written:
+            target.quantize_(value)
+        return written[0][0] if written and isinstance(result, Tensor) else result
+
+
+def _plain(value: Any) -> Any:
+    return value._high_precision(None) if isinstance(value, QuantizedTensor) else value
+
+
+def _written(func: Any, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> list[tuple[Any, Tensor]]:
+    """Quantized arguments that an in-place operation wrote to, with their new high-precision values."""
+    pairs: list[tuple[Any, Any, Any]] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name in kwargs:
+            pairs.append((argument, kwargs[argument.name], plain_kwargs[argument.name]))
+        elif i < len(args):
+            pairs.append((argument, args[i], plain_args[i]))
+    found = []
+    for argument, original, plain in pairs:
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        items = zip(original, plain, strict=True) if isinstance(original, (list, tuple)) else [(original, plain)]
+        found += [(a, b) for a, b in items if isinstance(a, QuantizedTensor)]
+    return found
+
+
+def _rebuild(cls: type, arguments: dict[str, Any]) -> QuantizedTensor:
+    return cls(**arguments)
+
+
+class Float8Tensor(QuantizedTensor, Float8TensorStorage):
+    """`Float8TensorStorage` as a tensor."""
+
+
+class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
+    """`Float8BlockwiseQTensorStorage` as a tensor."""
+
+
+class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
+    """`MXFP8TensorStorage` as a tensor."""

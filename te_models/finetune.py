@@ -1,0 +1,115 @@
+"""`te-models finetune` from data to sample: what the command line does, callable."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from te_models.checkpoints import Checkpoints
+from te_models.data import TokenDataset, check_vocabulary, load_documents, split_documents
+from te_models.generate import continue_text
+from te_models.metrics import plot_losses, read_metrics
+from te_models.model import CausalLM
+from te_models.report import outcome, progress, summary
+from te_models.saved import tokenizer_of
+from te_models.tokenizer import Tokenizer, load_tokenizer
+from te_models.train import Result, Trainer
+from te_models.train_config import TrainConfig
+
+SAMPLE_PROMPT = "def "
+
+
+def finetune(
+    build: Callable[[], CausalLM],
+    *,
+    label: str | None = None,
+    model_folder: str | None = None,
+    data: str | None = None,
+    tokenizer: str | None = None,
+    out: str | None = None,
+    resume: bool = False,
+    sample_tokens: int = 200,
+    train: dict[str, Any],
+) -> Result:
+    """Train what `build` returns; see `te-models finetune --help` for the arguments.
+
+    Raises:
+        ValueError: a mistake in what was asked for; nothing was written.
+        Diverged: the loss became NaN or infinite.
+    """
+    console = Console()
+    config = TrainConfig(**train)
+    words = model_tokenizer(tokenizer, model_folder)
+    training, held_out = split_documents(load_documents(data), seed=config.seed)
+    dataset = TokenDataset(training, words, config.seq_len, batch_size=config.batch_size, seed=config.seed)
+    evaluation = TokenDataset(
+        held_out, words, config.seq_len, batch_size=config.batch_size, seed=config.seed, shuffle=False
+    )
+    torch.manual_seed(config.seed)
+    model = build()
+    check_vocabulary(words, model.config.vocab_size)
+    if config.seq_len > model.config.max_position_embeddings:
+        raise ValueError(
+            f"--seq-len {config.seq_len} is longer than the model's max_position_embeddings="
+            f"{model.config.max_position_embeddings}: lower it or raise --max-position-embeddings"
+        )
+    folder = Path(out or f"runs/{label or Path(model_folder or 'model').name}-{model.recipe.name}")
+    start = _starting_step(folder, resume, config)
+    console.print(summary(model, dataset, config, start), highlight=False)
+    with progress(console, config, start) as tell:
+        trainer = Trainer(
+            model=model,
+            dataset=dataset,
+            eval_batches=evaluation.eval_batches(config.eval_batches),
+            config=config,
+            out=folder,
+            documents=words.documents(),
+            on_step=tell,
+        )
+        result = trainer.run(resume=resume)
+    curve = _draw(folder, model.recipe.name)
+    if result.interrupted:
+        console.print(f"interrupted: step {result.step} is saved; the same command with --resume goes on from it")
+        return result
+    console.print(outcome(result), highlight=False)
+    console.print(f"[dim] loss curve[/dim] {curve}", highlight=False)
+    if sample_tokens:
+        room = model.config.max_position_embeddings - len(words.encode(SAMPLE_PROMPT))
+        text = continue_text(model, words, SAMPLE_PROMPT, min(sample_tokens, room), do_sample=True, seed=config.seed)
+        console.print("\n[bold]sample[/bold]")
+        console.print(text, markup=False, highlight=False)
+    return result
+
+
+def _draw(folder: Path, recipe: str) -> str:
+    """Draw the run's loss curve; returns where it is, or why there is none."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "not drawn: matplotlib is missing (pip install 'te-models[train]')"
+    path = folder / "loss.png"
+    plot_losses(path, {recipe: read_metrics(folder / "metrics.jsonl")}, folder.name)
+    return str(path)
+
+
+def model_tokenizer(path: str | None, model_folder: str | None) -> Tokenizer:
+    """The tokenizer at `path`, else the one saved with the model, else bytes."""
+    return load_tokenizer(tokenizer_of(path, model_folder))
+
+
+def _starting_step(folder: Path, resume: bool, config: TrainConfig) -> int:
+    """The step of the checkpoint to resume from, 0 for a new run; a ValueError where the two would collide."""
+    newest = Checkpoints(folder / "checkpoints").latest()
+    if resume and newest is None:
+        raise ValueError(f"nothing to resume: {folder} has no checkpoint; start without --resume")
+    if newest is None:
+        return 0
+    step = int(newest.name.removeprefix("step-"))
+    if not resume:
+        raise ValueError(f"{folder} already holds a run of {step} steps: add --resume or give another --out")
+    if step >= config.steps:
+        raise ValueError(f"{folder} has already reached step {step}: give more than --steps {config.steps}")
+    return step

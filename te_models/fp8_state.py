@@ -1,0 +1,83 @@
+"""The FP8 state of a model (scales and amax histories) as plain named tensors: read, write, freeze.
+
+Only stateful recipes (DelayedScaling) have any. Names are `<module>.scaling_fwd.scale` and so on; the tensors are those
+that Transformer Engine keeps in `module.fp8_meta` (sections 2.1 and 7.11 of its behaviour): `scale` FP32 [3] forward
+(input, weight, output) and [2] backward, `amax_history` FP32 [length, same]; row 0 is the step under way, the last row
+the newest finished one. They are written in place, never rebound: the engine's registry holds the same tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+
+
+def fp8_state(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> live tensor of every scale and amax history in the model; empty before the first FP8 forward."""
+    found: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        meta: dict[str, Any] = getattr(module, "fp8_meta", {})
+        for direction in DIRECTIONS:
+            state: Any = meta.get(direction)
+            if getattr(state, "amax_history", None) is not None:
+                found[f"{name}.{direction}.scale"] = state.scale
+                found[f"{name}.{direction}.amax_history"] = state.amax_history
+    return found
+
+
+@torch.no_grad()
+def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Any) -> None:
+    """Write `tensors` (as from `fp8_state`) into the model, which need not have run yet.
+
+    `built` is the engine's DelayedScaling object that the model will run under. A history of another length keeps its
+    newest entries. Raises ValueError, before anything is written, when a name or a width does not fit the model.
+    """
+    modules: dict[str, Any] = dict(model.named_modules())
+    owners = {name.rsplit(".", 2)[0] for name in tensors}
+    if strange := sorted(owner for owner in owners if not hasattr(modules.get(owner), "fp8_meta")):
+        raise ValueError(f"the FP8 state is of another model: this one has no FP8 module {strange[0]!r}")
+    for owner in sorted(owners):
+        if "scaling_fwd" not in modules[owner].fp8_meta:
+            modules[owner].fp8_meta.update(recipe=built, num_gemms=1)
+            modules[owner].init_fp8_meta_tensors(built)
+    live = fp8_state(model)
+    for name, value in tensors.items():
+        if name not in live or live[name].shape[-1:] != value.shape[-1:]:
+            raise ValueError(f"the FP8 state does not fit the model at {name!r} ({list(value.shape)})")
+    for name, value in tensors.items():
+        live[name].copy_(_resized(value, len(live[name])) if name.endswith("amax_history") else value)
+
+
+@contextlib.contextmanager
+def frozen_fp8_state(model: nn.Module) -> Iterator[None]:
+    """Whatever runs inside leaves every scale and amax history as it was, to the bit.
+
+    Transformer Engine records the amax of any forward, evaluation included, and lets it into the next training update
+    (section 2.5).
+    """
+    before = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in fp8_state(model).items():
+                if name in before:
+                    tensor.copy_(before[name])
+                else:  # a module that ran for the first time: back to what it is born with
+                    tensor.fill_(1.0 if name.endswith("scale") else 0.0)
+
+
+def _resized(history: Tensor, length: int) -> Tensor:
+    """`history` [n, width] as [length, width]: row 0 and the newest rows kept, the oldest dropped or zero."""
+    kept = min(len(history), length) - 1
+    out = history.new_zeros(length, history.shape[1])
+    out[0] = history[0]
+    if kept:
+        out[-kept:] = history[-kept:]
+    return out

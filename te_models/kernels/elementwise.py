@@ -1,0 +1,37 @@
+"""Elementwise operations of a block, each in the dtype of its input."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the channel pairs (i, i + H/2) of each head by its position's angle (Su et al. 2021, arXiv 2104.09864).
+
+    x [B, S, heads, H]; cos, sin [S, H] (or [B, S, H]), whose halves repeat; returns the shape and dtype of x.
+    """
+    first, second = x.chunk(2, dim=-1)
+    rotated = torch.cat((-second, first), dim=-1)
+    return x * cos.unsqueeze(-2) + rotated * sin.unsqueeze(-2)
+
+
+def gate(x: Tensor, logits: Tensor) -> Tensor:
+    """x * sigmoid(logits): the output gate of attention (Qiu et al. 2025, arXiv 2505.06708). Shapes broadcast."""
+    return x * torch.sigmoid(logits)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for gate_up [..., 2F] = [gate | up]; returns [..., F] (Shazeer 2020, arXiv 2002.05202)."""
+    gate_half, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate_half) * up
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy, FP32 scalar, of logits [T, V] against targets int64 [T]; targets of -100 do not count.
+
+    Zero when no target counts, as in a micro-batch that is all prompt.
+    """
+    total = F.cross_entropy(logits.float(), targets, ignore_index=-100, reduction="sum")
+    return total / (targets != -100).sum().clamp(min=1)

@@ -1,0 +1,85 @@
+"""What a run leaves to look at: metrics.jsonl, one object a step, and the loss curve as a PNG."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class MetricsLog:
+    """metrics.jsonl of a run, written line by line; opening it at step N drops what was logged after N."""
+
+    def __init__(self, path: Path, after_step: int = 0) -> None:
+        kept = [row for row in read_metrics(path) if row["step"] <= after_step] if path.exists() else []
+        fresh = path.with_suffix(".tmp")
+        fresh.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(fresh, path)
+        self.file = path.open("a", buffering=1)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one step; it must have a "step"."""
+        self.file.write(json.dumps(dict(row)) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All rows of a metrics.jsonl; a last line cut short by a kill is left out."""
+    rows = []
+    for line in path.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            rows.append(json.loads(line))
+    return rows
+
+
+def plot_losses(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str) -> None:
+    """Draw the loss curves of `runs` (label -> rows with step, loss and now and then eval_loss) into a PNG.
+
+    With several runs a second panel shows each one's smoothed loss against the first's, in percent.
+    """
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415  optional, and slow to import
+    except ImportError:
+        raise ValueError("drawing the loss curve needs matplotlib: pip install 'te-models[train]'") from None
+    smooth = {label: _smooth([row["loss"] for row in rows]) for label, rows in runs.items()}
+    figure = Figure(figsize=(8, 4.5 if len(runs) == 1 else 6.5), dpi=130, layout="constrained")
+    axes = figure.subplots(min(2, len(runs)), 1, sharex=True, squeeze=False, height_ratios=(2, 1)[: len(runs)])[:, 0]
+    first = next(iter(smooth.values()))
+    for number, (label, rows) in enumerate(runs.items()):
+        steps, style = [row["step"] for row in rows], dict(color=f"C{number}", linewidth=1.5)
+        if len(runs) == 1:
+            axes[0].plot(steps, [row["loss"] for row in rows], color="C0", alpha=0.25, linewidth=0.8)
+        axes[0].plot(steps, smooth[label], label=f"{label}, train (smoothed)", **style)
+        if points := [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]:
+            axes[0].plot(*zip(*points, strict=True), "o", color=f"C{number}", markersize=5, label=f"{label}, eval")
+        if len(runs) > 1:
+            gap = [100 * (own / reference - 1) for own, reference in zip(smooth[label], first, strict=False)]
+            axes[1].plot(steps[: len(gap)], gap, **style)
+    start = max(
+        curve[len(curve) // 25] for curve in smooth.values()
+    )  # the fall from the very start would flatten the rest
+    axes[0].set(title=title, ylabel="cross-entropy (nats a token)", ylim=(None, 1.05 * start))
+    axes[0].legend(frameon=False, fontsize=8, ncols=2 if len(runs) > 1 else 1)
+    if len(runs) > 1:
+        axes[1].set(ylabel=f"loss against\n{next(iter(runs))} (%)", ylim=(-3, 3))
+    axes[-1].set_xlabel("step")
+    for panel in axes:
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    fresh = path.with_suffix(".tmp.png")
+    figure.savefig(fresh)
+    os.replace(fresh, path)
+
+
+def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+    """Exponential moving average without the bias of its start."""
+    out, average = [], 0.0
+    for count, value in enumerate(values, start=1):
+        average = weight * average + (1 - weight) * value
+        out.append(average / (1 - weight**count))
+    return out

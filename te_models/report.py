@@ -1,0 +1,83 @@
+"""What a run says of itself on the terminal: a summary before the first step, progress, and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from te_models.data import TokenDataset
+from te_models.model import CausalLM
+from te_models.train import Result
+from te_models.train_config import TrainConfig
+
+
+def summary(model: CausalLM, dataset: TokenDataset, config: TrainConfig, start: int) -> Table:
+    """The configuration in force, before the first step."""
+    plan = model.plan()
+    recipe = ", ".join(f"{k}={v}" for k, v in model.recipe.to_dict().items() if k not in ("name", "scheme"))
+    table = Table(title="te-models finetune", title_justify="left", title_style="bold", box=None, show_header=False)
+    rows = {
+        "parameters": f"{sum(p.numel() for p in model.parameters()):,} in {str(model.dtype).removeprefix('torch.')}",
+        "device": str(model.device),
+        "engine": f"{model.engine} ({model.engine_reason})",
+        "recipe": f"{model.recipe.name} ({model.recipe.scheme}: {recipe})",
+        "linears": f"{plan.count('FP8')} in {model.recipe.formats if plan.count('FP8') else 'FP8'}, "
+        f"{plan.count('BF16')} in BF16",
+        "attention": f"{model.attention_kernel()}, {model.config.attention_gate} gate",
+        "compile": "elementwise operations" if model.compiled else "off",
+        "activation checkpointing": str(model.activation_checkpointing),
+        "optimizer": f"{config.optimizer}, learning rate {config.learning_rate:g}, FP32 master weights",
+        "tokens a step": f"{config.tokens_per_step:,} ({config.batch_size} x {config.seq_len} tokens"
+        f" x {config.gradient_accumulation} micro-batches)",
+        "data": dataset.describe(),
+        "steps": f"{start + 1} to {config.steps}" if start else f"{config.steps}",
+    }
+    for name, value in rows.items():
+        table.add_row(f"[dim]{name}[/dim]", value)
+    return table
+
+
+@contextmanager
+def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A progress bar with loss, tokens/s and time left; yields what is to be told of each step's metrics.
+
+    Where the output is no terminal, evaluations alone are printed, a line each.
+    """
+    columns = (
+        TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[speed]} tokens/s"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("train", total=config.steps, completed=start, loss="-", speed="-")
+
+        def tell(row: dict[str, Any]) -> None:
+            bar.update(task, completed=row["step"], loss=f"{row['loss']:.3f}", speed=f"{row['tokens_per_second']:,.0f}")
+            if "eval_loss" in row:
+                console.print(
+                    f"step {row['step']:>6}  loss {row['loss']:.4f}  eval loss {row['eval_loss']:.4f}  "
+                    f"{row['tokens_per_second']:,.0f} tokens/s",
+                    highlight=False,
+                )
+
+        yield tell
+
+
+def outcome(result: Result) -> Table:
+    """What the run ended with."""
+    table = Table(box=None, show_header=False)
+    rows = {
+        "eval loss before": f"{result.first_eval_loss:.4f} nats a token",
+        "eval loss after": f"{result.eval_loss:.4f} ({result.first_eval_loss - result.eval_loss:.4f} lower)",
+        "speed": f"{result.tokens_per_second:,.0f} tokens/s",
+    }
+    if result.peak_memory is not None:
+        rows["peak memory"] = f"{result.peak_memory / 2**30:.2f} GiB"
+    rows["checkpoint"] = str(result.checkpoint)
+    for name, value in rows.items():
+        table.add_row(f"[dim]{name}[/dim]", value)
+    return table

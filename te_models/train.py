@@ -1,0 +1,230 @@
+"""The training loop: fine-tune a model on a dataset, evaluate, checkpoint, resume exactly, stop cleanly.
+
+One step: `gradient_accumulation` forwards and backwards, clipping, AdamW over FP32 masters, the schedule. All state that
+a step depends on (weights, scales and amax histories, masters, moments, data position, random numbers) is in the
+checkpoint, so a resumed run continues with the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_models.checkpoints import Checkpoints
+from te_models.data import TokenDataset
+from te_models.metrics import MetricsLog
+from te_models.model import CausalLM
+from te_models.optim import build_optimizer
+from te_models.saved import load_training_state, model_content
+from te_models.state import flatten_state
+from te_models.train_config import TrainConfig
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Result:
+    """What a run ended with. Losses are mean cross-entropies in nats a token, memory in bytes (None on a CPU)."""
+
+    step: int = 0
+    first_eval_loss: float = math.nan
+    eval_loss: float = math.nan
+    loss: float = math.nan
+    tokens_per_second: float = math.nan
+    peak_memory: int | None = None
+    interrupted: bool = False
+    checkpoint: str | None = None
+
+
+class Diverged(RuntimeError):
+    """The loss or the gradient norm became NaN or infinite; the weights are still those of the step before."""
+
+
+@dataclass
+class Trainer:
+    """One training run of `model` on `dataset`; `out` is its folder. `on_step` is told of every finished step."""
+
+    model: CausalLM
+    dataset: TokenDataset
+    eval_batches: list[Batch]
+    config: TrainConfig
+    out: Path
+    documents: dict[str, Any] = field(default_factory=dict)  # further JSON for each checkpoint, such as the tokenizer
+    on_step: Callable[[dict[str, Any]], None] = lambda row: None
+
+    def __post_init__(self) -> None:
+        self.optimizer = build_optimizer(
+            self.config.optimizer, self.model, self.config.learning_rate, self.config.weight_decay
+        )
+        self.checkpoints = Checkpoints(self.out / "checkpoints", keep_last=self.config.keep_last)
+        self.result = Result()
+
+    def run(self, resume: bool = False) -> Result:
+        """Train to `config.steps`, from the newest checkpoint in `out` if `resume`; returns what it ended with."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(self.config.seed)
+        if resume:
+            self.restore()
+        log = MetricsLog(self.out / "metrics.jsonl", after_step=self.result.step)
+        batches = iter(self.dataset)
+        with contextlib.closing(log), _stop_signals() as stopped:
+            if not self.result.step:
+                self.result.first_eval_loss = self.result.eval_loss = evaluate(self.model, self.eval_batches)
+            self._reset_peak_memory()
+            while self.result.step < self.config.steps and not stopped():
+                row = self._step(batches)
+                log.write(row)
+                self.on_step(row)
+                if self.config.save_every and self.result.step % self.config.save_every == 0:
+                    self.save()
+            self.result.interrupted = self.result.step < self.config.steps
+            self.save()
+        return self.result
+
+    def _step(self, batches: Iterator[Batch]) -> dict[str, Any]:
+        """One optimizer step, and an evaluation when one is due; returns its row of metrics.jsonl."""
+        config, step, start = self.config, self.result.step + 1, time.perf_counter()
+        learning_rate = config.learning_rate_at(step)
+        self.model.train()
+        total = torch.zeros((), device=self.model.device)
+        micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
+        for batch in micro_batches:
+            loss = self.model(**_to(batch, self.model.device)).loss
+            (loss / config.gradient_accumulation).backward()
+            total += loss.detach() / config.gradient_accumulation
+        norm = self.optimizer.take_gradients(config.clip_grad_norm)
+        row = {"step": step, "loss": total.item(), "grad_norm": norm.item(), "learning_rate": learning_rate}
+        if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
+            raise Diverged(self._diagnosis(row, micro_batches))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        row["tokens_per_second"] = config.tokens_per_step / (time.perf_counter() - start)
+        self.result.step, self.result.loss = step, row["loss"]
+        if (config.eval_every and step % config.eval_every == 0) or step == config.steps:
+            row["eval_loss"] = self.result.eval_loss = evaluate(self.model, self.eval_batches)
+        self._note_speed(row["tokens_per_second"])
+        return row
+
+    def save(self) -> None:
+        """Write a checkpoint of everything the next step depends on."""
+        tensors, documents = model_content(self.model)
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "dataset": self.dataset.state_dict(),
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state(self.model.device) if self.model.device.type == "cuda" else None,
+            "result": asdict(self.result),
+        }
+        tensors["training"], documents["training"] = flatten_state(state)
+        self.result.checkpoint = str(self.checkpoints.save(self.result.step, tensors, {**documents, **self.documents}))
+
+    def restore(self) -> None:
+        """Take over the newest checkpoint of `out`; a ValueError if there is none or it is not of this run."""
+        newest = self.checkpoints.latest()
+        if newest is None:
+            raise ValueError(f"nothing to resume: {self.out} has no checkpoint; start without --resume")
+        state = load_training_state(self.model, newest)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.dataset.load_state_dict(state["dataset"])
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] is not None and self.model.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"], self.model.device)
+        self.result = Result(**state["result"])
+
+    def _note_speed(self, tokens_per_second: float) -> None:
+        """Tokens a second as the median of the steps so far in this process; the first ones compile and warm up."""
+        self.speeds = [*getattr(self, "speeds", []), tokens_per_second]
+        ordered = sorted(self.speeds[min(10, len(self.speeds) // 2) :])
+        self.result.tokens_per_second = ordered[len(ordered) // 2]
+        if self.model.device.type == "cuda":
+            self.result.peak_memory = torch.cuda.max_memory_allocated(self.model.device)
+
+    def _reset_peak_memory(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.model.device)
+
+    def _diagnosis(self, row: dict[str, Any], micro_batches: list[Batch]) -> str:
+        """One line: the step, and the first layer whose output is not finite."""
+        what = "loss" if not math.isfinite(row["loss"]) else "gradient norm"
+        where = next(filter(None, (first_bad_module(self.model, batch) for batch in micro_batches)), None)
+        place = f"the first layer with such values is {where}" if where else "every forward value is finite"
+        return (
+            f"step {row['step']}: the {what} is {row['loss'] if what == 'loss' else row['grad_norm']}; {place}. The weights "
+            "are those of the step before: try a lower --learning-rate, --recipe current, or more BF16 layers"
+        )
+
+
+@torch.no_grad()
+def evaluate(model: CausalLM, batches: list[Batch]) -> float:
+    """Mean cross-entropy, nats a counted token, over `batches`; leaves the training state as it was."""
+    was_training = model.training
+    model.eval()
+    total, count = torch.zeros((), dtype=torch.float64, device=model.device), 0
+    for batch in batches:
+        counted = int((batch["labels"][:, 1:] != -100).sum())
+        if counted:
+            total += model(**_to(batch, model.device)).loss.double() * counted
+            count += counted
+    model.train(was_training)
+    return (total / count).item() if count else math.nan
+
+
+@torch.no_grad()
+def first_bad_module(model: CausalLM, batch: Batch) -> str | None:
+    """The name of the first module, in order of execution, whose output or weight is NaN or infinite; None if none."""
+    found: list[str] = []
+
+    def check(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            values = [output, *module.parameters(recurse=False)]
+            if not found and not all(bool(v.isfinite().all()) for v in values if isinstance(v, Tensor)):
+                found.append(name)
+
+        return hook
+
+    hooks = [m.register_forward_hook(check(name)) for name, m in model.named_modules() if not list(m.children())]
+    was_training = model.training
+    try:
+        model.eval()(**_to(batch, model.device))
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """Inside, Ctrl-C and SIGTERM ask the run to stop after its step; a second one stops it at once."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: Any) -> None:
+        asked.append(number)
+        signal.signal(number, before[number])
+
+    before = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in before:
+            signal.signal(number, ask)
+    except ValueError:  # not in the main thread: the caller's own handling stays
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,50 @@
+"""How to train: the fields of a run, with their defaults. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How to train. Sizes in sequences and tokens, intervals in optimizer steps (0: never)."""
+
+    steps: int = 300
+    batch_size: int = 8
+    seq_len: int = 256
+    gradient_accumulation: int = 1
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-3
+    final_learning_rate: float = 0.1  # as a share of learning_rate, reached by a cosine at the last step
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    clip_grad_norm: float = 1.0
+    eval_every: int = 50
+    eval_batches: int = 8
+    save_every: int = 0
+    keep_last: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, least = getattr(self, f.name), 1 if f.name in ("steps", "batch_size", "seq_len", "keep_last") else 0
+            if f.name == "optimizer":
+                continue
+            if not least <= value < math.inf:
+                raise ValueError(f"{f.name}={value} is out of range: give {least} or more")
+        if not self.gradient_accumulation:
+            raise ValueError("gradient_accumulation=0 is out of range: give 1 or more")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step sees."""
+        return self.batch_size * self.seq_len * self.gradient_accumulation
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up, then a cosine from learning_rate to its final share; `step` counts from 1."""
+        if step <= self.warmup_steps:
+            return self.learning_rate * step / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        share = self.final_learning_rate + (1 - self.final_learning_rate) * (1 + math.cos(math.pi * min(done, 1))) / 2
+        return self.learning_rate * share

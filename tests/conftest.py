@@ -1,0 +1,28 @@
+"""Shared by all tests: one seed, one thread, a clean engine, and the reason why a GPU test is skipped."""
+
+import os
+
+import pytest
+import torch
+
+import te_models.engine.emulated as emulated
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(1)  # the tensors are small: a second thread only waits
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    """Every test starts from the same seed and with an empty registry of scales."""
+    torch.manual_seed(0)
+    emulated.FP8GlobalStateManager.reset()
+    yield
+    emulated.FP8GlobalStateManager.reset()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device with Transformer Engine: run `make test-gpu` on one")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)

@@ -1,0 +1,97 @@
+"""The emulated engine on a CUDA device: the same codes, scales and histories as on the CPU, in every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import te_models.engine.emulated as te
+from te_models.engine.emulated import recipe as R
+from te_models.engine.emulated.numerics import DType
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+RECIPES: dict[str, Callable[[], R.Recipe]] = {
+    "delayed": lambda: R.DelayedScaling(amax_history_len=4),
+    "current": R.Float8CurrentScaling,
+    "block": R.Float8BlockScaling,
+    "mxfp8": R.MXFP8BlockScaling,
+    "nvfp4": lambda: R.NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+QUANTIZERS: dict[str, Callable[[DType, str], Any]] = {
+    "delayed": lambda d, at: te.Float8Quantizer(torch.tensor([3.0], device=at), torch.zeros(1, device=at), d),
+    "current": te.Float8CurrentScalingQuantizer,
+    "block1": lambda d, at: te.Float8BlockQuantizer(d, rowwise=True, columnwise=True, block_scaling_dim=1),
+    "block2": lambda d, at: te.Float8BlockQuantizer(d, rowwise=True, columnwise=True, force_pow_2_scales=False),
+    "mxfp8": lambda d, at: te.MXFP8Quantizer(d),
+    "nvfp4": lambda d, at: te.NVFP4Quantizer(),
+}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.cpu().contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("dtype", [DType.kFloat8E4M3, DType.kFloat8E5M2])
+@pytest.mark.parametrize("source", [BF16, torch.float32])
+def test_quantizers(name: str, dtype: DType, source: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 384, generator=g) * torch.logspace(-9, 9, 256, base=2)[:, None]
+    x[0, :7] = torch.tensor([0.0, -0.0, 448.0, 449.0, 464.0, 465.0, 1e4])
+    x[1] = 0
+    x = x.to(source)
+    a, b = QUANTIZERS[name](dtype, "cpu")(x), QUANTIZERS[name](dtype, "cuda")(x.cuda())
+    for left, right in zip(a.get_data_tensors(), b.get_data_tensors(), strict=True):
+        assert right.is_cuda and torch.equal(bits(left), bits(right))
+    assert torch.equal(bits(a.dequantize()), bits(b.dequantize()))
+
+
+def train(device: str, name: str, reentrant: bool | None) -> list[Tensor]:
+    g = torch.Generator().manual_seed(1)
+    norm = te.RMSNorm(256, dtype=BF16, device=device)
+    layers = [te.Linear(256, 256, params_dtype=BF16, device=device) for _ in range(2)]
+    found: list[Tensor] = []
+    with torch.no_grad():
+        for m in layers:
+            m.weight.copy_(torch.randn(256, 256, generator=g) * 0.05)
+    recipe = RECIPES[name]()
+    for step in range(4):
+        x = (torch.randn(128, 256, generator=g) * 2**step).to(BF16).to(device).requires_grad_()
+
+        def function(v: Tensor) -> Tensor:
+            return layers[1](torch.nn.functional.silu(layers[0](norm(v))))
+
+        with te.autocast(recipe=recipe):
+            y = function(x) if reentrant is None else te.checkpoint(function, x, use_reentrant=reentrant)
+        y.backward(torch.randn(128, 256, generator=g).to(BF16).to(device))
+        found += [y.detach(), x.grad, layers[0].weight.grad, layers[1].bias.grad]
+        if name == "delayed":
+            found += [m.fp8_meta[d].scale.clone() for m in layers for d in ("scaling_fwd", "scaling_bwd")]
+    return [t.float().cpu() for t in found]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_layers_agree_with_the_cpu(name: str) -> None:
+    # Another order of accumulation moves BF16 steps of the first layer, and those FP8 codes of the second.
+    for a, b in zip(train("cpu", name, None), train("cuda", name, None), strict=True):
+        assert (a - b).norm() <= 2e-2 * a.norm()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_checkpoint_changes_nothing(name: str, reentrant: bool) -> None:
+    plain, checkpointed = train("cuda", name, None), train("cuda", name, reentrant)
+    assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True))
+
+
+def test_stochastic_rounding_on_the_device() -> None:
+    q = te.NVFP4Quantizer(stochastic_rounding=True)
+    q.generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(256, 256, device="cuda")
+    assert torch.isfinite(q(x).dequantize()).all()

@@ -1,0 +1,375 @@
+"""Delayed scaling's state machine: te_models/engine/emulated/autocast.py against an independent simulation."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import te_models.engine.emulated as te
+from te_models.engine.emulated.recipe import DelayedScaling, Float8CurrentScaling, Format
+
+BF16 = torch.bfloat16
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+class Slot:
+    """One tensor's history and scale, by the rules of the specification in plain Python."""
+
+    def __init__(self, length: int, fp8_max: float) -> None:
+        self.history, self.scale, self.fp8_max = [0.0] * length, 1.0, fp8_max
+
+    def record(self, value: float) -> None:
+        self.history[0] = max(self.history[0], value)
+
+    def update(self, algorithm: str, margin: int) -> None:
+        last = self.history[0]
+        if last == 0:
+            return
+        largest = max(self.history)
+        self.history = [0.0, *self.history[2:], last] if len(self.history) > 1 else [0.0]
+        amax = last if algorithm == "most_recent" else largest
+        if math.isfinite(amax):
+            quotient = torch.tensor(self.fp8_max * 2.0**-margin) / torch.tensor(amax)
+            self.scale = min(quotient.item(), FLT_MAX)
+
+
+def layer(n: int = 32, **options: object) -> te.Linear:
+    return te.Linear(n, n, params_dtype=BF16, **options)  # type: ignore[arg-type]
+
+
+def step(m: te.Linear, recipe: DelayedScaling, x: Tensor, g: Tensor | None = None) -> None:
+    with te.autocast(recipe=recipe):
+        y = m(x)
+    if g is not None:
+        y.backward(g)
+
+
+def state(m: te.Linear, direction: str = "fwd") -> tuple[list[float], list[list[float]]]:
+    meta = m.fp8_meta[f"scaling_{direction}"]
+    return meta.scale.tolist(), meta.amax_history.tolist()
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("margin", [0, 1, -2])
+@pytest.mark.parametrize("fp8_format", [Format.HYBRID, Format.E4M3])
+def test_history_and_scale_follow_the_rules(length: int, algorithm: str, margin: int, fp8_format: Format) -> None:
+    """Steps that grow, are silent (all zeros), hold an infinity, or underflow the scale."""
+    recipe = DelayedScaling(margin, fp8_format, length, algorithm)
+    m = layer(bias=False)
+    sizes = [1.0, 3.0, 0.0, 50.0, math.inf, 2.0, 1e-38, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    e4m3, grad_max = 448.0, 448.0 if fp8_format == Format.E4M3 else 57344.0
+    slots = {"x": Slot(length, e4m3), "w": Slot(length, e4m3), "g": Slot(length, grad_max)}
+    weight_amax = m.weight.abs().max().item()
+    for size in sizes:
+        x = torch.ones(32, 32, dtype=BF16)
+        x[0, 0] = size
+        x = (x if math.isinf(size) else x * size).requires_grad_()
+        g = torch.full((32, 32), min(size, 1e30), dtype=BF16)
+        step(m, recipe, x, g)
+        for slot, value in (("x", x.abs().max().item()), ("w", weight_amax), ("g", g.abs().max().item())):
+            slots[slot].record(value)
+            slots[slot].update(algorithm, margin)
+        scale, history = state(m)
+        assert scale == [slots["x"].scale, slots["w"].scale, 1.0]
+        assert history == [[a, b, 0.0] for a, b in zip(slots["x"].history, slots["w"].history, strict=True)]
+        scale, history = state(m, "bwd")
+        assert scale == [slots["g"].scale, 1.0]
+        assert history == [[a, 0.0] for a in slots["g"].history]
+
+
+def test_a_tiny_amax_gives_the_largest_scale() -> None:
+    m, recipe = layer(), DelayedScaling(amax_history_len=2)
+    step(m, recipe, torch.full((32, 32), 1e-38, dtype=BF16))
+    assert state(m)[0][0] == FLT_MAX
+
+
+def test_scales_take_effect_one_step_late() -> None:
+    m, recipe = layer(bias=False), DelayedScaling(amax_history_len=4)
+    x = torch.full((32, 32), 1000.0, dtype=BF16)
+    with torch.no_grad():
+        m.weight.fill_(1.0)
+    with te.autocast(recipe=recipe):
+        first = m(x)
+    with te.autocast(recipe=recipe):
+        second = m(x)
+    # 1000 saturates at 448 with scale 1; with scale 0.448 it is 448 again, which is right.
+    assert first[0, 0] == 448 * 32
+    assert abs(second[0, 0].item() - 32000) <= 128
+
+
+def test_no_grad_round_the_autocast_leaks_the_amax_into_the_next_update() -> None:
+    m, recipe = layer(), DelayedScaling(amax_history_len=4)
+    step(m, recipe, torch.ones(32, 32, dtype=BF16))
+    with torch.no_grad():
+        step(m, recipe, torch.full((32, 32), 64.0, dtype=BF16))
+    assert state(m)[0][0] == 448.0 and state(m)[1][0][0] == 64.0
+    step(m, recipe, torch.ones(32, 32, dtype=BF16))
+    assert state(m)[0][0] == 7.0 and state(m)[1][3][0] == 64.0
+
+
+def test_no_grad_inside_the_autocast_updates() -> None:
+    m, recipe = layer(), DelayedScaling(amax_history_len=4)
+    with te.autocast(recipe=recipe), torch.no_grad():
+        m(torch.full((32, 32), 2.0, dtype=BF16))
+    assert state(m)[0][0] == 224.0
+
+
+def test_a_first_forward_in_inference_mode() -> None:
+    m, recipe = layer(), DelayedScaling(amax_history_len=4)
+    with torch.inference_mode():
+        step(m, recipe, torch.full((32, 32), 2.0, dtype=BF16))
+    step(m, recipe, torch.ones(32, 32, dtype=BF16), torch.ones(32, 32, dtype=BF16))
+    assert state(m)[0][0] == 224.0
+
+
+def test_an_exception_in_the_body_updates_too() -> None:
+    m, recipe = layer(), DelayedScaling(amax_history_len=4)
+    with pytest.raises(KeyError), te.autocast(recipe=recipe):
+        m(torch.full((32, 32), 2.0, dtype=BF16))
+        raise KeyError
+    assert state(m)[0][0] == 224.0
+    assert not te.FP8GlobalStateManager.is_fp8_enabled()
+
+
+def test_several_calls_in_one_autocast_accumulate() -> None:
+    m, recipe = layer(), DelayedScaling(amax_history_len=4)
+    with te.autocast(recipe=recipe):
+        for size in (1.0, 8.0, 2.0):
+            m(torch.full((32, 32), size, dtype=BF16))
+    assert state(m)[1][3][0] == 8.0
+
+
+@pytest.mark.parametrize(("outer", "updates"), [(True, 1), (False, 0)])
+def test_only_the_outermost_exit_updates(outer: bool, updates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = spy(monkeypatch)
+    m, recipe = layer(), DelayedScaling(amax_history_len=4)
+    with te.autocast(enabled=outer, recipe=recipe), te.autocast(recipe=recipe):
+        m(torch.ones(32, 32, dtype=BF16))
+    assert calls.count(True) == updates
+
+
+def spy(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Records `forward` of each update."""
+    calls: list[bool] = []
+    original = te.FP8GlobalStateManager.reduce_and_update_fp8_tensors
+
+    def wrapped(forward: bool = True) -> None:
+        calls.append(forward)
+        original(forward=forward)
+
+    monkeypatch.setattr(te.FP8GlobalStateManager, "reduce_and_update_fp8_tensors", wrapped)
+    return calls
+
+
+def test_one_backward_update_for_each_autocast_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = spy(monkeypatch)
+    layers, recipe = [layer() for _ in range(3)], DelayedScaling(amax_history_len=4)
+    for _ in range(2):
+        h = torch.ones(32, 32, dtype=BF16, requires_grad=True)
+        with te.autocast(recipe=recipe):
+            for m in layers:
+                h = m(h)
+        h.sum().backward()
+    assert calls == [True, False, True, False]
+
+
+def test_rmsnorm_takes_the_flag_and_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = spy(monkeypatch)
+    norm, m, recipe = te.RMSNorm(32, dtype=BF16), layer(), DelayedScaling(amax_history_len=4)
+    order: list[str] = []
+    with te.autocast(recipe=recipe):
+        h = norm(torch.ones(32, 32, dtype=BF16))
+        h.register_hook(lambda _: order.append(f"{len(calls)} updates when the norm's backward starts"))
+        y = m(h)
+    y.sum().backward()
+    assert calls == [True, False]
+    assert order == ["1 updates when the norm's backward starts"]
+
+
+def test_a_node_that_is_not_reached_never_updates() -> None:
+    unused, used, recipe = layer(), layer(), DelayedScaling(amax_history_len=4)
+    x = torch.ones(32, 32, dtype=BF16)
+    for _ in range(3):
+        with te.autocast(recipe=recipe):
+            unused(x)
+            y = used(x)
+        y.sum().backward()
+    assert state(used, "bwd")[0][0] == 1.0 and state(used, "bwd")[1][0][0] == 1.0
+
+
+def test_an_inner_autocast_entered_before_the_first_module_restores_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = spy(monkeypatch)
+    layers, recipe = [layer() for _ in range(3)], DelayedScaling(amax_history_len=4)
+    h = torch.ones(32, 32, dtype=BF16, requires_grad=True)
+    with te.autocast(recipe=recipe):
+        for m in layers:
+            with te.autocast(recipe=recipe):
+                h = m(h)
+    h.sum().backward()
+    assert calls == [True, False, False, False]
+
+
+def test_an_inner_autocast_entered_after_the_first_module_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = spy(monkeypatch)
+    a, b, recipe = layer(), layer(), DelayedScaling(amax_history_len=4)
+    with te.autocast(recipe=recipe):
+        h = a(torch.ones(32, 32, dtype=BF16))
+        with te.autocast(recipe=recipe):
+            y = b(h)
+    y.sum().backward()
+    assert calls == [True, False]
+
+
+@pytest.mark.parametrize("unfused", [False, True])
+def test_silent_tensors(unfused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused update leaves a silent history alone; the Python one rolls it."""
+    monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", str(int(unfused)))
+    a, b, recipe = layer(), layer(), DelayedScaling(amax_history_len=4)
+    x = torch.full((32, 32), 2.0, dtype=BF16)
+    with te.autocast(recipe=recipe):
+        a(x), b(x)
+    with te.autocast(recipe=recipe):
+        a(x)
+    assert [row[0] for row in state(b)[1]] == ([0.0, 0.0, 2.0, 0.0] if unfused else [0.0, 0.0, 0.0, 2.0])
+    assert state(b)[0][0] == 224.0
+
+
+def test_callables_are_used() -> None:
+    seen: dict[str, object] = {}
+
+    def amax_algorithm(history: Tensor) -> Tensor:
+        seen["history"] = history.clone()
+        return history.amax(0) + 1
+
+    def scale_algorithm(amax: Tensor, scale: Tensor, fp8_max: float, recipe: DelayedScaling) -> Tensor:
+        seen.update(scale=scale.clone(), fp8_max=fp8_max, recipe=recipe)
+        return amax * 10
+
+    recipe = DelayedScaling(
+        amax_history_len=3, amax_compute_algo=amax_algorithm, scaling_factor_compute_algo=scale_algorithm
+    )
+    m = layer()
+    step(m, recipe, torch.full((32, 32), 2.0, dtype=BF16))
+    assert state(m)[0][0] == 30.0
+    assert seen["fp8_max"] == 448.0 and seen["recipe"] is recipe
+    assert isinstance(seen["history"], Tensor) and seen["history"].shape == (3, 3)
+
+
+def test_a_module_registers_at_its_first_forward_and_is_updated_with_all_others() -> None:
+    a, b, recipe = layer(), layer(), DelayedScaling(amax_history_len=2)
+    step(a, recipe, torch.ones(32, 32, dtype=BF16))
+    with torch.no_grad():
+        step(b, recipe, torch.full((32, 32), 4.0, dtype=BF16))
+    assert state(b)[0][0] == 1.0
+    step(a, recipe, torch.ones(32, 32, dtype=BF16))
+    assert state(b)[0][0] == 112.0
+
+
+def test_loaded_state_is_kept_and_used() -> None:
+    m, recipe = layer(bias=False), DelayedScaling(amax_history_len=4)
+    m.fp8_meta["recipe"] = recipe
+    m.init_fp8_meta_tensors(recipe)
+    m.fp8_meta["scaling_fwd"].scale.copy_(torch.tensor([2.0, 4.0, 1.0]))
+    m.fp8_meta["scaling_fwd"].amax_history[3] = 5.0
+    x = torch.full((32, 32), 1.0, dtype=BF16)
+    scale = m.fp8_meta["scaling_fwd"].scale
+    step(m, recipe, x)
+    assert m.fp8_meta["scaling_fwd"].scale is scale
+    assert [row[0] for row in state(m)[1]] == [0.0, 0.0, 5.0, 1.0]
+    assert state(m)[0][0] == pytest.approx(448 / 5)
+
+
+def test_off_and_on_again_keeps_the_state() -> None:
+    m, recipe = layer(), DelayedScaling(amax_history_len=4)
+    x = torch.full((32, 32), 2.0, dtype=BF16)
+    step(m, recipe, x)
+    m(x)
+    with te.autocast(enabled=False, recipe=recipe):
+        m(x)
+    step(m, recipe, x)
+    assert [row[0] for row in state(m)[1]] == [0.0, 0.0, 2.0, 2.0]
+
+
+def copied(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> None:
+    step(copy.deepcopy(m), recipe, x)
+
+
+def back_again(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> None:
+    with pytest.warns(UserWarning, match="Recipe type changed"), te.autocast(recipe=Float8CurrentScaling()):
+        m(x)
+    step(m, recipe, x)
+
+
+def after_reset(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> None:
+    te.FP8GlobalStateManager.reset()
+    step(m, recipe, x)
+
+
+def other_margin(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> None:
+    step(m, DelayedScaling(margin=1, amax_history_len=4), x)
+
+
+def other_length(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> None:
+    step(m, DelayedScaling(amax_history_len=8), x)
+
+
+def other_format(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> None:
+    step(m, DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3), x)
+
+
+@pytest.mark.parametrize("misuse", [copied, back_again, after_reset, other_margin, other_length, other_format])
+def test_what_would_freeze_scales_silently_is_refused(misuse: Callable[..., None]) -> None:
+    m, recipe = layer(), DelayedScaling(amax_history_len=4)
+    x = torch.ones(32, 32, dtype=BF16)
+    step(m, recipe, x)
+    with pytest.raises(RuntimeError, match="reset_fp8_state"):
+        misuse(m, x, recipe)
+    te.reset_fp8_state(m)
+    step(m, DelayedScaling(margin=1, amax_history_len=4), x)
+    assert state(m)[0][0] == 224.0
+
+
+def test_the_algorithm_may_change() -> None:
+    m = layer()
+    step(m, DelayedScaling(amax_history_len=4), torch.full((32, 32), 8.0, dtype=BF16))
+    step(m, DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent"), torch.ones(32, 32, dtype=BF16))
+    assert state(m)[0][0] == 448.0
+
+
+def test_reset_fp8_state_leaves_no_registry_entry() -> None:
+    model = torch.nn.Sequential(layer(), torch.nn.ReLU(), layer())
+    recipe = DelayedScaling(amax_history_len=4)
+    with te.autocast(recipe=recipe):
+        model(torch.ones(32, 32, dtype=BF16))
+    te.reset_fp8_state(model)
+    assert not any(te.FP8GlobalStateManager.quantization_state.registry.values())
+    assert all(not m.fp8_meta.keys() & {"scaling_fwd", "recipe"} for m in (model[0], model[2]))
+    with te.autocast(recipe=Float8CurrentScaling()):
+        model(torch.ones(32, 32, dtype=BF16))
+    te.reset_fp8_state(model)
+    with te.autocast(recipe=recipe):
+        model(torch.ones(32, 32, dtype=BF16))
+    assert state(model[0])[0][0] == 448.0  # type: ignore[arg-type]
+
+
+def test_state_moves_with_the_module() -> None:
+    m, recipe = layer(), DelayedScaling(amax_history_len=4)
+    step(m, recipe, torch.ones(32, 32, dtype=BF16))
+    m.to("meta")
+    assert m.fp8_meta["scaling_fwd"].scale.device.type == "meta"
+    assert m.quantizers["scaling_fwd"][0].scale.device.type == "meta"
+
+
+def test_modules_on_two_devices_share_a_recipe() -> None:
+    a, b, recipe = layer(), layer(), DelayedScaling(amax_history_len=4)
+    step(a, recipe, torch.ones(32, 32, dtype=BF16))
+    step(b, recipe, torch.ones(32, 32, dtype=BF16))
+    b.to("meta")
+    step(a, recipe, torch.full((32, 32), 4.0, dtype=BF16))
+    assert state(a)[0][0] == 112.0

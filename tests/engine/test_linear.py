@@ -1,0 +1,433 @@
+"""te.Linear: dtypes, shapes, what is saved, caching, options, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_reference import RECIPES, relative, run
+from torch import Tensor, nn
+
+import te_models.engine.emulated as te
+from te_models.engine.emulated import recipe as R
+
+BF16, FP32 = torch.bfloat16, torch.float32
+STATELESS = {name: make for name, make in RECIPES.items() if name != "delayed"}
+
+
+# Rounding noise of two operands: E4M3 2.6e-2 each, E5M2 5.2e-2, E2M1 1e-1; Hadamard and stochastic rounding add to it.
+NOISE = {"delayed": 0.08, "current": 0.08, "block": 0.06, "mxfp8": 0.06, "nvfp4": 0.25}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("shape", [(64,), (2, 32), (2, 2, 16)])
+def test_forward_and_gradients_approximate_the_exact_layer(name: str, shape: tuple[int, ...]) -> None:
+    m = te.Linear(96, 160, params_dtype=BF16)
+    nn.init.normal_(m.bias, 0, 0.2)
+    x = torch.randn(*shape, 96).to(BF16).requires_grad_()
+    g = torch.randn(*shape, 160).to(BF16)
+    recipe = RECIPES[name]()
+    if name == "delayed":  # the first step only measures
+        run(m, recipe, x, g)
+        m.weight.grad = m.bias.grad = x.grad = None
+    y = run(m, recipe, x, g)
+    exact = x.double() @ m.weight.double().t() + m.bias.double()
+    flat_x, flat_g = x.detach().double().reshape(-1, 96), g.double().reshape(-1, 160)
+    assert y.shape == (*shape, 160) and y.dtype == BF16
+    assert relative(y, exact) < NOISE[name]
+    assert relative(x.grad, g.double() @ m.weight.double()) < NOISE[name]
+    assert relative(m.weight.grad, flat_g.t() @ flat_x) < NOISE[name]
+    assert torch.equal(m.bias.grad, g.reshape(-1, 160).float().sum(0).to(BF16))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_gemm_is_the_product_of_the_dequantized_operands(name: str) -> None:
+    """y, dx and dw against FP64 products of what the module's own quantizers make of the operands."""
+    if name == "nvfp4":
+        recipe: R.Recipe = R.NVFP4BlockScaling(disable_stochastic_rounding=True)
+    else:
+        recipe = RECIPES[name]()
+    m = te.Linear(256, 384, bias=False, params_dtype=BF16)
+    x = (torch.randn(128, 256) * torch.logspace(-3, 3, 128)[:, None]).to(BF16).requires_grad_()
+    g = (torch.randn(128, 384) * 1e-3).to(BF16)
+    y = run(m, recipe, x, g)
+    forward, backward = m.quantizers["scaling_fwd"], m.quantizers["scaling_bwd"]
+    for quantizer in (*forward, *backward):
+        quantizer.set_usage(rowwise=True, columnwise=True)
+        if name == "delayed":
+            quantizer.scale.fill_(1.0)
+    xq, wq, gq = forward[0](x.detach()), forward[1](m.weight.detach()), backward[0](g)
+
+    def value(storage: Any, columnwise: bool) -> Tensor:
+        operand = storage.operand(columnwise)
+        return operand.values.double() * (1 if operand.scale is None else operand.scale.double())
+
+    half_step = 2.0**-8  # relative to a number with 8 significant bits
+    for got, expected in (
+        (y, value(xq, False) @ value(wq, False).t()),
+        (x.grad, value(gq, False) @ value(wq, True)),
+        (m.weight.grad, value(gq, True).t() @ value(xq, True)),
+    ):
+        # One rounding to BF16 is all that may differ, in each element, beside FP32 accumulation.
+        bound = expected.abs() * half_step * 1.001 + expected.abs().amax() * 1e-6
+        assert ((got.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"row_scaled_activation": True},
+        {"nvfp4_4over6": "weights"},
+        {"nvfp4_4over6": "all", "disable_rht": True, "nvfp4_4over6_err_mode": "MSE"},
+        {"nvfp4_4over6": "activations", "disable_rht": True, "nvfp4_4over6_e4m3_use_256": "none"},
+        {"disable_2d_quantization": True},
+    ],
+)
+def test_nvfp4_options(options: dict[str, Any]) -> None:
+    m = te.Linear(64, 96, bias=False, params_dtype=BF16)
+    x = (torch.randn(32, 64) * torch.logspace(-2, 2, 32)[:, None]).to(BF16).requires_grad_()
+    g = torch.randn(32, 96).to(BF16)
+    y = run(m, R.NVFP4BlockScaling(disable_stochastic_rounding=True, **options), x, g)
+    exact_y, exact_dw = x.double() @ m.weight.double().t(), g.double().t() @ x.double()
+    assert relative(y, exact_y) < NOISE["nvfp4"] and relative(m.weight.grad, exact_dw) < NOISE["nvfp4"]
+    if "row_scaled_activation" in options:
+        small = slice(0, 8)
+        assert relative(y[small], exact_y[small]) < NOISE["nvfp4"]
+
+
+def test_4over6_with_the_hadamard_transform_is_refused() -> None:
+    m = te.Linear(64, 96, params_dtype=BF16)
+    with pytest.raises(ValueError, match="NVFP4 4over6 quantization does not support RHT"):
+        run(m, R.NVFP4BlockScaling(nvfp4_4over6="all"), torch.ones(32, 64, dtype=BF16))
+
+
+def saved_bytes(function: Callable[[], Any]) -> dict[str, int]:
+    """Bytes that autograd saves in `function`, by dtype; parameters do not count."""
+    found: dict[str, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if not isinstance(t, nn.Parameter):
+            key = str(t.dtype).removeprefix("torch.")
+            found[key] = found.get(key, 0) + t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        function()
+    return found
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
+def test_saves_codes_and_no_high_precision(name: str) -> None:
+    tokens, size = 256, 512
+    m = te.Linear(size, size, params_dtype=BF16)
+    x = torch.randn(tokens, size, dtype=BF16, requires_grad=True)
+    found = saved_bytes(lambda: run(m, RECIPES[name](), x))
+    assert found.keys() <= {"uint8", "float32"}
+    codes = tokens * size + 2 * size * size
+    scales = {"delayed": 2, "current": 2, "block": 2 * size + 2 * 16, "mxfp8": 0}[name] * 4
+    e8m0 = (tokens // 32 * size + 2 * size * size // 32) if name == "mxfp8" else 0
+    assert found["uint8"] == codes + e8m0
+    assert found.get("float32", 0) == scales
+
+
+def test_bf16_saves_an_alias_of_the_input() -> None:
+    m = te.Linear(64, 64, params_dtype=BF16)
+    x = torch.randn(32, 64, dtype=BF16, requires_grad=True)
+    assert saved_bytes(lambda: run(m, None, x)) == {"bfloat16": 32 * 64 * 2}
+
+
+def test_save_original_input_saves_the_alias_and_changes_nothing() -> None:
+    x = torch.randn(64, 64, dtype=BF16, requires_grad=True)
+    g = torch.randn(64, 64, dtype=BF16)
+    a = te.Linear(64, 64, params_dtype=BF16)
+    b = te.Linear(64, 64, params_dtype=BF16, save_original_input=True)
+    b.load_state_dict(a.state_dict())
+    for m in (a, b):
+        found = saved_bytes(lambda m=m: run(m, R.Float8CurrentScaling(), x))
+        assert ("bfloat16" in found) is (m is b)
+        run(m, R.Float8CurrentScaling(), x, g)
+    assert torch.equal(a.weight.grad, b.weight.grad)
+    with pytest.raises(ValueError, match="DelayedScaling recipe is not supported with save_original_input"):
+        run(te.Linear(64, 64, params_dtype=BF16, save_original_input=True), R.DelayedScaling(), x)
+
+
+class TestDtypes:
+    def test_mismatch(self) -> None:
+        with pytest.raises(TypeError, match="Data types for parameters must match .* torch.bfloat16 and 'weight'"):
+            te.Linear(16, 16)(torch.ones(16, 16, dtype=BF16))
+
+    @pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32])
+    @pytest.mark.parametrize("fp8", [False, True])
+    def test_output_dtype_is_the_input_dtype(self, dtype: torch.dtype, fp8: bool) -> None:
+        m = te.Linear(32, 32, params_dtype=dtype)
+        x = torch.randn(32, 32, dtype=dtype, requires_grad=True)
+        y = run(m, R.Float8CurrentScaling() if fp8 else None, x, torch.ones(32, 32, dtype=dtype))
+        assert y.dtype == x.grad.dtype == m.weight.grad.dtype == m.bias.grad.dtype == dtype
+
+    def test_default_params_dtype(self) -> None:
+        assert te.Linear(16, 16).weight.dtype == torch.get_default_dtype()
+
+    def test_torch_autocast_quantizes_from_fp32(self) -> None:
+        m = te.Linear(32, 32, bias=False)
+        # The amax has more bits than BF16: rounding first would give another scale.
+        x = torch.full((32, 32), 1.0 + 2.0**-20, requires_grad=True)
+        with torch.autocast("cpu", BF16):
+            y = run(m, R.Float8CurrentScaling(), x)
+        assert y.dtype == BF16
+        q = m.quantizers["scaling_fwd"][0]
+        assert q(x)._scale_inv.item() == pytest.approx((1.0 + 2.0**-20) / 448, rel=1e-7)
+        y.sum().backward()
+        assert m.weight.grad.dtype == FP32
+        assert torch.equal(m.weight.grad, m.weight.grad.to(BF16).float())
+
+    def test_torch_autocast_does_not_narrow_the_gemm(self) -> None:
+        m = te.Linear(64, 32, bias=False, params_dtype=BF16)
+        x = torch.randn(32, 64).to(BF16)
+        plain = run(m, R.Float8CurrentScaling(), x)
+        with torch.autocast("cpu", BF16):
+            assert torch.equal(run(m, R.Float8CurrentScaling(), x), plain)
+
+    def test_torch_autocast_without_fp8(self) -> None:
+        m = te.Linear(32, 32)
+        x = torch.randn(32, 32)
+        with torch.autocast("cpu", BF16):
+            y = m(x)
+        assert torch.equal(y, nn.functional.linear(x.to(BF16), m.weight.to(BF16), m.bias.to(BF16)))
+
+    def test_the_bias_of_an_fp32_layer_is_rounded_to_bf16_in_fp8(self) -> None:
+        m = te.Linear(32, 32)
+        nn.init.constant_(m.bias, 1 + 2.0**-12)
+        assert (run(m, R.Float8CurrentScaling(), torch.zeros(32, 32)) == 1).all()
+
+
+class TestShapes:
+    def test_1d_input_gains_a_dimension(self) -> None:
+        assert te.Linear(16, 32)(torch.ones(16)).shape == (1, 32)
+
+    def test_non_contiguous_input(self) -> None:
+        m = te.Linear(32, 32, params_dtype=BF16)
+        x = torch.randn(32, 64, dtype=BF16)[:, ::2]
+        assert torch.equal(run(m, R.Float8CurrentScaling(), x), run(m, R.Float8CurrentScaling(), x.contiguous()))
+
+    def test_wrong_size(self) -> None:
+        with pytest.raises(AssertionError, match="GEMM not possible"):
+            te.Linear(16, 16)(torch.ones(16, 32))
+
+    @pytest.mark.parametrize(
+        ("tokens", "inputs", "outputs", "grad", "fails"),
+        [
+            (16, 32, 32, True, False),
+            (24, 32, 32, True, True),
+            (24, 32, 32, False, False),
+            (20, 32, 32, False, True),
+            (7, 32, 32, False, True),
+            (16, 24, 32, False, True),
+            (16, 32, 24, True, True),
+            (16, 32, 24, False, False),
+            (16, 32, 20, False, True),
+        ],
+    )
+    def test_alignment(self, tokens: int, inputs: int, outputs: int, grad: bool, fails: bool) -> None:
+        m = te.Linear(inputs, outputs, params_dtype=BF16)
+        x = torch.randn(tokens, inputs, dtype=BF16)
+        with torch.set_grad_enabled(grad):
+            if not fails:
+                run(m, R.Float8CurrentScaling(), x)
+                return
+            message = "FP8 execution requires the product of all dimensions except the last to be divisible by"
+            with pytest.raises(ValueError, match=message):
+                run(m, R.Float8CurrentScaling(), x)
+
+    @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(16, 64, 64), (32, 48, 64), (32, 64, 48)])
+    def test_mxfp8_alignment(self, tokens: int, inputs: int, outputs: int) -> None:
+        m = te.Linear(inputs, outputs, params_dtype=BF16)
+        with pytest.raises(RuntimeError, match=r"MXFP8 requires tensor dims that are divisible by 32 \(got shape="):
+            run(m, R.MXFP8BlockScaling(), torch.randn(tokens, inputs, dtype=BF16))
+
+    def test_no_alignment_without_fp8(self) -> None:
+        m = te.Linear(7, 5)
+        m(torch.randn(3, 7)).sum().backward()
+
+
+class TestBias:
+    def test_without_bias_the_attribute_is_empty(self) -> None:
+        m = te.Linear(16, 16, bias=False, return_bias=True)
+        assert m.bias.numel() == 0 and "bias" not in dict(m.named_parameters())
+        assert m(torch.ones(16, 16))[1] is None
+
+    @pytest.mark.parametrize("name", [None, *RECIPES])
+    def test_return_bias(self, name: str | None) -> None:
+        m = te.Linear(32, 32, return_bias=True, params_dtype=BF16)
+        nn.init.ones_(m.bias)
+        x = torch.zeros(32, 32, dtype=BF16)
+        y, bias = run(m, RECIPES[name]() if name else None, x)
+        assert (y == 0).all() and (bias == 1).all()
+        (y + bias).sum().backward()
+        assert (m.bias.grad == 32).all()
+
+    @pytest.mark.parametrize(("name", "has_gradient"), [(None, False), *((name, True) for name in RECIPES)])
+    def test_a_frozen_weight_keeps_the_bias_gradient_only_in_fp8(self, name: str | None, has_gradient: bool) -> None:
+        m = te.Linear(32, 32, params_dtype=BF16)
+        m.weight.requires_grad_(False)
+        x = torch.randn(32, 32, dtype=BF16, requires_grad=True)
+        run(m, RECIPES[name]() if name else None, x, torch.ones(32, 32, dtype=BF16))
+        assert (m.bias.grad is not None) is has_gradient and x.grad is not None
+
+    def test_it_is_added_before_the_rounding(self) -> None:
+        m = te.Linear(32, 32, params_dtype=BF16)
+        with torch.no_grad():
+            m.weight.zero_()[:, 0] = 1
+            m.bias.fill_(-256)
+        x = torch.zeros(32, 32, dtype=BF16)
+        x[:, 0], x[:, 1] = 288, 448
+        with torch.no_grad():
+            m.weight[:, 1] = 2.0**-9
+        # 288 + 0.875 - 256 = 32.875 has a BF16 code; 288.875 alone would round to 288 or 290.
+        assert (run(m, R.DelayedScaling(), x) == 32.875).all()
+
+
+class TestWeightCache:
+    @pytest.mark.parametrize("name", ["current", "block", "mxfp8"])
+    def test_false_reuses_and_true_requantizes(self, name: str) -> None:
+        m = te.Linear(64, 64, bias=False, params_dtype=BF16)
+        x = torch.randn(64, 64, dtype=BF16, requires_grad=True)
+        first = run(m, RECIPES[name](), x, is_first_microbatch=True)
+        with torch.no_grad():
+            m.weight.mul_(2)
+        assert torch.equal(run(m, RECIPES[name](), x, is_first_microbatch=False), first)
+        assert torch.equal(run(m, RECIPES[name](), x, is_first_microbatch=True), first * 2)
+        assert torch.equal(run(m, RECIPES[name](), x), first * 2)
+        assert m._fp8_workspaces.keys() == {"weight"}
+
+    def test_reset_fp8_state_drops_it(self) -> None:
+        m = te.Linear(32, 32, params_dtype=BF16)
+        run(m, R.Float8CurrentScaling(), torch.ones(32, 32, dtype=BF16), is_first_microbatch=True)
+        te.reset_fp8_state(m)
+        assert not m._fp8_workspaces
+
+    def test_without_a_flag_nothing_is_cached(self) -> None:
+        m = te.Linear(32, 32, params_dtype=BF16)
+        run(m, R.Float8CurrentScaling(), torch.ones(32, 32, dtype=BF16))
+        assert not m._fp8_workspaces
+
+    def test_false_without_a_cache_makes_it(self) -> None:
+        m = te.Linear(32, 32, params_dtype=BF16)
+        run(m, R.Float8CurrentScaling(), torch.ones(32, 32, dtype=BF16), is_first_microbatch=False)
+        assert "weight" in m._fp8_workspaces
+
+    def test_a_reused_weight_leaves_its_amax_silent(self) -> None:
+        m, recipe = te.Linear(32, 32, params_dtype=BF16), R.DelayedScaling(amax_history_len=4)
+        x = torch.ones(32, 32, dtype=BF16)
+        run(m, recipe, x, is_first_microbatch=True)
+        before = m.fp8_meta["scaling_fwd"].amax_history[:, 1].clone()
+        run(m, recipe, x, is_first_microbatch=False)
+        assert torch.equal(m.fp8_meta["scaling_fwd"].amax_history[:, 1], before)
+
+    def test_an_inference_cache_is_rebuilt_for_training(self) -> None:
+        m = te.Linear(32, 32, params_dtype=BF16)
+        x = torch.ones(32, 32, dtype=BF16)
+        with torch.no_grad():
+            run(m, R.MXFP8BlockScaling(), x, is_first_microbatch=True)
+        x.requires_grad_()
+        run(m, R.MXFP8BlockScaling(), x, torch.ones(32, 32, dtype=BF16), is_first_microbatch=False)
+        assert x.grad is not None
+
+    def test_a_requantized_cache_leaves_saved_codes_alone(self) -> None:
+        m = te.Linear(32, 32, bias=False, params_dtype=BF16)
+        x = torch.randn(32, 32, dtype=BF16, requires_grad=True)
+        y = run(m, R.Float8CurrentScaling(), x, is_first_microbatch=True)
+        expected = torch.autograd.grad(run(m, R.Float8CurrentScaling(), x).sum(), x)[0]
+        with torch.no_grad():
+            m.weight.zero_()
+        run(m, R.Float8CurrentScaling(), x, is_first_microbatch=True)
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize("make", [R.Float8CurrentScaling, R.Float8BlockScaling, R.MXFP8BlockScaling])
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_backward_override(make: Callable[..., R.Recipe], override: str) -> None:
+    m = te.Linear(64, 64, bias=False, params_dtype=BF16)
+    x, g = torch.randn(64, 64, dtype=BF16, requires_grad=True), torch.randn(64, 64, dtype=BF16)
+    y = run(m, make(backward_override=override), x, g)
+    assert torch.equal(y, run(m, make(), x))
+    w, v = m.weight.detach(), x.detach()
+    if override == "dequantized":
+        quantizers = [q.copy() for q in m.quantizers["scaling_fwd"]]
+        for q in quantizers:
+            q.internal = False
+        v, w = quantizers[0](v).dequantize(), quantizers[1](w).dequantize()
+    assert torch.equal(x.grad, g @ w) and torch.equal(m.weight.grad, g.t() @ v)
+
+
+class TestQuantizedInputsAndOutputs:
+    @pytest.mark.parametrize("name", ["current", "block", "mxfp8"])
+    def test_a_quantized_input_is_used_as_it_is(self, name: str) -> None:
+        a, b = (te.Linear(64, 64, bias=False, params_dtype=BF16) for _ in range(2))
+        b.load_state_dict(a.state_dict())
+        x, g = torch.randn(64, 64, dtype=BF16), torch.randn(64, 64, dtype=BF16)
+        expected = run(a, RECIPES[name](), x, g)
+        quantizer = a.quantizers["scaling_fwd"][0].copy()
+        quantizer.internal = False
+        quantizer.set_usage(rowwise=True, columnwise=True)
+        quantized = quantizer(x)
+        assert torch.equal(run(b, RECIPES[name](), quantized, g), expected)
+        assert torch.equal(a.weight.grad, b.weight.grad)
+        assert quantized.get_usages() == {"rowwise": True, "columnwise": True}
+
+    @pytest.mark.parametrize("name", ["delayed", "current"])
+    def test_fp8_output_feeds_the_next_layer(self, name: str) -> None:
+        a, b = (te.Linear(32, 32, params_dtype=BF16) for _ in range(2))
+        x = torch.randn(2, 16, 32, dtype=BF16, requires_grad=True)
+        with te.autocast(recipe=RECIPES[name]()):
+            h = a(x, fp8_output=True)
+            y = b(h, fp8_grad=True)
+        assert isinstance(h, te.Float8Tensor) and h.shape == (2, 16, 32) and h.dtype == BF16
+        y.sum().backward()
+        assert x.grad is not None and a.weight.grad is not None
+        if name == "delayed":
+            assert (a.fp8_meta["scaling_fwd"].amax_history[-1] > 0).all()
+            assert (b.fp8_meta["scaling_bwd"].amax_history[-1] > 0).all()
+
+
+def test_one_backward_only() -> None:
+    m = te.Linear(32, 32, params_dtype=BF16)
+    y = run(m, R.Float8CurrentScaling(), torch.randn(32, 32, dtype=BF16, requires_grad=True))
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_a_changed_recipe_of_the_same_class_takes_effect(name: str) -> None:
+    m = te.Linear(64, 64, params_dtype=BF16)
+    x = torch.randn(64, 64, dtype=BF16, requires_grad=True)
+    run(m, RECIPES[name](), x)
+    if name == "nvfp4":
+        run(m, R.NVFP4BlockScaling(disable_rht=True), x)
+        assert not m.quantizers["scaling_fwd"][0].with_rht
+    else:
+        fp8_format = R.Format.E4M3 if name == "current" else R.Format.HYBRID
+        run(m, type(RECIPES[name]())(fp8_format=fp8_format), x)  # type: ignore[call-arg]
+        assert m.quantizers["scaling_bwd"][0].dtype == (7 if name == "current" else 8)
+
+
+def test_custom_recipe_with_roles_and_delayed_scaling() -> None:
+    roles: list[te.QuantizerRole] = []
+
+    def factory(role: te.QuantizerRole) -> Any:
+        roles.append(role)
+        if role.tensor_type == "weight":
+            return te.MXFP8Quantizer(te.DType.kFloat8E4M3)
+        return te.DelayedScalingRequest(amax_history_len=4)
+
+    m = te.Linear(64, 64, params_dtype=BF16, name="proj")
+    x = torch.full((64, 64), 2.0, dtype=BF16, requires_grad=True)
+    run(m, R.CustomRecipe(factory), x, torch.ones(64, 64, dtype=BF16))
+    assert [role.tensor_type for role in roles] == ["input", "weight", "", "grad_output", ""]
+    assert roles[0] == te.QuantizerRole("linear", "input", "proj")
+    assert m.fp8_meta["scaling_fwd"].scale.tolist() == [224.0, 1.0]
+    assert m.fp8_meta["scaling_bwd"].scale.tolist() == [57344.0, 1.0]
+    with pytest.raises(ValueError, match="qfactory returned None for slot 0"):
+        run(te.Linear(64, 64, params_dtype=BF16), R.CustomRecipe(lambda role: None), x)

@@ -1,0 +1,159 @@
+"""NVFP4 against loops over blocks: scales, codes, Hadamard transform, stochastic rounding, row scaling, 4over6."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_reference import nearest, wide
+
+import te_models.engine.emulated as te
+from te_models.engine.emulated.nvfp4 import encode_e2m1, hadamard
+
+BF16, FP32 = torch.bfloat16, torch.float32
+FLT_MAX = torch.finfo(FP32).max
+
+
+class TestNVFP4:
+    GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+    @pytest.mark.parametrize("two_d", [False, True])
+    @pytest.mark.parametrize("source", [BF16, FP32])
+    def test_against_loops(self, two_d: bool, source: torch.dtype) -> None:
+        m, k = 32, 80
+        x = wide(m, k, source) / 8
+        t = te.NVFP4Quantizer(with_2d_quantization=two_d)(x)
+        amax = x.float().abs().max()
+        assert t._amax_rowwise.item() == t._amax_columnwise.item() == amax.item()
+        assert t._rowwise_data.shape == (m, k // 2) and t._columnwise_data.shape == (k, m // 2)
+        assert t._rowwise_scale_inv.shape == (128, 8) and t._columnwise_scale_inv.shape == (128, 4)
+        for source_x, data, scales in (
+            (x.float(), t._rowwise_data, t._rowwise_scale_inv),
+            (x.float().t(), t._columnwise_data, t._columnwise_scale_inv),
+        ):
+            whole = torch.tensor(2688.0) / amax
+            rows, columns = source_x.shape
+            for i in range(rows):
+                for j in range(0, columns, 16):
+                    top = i // 16 * 16
+                    block = source_x[top : top + 16, j : j + 16] if two_d else source_x[i, j : j + 16]
+                    sixth = torch.tensor(1.0) / 6
+                    scale = (block.abs().max() * (whole * sixth)).clamp(max=448).to(torch.float8_e4m3fn)
+                    assert scales[i, j // 16] == scale.view(torch.uint8)
+                    multiplier = (1 / (scale.float() * (1 / whole))).clamp(max=FLT_MAX)
+                    values = (source_x[i, j : j + 16] * multiplier).clamp(-6, 6)
+                    codes = nearest(values.abs(), self.GRID) | ((values < 0) | torch.signbit(values)).int() << 3
+                    packed = data[i, j // 2 : j // 2 + 8].int()
+                    got = torch.stack([packed & 15, packed >> 4], 1).flatten()
+                    zero = values == 0
+                    assert torch.equal(got[~zero], codes.int()[~zero])
+                    assert (got[zero] & 7 == 0).all()
+
+    def test_hadamard_is_orthogonal_and_only_columnwise(self) -> None:
+        x = torch.randn(64, 48).to(BF16)
+        plain, turned = te.NVFP4Quantizer()(x), te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)(x)
+        assert torch.equal(plain._rowwise_data, turned._rowwise_data)
+        assert not torch.equal(plain._columnwise_data, turned._columnwise_data)
+        h = hadamard(True, torch.device("cpu"), FP32)
+        assert torch.equal(h @ h.t(), torch.eye(16))
+        assert torch.equal(h[:, 0] * 4, torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1.0]))
+        y = torch.randn(64, 32).to(BF16)
+        a, b = turned.operand(True), te.NVFP4Quantizer(with_rht=True)(y).operand(True)
+        product = (a.values * a.scale).t() @ (b.values * b.scale)
+        exact = x.float().t() @ y.float()
+        assert (product - exact).norm() / exact.norm() < 0.2
+
+    def test_hadamard_spreads_an_outlier(self) -> None:
+        x = torch.zeros(16, 16, dtype=BF16)
+        x[3, :] = 4.0
+        assert te.NVFP4Quantizer(with_rht=True)(x)._amax_columnwise == 1.0
+
+    def test_stochastic_rounding_is_unbiased_and_seeded(self) -> None:
+        x = torch.full((256, 256), 0.3)
+        x[0, 0] = 6.0
+        generator = torch.Generator().manual_seed(5)
+        q = te.NVFP4Quantizer(stochastic_rounding=True, generator=generator)
+        first = q(x).dequantize()
+        generator.manual_seed(5)
+        assert torch.equal(q(x).dequantize(), first)
+        assert not torch.equal(q(x).dequantize(), first)
+        rest = first[16:]
+        assert rest.unique().numel() <= 2
+        # Blocks of 0.3 have scale 0.3 / 6: they are representable up to E4M3's rounding of the scale.
+        assert abs(rest.mean().item() - 0.3) < 0.01
+
+    def test_stochastic_rounding_has_the_probability_of_the_distance(self) -> None:
+        g = torch.Generator().manual_seed(0)
+        for value, low, share in ((2.25, 4, 0.25), (4.5, 6, 0.25), (0.4, 0, 0.8), (5.0, 6, 0.5)):
+            codes = encode_e2m1(torch.full((100_000,), value), True, g)
+            assert set(codes.unique().tolist()) == {low, low + 1}
+            assert abs((codes > low).float().mean().item() - share) < 0.01
+            assert (encode_e2m1(torch.full((9,), -3.0), True, g) == 13).all()
+
+    def test_nan_is_not_swallowed(self) -> None:
+        x = torch.ones(16, 16)
+        x[3, 3] = torch.nan
+        assert te.NVFP4Quantizer()(x).dequantize().isnan().any()
+
+    def test_row_scaling_quantizes_each_row_by_itself(self) -> None:
+        x = wide(32, 64, FP32)
+        t = te.NVFP4Quantizer(row_scaled_nvfp4=True)(x)
+        assert torch.equal(t._amax_rowwise, x.abs().amax(1)) and torch.equal(t._amax_columnwise, x.abs().amax(0))
+        for i in (0, 5, 31):
+            alone = te.NVFP4Quantizer(columnwise=False)(torch.cat([x[i : i + 1], torch.zeros(15, 64)]))
+            assert torch.equal(alone._rowwise_data[0], t._rowwise_data[i])
+            assert torch.equal(alone._rowwise_scale_inv[0, :4], t._rowwise_scale_inv[i, :4])
+            assert torch.equal(alone.dequantize()[0], t.dequantize()[i])
+
+    @pytest.mark.parametrize("two_d", [False, True])
+    @pytest.mark.parametrize("mode", ["MAE", "MSE"])
+    @pytest.mark.parametrize("e4m3_max", [256, 448])
+    def test_4over6_takes_the_range_with_the_smaller_error(self, two_d: bool, mode: str, e4m3_max: int) -> None:
+        x = torch.rand(64, 128, generator=torch.Generator().manual_seed(0)) - 0.5
+        x *= torch.logspace(-1, 1, 128)
+        q = te.NVFP4Quantizer(
+            columnwise=False, with_2d_quantization=two_d, nvfp4_use_4over6=True, nvfp4_e4m3_max=e4m3_max,
+            nvfp4_4over6_err_mode=mode,
+        )  # fmt: skip
+        t = q(x)
+        whole = torch.tensor(6.0 * e4m3_max) / x.abs().max()
+        rows, chosen = 16 if two_d else 1, 0
+        for i in range(0, 64, rows):
+            for j in range(0, 128, 16):
+                block = x[i : i + rows, j : j + 16]
+                options = []
+                for factor in (1.0, 1.5):
+                    scale = (block.abs().max() / 6 * whole * factor).clamp(max=448).to(torch.float8_e4m3fn)
+                    multiplier = (1 / (scale.float() * (1 / whole))).clamp(max=FLT_MAX)
+                    values = (block * multiplier).clamp(-6, 6)
+                    back = self.GRID[nearest(values.abs(), self.GRID)] * values.sign()
+                    error = back.double() * scale.double() * x.abs().max().double() / (6 * e4m3_max) - block.double()
+                    options.append(((error.abs() if mode == "MAE" else error**2).sum().item(), scale, back))
+                best = int(options[1][0] < options[0][0])
+                chosen += best
+                assert t._rowwise_scale_inv[i, j // 16] == options[best][1].view(torch.uint8)
+                packed = t._rowwise_data[i : i + rows, j // 2 : j // 2 + 8].int()
+                codes = torch.stack([packed & 15, packed >> 4], 2).flatten(1)
+                assert torch.equal(self.GRID[codes & 7] * (1 - 2 * (codes >> 3)), options[best][2])
+        assert 0 < chosen < (64 // rows) * 8
+        plain = te.NVFP4Quantizer(columnwise=False, with_2d_quantization=two_d)(x)
+        order = 1 if mode == "MAE" else 2
+        assert (t.dequantize() - x).norm(order) < (plain.dequantize() - x).norm(order)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"nvfp4_e4m3_max": 300}, "must be 448 or 256"),
+            ({"nvfp4_4over6_err_mode": "max"}, "must be 'MAE' or 'MSE'"),
+            ({"nvfp4_use_4over6": True, "with_rht": True}, "supports neither RHT"),
+            ({"row_scaled_nvfp4": True, "with_2d_quantization": True}, "only supports 1x16 blocks"),
+        ],
+    )
+    def test_bad_options(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            te.NVFP4Quantizer(**options)
+
+    def test_shape(self) -> None:
+        with pytest.raises(RuntimeError, match="NVFP4 requires tensor dims that are divisible by 16"):
+            te.NVFP4Quantizer()(torch.ones(8, 16))

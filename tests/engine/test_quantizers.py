@@ -1,0 +1,380 @@
+"""Quantizers and quantized tensors: formulas against independent references, layouts, edge values, tensor behaviour."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_reference import nearest, wide
+from torch import Tensor
+
+import te_models.engine.emulated as te
+from te_models.engine.emulated import numerics
+from te_models.engine.emulated.numerics import DType
+
+E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+MAX = {E4M3: 448.0, E5M2: 57344.0}
+FLT_MAX = torch.finfo(FP32).max
+
+MAKE: dict[str, Callable[[DType], Any]] = {
+    "delayed": lambda d: te.Float8Quantizer(torch.tensor([3.0]), torch.zeros(1), d),
+    "current": lambda d: te.Float8CurrentScalingQuantizer(d, "cpu"),
+    "block1": lambda d: te.Float8BlockQuantizer(d, rowwise=True, columnwise=True, block_scaling_dim=1),
+    "block2": lambda d: te.Float8BlockQuantizer(d, rowwise=True, columnwise=True),
+    "mxfp8": te.MXFP8Quantizer,
+    "mxfp8_2d": lambda d: te.MXFP8Quantizer(d, with_2d_quantization=True),
+    "nvfp4": lambda d: te.NVFP4Quantizer(),
+    "nvfp4_2d": lambda d: te.NVFP4Quantizer(with_2d_quantization=True),
+}
+
+
+def reference_codes(x: Tensor, dtype: DType) -> Tensor:
+    """FP8 codes of FP32 values, by search among all finite values: rounding to nearest even, saturating."""
+    positive = torch.arange(127 if dtype == E4M3 else 124, dtype=torch.uint8).view(FP8[dtype]).float()
+    codes = nearest(x.abs().clamp(max=MAX[dtype]), positive).to(torch.uint8)
+    return codes | (torch.signbit(x).to(torch.uint8) << 7)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+class TestCast:
+    def test_rounds_to_nearest_even_and_saturates(self, dtype: DType) -> None:
+        values = torch.arange(127 if dtype == E4M3 else 124, dtype=torch.uint8).view(FP8[dtype]).float()
+        middle = (values[1:] + values[:-1]) / 2
+        edges = torch.cat([values, middle, middle.nextafter(middle * 2), middle.nextafter(middle * 0)])
+        special = torch.tensor([MAX[dtype] * 1.01, MAX[dtype] * 1e6, torch.inf, FLT_MAX, 1e-45, 1e-30])
+        x = torch.cat([edges, special, torch.randn(100_000) * 10, torch.randn(100_000) * 1e-3])
+        x = torch.cat([x, -x])
+        assert torch.equal(numerics.cast_fp8(x, torch.ones(1), dtype), reference_codes(x, dtype))
+
+    def test_keeps_nan(self, dtype: DType) -> None:
+        codes = numerics.cast_fp8(torch.tensor([torch.nan, -torch.nan]), torch.ones(1), dtype)
+        assert codes.view(FP8[dtype]).float().isnan().all()
+
+    def test_decodes_every_code(self, dtype: DType) -> None:
+        codes = torch.arange(256, dtype=torch.uint8)
+        expected = codes.view(FP8[dtype]).float()
+        assert torch.equal(numerics.decode_fp8(codes, dtype).nan_to_num(-1.5), expected.nan_to_num(-1.5))
+        finite = codes[expected.isfinite()]
+        decoded = numerics.decode_fp8(finite, dtype)
+        assert torch.equal(decoded.view(torch.int32), expected[expected.isfinite()].view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("amax", "options", "expected"),
+    [
+        (3.0, {}, 149.33333),
+        (3.0, {"power_of_2": True}, 128.0),
+        (1e-36, {}, FLT_MAX),
+        (1e-36, {"power_of_2": True}, 2.0**127),
+        (1e-36, {"infinite": torch.finfo(BF16).max}, torch.finfo(BF16).max),
+        (0.0, {}, 1.0),
+        (0.0, {"epsilon": 4.48}, 100.0),
+        (torch.inf, {}, 1.0),
+        (448.0, {"power_of_2": True}, 1.0),
+        (449.0, {"power_of_2": True}, 0.5),
+    ],
+)
+def test_scale_from_amax(amax: float, options: dict[str, Any], expected: float) -> None:
+    got = numerics.scale_from_amax(torch.tensor([amax]), 448.0, **options)
+    assert got.item() == torch.tensor(expected).item() or (expected == 100.0 and abs(got.item() - 100.0) < 1e-5)
+
+
+def test_the_scale_is_rounded_once() -> None:
+    amax = torch.rand(10_000) * 100 + 1e-3
+    expected = (448.0 / amax.double()).float()
+    assert torch.equal(numerics.scale_from_amax(amax, 448.0), expected)
+
+
+@pytest.mark.parametrize(
+    ("amax", "dtype", "byte"),
+    [
+        (0.0, E4M3, 0),
+        (448.0, E4M3, 127),
+        (448.1, E4M3, 128),
+        (449.0, E4M3, 128),
+        (224.0, E4M3, 126),
+        (57344.0, E5M2, 127),
+        (FLT_MAX, E4M3, 247),
+        (torch.inf, E4M3, 254),
+        (torch.inf, E5M2, 254),
+        (2.0**-119, E4M3, 0),
+        (2.0**-118, E4M3, 1),
+        (1e-45, E4M3, 0),
+    ],
+)
+def test_e8m0(amax: float, dtype: DType, byte: int) -> None:
+    assert numerics.e8m0_from_amax(torch.tensor([amax]), dtype).item() == byte
+
+
+def test_e8m0_values() -> None:
+    e = torch.arange(256, dtype=torch.uint8)
+    value, inverse = numerics.e8m0_to_float(e), numerics.e8m0_to_float(e, inverse=True)
+    assert value[255].isnan() and inverse[255].isnan()
+    assert value[:255].tolist() == [2.0 ** (i - 127) for i in range(255)]
+    assert inverse[:255].tolist() == [2.0 ** (127 - i) for i in range(255)]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("source", [BF16, FP16, FP32])
+class TestAgainstLoops:
+    """Every block on its own, in plain loops, with the search-based cast."""
+
+    def test_delayed(self, source: torch.dtype, dtype: DType) -> None:
+        x = wide(32, 48, source)
+        scale, amax = torch.tensor([0.37]), torch.tensor([1.0])
+        t = te.Float8Quantizer(scale, amax, dtype)(x)
+        assert torch.equal(t._data, reference_codes(x.float() * scale, dtype))
+        assert torch.equal(t._transpose, t._data.t())
+        assert t._scale_inv.shape == (1,) and t._scale_inv == 1 / scale
+        assert amax == x.float().abs().max()
+
+    @pytest.mark.parametrize("power_of_2", [False, True])
+    def test_current(self, source: torch.dtype, dtype: DType, power_of_2: bool) -> None:
+        x = wide(32, 48, source)
+        t = te.Float8CurrentScalingQuantizer(dtype, "cpu", force_pow_2_scales=power_of_2)(x)
+        scale = torch.tensor(MAX[dtype]) / x.float().abs().max()
+        scale = torch.exp2(torch.floor(torch.log2(scale))) if power_of_2 else scale
+        assert torch.equal(t._data, reference_codes(x.float() * scale, dtype))
+        assert t._scale_inv.item() == (1 / scale).item()
+
+    @pytest.mark.parametrize("dim", [1, 2])
+    @pytest.mark.parametrize("power_of_2", [False, True])
+    @pytest.mark.parametrize("shape", [(256, 384), (16, 208), (1, 16), (130, 100)])
+    def test_blocks(
+        self, source: torch.dtype, dtype: DType, power_of_2: bool, dim: int, shape: tuple[int, int]
+    ) -> None:
+        x = wide(*shape, source)
+        q = te.Float8BlockQuantizer(
+            dtype, rowwise=True, columnwise=True, block_scaling_dim=dim, force_pow_2_scales=power_of_2
+        )
+        t = q(x)
+        m, k = shape
+        for columnwise in (False, True):
+            block = (128, 128) if dim == 2 else (128, 1) if columnwise else (1, 128)
+            codes, inverse = self.by_block(x, block, dtype, power_of_2)
+            if columnwise:
+                assert torch.equal(t._columnwise_data, codes.t())
+                stored, expected = t._columnwise_scale_inv, inverse.t() if dim == 2 else inverse
+            else:
+                assert torch.equal(t._rowwise_data, codes)
+                stored, expected = t._rowwise_scale_inv, inverse if dim == 2 else inverse.t()
+            assert stored.dtype == FP32 and stored.shape == (expected.shape[0], -(-expected.shape[1] // 4) * 4)
+            assert torch.equal(stored[:, : expected.shape[1]], expected)
+
+    def by_block(self, x: Tensor, block: tuple[int, int], dtype: DType, power_of_2: bool) -> tuple[Tensor, Tensor]:
+        (m, k), (bm, bk) = x.shape, block
+        codes = torch.empty(m, k, dtype=torch.uint8)
+        inverse = torch.empty(-(-m // bm), -(-k // bk))
+        scaled = torch.empty(m, k)
+        for i in range(0, m, bm):
+            for j in range(0, k, bk):
+                part = x[i : i + bm, j : j + bk].float()
+                amax = part.abs().max()
+                scale = torch.ones(())
+                if amax > 0:
+                    scale = (torch.tensor(MAX[dtype]) / amax).clamp(max=torch.finfo(x.dtype).max)
+                    scale = torch.tensor(2.0 ** (math.frexp(scale.item())[1] - 1)) if power_of_2 else scale
+                scaled[i : i + bm, j : j + bk] = part * scale
+                inverse[i // bm, j // bk] = 1 / scale
+        codes = reference_codes(scaled, dtype)
+        return codes, inverse
+
+    @pytest.mark.parametrize("two_d", [False, True])
+    def test_mxfp8(self, source: torch.dtype, dtype: DType, two_d: bool) -> None:
+        m, k = 64, 160
+        x = wide(m, k, source)
+        t = te.MXFP8Quantizer(dtype, with_2d_quantization=two_d)(x)
+        assert t._rowwise_data.shape == t._columnwise_data.shape == (m, k)
+        assert t._rowwise_scale_inv.shape == (128, 8) and t._columnwise_scale_inv.shape == (4, 256)
+        for columnwise in (False, True):
+            bm, bk = (32, 32) if two_d else (32, 1) if columnwise else (1, 32)
+            data = t._columnwise_data if columnwise else t._rowwise_data
+            scales = t._columnwise_scale_inv if columnwise else t._rowwise_scale_inv
+            for i in range(0, m, bm):
+                for j in range(0, k, bk):
+                    part = x[i : i + bm, j : j + bk].double()
+                    amax = part.abs().max().item()
+                    e = max(0, math.ceil(math.log2(amax / MAX[dtype])) + 127) if amax else 0
+                    where = (i // 32, j) if columnwise else (i, j // 32)
+                    assert scales[where] == e
+                    expected = reference_codes((part * 2.0 ** (127 - e)).float(), dtype)
+                    assert torch.equal(data[i : i + bm, j : j + bk], expected)
+
+
+class TestSpecialValues:
+    @pytest.mark.parametrize("name", ["delayed", "current", "block1", "block2", "mxfp8"])
+    def test_infinity_saturates_and_nan_stays_where_it_is(self, name: str) -> None:
+        x = torch.ones(128, 128)
+        x[0, 0], x[1, 1], x[2, 2] = torch.inf, -torch.inf, torch.nan
+        q = MAKE[name](E4M3)
+        t = q(x)
+        values = t.dequantize()
+        assert values.isnan().nonzero().tolist() == [[2, 2]]
+        # MXFP8's largest scale times 448 is beyond FP32.
+        assert values[0, 0] > 0 and values[1, 1] < 0 and (name == "mxfp8" or values[0, 0].isfinite())
+        codes = t._data if hasattr(t, "_data") else t._rowwise_data
+        assert codes[0, 0] == 0x7E and codes[1, 1] == 0xFE
+
+    def test_an_infinite_amax_is_recorded_and_nan_is_not(self) -> None:
+        amax = torch.zeros(1)
+        q = te.Float8Quantizer(torch.ones(1), amax, E4M3)
+        q(torch.tensor([[1.0, torch.nan, -3.0]]))
+        assert amax == 3.0
+        q(torch.tensor([[1.0, -torch.inf]]))
+        assert amax == torch.inf
+
+    def test_the_amax_accumulates(self) -> None:
+        amax = torch.tensor([5.0])
+        te.Float8Quantizer(torch.ones(1), amax, E4M3)(torch.ones(2, 2))
+        assert amax == 5.0
+
+    @pytest.mark.parametrize("name", ["delayed", "current"])
+    def test_empty(self, name: str) -> None:
+        q = MAKE[name](E4M3)
+        t = q(torch.empty(0, 16, dtype=BF16))
+        assert t._data.shape == (0, 16) and t._transpose.shape == (16, 0) and t.dequantize().shape == (0, 16)
+        if name == "delayed":
+            assert q.amax == 0
+
+    @pytest.mark.parametrize("name", MAKE)
+    def test_zeros(self, name: str) -> None:
+        t = MAKE[name](E4M3)(torch.zeros(64, 64))
+        assert (t.dequantize() == 0).all()
+
+
+@pytest.mark.parametrize("name", MAKE)
+class TestTensor:
+    def make(self, name: str, shape: tuple[int, ...] = (64, 64)) -> tuple[Any, Any, Tensor]:
+        torch.manual_seed(0)
+        q, x = MAKE[name](E4M3), torch.randn(shape).to(BF16)
+        return q, q(x), x
+
+    def test_is_a_tensor_of_the_nominal_dtype(self, name: str) -> None:
+        _, t, x = self.make(name)
+        assert isinstance(t, Tensor) and t.shape == x.shape and t.dtype == BF16 and t.device == x.device
+        assert type(t._quantizer) is type(MAKE[name](E4M3))
+        assert (t.dequantize().float() - x.float()).norm() / x.float().norm() < 0.12
+        assert t.dequantize(dtype=FP32).dtype == FP32
+
+    def test_internal_gives_the_plain_storage(self, name: str) -> None:
+        q, t, x = self.make(name)
+        q.internal = True
+        storage = q(x)
+        assert not isinstance(storage, Tensor) and torch.equal(storage.dequantize(), t.dequantize())
+
+    def test_three_dimensions(self, name: str) -> None:
+        q, t, x = self.make(name, (2, 32, 64))
+        flat = q(x.view(64, 64))
+        assert torch.equal(t.dequantize().view(64, 64), flat.dequantize())
+        if hasattr(t, "_data"):
+            assert t._transpose.shape == (64, 2, 32)
+        elif "mxfp8" in name:
+            assert t._columnwise_data.shape == (2, 32, 64)
+        else:
+            assert t._columnwise_data.shape[:2] == (64, 2)
+
+    def test_autograd_sees_the_identity(self, name: str) -> None:
+        q, _, x = self.make(name)
+        x = x.clone().requires_grad_()
+        (q(x).dequantize() * 3).sum().backward()
+        assert (x.grad == 3).all()
+
+    def test_operations_use_the_values(self, name: str) -> None:
+        _, t, _ = self.make(name)
+        assert type(t + 1) is Tensor and torch.equal(t + 1, t.dequantize() + 1)
+        assert torch.equal(t.float(), t.dequantize().float())
+
+    def test_in_place_operations_quantize_again(self, name: str) -> None:
+        q, t, _ = self.make(name)
+        expected = q(t.dequantize() * 2).dequantize()
+        data = t.mul_(2)
+        assert data is t and torch.equal(t.dequantize(), expected)
+        t.copy_(torch.zeros(64, 64))
+        assert (t.dequantize() == 0).all()
+        t.data = torch.ones(64, 64)
+        assert (t.dequantize() > 0.9).all()
+
+    def test_copies_are_independent(self, name: str) -> None:
+        _, t, _ = self.make(name)
+        before = t.dequantize()
+        for other in (t.clone(), copy.deepcopy(t)):
+            assert type(other) is type(t) and torch.equal(other.dequantize(), before)
+            other.zero_()
+            assert torch.equal(t.dequantize(), before)
+        assert type(t.detach()) is type(t)
+
+    def test_pickles(self, name: str) -> None:
+        _, t, _ = self.make(name)
+        buffer = io.BytesIO()
+        torch.save(t, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        assert type(loaded) is type(t) and torch.equal(loaded.dequantize(), t.dequantize())
+
+    def test_usages(self, name: str) -> None:
+        q, t, x = self.make(name)
+        values = t.dequantize()
+        t.update_usage(columnwise_usage=False)
+        assert t.get_usages() == {"rowwise": True, "columnwise": False}
+        assert torch.equal(t.dequantize(), values)
+        if name in ("delayed", "current", "block2"):
+            full = q(x)
+            t.update_usage(columnwise_usage=True)
+            for attribute in ("_transpose", "_columnwise_data", "_columnwise_scale_inv"):
+                if hasattr(full, attribute):
+                    assert torch.equal(getattr(t, attribute), getattr(full, attribute))
+            t.update_usage(rowwise_usage=False)
+            assert torch.equal(t.dequantize(), values)
+            t.update_usage(rowwise_usage=True)
+            assert torch.equal(t.dequantize(), values)
+        else:
+            with pytest.raises(RuntimeError, match="quantize again with"):
+                t.update_usage(columnwise_usage=True)
+
+    def test_quantizer_usages(self, name: str) -> None:
+        q, _, x = self.make(name)
+        q.set_usage(rowwise=True, columnwise=False)
+        assert q(x).get_usages() == {"rowwise": True, "columnwise": False}
+        q.set_usage(rowwise=False, columnwise=True)
+        if name in ("delayed", "current"):
+            with pytest.raises(NotImplementedError, match="columnwise-only"):
+                q(x)
+        else:
+            assert q(x).get_usages() == {"rowwise": False, "columnwise": True}
+
+    def test_quantize_into(self, name: str) -> None:
+        q, t, x = self.make(name)
+        other = q.make_empty((64, 64), dtype=BF16)
+        assert type(other) is type(t) and (other.dequantize() == 0).all()
+        q.quantize(x, out=other)
+        assert torch.equal(other.dequantize(), t.dequantize())
+        with pytest.raises(ValueError, match="cannot quantize shape"):
+            q.quantize(x[:32], out=other)
+
+
+def test_row_and_column_copies_of_a_transpose_agree() -> None:
+    x = torch.randn(64, 96).to(BF16)
+    for make in (MAKE["block1"], MAKE["mxfp8"], MAKE["nvfp4"]):
+        a, b = make(E4M3)(x), make(E4M3)(x.t().contiguous())
+        left, right = a.operand(True), b.operand(False)
+        assert torch.equal(left.values, right.values.t())
+
+
+def test_current_scaling_warns_about_ignored_arguments() -> None:
+    with pytest.warns(DeprecationWarning, match="ignores"):
+        te.Float8CurrentScalingQuantizer(E4M3, "cpu", use_existing_amax=True)
+
+
+def test_dtype_numbers() -> None:
+    assert {d.name: int(d) for d in DType} == {
+        "kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6,
+        "kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10,
+    }  # fmt: skip
+    assert te.DType.cast(7) is te.DType.kFloat8E4M3

@@ -1,0 +1,53 @@
+"""The order of RMSNorm's sums against vectors of an H200 (TE 2.20.2), every bit; digests in golden/rmsnorm_digests.json.
+
+A CPU's rsqrt is not the GPU's, so the GPU's reciprocals are part of the vectors, and the sums under the rsqrt (verified
+through a table of the GPU's rsqrt) are compared on their own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_models.engine.emulated import rmsnorm_kernels
+
+CASES = json.loads((Path(__file__).parent.parent / "golden" / "rmsnorm_digests.json").read_text())
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+
+def digest(t: Tensor) -> str:
+    """Of the bits of a tensor."""
+    return hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def inputs(rows: int, cols: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight and dy as they were when the vectors were captured."""
+    g = torch.Generator().manual_seed(rows * 100003 + cols)
+    x = (torch.randn(rows, cols, generator=g) * 2 + 0.3).to(dtype)
+    weight = (torch.randn(cols, generator=g) * 0.3 + 1).to(dtype)
+    return x, weight, torch.randn(rows, cols, generator=g).to(dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_h200(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    dtype, rows, cols = name.split(".")
+    x, weight, dy = inputs(int(rows), int(cols), DTYPES[dtype])
+    r = torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(case["r"]))), dtype=torch.float32)[:, None]
+    gamma, y_hat, grad = weight.float(), x.float() * r, dy.float()
+    found = {
+        "y": y_hat * gamma,
+        "dx": rmsnorm_kernels.input_gradient(grad, gamma, x, y_hat, r),
+        "dw": rmsnorm_kernels.weight_gradient(grad, x, y_hat),
+    }
+    assert {k: digest(v.to(x.dtype)) for k, v in found.items() if k in case} == {k: case[k] for k in found if k in case}
+    assert (rmsnorm_kernels.reciprocal_rms(x, 1e-5).view(torch.int32) - r.view(torch.int32)).abs().max() <= 2
+    monkeypatch.setattr(torch, "rsqrt", lambda t: t)
+    assert digest(rmsnorm_kernels.reciprocal_rms(x, 1e-5)) == case["mean_square"]

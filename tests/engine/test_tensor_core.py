@@ -1,0 +1,110 @@
+"""The arithmetic of Hopper's tensor cores, against a reference in Python's own integers."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import te_models.engine.emulated as te
+from te_models.engine.emulated.tensor_core import hopper_matmul
+
+FORMATS = {"e4m3": (torch.float8_e4m3fn, -6, 3), "e5m2": (torch.float8_e5m2, -14, 2)}
+
+
+def split(x: Fraction, floor: int) -> int:
+    """The exponent of a value of a format whose smallest normal exponent is `floor`."""
+    exponent = floor
+    while abs(x) >= Fraction(2) ** (exponent + 1):
+        exponent += 1
+    return exponent
+
+
+def cut(x: Fraction, unit: Fraction) -> Fraction:
+    """x towards zero, to a multiple of unit."""
+    return (abs(x) // unit) * unit * (1 if x >= 0 else -1)
+
+
+def reference(a: list[float], b: list[float], floors: tuple[int, int], promote: bool) -> float:
+    """One element of the product, term by term."""
+    accumulator, total = Fraction(0), torch.tensor(0.0)
+    for start in range(0, len(a), 32):
+        pairs = [(Fraction(x), Fraction(y)) for x, y in zip(a[start : start + 32], b[start : start + 32], strict=True)]
+        exponents = [split(x, floors[0]) + split(y, floors[1]) for x, y in pairs if x and y]
+        exponents += [split(accumulator, -126)] if accumulator else []
+        if exponents:
+            unit = Fraction(2) ** (max(exponents) - 13)
+            accumulator = sum((cut(x * y, unit) for x, y in pairs), cut(accumulator, unit))
+            if accumulator:
+                accumulator = cut(accumulator, Fraction(2) ** (split(accumulator, -126) - 13))
+        if promote and (start + 32) % 128 == 0:
+            total, accumulator = total + float(accumulator), Fraction(0)
+    return (total + float(accumulator)).item()
+
+
+def values(shape: tuple[int, int], name: str, spread: float, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randn(shape, generator=generator) * spread)
+    return x.clamp(-448, 448).to(FORMATS[name][0]).float()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(list(FORMATS)), st.sampled_from(list(FORMATS)), st.sampled_from([1, 16, 32, 96, 128, 272]),
+    st.booleans(), st.floats(0, 6), st.integers(0, 1000),
+)  # fmt: skip
+def test_every_bit_of_the_reference(fa: str, fb: str, k: int, promote: bool, spread: float, seed: int) -> None:
+    a, b = values((2, k), fa, spread, seed), values((3, k), fb, spread, seed + 1)
+    floors = FORMATS[fa][1], FORMATS[fb][1]
+    got = hopper_matmul(a, b, floors, promote)
+    padded = [torch.nn.functional.pad(t, (0, -k % 32)).tolist() for t in (a, b)]
+    assert got.tolist() == [[reference(x, y, floors, promote) for y in padded[1]] for x in padded[0]]
+
+
+def test_what_lies_thirteen_bits_below_is_lost() -> None:
+    """256 + 2^-6 keeps the small term in FP32 and loses it here; the loss is a cut, not a rounding."""
+    a, b = torch.zeros(1, 32), torch.ones(1, 32)
+    a[0, 0], a[0, 1] = 256.0, 2.0**-6
+    assert hopper_matmul(a, b, (-6, -6), False).item() == 256.0
+    a[0, 1] = 2.0**-5
+    assert hopper_matmul(a, b, (-6, -6), False).item() == 256.0 + 2.0**-5
+    a[0, 1] = 2.0**-5 + 2.0**-6
+    assert hopper_matmul(-a, b, (-6, -6), False).item() == -(256.0 + 2.0**-5)
+
+
+def test_split_accumulation_keeps_what_fast_accumulation_loses() -> None:
+    a, b = torch.zeros(1, 256), torch.ones(1, 256)
+    a[0, 0], a[0, 128] = 256.0, 2.0**-6
+    assert hopper_matmul(a, b, (-6, -6), False).item() == 256.0
+    assert hopper_matmul(a, b, (-6, -6), True).item() == 256.0 + 2.0**-6
+
+
+def test_zeros_and_nothing_give_zero() -> None:
+    assert hopper_matmul(torch.zeros(2, 64), torch.ones(3, 64), (-6, -6), True).eq(0).all()
+    assert hopper_matmul(torch.zeros(0, 64), torch.ones(3, 64), (-6, -6), True).shape == (0, 3)
+
+
+def test_nan_stays_nan() -> None:
+    a = torch.ones(2, 32)
+    a[0, 3] = torch.nan
+    out = hopper_matmul(a, torch.ones(1, 32), (-6, -6), False)
+    assert out[0].isnan().all() and out[1].item() == 32.0
+
+
+@pytest.mark.parametrize(
+    "recipe", [te.recipe.DelayedScaling, te.recipe.Float8CurrentScaling, te.recipe.Float8BlockScaling]
+)
+def test_the_limit_decides_and_both_ways_are_close(recipe: type) -> None:
+    module = te.Linear(256, 128, bias=False, params_dtype=torch.bfloat16, device="cpu")
+    x = torch.randn(64, 256, dtype=torch.bfloat16)
+    outs = []
+    for limit in (0, float("inf"), 64 * 128 * 256, 64 * 128 * 256 - 1):
+        with torch.no_grad(), te.exact_gemm(limit), te.autocast(enabled=True, recipe=recipe()):
+            outs.append(module(x).float())
+    fp32, exact, at_limit, below = outs
+    assert torch.equal(exact, at_limit) and torch.equal(fp32, below) and not torch.equal(fp32, exact)
+    assert (fp32 - exact).norm() / exact.norm() < 1.5e-3

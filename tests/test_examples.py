@@ -1,0 +1,104 @@
+"""Every program in examples/ runs at small size and does what its first lines say."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import CausalLM, list_recipes
+from te_models.tokenizer import ByteTokenizer
+
+EXAMPLES = sorted(path.name for path in (Path(__file__).parent.parent / "examples").glob("*.py"))
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Qwen3 in Hugging Face's format, with a tokenizer of bytes that has a chat template."""
+    folder = tmp_path_factory.mktemp("example") / "qwen3"
+    torch.manual_seed(0)
+    shape = dict(vocab_size=288, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
+    shape |= dict(num_key_value_heads=2, head_dim=16, max_position_embeddings=128, bos_token_id=None, eos_token_id=None)
+    built = CausalLM.from_preset("qwen3-0.6b", device="cpu", engine="emulated", **shape)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1)
+    built.save_pretrained(folder, format="hf")
+    documents = ByteTokenizer().documents()
+    documents["tokenizer_config"]["chat_template"] = CHAT
+    for name, document in documents.items():
+        (folder / f"{name}.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Any:
+    """A function that runs an example with arguments and returns what it printed."""
+
+    def call(name: str, *arguments: Any) -> str:
+        path = Path(__file__).parent.parent / "examples" / name
+        monkeypatch.setattr("sys.argv", [str(path), *map(str, arguments)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other libraries' notices
+            runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"{number} green bottles, hanging on the wall.\n" for number in range(200)))
+    return file
+
+
+def test_load_hf(run: Any, model: Path, tmp_path: Path) -> None:
+    out = run("load_hf.py", model, "--recipe", "current", "--out", tmp_path / "back", "--attention-gate", "elementwise")
+    assert "parameters on cpu" in out and "E4M3/E5M2 Float8CurrentScaling" in out and "logits [1, 16, 288]" in out
+    assert CausalLM.from_pretrained(tmp_path / "back", device="cpu").config.attention_gate == "elementwise"
+
+
+def test_generate(run: Any, model: Path) -> None:
+    out = run("generate.py", model, "--prompt", "ab", "--prompt", "longer text", "--max-new-tokens", 8)
+    assert "'ab' -> " in out and "'longer text' -> " in out and "sampled: ab" in out
+    assert run("generate.py", model, "--prompt", "ab", "--max-new-tokens", 8) != run(
+        "generate.py", model, "--prompt", "ab", "--max-new-tokens", 8, "--chat"
+    )
+
+
+def test_finetune_lora(run: Any, model: Path, corpus: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    sizes = ["--steps", 8, "--seq-len", 32, "--batch-size", 2, "--out", tmp_path / "out"]
+    out = run("finetune_lora.py", model, "--data", corpus, *sizes)
+    losses = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("step")]
+    assert len(losses) == 8 and losses[-1] < losses[0] and "trainable params" in out
+    assert (tmp_path / "out/adapter/adapter_model.safetensors").exists()
+    before, after = (CausalLM.from_pretrained(f, device="cpu") for f in (model, tmp_path / "out/merged"))
+    assert before.config == after.config
+    assert not torch.equal(before.layers[0].mlp.down_proj.weight, after.layers[0].mlp.down_proj.weight)
+    assert torch.equal(before.embed_tokens.weight, after.embed_tokens.weight)
+
+
+def test_swap_recipes(run: Any, model: Path) -> None:
+    rows = [line.split() for line in run("swap_recipes.py", model).splitlines()[1:]]
+    assert [row[0] for row in rows] == list_recipes()
+    decibels = {row[0]: float(row[1]) for row in rows}
+    assert decibels["bf16"] > 30 > decibels["current"] > decibels["nvfp4"] > 0
+
+
+def test_finetune(run: Any, corpus: Path, tmp_path: Path) -> None:
+    sizes = ["--steps", 2, "--seq-len", 32, "--batch-size", 2, "--out", tmp_path / "run"]
+    assert "eval loss" in run("finetune.py", "--data", corpus.parent, *sizes)
+
+
+def test_every_example_is_tested_and_short() -> None:
+    assert {f"test_{name.removesuffix('.py')}" for name in EXAMPLES} <= set(globals())
+    for name in EXAMPLES:
+        assert len((Path(__file__).parent.parent / "examples" / name).read_text().splitlines()) < 60, name

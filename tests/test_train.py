@@ -1,0 +1,221 @@
+"""The training loop: it learns, resumes with the same bits, stops at a bad loss, and asks before it overwrites."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import CausalLM, list_recipes
+from te_models.data import Document, TokenDataset
+from te_models.fp8_state import fp8_state
+from te_models.metrics import read_metrics
+from te_models.optim import build_optimizer, parameter_groups
+from te_models.saved import saved_folder
+from te_models.tokenizer import load_tokenizer
+from te_models.train import Diverged, Trainer, evaluate
+from te_models.train_config import TrainConfig
+
+RECIPES = [name for name in list_recipes() if name != "nvfp4"]
+SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
+TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(40)]
+
+
+def trainer(out: Path, recipe: str = "delayed", mode: str = "none", **fields: Any) -> Trainer:
+    torch.manual_seed(5)
+    options = dict(amax_history_len=8) if recipe == "delayed" else {}
+    model = CausalLM.from_preset(
+        "gated-nano", recipe=recipe, device="cpu", activation_checkpointing=mode, **SHAPE, **options
+    )
+    config = TrainConfig(**{**dict(steps=8, batch_size=2, seq_len=48, warmup_steps=2, eval_every=3), **fields})
+    words = load_tokenizer(None)
+    data = TokenDataset(TEXT[:30], words, config.seq_len, batch_size=config.batch_size, seed=config.seed)
+    held_out = TokenDataset(TEXT[30:], words, config.seq_len, batch_size=2, seed=0, shuffle=False)
+    return Trainer(model, data, held_out.eval_batches(2), config, out)
+
+
+def losses(out: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_resumed_it_is_the_same_run_to_the_bit(recipe: str, mode: str, tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", recipe, mode, gradient_accumulation=2)
+    whole.run()
+    half = trainer(tmp_path / "half", recipe, mode, gradient_accumulation=2, save_every=4)
+    stop_after(half, 5)
+    resumed = trainer(tmp_path / "half", recipe, mode, gradient_accumulation=2)
+    torch.manual_seed(99)  # the checkpoint's own random state must win
+    assert resumed.run(resume=True).step == 8
+    assert losses(tmp_path / "half") == losses(tmp_path / "whole")
+    for (name, p), q in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    for p, q in zip(whole.optimizer.masters, resumed.optimizer.masters, strict=True):
+        assert torch.equal(p, q)
+    one, other = fp8_state(whole.model), fp8_state(resumed.model)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert whole.result.eval_loss == resumed.result.eval_loss
+
+
+def stop_after(run: Trainer, step: int) -> None:
+    """Run and kill at `step`, without the save that a clean stop makes."""
+
+    class Killed(Exception):
+        pass
+
+    def kill(row: dict[str, Any]) -> None:
+        if row["step"] == step:
+            raise Killed
+
+    run.on_step = kill
+    with pytest.raises(Killed):
+        run.run()
+
+
+def test_it_learns_and_logs_every_step(tmp_path: Path) -> None:
+    run = trainer(tmp_path, "current", steps=30, learning_rate=3e-3)
+    result = run.run()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert all({"step", "loss", "tokens_per_second", "grad_norm", "learning_rate"} <= row.keys() for row in rows)
+    assert [row["step"] for row in rows if "eval_loss" in row] == [*range(3, 31, 3)]
+    assert result.first_eval_loss - result.eval_loss > 1.0
+    assert result.eval_loss == evaluate(run.model, run.eval_batches)
+    assert saved_folder(tmp_path).name == "step-00000030"
+    assert CausalLM.from_pretrained(tmp_path, device="cpu").recipe.name == "current"
+
+
+def test_accumulation_is_the_mean_over_micro_batches(tmp_path: Path) -> None:
+    run = trainer(tmp_path, "bf16", gradient_accumulation=2, clip_grad_norm=0.0)
+    run.optimizer.inner.step = lambda: None  # type: ignore[method-assign]
+    first, second = next(run.dataset), next(run.dataset)
+    expected = sum(run.model(**batch).loss for batch in (first, second)) / 2
+    expected.backward()
+    norm = torch.linalg.vector_norm(torch.stack([p.grad.float().norm() for p in run.model.parameters()]))
+    run.model.zero_grad()
+    row = run._step(iter([first, second]))
+    assert row["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert row["grad_norm"] == pytest.approx(norm.item(), rel=5e-3)
+
+
+def test_a_micro_batch_without_a_label_counts_for_nothing(tmp_path: Path) -> None:
+    run = trainer(tmp_path, "bf16")
+    batch = next(run.dataset)
+    output = run.model(batch["input_ids"], labels=torch.full_like(batch["labels"], -100))
+    output.loss.backward()
+    assert output.loss == 0 and all(p.grad is None or (p.grad == 0).all() for p in run.model.parameters())
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_a_bad_value_stops_the_run_and_names_step_and_layer(recipe: str, tmp_path: Path) -> None:
+    run = trainer(tmp_path, recipe)
+
+    def poison(row: dict[str, Any]) -> None:
+        if row["step"] == 3:
+            with torch.no_grad():
+                run.model.layers[2].mlp.down_proj.weight[0, 0] = math.nan
+
+    run.on_step = poison
+    with pytest.raises(Diverged, match=r"step 4: the loss is nan; the first layer.* is layers\.2\.mlp\.down_proj\."):
+        run.run()
+    assert losses(tmp_path) and len(losses(tmp_path)) == 3
+
+
+def test_masters_keep_updates_that_bf16_loses() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    holder = torch.nn.Linear(1, 1, bias=False)
+    holder.weight = weight
+    optimizer = build_optimizer("adamw", holder, lr=1e-3, weight_decay=0.0)
+    for _ in range(20):
+        weight.grad = torch.ones_like(weight)
+        optimizer.take_gradients(0.0)
+        optimizer.step()
+    assert weight[0].item() == pytest.approx(0.98, abs=0.004), "each step alone rounds away in BF16"
+
+
+@pytest.mark.parametrize("max_norm, kept", [(0.0, 60.0), (1.0, 1.0), (100.0, 60.0)])
+def test_gradients_are_clipped_to_the_norm_and_not_below_it(max_norm: float, kept: float) -> None:
+    holder = torch.nn.Linear(100, 9, bias=False, dtype=torch.bfloat16)
+    optimizer = build_optimizer("adamw", holder, lr=1e-3, weight_decay=0.0)
+    holder.weight.grad = torch.full_like(holder.weight, 2.0)
+    assert optimizer.take_gradients(max_norm).item() == pytest.approx(60.0)
+    assert optimizer.masters[0].grad.norm().item() == pytest.approx(kept, rel=1e-4)
+    assert holder.weight.grad is None
+
+
+def test_only_matrices_of_linears_decay() -> None:
+    model = CausalLM.from_preset("gated-nano", device="cpu", **SHAPE, attention_bias=True, tie_word_embeddings=False)
+    names = {id(p): name for name, p in model.named_parameters()}
+    decayed, rest = ({names[id(p)] for p in group["params"]} for group in parameter_groups(model, 0.1))
+    assert decayed == {n for n in names.values() if n.endswith("proj.weight")} | {"lm_head.weight"}
+    assert decayed | rest == set(names.values())
+
+
+def test_the_schedule_warms_up_and_falls() -> None:
+    config = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0)
+    rates = [config.learning_rate_at(step) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
+    assert rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("field", ["steps", "batch_size", "gradient_accumulation", "keep_last"])
+def test_sizes_out_of_range_are_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}=0 is out of range"):
+        TrainConfig(**{field: 0})
+
+
+def test_resuming_under_another_recipe_is_refused(tmp_path: Path) -> None:
+    trainer(tmp_path, "delayed", steps=2).run()
+    with pytest.raises(ValueError, match="was trained with name='delayed', not 'current'"):
+        trainer(tmp_path, "current", steps=4).run(resume=True)
+    with pytest.raises(ValueError, match="nothing to resume"):
+        trainer(tmp_path / "empty", "delayed").run(resume=True)
+
+
+def test_ctrl_c_saves_and_ends_cleanly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "te_models", "finetune", "--preset", "gated-nano", "--hidden-size", "64"]
+    command += [
+        "--intermediate-size",
+        "96",
+        "--num-hidden-layers",
+        "3",
+        "--num-attention-heads",
+        "2",
+        "--recipe",
+        "current",
+    ]
+    command += [
+        "--num-key-value-heads",
+        "1",
+        "--device",
+        "cpu",
+        "--steps",
+        "100000",
+        "--seq-len",
+        "32",
+        "--batch-size",
+        "2",
+    ]
+    (tmp_path / "text.txt").write_text("hello world, " * 400)
+    (tmp_path / "more.txt").write_text("goodbye world, " * 400)
+    command += ["--data", str(tmp_path), "--out", str(tmp_path / "run"), "--eval-every", "0", "--device", "cpu"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    log = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.time() + 60
+    while time.time() < deadline and not (log.exists() and len(log.read_text().splitlines()) > 3):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "--resume goes on from it" in " ".join(out.split())
+    newest = saved_folder(tmp_path / "run")
+    step = json.loads((newest / "training.json").read_text())["result"]["step"]
+    assert newest.name == f"step-{step:08d}" and step == len(log.read_text().splitlines())
