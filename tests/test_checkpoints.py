@@ -1,5 +1,6 @@
 """Saving survives kills, full disks and failures at every point; rotation and background saving keep their promises."""
 
+import contextlib
 import errno
 import json
 import os
@@ -96,23 +97,27 @@ def test_a_failure_at_any_point_leaves_the_previous_one(
     assert failures == 11 + replaces
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def tiny_disk() -> Iterator[None]:
-    """No file may grow beyond 2 KB: writes fail half-way, in the system itself."""
+    """No file may grow beyond 2 KB: writes fail half-way, in the system itself.
+
+    The limit is the whole process's, so it ends within the test: pytest's own report may be going to a longer file.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_full_disk_leaves_the_previous_one(blocking: bool, tmp_path: Path, request: Any) -> None:
+def test_a_full_disk_leaves_the_previous_one(blocking: bool, tmp_path: Path) -> None:
     run = Checkpoints(tmp_path)
     run.save(1, *content(1))
-    request.getfixturevalue("tiny_disk")
     tensors, documents = content(2)
     tensors["optimizer"] = {"m": torch.zeros(10_000)}
-    with pytest.raises(SaveError, match=r"could not save .*step-00000002: .*File too large"):
+    with tiny_disk(), pytest.raises(SaveError, match=r"could not save .*step-00000002: .*File too large"):
         run.save(2, tensors, documents, blocking=blocking)
         run.wait()
     assert entries(tmp_path) == {"step-00000001", "latest"}

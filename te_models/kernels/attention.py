@@ -23,8 +23,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     options: dict[str, Any] = dict(
         attn_mask=mask, is_causal=mask is None and q.shape[-2] > 1, enable_gqa=q.shape[1] != k.shape[1]
     )
-    if not q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v, **options)
+    if not q.is_cuda:  # most processors have no BF16 instructions: FP32 is five times faster there, and no less exact
+        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
     with sdpa_kernel(CUDA_ORDER, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, **options)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
-from te_models.engine.emulated.gemm import gemm
+from te_models.engine.emulated.gemm import gemm, matmul
 from te_models.engine.emulated.module import TransformerEngineBaseModule
 from te_models.engine.emulated.quantizers import Float8Quantizer
 from te_models.engine.emulated.tensors import QuantizedTensor, QuantizedTensorStorage
@@ -57,7 +57,7 @@ class _Linear(torch.autograd.Function):
             else:
                 x, w = _high_precision(inp, call.dtype), _high_precision(weight, call.dtype)
                 x = x.reshape(-1, x.shape[-1])
-                out = nn.functional.linear(x, w, None if bias is None else bias.to(call.dtype))
+                out = matmul(x, w.t(), None if bias is None else bias.to(call.dtype))
         if call.grad:
             ctx.call, ctx.shape, ctx.bias = call, inp.shape, bias is not None
             _save(ctx, inp, x, weight, w, wgrad, dgrad)
@@ -175,12 +175,12 @@ def _plain_backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None,
     dy = _high_precision(grad, call.dtype).reshape(-1, grad.shape[-1])
     dx = dw = db = None
     if ctx.needs_input_grad[1]:
-        dx = dy @ _high_precision(w, call.dtype)
+        dx = matmul(dy, _high_precision(w, call.dtype))
     if ctx.needs_input_grad[0]:
         db = dy.sum(0, dtype=torch.float32).to(call.dtype) if ctx.bias else None
         x = _high_precision(x, call.dtype)
         x = x.reshape(-1, x.shape[-1])
-        dw = call.module.weight_gradient(call, lambda dtype: (dy.t() @ x).to(dtype), db)
+        dw = call.module.weight_gradient(call, lambda dtype: matmul(dy.t(), x).to(dtype), db)
         db = None if call.module.delay_wgrad_compute else db
     return dw, dx, db
 
