@@ -12,7 +12,7 @@ finetune: $(STAMP)  ## fine-tune gated-nano in FP8 on Python's own documentation
 	$(RUN)/te-models finetune --preset gated-nano --recipe $(RECIPE) --out $(OUT)
 
 test: $(STAMP)  ## the test suite
-	$(RUN)/python -m pytest -q
+	$(RUN)/python -m pytest -q -n 2
 
 test-gpu:  ## on a machine with a GPU and Transformer Engine, in its own Python
 	$(PYTHON) -m pytest -q -m gpu

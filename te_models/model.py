@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from te_models.hf import Origin
 from te_models.kernels import get_kernels
 from te_models.kernels.attention import attention_kernel
 from te_models.kernels.attention import attention_mask as visible_keys
+from te_models.kernels.head import linear_cross_entropy
 from te_models.layers import Block, KVCache, Tokens, linear, norm_options, pad_rows, rotary_tables
 from te_models.plan import Plan, PlanRow
 from te_models.presets import get_preset
@@ -35,10 +36,10 @@ from te_models.saved import read_pretrained, write_pretrained
 
 
 class Output(NamedTuple):
-    """loss FP32 scalar (None without labels) and logits [B, S, V] in the model's dtype."""
+    """loss: FP32 scalar, None without labels; logits [B, S, V] in the model's dtype, None if not asked for."""
 
     loss: Tensor | None
-    logits: Tensor
+    logits: Any
 
 
 class CausalLM(nn.Module):
@@ -147,6 +148,7 @@ class CausalLM(nn.Module):
         labels: Tensor | None = None,
         cache: KVCache | None = None,
         attention_mask: Tensor | None = None,
+        return_logits: bool = True,
     ) -> Output:
         """Logits of every position, and the mean cross-entropy of predicting `labels` from the positions before them.
 
@@ -156,6 +158,8 @@ class CausalLM(nn.Module):
             cache: positions seen before; the new ones are appended.
             attention_mask: [B, S], 1 for tokens and 0 for padding, which may lie on either side; None: no padding. The
                 logits at padding mean nothing.
+            return_logits: False gives the loss alone: the head and its loss then run a piece at a time and the logits,
+                often the largest tensors of a step, never exist.
         """
         refuse_foreign_recompute(self.recipe.stateful)
         batch, seq = input_ids.shape
@@ -167,12 +171,29 @@ class CausalLM(nn.Module):
             )
         tokens = self._tokens(batch, seq, cache, attention_mask)
         x = self.embed_tokens(input_ids).flatten(0, 1)
-        logits = self._logits(x if tokens.real is None else x * tokens.real, tokens)
-        logits = logits[: batch * seq].unflatten(0, (batch, seq))
+        x = x if tokens.real is None else x * tokens.real
         if labels is None:
-            return Output(None, logits)
-        targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # shifting the labels spares a copy of the logits
-        return Output(self.kernels.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits)
+            return Output(None, self._decode(x, tokens, self.lm_head)[: batch * seq].unflatten(0, (batch, seq)))
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100).flatten()  # shifting the labels spares a copy of the logits
+        if not return_logits and self._head_is_fused:
+            return Output(self._decode(x, tokens, lambda h: self._head_loss(h, targets)), None)
+        logits = self._decode(x, tokens, self.lm_head)[: batch * seq]
+        loss = self.kernels.cross_entropy(logits, targets)
+        return Output(loss, logits.unflatten(0, (batch, seq)) if return_logits else None)
+
+    @property
+    def _head_is_fused(self) -> bool:
+        """Whether the head and its loss can run as one: a plain BF16 head can, an FP8 or an adapted one cannot."""
+        return not self._head_in_fp8 and type(self.lm_head) is self.te.Linear
+
+    @property
+    def _head_in_fp8(self) -> bool:
+        return self.recipe.quantized and self.recipe.lm_head == "fp8"
+
+    def _head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """x [N, D], of which the rows after len(targets) are padding."""
+        weight = self.lm_head.get_parameter("weight").to(x.dtype)
+        return linear_cross_entropy(x[: len(targets)], weight, targets, kernel=self.kernels.loss_and_gradient)
 
     def _tokens(self, batch: int, seq: int, cache: KVCache | None, attention_mask: Tensor | None) -> Tokens:
         """Positions and masks of the newest `seq` tokens of each row."""
@@ -195,8 +216,8 @@ class CausalLM(nn.Module):
         recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe)
         return Tokens(batch, seq, cos, sin, cache, masks, None if padded is None else padded.reshape(-1, 1), recompute)
 
-    def _logits(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """x [B*S, D] -> [N, V]."""
+    def _decode(self, x: Tensor, tokens: Tokens, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """x [B*S, D] -> the head's result for the last hidden states [N, D]."""
         fp8, layers = self.fp8_layers, list(enumerate(self.layers))
         x = pad_rows(x, math.ceil(len(x) / self.recipe.row_alignment) * self.recipe.row_alignment)
         for layer, block in layers[: fp8.start]:
@@ -204,11 +225,11 @@ class CausalLM(nn.Module):
         with self._autocast():
             for layer, block in layers[fp8.start : fp8.stop]:
                 x = tokens.recompute.block(block, layer, x, tokens)
-            if self.recipe.lm_head == "fp8":
-                return self.lm_head(self.norm(x))
+            if self._head_in_fp8:
+                return head(self.norm(x))
         for layer, block in layers[fp8.stop :]:
             x = tokens.recompute.block(block, layer, x, tokens)
-        return self.lm_head(self.norm(x))
+        return head(self.norm(x))
 
     @contextlib.contextmanager
     def _autocast(self) -> Any:
@@ -279,7 +300,7 @@ class CausalLM(nn.Module):
             if not isinstance(module, self.te.Linear):
                 continue
             if name == "lm_head":
-                layer, inside = "head", self.recipe.lm_head == "fp8" and self.recipe.quantized
+                layer, inside = "head", self._head_in_fp8
                 reason = f"lm_head = {self.recipe.lm_head!r}"
             else:
                 layer = name.split(".")[1]

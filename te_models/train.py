@@ -98,7 +98,7 @@ class Trainer:
         total = torch.zeros((), device=self.model.device)
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
         for batch in micro_batches:
-            loss = self.model(**_to(batch, self.model.device)).loss
+            loss = self.model(**_to(batch, self.model.device), return_logits=False).loss
             (loss / config.gradient_accumulation).backward()
             total += loss.detach() / config.gradient_accumulation
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
@@ -173,7 +173,7 @@ def evaluate(model: CausalLM, batches: list[Batch]) -> float:
     for batch in batches:
         counted = int((batch["labels"][:, 1:] != -100).sum())
         if counted:
-            total += model(**_to(batch, model.device)).loss.double() * counted
+            total += model(**_to(batch, model.device), return_logits=False).loss.double() * counted
             count += counted
     model.train(was_training)
     return (total / count).item() if count else math.nan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch.nn.attention import SDPBackend
 
 from te_models import CausalLM
-from te_models.engine import get_engine
+from te_models.engine import emulated, get_engine
 from te_models.fp8_state import fp8_state
 from te_models.kernels import attention
 
@@ -23,6 +23,13 @@ ENGINES = ["emulated", pytest.param("native", marks=pytest.mark.gpu)]
 SHAPE = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
 SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=64)
 Make = Callable[..., CausalLM]
+
+
+@pytest.fixture(autouse=True)
+def fast_gemms() -> Iterator[None]:
+    """The order of a sum is not what is tested here, and tensor cores take most of a tiny model's time to emulate."""
+    with emulated.exact_gemm(0):
+        yield
 
 
 @pytest.fixture(params=ENGINES)
@@ -122,24 +129,16 @@ def fail(module: Any, inputs: Any) -> None:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("mode", MODES)
-def test_an_eventful_run_is_the_same_to_the_bit(make: Make, recipe: str, mode: str | int) -> None:
-    losses, traces = eventful_run(make(recipe, "none"), steps=7)
-    again, recomputed = eventful_run(make(recipe, mode), steps=7)
-    assert losses == again and len(set(losses)) > 20
-    for one, other in zip(traces, recomputed, strict=True):
-        assert_same(one, other)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "delayed_max"])
-def test_fifty_steps_are_the_same_to_the_bit(make: Make, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fifty_eventful_steps_are_the_same_to_the_bit(make: Make, recipe: str) -> None:
     losses, traces = eventful_run(make(recipe, "none"), steps=50)
+    assert len(set(losses)) > 150
     for mode in MODES:
         again, recomputed = eventful_run(make(recipe, mode), steps=50)
         assert losses == again
-        assert_same(traces[-1], recomputed[-1])
+        for one, other in zip(traces, recomputed, strict=True):
+            assert_same(one, other)
 
 
 @pytest.mark.parametrize("mode", ["none", *MODES])

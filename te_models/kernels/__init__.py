@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from te_models.kernels import elementwise
+from te_models.kernels import elementwise, head
 
 
 class Kernels(NamedTuple):
-    """One implementation of every operation between the GEMMs; signatures as in kernels/elementwise.py."""
+    """One implementation of every operation between the GEMMs; signatures as in kernels/elementwise.py and kernels/head.py."""
 
     rope: Callable[..., torch.Tensor]
     gate: Callable[..., torch.Tensor]
     swiglu: Callable[..., torch.Tensor]
     cross_entropy: Callable[..., torch.Tensor]
+    loss_and_gradient: Callable[..., Any]
 
 
-PLAIN = Kernels(elementwise.rope, elementwise.gate, elementwise.swiglu, elementwise.cross_entropy)
+PLAIN = Kernels(
+    elementwise.rope, elementwise.gate, elementwise.swiglu, elementwise.cross_entropy, head.loss_and_gradient
+)
 
 
 @functools.cache

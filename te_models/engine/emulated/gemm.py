@@ -95,23 +95,6 @@ def _exact(a: Codes, b: Codes, split_accumulator: bool) -> Tensor:
     return total
 
 
-def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product [M, N] of two matrices of one dtype, plus `bias` [N], as a BF16 GEMM: sums in FP32, rounded once.
-
-    A processor without BF16 instructions multiplies BF16 itself 8 to 30 times slower than it multiplies FP32.
-    """
-    if a.device.type != "cpu" or a.dtype not in (torch.bfloat16, torch.float16) or _narrow_units(a.dtype):
-        return a @ b if bias is None else torch.addmm(bias, a, b)
-    return _round(a.float() @ b.float(), bias, a.dtype)
-
-
-@functools.cache
-def _narrow_units(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions for products of `dtype`."""
-    name = "bf16" if dtype == torch.bfloat16 else "fp16"
-    return getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
-
-
 def _fp32(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     out = _product(a, b)
     scales = [scale for scale in (a.scale, b.scale) if scale is not None]

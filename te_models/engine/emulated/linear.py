@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
-from te_models.engine.emulated.gemm import gemm, matmul
+from te_models.engine.emulated.gemm import gemm
 from te_models.engine.emulated.module import TransformerEngineBaseModule
 from te_models.engine.emulated.quantizers import Float8Quantizer
 from te_models.engine.emulated.tensors import QuantizedTensor, QuantizedTensorStorage
+from te_models.matmul import matmul
 
 
 @dataclass
@@ -180,7 +181,7 @@ def _plain_backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None,
         db = dy.sum(0, dtype=torch.float32).to(call.dtype) if ctx.bias else None
         x = _high_precision(x, call.dtype)
         x = x.reshape(-1, x.shape[-1])
-        dw = call.module.weight_gradient(call, lambda dtype: matmul(dy.t(), x).to(dtype), db)
+        dw = call.module.weight_gradient(call, lambda dtype: matmul(dy.t(), x, dtype=dtype), db)
         db = None if call.module.delay_wgrad_compute else db
     return dw, dx, db
 

@@ -1,0 +1,77 @@
+"""The language-model head and its loss as one operation that never holds the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.matmul import matmul
+
+Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+
+CHUNK_BYTES = 256 * 2**20  # of logits in FP32 at a time: 2,048 tokens of a vocabulary of 32,000
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Gradients are made in the forward, while a chunk's logits are there; the backward only scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, kernel: Kernel) -> Tensor:
+        """See linear_cross_entropy."""
+        wants = ctx.needs_input_grad[:2]
+        dx = torch.empty_like(x) if wants[0] else None
+        dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants[1] else None
+        count = (targets != -100).sum().clamp(min=1)
+        total = torch.zeros((), dtype=torch.float32, device=x.device)
+        for start in range(0, len(x), chunk):
+            part = slice(start, start + chunk)
+            logits = matmul(x[part], weight.t())
+            loss, dlogits = kernel(logits, targets[part], count, any(wants))
+            total += loss
+            if dx is not None and dlogits is not None:
+                dx[part] = matmul(dlogits, weight)
+            if dw is not None and dlogits is not None:
+                dw += matmul(dlogits.t(), x[part], dtype=torch.float32)
+        ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Both gradients times the loss's own, which is 1 or 1 / gradient_accumulation."""
+        dx, dw = ctx.saved_tensors
+        scaled = [None if slope is None else slope * grad.to(slope.dtype) for slope in (dx, dw)]
+        return *scaled, None, None, None
+
+
+def loss_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Cross-entropy summed over the targets other than -100, divided by `count`, and its gradient for the logits.
+
+    logits [T, V] in any dtype, targets int64 [T]; the loss is an FP32 scalar, the gradient [T, V] in the dtype of the
+    logits.
+    """
+    counted = targets != -100
+    logs = torch.log_softmax(logits.float(), dim=-1)
+    index = targets.clamp(min=0)[:, None]
+    loss = -(logs.gather(1, index)[:, 0] * counted).sum() / count
+    if not gradient:
+        return loss, None
+    hit = torch.arange(logits.shape[1], device=logits.device) == index  # a comparison fuses, a scatter does not
+    return loss, ((logs.exp() - hit.float()) * (counted / count)[:, None]).to(logits.dtype)
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None, kernel: Kernel = loss_and_gradient
+) -> Tensor:
+    """Mean cross-entropy of the logits `x @ weight.T`, which exist for `chunk` rows at a time.
+
+    x [T, D], weight [V, D], targets int64 [T], of which -100 does not count; an FP32 scalar, zero when no target counts.
+    The logits are rounded to the dtype of x as a BF16 head rounds them, so the loss is cross_entropy's; the gradient of
+    the weight is summed over the chunks in FP32. `chunk` None takes CHUNK_BYTES of FP32 logits; `kernel` is
+    loss_and_gradient or its compiled twin. (The idea of making the
+    gradient chunk by chunk in the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)
+    """
+    rows = chunk or max(256, CHUNK_BYTES // (4 * weight.shape[0]))
+    return _LinearCrossEntropy.apply(x, weight, targets, rows, kernel)

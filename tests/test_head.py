@@ -1,0 +1,92 @@
+"""The head and its loss as one operation: cross_entropy's loss and gradients, and no logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from te_models import CausalLM
+from te_models.kernels.elementwise import cross_entropy
+from te_models.kernels.head import linear_cross_entropy
+
+DTYPES = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2**-8}
+
+
+def inputs(dtype: torch.dtype, rows: int = 37, size: int = 16, vocabulary: int = 50) -> list[torch.Tensor]:
+    x, weight = torch.randn(rows, size, dtype=dtype), torch.randn(vocabulary, size, dtype=dtype)
+    targets = torch.randint(0, vocabulary, (rows,))
+    targets[::5] = -100
+    return [x.requires_grad_(), weight.requires_grad_(), targets]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [1, 8, 37, 100, None])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_loss_and_gradients_are_those_of_the_two_operations(
+    dtype: torch.dtype, chunk: int | None, scale: float
+) -> None:
+    x, weight, targets = inputs(dtype)
+    loss = linear_cross_entropy(x, weight, targets, chunk)
+    mine = torch.autograd.grad(loss * scale, (x, weight))
+    expected = cross_entropy(F.linear(x, weight), targets)
+    theirs = torch.autograd.grad(expected * scale, (x, weight))
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected.float(), rtol=DTYPES[dtype], atol=0)
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.dtype == dtype
+        assert (one - other).double().norm() <= 2 * DTYPES[dtype] * other.double().norm()
+
+
+def test_no_target_counts() -> None:
+    x, weight, targets = inputs(torch.float32)
+    loss = linear_cross_entropy(x, weight, targets.fill_(-100))
+    loss.backward()
+    assert loss == 0
+    assert not x.grad.any() and not weight.grad.any()
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_input_gets_no_gradient(frozen: int) -> None:
+    leaves = inputs(torch.float32)
+    leaves[frozen].requires_grad_(False)
+    linear_cross_entropy(*leaves).backward()
+    assert leaves[frozen].grad is None and leaves[1 - frozen].grad is not None
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        self.elements = max(
+            [self.elements, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(t))]
+        )
+        return out
+
+
+def test_the_logits_never_exist() -> None:
+    x, weight, targets = inputs(torch.bfloat16, rows=256, vocabulary=300)
+    with Largest() as seen:
+        linear_cross_entropy(x, weight, targets, chunk=16).backward()
+    assert seen.elements <= 300 * 16
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "current", "mxfp8"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"tie_word_embeddings": True}, {"lm_head": "fp8", "num_layers_at_end_in_bf16": 0}], ids=str
+)
+def test_the_model_without_logits(recipe: str, fields: dict[str, object]) -> None:
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, num_hidden_layers=3, vocab_size=96, **fields)
+    ids = torch.randint(0, 96, (3, 7))  # 21 rows: padded to the alignment
+    grads = []
+    for wanted in (True, False):
+        out = model(ids, labels=ids, return_logits=wanted)
+        assert (out.logits is not None) == wanted
+        grads.append((out.loss.detach(), torch.autograd.grad(out.loss, list(model.parameters()))))
+    torch.testing.assert_close(grads[0][0], grads[1][0], rtol=1e-6, atol=0)
+    for one, other in zip(grads[0][1], grads[1][1], strict=True):
+        assert (one - other).float().norm() <= 0.02 * other.float().norm()
