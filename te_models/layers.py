@@ -26,6 +26,7 @@ from te_models.checkpointing import Recompute
 from te_models.config import ModelConfig
 from te_models.kernels import Kernels
 from te_models.kernels.attention import causal_attention
+from te_models.kernels.attention_core import Heads, Operations, attention_core
 
 
 class Tokens(NamedTuple):
@@ -128,16 +129,38 @@ class GatedAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, te: ModuleType, kernels: Kernels, **factory: Any) -> None:
         super().__init__()
         self.config, self.layer, self.kernels = config, layer, kernels
+        self.operations: Operations | None = None  # set by the model if attention is to be one operation
         self.qkvg_proj = linear(te, config.hidden_size, config.qkvg_size, bias=config.attention_bias, **factory)
         self.o_proj = linear(te, config.q_size, config.hidden_size, **factory)
+        self.heads = Heads(
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.attention_gate
+        )
         if config.qk_norm:
             self.q_norm = te.RMSNorm(config.head_dim, **norm_options(config), **factory)
             self.k_norm = te.RMSNorm(config.head_dim, **norm_options(config), **factory)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [N, D] -> [N, D]."""
+        qkvg = self.qkvg_proj(x)
+        out = self._fused(qkvg, tokens) if self._fusible(tokens) else self._mixed(qkvg, tokens)
+        return self.o_proj(pad_rows(out, x.shape[0]))
+
+    def _fusible(self, tokens: Tokens) -> bool:
+        """Whether the model asked for one operation and this layer and these tokens are what it computes."""
         config = self.config
-        qkvg = self.qkvg_proj(x)[: tokens.batch * tokens.seq].unflatten(0, (tokens.batch, tokens.seq))
+        plain = tokens.cache is None and tokens.real is None and tokens.masks.get(config.window(self.layer)) is None
+        return self.operations is not None and plain and not config.qk_norm and config.rotary_size == config.head_dim
+
+    def _fused(self, qkvg: Tensor, tokens: Tokens) -> Tensor:
+        """As `_mixed`, in one operation."""
+        assert self.operations is not None
+        cos, sin = (tokens.cos, tokens.sin) if self.config.has_rope(self.layer) else (None, None)
+        return attention_core(qkvg, cos, sin, tokens.batch, tokens.seq, self.heads, self.operations)
+
+    def _mixed(self, qkvg: Tensor, tokens: Tokens) -> Tensor:
+        """qkvg [N, Q] -> the input of o_proj [B*S, A*H]."""
+        config = self.config
+        qkvg = qkvg[: tokens.batch * tokens.seq].unflatten(0, (tokens.batch, tokens.seq))
         q, k, v, g = qkvg.split((config.q_size, config.kv_size, config.kv_size, config.gate_size), dim=-1)
         q, k, v = (rearrange(t, "b s (a h) -> b s a h", h=config.head_dim) for t in (q, k, v))
         if config.qk_norm:
@@ -149,9 +172,7 @@ class GatedAttention(nn.Module):
             k, v = tokens.cache.append(self.layer, k, v)
         mask = tokens.masks.get(config.window(self.layer))
         out = self._gated(rearrange(causal_attention(q, k, v, mask), "b a s h -> (b s) a h"), g.flatten(0, 1))
-        if tokens.real is not None:
-            out = out * tokens.real
-        return self.o_proj(pad_rows(out, x.shape[0]))
+        return out if tokens.real is None else out * tokens.real
 
     def _rotated(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [B, S, heads, H] with RoPE on the first R channels of each head."""

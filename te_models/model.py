@@ -24,7 +24,7 @@ from te_models.errors import unknown
 from te_models.fp8_state import fp8_state, frozen_fp8_state, load_fp8_state
 from te_models.generate import Prompts, generate, stream
 from te_models.hf import Origin
-from te_models.kernels import get_kernels
+from te_models.kernels import attention_operations, get_kernels
 from te_models.kernels.attention import attention_kernel
 from te_models.kernels.attention import attention_mask as visible_keys
 from te_models.kernels.head import linear_cross_entropy
@@ -53,6 +53,7 @@ class CausalLM(nn.Module):
         dtype: of parameters and activations.
         activation_checkpointing: "none", "selective", "full" or an integer N (see te_models.checkpointing).
         compile: fuse the operations between the GEMMs with torch.compile (on CUDA devices).
+        fused: RoPE, attention and gate as one operation (te_models.kernels.attention_core), Triton on CUDA devices.
         initialize: False leaves the parameters without values, for a loader that fills them.
         recipe_fields: any field of the recipe, such as `amax_history_len=16` or `num_layers_at_end_in_bf16=2`.
 
@@ -70,6 +71,7 @@ class CausalLM(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         activation_checkpointing: str | int = "none",
         compile: bool = True,
+        fused: bool = False,
         initialize: bool = True,
         **recipe_fields: Any,
     ) -> None:
@@ -88,6 +90,8 @@ class CausalLM(nn.Module):
         self.layers = nn.ModuleList(
             Block(config, layer, self.te, self.kernels, **factory) for layer in range(config.num_hidden_layers)
         )
+        for block in self.layers:
+            block.self_attn.operations = attention_operations(device) if fused else None  # type: ignore[union-attr]
         self.norm = self.te.RMSNorm(config.hidden_size, **norm_options(config), **factory)
         self.lm_head = linear(self.te, config.hidden_size, config.vocab_size, **factory)
         if config.tie_word_embeddings:
@@ -377,7 +381,10 @@ def _restore_tie(model: nn.Module, state: dict[str, Any], prefix: str, *others: 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config's fields, and the rest; a name that is neither the config's, the recipe's nor CausalLM's is an error."""
-    config, own = config_fields(), ("recipe", "engine", "device", "dtype", "activation_checkpointing", "compile")
+    config, own = (
+        config_fields(),
+        ("recipe", "engine", "device", "dtype", "activation_checkpointing", "compile", "fused"),
+    )
     known = {*config, *recipe_fields(), *own}
     for name in options:
         if name not in known:

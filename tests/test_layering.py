@@ -16,7 +16,8 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
         "engine.native",
     },  # one layer as seen from outside; the emulated engine's files order themselves
     {"engine"},
-    {"kernels.elementwise", "kernels.attention", "kernels.head"},
+    {"kernels.elementwise", "kernels.attention", "kernels.attention_core", "kernels.head"},
+    {"kernels.attention_core_triton"},
     {"kernels", "hf"},
     {"optim.master", "fp8_state", "checkpointing"},
     {"layers"},
@@ -38,6 +39,7 @@ ONLY_IN = {
     "safetensors": {"state", "formats"},
     "matplotlib": {"metrics"},
     "rich": {"plan", "report", "finetune", "cli"},
+    "triton": {"kernels.attention_core_triton"},
     "pickle": set(),
 }
 NO_TORCH = {"errors", "config", "presets", "hf_families", "recipe", "train_config"}

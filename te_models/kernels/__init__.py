@@ -8,12 +8,13 @@ than a small run.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from te_models.kernels import elementwise, head
+from te_models.kernels import attention_core, elementwise, head
 
 
 class Kernels(NamedTuple):
@@ -40,3 +41,10 @@ def compiled_kernels() -> Kernels:
 def get_kernels(compile: bool, device: torch.device) -> Kernels:
     """The compiled operations on a CUDA device if asked for, else the plain ones."""
     return compiled_kernels() if compile and device.type == "cuda" else PLAIN
+
+
+def attention_operations(device: torch.device) -> attention_core.Operations:
+    """The elementwise parts of attention_core: in Triton on a CUDA device, else plain PyTorch."""
+    if device.type != "cuda":
+        return attention_core.PLAIN
+    return importlib.import_module("te_models.kernels.attention_core_triton").TRITON  # Triton comes with CUDA builds

@@ -1,0 +1,135 @@
+"""RoPE, attention and gate as one operation equal the three written out; the Triton parts equal the plain ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import CausalLM
+from te_models.kernels import elementwise
+from te_models.kernels.attention import causal_attention
+from te_models.kernels.attention_core import Heads, attention_core
+
+LAYOUTS = {
+    "elementwise": Heads(4, 4, 8, "elementwise"),
+    "grouped": Heads(4, 2, 8, "elementwise"),
+    "headwise": Heads(6, 3, 4, "headwise"),
+    "none": Heads(4, 1, 16, "none"),
+}
+BATCH, SEQ, PADDING = 2, 5, 3
+
+
+def projection(heads: Heads, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """[N, Q] with rows, and for a headwise gate columns, that only fill up."""
+    gate = {"elementwise": heads.query * heads.dim, "headwise": 16, "none": 0}[heads.gate]
+    return torch.randn(BATCH * SEQ + PADDING, (heads.query + 2 * heads.key) * heads.dim + gate, dtype=dtype)
+
+
+def tables(dim: int, dtype: torch.dtype, per_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.rand(*((BATCH, SEQ) if per_row else (SEQ,)), dim // 2) * 6
+    angle = torch.cat((angle, angle), dim=-1).to(dtype)
+    return angle.cos(), angle.sin()
+
+
+def written_out(qkvg: torch.Tensor, cos: Any, sin: Any, heads: Heads) -> torch.Tensor:
+    q, k, v, gate = heads.split(qkvg[: BATCH * SEQ], BATCH)
+    if cos is not None:
+        q, k = elementwise.rope(q, cos, sin), elementwise.rope(k, cos, sin)
+    out = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+    return (out if gate is None else elementwise.gate(out, gate)).reshape(BATCH * SEQ, -1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("table", ["by position", "by row", "no rope"])
+def test_output_and_gradient_are_those_written_out(layout: str, table: str) -> None:
+    heads = LAYOUTS[layout]
+    cos, sin = (None, None) if table == "no rope" else tables(heads.dim, torch.float32, table == "by row")
+    qkvg = projection(heads, torch.float32)
+    one, other = qkvg.clone().requires_grad_(), qkvg.clone().requires_grad_()
+    mine = attention_core(one * 1.0, cos, sin, BATCH, SEQ, heads)
+    theirs = written_out(other, cos, sin, heads)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    dy = torch.randn_like(mine)
+    mine.backward(dy)
+    theirs.backward(dy)
+    assert one.grad is not None and other.grad is not None
+    torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
+    assert not one.grad[BATCH * SEQ :].any()
+
+
+def test_it_rotates_in_place_and_makes_no_copy_of_the_projection() -> None:
+    heads = LAYOUTS["grouped"]
+    qkvg, (cos, sin) = projection(heads, torch.float32), tables(heads.dim, torch.float32, False)
+    before = qkvg.clone()
+    attention_core(qkvg, cos, sin, BATCH, SEQ, heads)
+    turned = heads.query * heads.dim + heads.key * heads.dim
+    assert not torch.equal(qkvg[: BATCH * SEQ, :turned], before[: BATCH * SEQ, :turned])
+    assert torch.equal(qkvg[:, turned:], before[:, turned:])
+
+
+@pytest.mark.parametrize("gate", ["elementwise", "headwise"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_model_with_it_is_the_model_without(recipe: str, gate: str, mode: str) -> None:
+    losses, slopes = [], []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = CausalLM.from_preset(
+            "gated-nano",
+            recipe=recipe,
+            num_hidden_layers=4,
+            attention_gate=gate,
+            activation_checkpointing=mode,
+            dtype=torch.float32,
+            fused=fused,
+        )
+        ids = torch.randint(0, 256, (2, 11), generator=torch.Generator().manual_seed(1))
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        slopes.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert (slopes[0] - slopes[1]).norm() < 1e-4 * slopes[0].norm()
+
+
+INTERPRETED = """
+import torch
+from te_models.kernels.attention_core import PLAIN
+from te_models.kernels.attention_core_triton import TRITON
+from tests.test_attention_core import BATCH, LAYOUTS, SEQ, projection, tables
+for name, heads in LAYOUTS.items():
+    for per_row in (False, True):
+        cos, sin = tables(heads.dim, torch.float32, per_row)
+        qkvg = projection(heads, torch.float32)  # the interpreter cuts BF16 off where a GPU rounds it
+        results = []
+        for ops in (PLAIN, TRITON):
+            own = qkvg.clone()
+            q, k, v, gate = heads.split(own[: BATCH * SEQ], BATCH)
+            ops.rotate(q, q, cos, sin, False)
+            ops.rotate(k, k, cos, sin, True)
+            found = [own]
+            if gate is not None:
+                dgate = torch.full_like(gate.contiguous(), 7.0)
+                dy = torch.ones_like(v[:, :, :1]).expand(-1, -1, heads.query, -1) * 0.5
+                found += [ops.gate(q, gate), ops.gate_backward(dy, q, gate, dgate), dgate]
+            results.append(found)
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+            assert one.is_contiguous() == other.is_contiguous()
+print("equal")
+"""
+
+
+def test_triton_equals_plain_in_its_interpreter() -> None:
+    pytest.importorskip("triton", reason="Triton's interpreter runs these on a CPU: pip install triton")
+    root = Path(__file__).parent.parent
+    environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], cwd=root, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.strip() == "equal", done.stderr[-2000:]
