@@ -81,7 +81,7 @@ def measure(shape: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
 @click.option("--rounds", default=6)
 def run(out: Path, rounds: int) -> None:
     """Measure the grid."""
-    from environment import environment
+    from te_models.environment import environment
 
     result: dict[str, Any] = {"environment": environment(), "shapes": SHAPES, "rows": {}}
     for name, shape in SHAPES.items():

@@ -132,7 +132,7 @@ def linear_ratio(recipe: str, size: int = 1024, rows: int = 512) -> float:
 @click.option("--steps", default=50)
 def main(out: Path, steps: int) -> None:
     """Compare the engines and write the figures."""
-    from environment import environment
+    from te_models.environment import environment
 
     attention.CUDA_ORDER[:] = [SDPBackend.MATH]
     result: dict[str, Any] = {"environment": environment(), "model": SHAPE, "recipes": {}, "linear_time_over_bf16": {}}

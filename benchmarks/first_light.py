@@ -32,7 +32,7 @@ def cli() -> None:
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change a field of the run.")
 def run(recipes: str, out: Path, changes: tuple[str, ...]) -> None:
     """Train once a recipe, each in a process of its own through the command line, and collect the metrics."""
-    from environment import environment
+    from te_models.environment import environment
 
     fields = {**RUN, **dict(change.split("=", 1) for change in changes)}
     result: dict[str, Any] = {"environment": environment(), "run": fields, "recipes": {}}

@@ -1,4 +1,4 @@
-"""The command line: te-models list | plan | finetune | generate | convert.
+"""The command line: te-models list | plan | finetune | generate | bench | convert.
 
 A user's mistake ends with exit code 2 and one line on stderr; set TE_MODELS_DEBUG=1 for the traceback. Heavy imports
 happen inside the commands, so that `--help` is quick.
@@ -251,6 +251,42 @@ def generate(
         lambda t: click.echo(t, nl=False),
         **sampling,
     )
+
+
+@cli.command(cls=Sections)
+@model_options
+@click.option(
+    "--recipes", default="bf16,delayed,current", show_default=True, help="With +fused, +eager, ...: a way to run."
+)
+@click.option("--peers", default="none", show_default=True, help="torch, torchao, te-layer, te-layer-bf16.")
+@click.option("--batch-size", default=8, show_default=True)
+@click.option("--seq-len", default=2048, show_default=True)
+@click.option("--steps", default=15, show_default=True, help="Timed rounds; every variant runs once in each.")
+@click.option("--warm-up", default=3, show_default=True, help="Steps of each variant that do not count.")
+@click.option("--compile/--no-compile", default=True, help="Fuse elementwise operations (on a GPU).", show_default=True)
+@click.option("--out", metavar="DIR", help="Write bench.json and bench.png there.")
+def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: str | None, **options: Any) -> None:
+    """Time a training step under several recipes, beside other ways to train, in one process."""
+    import torch  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
+
+    from te_models.bench import bench as run  # noqa: PLC0415
+    from te_models.report import bench_table, write_bench  # noqa: PLC0415
+
+    if preset is None or model is not None or options.pop("recipe") is not None:
+        raise click.UsageError("bench takes --preset NAME and --recipes A,B,...")
+    given = {name: _plain(name, value) for name, value in options.items() if value is not None}
+    config = get_preset(preset, **{name: given.pop(name) for name in list(given) if name in config_fields()})
+    device = torch.device(given.pop("device", None) or ("cuda" if torch.cuda.is_available() else "cpu"))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    names = [
+        [name.strip() for name in text.split(",") if name.strip() not in ("", "none")] for text in (recipes, peers)
+    ]
+    with console.status("") as status:
+        result = run(config, names[0], names[1], device=device, tell=status.update, **given)
+    console.print(bench_table(result))
+    if out is not None:
+        write_bench(result, out, preset)
 
 
 @cli.command()

@@ -76,6 +76,41 @@ def plot_losses(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]], tit
     os.replace(fresh, path)
 
 
+def plot_bench(path: Path, result: Mapping[str, Any], title: str) -> None:
+    """Draw what te_models.bench measured: milliseconds a step, with quartiles, and peak memory where it is known."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415  optional, and slow to import
+    except ImportError:
+        raise ValueError("drawing the figures needs matplotlib: pip install 'te-models[train]'") from None
+    rows = result["rows"]
+    memory = [row["peak_gib"] for row in rows]
+    panels = 1 if None in memory else 2
+    figure = Figure(figsize=(4 + 4 * panels, 1.6 + 0.4 * len(rows)), dpi=130, layout="constrained")
+    axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
+    names = [row["name"] for row in rows]
+    colors = ["C0" if name.startswith("te-models") else "0.6" for name in names]
+    spread = [
+        [row["ms"] - row["ms_quartiles"][0] for row in rows],
+        [row["ms_quartiles"][1] - row["ms"] for row in rows],
+    ]
+    bars = axes[0].barh(names, [row["ms"] for row in rows], xerr=spread, color=colors)
+    axes[0].bar_label(bars, [f"{row['ms']:.1f}" for row in rows], padding=4, fontsize=8)
+    axes[0].set(xlabel="forward + backward (ms)", title=title)
+    if result["roofline"]:
+        axes[0].axvline(result["roofline"]["total"], color="C3", linewidth=1, linestyle="--", label="roofline")
+        axes[0].legend(frameon=False, fontsize=8)
+    if panels == 2:
+        axes[1].bar_label(axes[1].barh(names, memory, color=colors), fmt="%.1f", padding=4, fontsize=8)
+        axes[1].set(xlabel="peak memory (GiB)")
+    axes[0].invert_yaxis()
+    for panel in axes:
+        panel.margins(x=0.15)
+        panel.spines[["top", "right"]].set_visible(False)
+    fresh = path.with_suffix(".tmp.png")
+    figure.savefig(fresh)
+    os.replace(fresh, path)
+
+
 def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     """Exponential moving average without the bias of its start."""
     out, average = [], 0.0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from te_models.data import TokenDataset
+from te_models.durable import replace_text
+from te_models.metrics import plot_bench
 from te_models.model import CausalLM
 from te_models.train import Result
 from te_models.train_config import TrainConfig
@@ -81,3 +85,37 @@ def outcome(result: Result) -> Table:
     for name, value in rows.items():
         table.add_row(f"[dim]{name}[/dim]", value)
     return table
+
+
+def bench_table(result: dict[str, Any]) -> Table:
+    """What te_models.bench measured."""
+    settings = result["settings"]
+    where = result["environment"].get("gpu", "CPU: the emulated engine's numbers, not a GPU's speed")
+    table = Table(
+        title=f"forward + backward, batch {settings['batch_size']} x {settings['seq_len']} tokens, {where}",
+        title_justify="left", box=None,
+    )  # fmt: skip
+    columns = ["", "ms", "(quartiles)", "tokens/s", "model TFLOP/s", f"speed against {result['reference']}"]
+    columns += ["of roofline"] if result["roofline"] else []
+    columns += ["peak GiB"] if result["rows"][0]["peak_gib"] is not None else []
+    for column in [*columns, "loss"]:
+        table.add_column(column, justify="right" if column else "left")
+    for row in result["rows"]:
+        low, high = row["ms_quartiles"]
+        cells = [row["name"], f"{row['ms']:.2f}", f"{low:.2f} to {high:.2f}", f"{row['tokens_per_second']:,.0f}"]
+        cells += [f"{row['model_tflops']:.1f}", f"{row['speed']:.2f}x"]
+        cells += [f"{row['of_roofline']:.2f}"] if result["roofline"] else []
+        cells += [f"{row['peak_gib']:.2f}"] if row["peak_gib"] is not None else []
+        table.add_row(*cells, f"{row['loss']:.3f}")
+    if result["roofline"]:
+        parts = ", ".join(f"{name} {result['roofline'][name]:.1f}" for name in ("gemm", "attention", "memory"))
+        table.caption = f"roofline {result['roofline']['total']:.1f} ms: {parts}; speed and roofline at equal FLOPs"
+    return table
+
+
+def write_bench(result: dict[str, Any], out: str, title: str) -> None:
+    """Write bench.json and bench.png into the folder `out`."""
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / "bench.json", json.dumps(result, indent=1) + "\n")
+    plot_bench(folder / "bench.png", result, title)

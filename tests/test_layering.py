@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = [  # a module may import from earlier lines only; modules of one line do not import each other
-    {"errors", "durable", "matmul"},
+    {"errors", "durable", "matmul", "environment"},
     {"config", "recipe", "train_config", "formats", "tokenizer", "chat"},
     {"presets", "state", "extra_state", "data", "hf_families"},
     {"checkpoints"},
@@ -23,7 +23,9 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"layers"},
     {"optim", "generate", "plan", "metrics", "saved"},
     {"model"},
-    {"train", "lora"},
+    {"train", "lora", "roofline"},
+    {"peers"},
+    {"bench"},
     {"report"},
     {"finetune", "converse"},
     {"cli"},
