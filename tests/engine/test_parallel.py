@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 import te_models.engine.emulated as te
-from te_models.engine.emulated import parallel
+from ranks import run_ranks
+from te_models import collectives
 
 SIZE, HALF = 256, 128  # each rank has whole 128x128 blocks of everything
 RECIPES: dict[str, Any] = {
@@ -75,31 +75,26 @@ def half(t: Tensor, rank: int, dim: int) -> Tensor:
 
 def work(rank: int, folder: str) -> None:
     """All cases, one after the other: starting processes is what takes the time."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     sent: list[torch.dtype] = []
-    gather = parallel._ALL_GATHER
+    gather = collectives._ALL_GATHER
 
     def recorded(out: Tensor, x: Tensor, **options: Any) -> Any:
         sent.append(x.dtype)
         return gather(out, x, **options)
 
-    parallel._ALL_GATHER = recorded
-    try:
-        for number, (name, mode, sequence, options) in enumerate(CASES):
-            sent.clear()
-            column = mode == "column"
-            x = X if column else half(X, rank, 1)
-            dy = half(DY, rank, 1) if column else DY
-            if sequence:
-                x, dy = (half(x, rank, 0), dy) if column else (x, half(dy, rank, 0))
-            weight, bias = half(W, rank, 0 if column else 1), half(BIAS, rank, 0) if column else BIAS
-            split = dict(parallel_mode=mode, tp_group=dist.group.WORLD, sequence_parallel=sequence)
-            found: dict[str, Any] = run(RECIPES[name], weight, bias, x, dy, **split, **options)
-            torch.save(found | {"sent": sent}, f"{folder}/{number}-{rank}.pt")
-        torch.save(others(rank), f"{folder}/others-{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    collectives._ALL_GATHER = recorded
+    for number, (name, mode, sequence, options) in enumerate(CASES):
+        sent.clear()
+        column = mode == "column"
+        x = X if column else half(X, rank, 1)
+        dy = half(DY, rank, 1) if column else DY
+        if sequence:
+            x, dy = (half(x, rank, 0), dy) if column else (x, half(dy, rank, 0))
+        weight, bias = half(W, rank, 0 if column else 1), half(BIAS, rank, 0) if column else BIAS
+        split = dict(parallel_mode=mode, tp_group=dist.group.WORLD, sequence_parallel=sequence)
+        found: dict[str, Any] = run(RECIPES[name], weight, bias, x, dy, **split, **options)
+        torch.save(found | {"sent": sent}, f"{folder}/{number}-{rank}.pt")
+    torch.save(others(rank), f"{folder}/others-{rank}.pt")
 
 
 def others(rank: int) -> dict[str, Any]:
@@ -134,7 +129,7 @@ def others(rank: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parallel")
-    mp.spawn(work, (str(folder),), nprocs=2)  # type: ignore[attr-defined]
+    run_ranks(work, folder, 2)
     return folder
 
 

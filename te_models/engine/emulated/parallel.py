@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.collectives import all_gather, all_reduce, reduce_scatter
 from te_models.engine.emulated.nvfp4 import NVFP4Quantizer, NVFP4TensorStorage
 from te_models.engine.emulated.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8Quantizer
 from te_models.engine.emulated.tensors import (
@@ -103,10 +104,7 @@ class Parallelism:
     def _reduced(self, value: Tensor) -> Tensor:
         if self.size == 1:
             return value
-        if self.sequence:
-            return reduce_scatter(value, self.group)
-        torch.distributed.all_reduce(value := value.contiguous(), group=self.group)
-        return value
+        return reduce_scatter(value, self.group) if self.sequence else all_reduce(value, self.group)
 
     def mark(self, weights: list[Tensor], biases: list[Tensor]) -> None:
         """Set the attributes by which Megatron-LM treats the parameters."""
@@ -163,29 +161,6 @@ def split_sizes(split: Any, out_features: int, ranks: int) -> dict[str, int]:
             f"Attempting to distribute a parameter with out_features={uneven[0]} between {ranks} tensor-parallel processes"
         )
     return {name: size // ranks for name, size in sizes.items()}
-
-
-def all_gather(x: Tensor, group: Any, dim: int = 0) -> Tensor:
-    """The tensors of all ranks, one after the other along `dim`."""
-    x = x.movedim(dim, 0).contiguous()
-    out = x.new_empty(torch.distributed.get_world_size(group) * x.shape[0], *x.shape[1:])
-    _ALL_GATHER(out, x, group=group)
-    return out.movedim(0, dim)
-
-
-def reduce_scatter(x: Tensor, group: Any) -> Tensor:
-    """This rank's share of the rows of the sum of all ranks' tensors."""
-    size = torch.distributed.get_world_size(group)
-    if x.shape[0] % size:
-        raise ValueError(f"sequence parallelism divides {x.shape[0]} rows between {size} ranks: pad the rows")
-    out = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    _REDUCE_SCATTER(out, x.contiguous(), group=group)
-    return out
-
-
-# torch 2.13 renamed both.
-_ALL_GATHER = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
 
 
 def _gather(x: Any, quantizer: Any, group: Any) -> Any:
