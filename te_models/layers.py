@@ -135,7 +135,11 @@ class GatedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.layer, self.kernels, self.tp = config, layer, kernels, tp
-        column, row, d = factory | {"split": tp.linear("column")}, factory | {"split": tp.linear("row")}, config.hidden_size
+        column, row, d = (
+            factory | {"split": tp.linear("column")},
+            factory | {"split": tp.linear("row")},
+            config.hidden_size,
+        )
         self.qkvg_proj = linear(te, d, tp.size * config.qkvg_size, bias=config.attention_bias, **column)
         self.o_proj = linear(te, tp.size * config.q_size, d, **row)
         if config.qk_norm:

@@ -193,7 +193,9 @@ class TensorParallel:
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
         states = all_gather(state.to(device)[None], self.group)
         if not bool((states == states[0]).all()):
-            raise ValueError("the tensor-parallel ranks have different random states: call torch.manual_seed alike on all")
+            raise ValueError(
+                "the tensor-parallel ranks have different random states: call torch.manual_seed alike on all"
+            )
 
 
 def whole_shape(name: str, local: torch.Size, config: ModelConfig, size: int) -> tuple[int, ...]:

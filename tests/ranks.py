@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "te_models.model", "te_models.engine.emulated", "pytest"])
+multiprocessing.set_forkserver_preload(
+    ["torch.distributed.tensor", "te_models.model", "te_models.engine.emulated", "pytest"]
+)
 
 
 def run_ranks(function: Callable[[int, str], Any], folder: Path, ranks: int) -> None:

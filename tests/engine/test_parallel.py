@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import Tensor
 
 import te_models.engine.emulated as te
-from ranks import run_ranks
 from te_models import collectives
 
 SIZE, HALF = 256, 128  # each rank has whole 128x128 blocks of everything
@@ -61,7 +61,9 @@ def run(recipe: Any, weight: Tensor, bias: Tensor, x: Tensor, dy: Tensor, **opti
         m.backward_dw()
     found = {"y": y.detach(), "dx": inp.grad, "dw": m.weight.grad, "db": m.bias.grad}
     if recipe is not None and recipe.delayed():
-        found |= {f"{d}.{name}": getattr(m.fp8_meta[d], name) for d in te_directions() for name in ("scale", "amax_history")}
+        found |= {
+            f"{d}.{name}": getattr(m.fp8_meta[d], name) for d in te_directions() for name in ("scale", "amax_history")
+        }
     return found
 
 
@@ -151,7 +153,9 @@ def whole(parts: list[dict[str, Any]], name: str, mode: str, sequence: bool) -> 
     return tensors[0] + tensors[1] if name == "db" else torch.cat(tensors)
 
 
-@pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)), ids=[f"{c[0]}-{c[1]}-{c[2]}-{[*c[3]]}" for c in CASES])
+@pytest.mark.parametrize(
+    ("number", "case"), list(enumerate(CASES)), ids=[f"{c[0]}-{c[1]}-{c[2]}-{[*c[3]]}" for c in CASES]
+)
 def test_two_ranks_are_one_layer(number: int, case: tuple[str, str, bool, dict[str, Any]], results: Path) -> None:
     name, mode, sequence, options = case
     parts = [torch.load(results / f"{number}-{rank}.pt", weights_only=False) for rank in range(2)]
@@ -206,7 +210,9 @@ def test_split_parameters_are_split_each() -> None:
         te.Linear(32, 96, parallel_mode="column", tp_size=2, parameters_split={"q": 33, "k": 63})
 
 
-@pytest.mark.parametrize("options", [{"parallel_mode": "row", "in_features": 33}, {"parallel_mode": "column", "out_features": 33}])
+@pytest.mark.parametrize(
+    "options", [{"parallel_mode": "row", "in_features": 33}, {"parallel_mode": "column", "out_features": 33}]
+)
 def test_sizes_divide(options: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match="33 is not divisible by 2"):
         te.Linear(**{"in_features": 32, "out_features": 32, "tp_size": 2} | options)
