@@ -16,14 +16,16 @@ multiprocessing.set_forkserver_preload(
 )
 
 
-def run_ranks(function: Callable[[int, str], Any], folder: Path, ranks: int) -> None:
-    """`function(rank, folder)` in each of `ranks` processes, which share a gloo group."""
-    mp.start_processes(_run, (function, str(folder), ranks), nprocs=ranks, start_method="forkserver")  # type: ignore[attr-defined]
+def run_ranks(function: Callable[[int, str], Any], folder: Path, ranks: int, backend: str = "gloo") -> None:
+    """`function(rank, folder)` in each of `ranks` processes, which share a process group."""
+    mp.start_processes(_run, (function, str(folder), ranks, backend), nprocs=ranks, start_method="forkserver")  # type: ignore[attr-defined]
 
 
-def _run(rank: int, function: Callable[[int, str], Any], folder: str, ranks: int) -> None:
+def _run(rank: int, function: Callable[[int, str], Any], folder: str, ranks: int, backend: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=ranks)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/init", rank=rank, world_size=ranks)
     try:
         function(rank, folder)
     finally:

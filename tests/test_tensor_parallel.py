@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from te_models import CausalLM, list_recipes
 from te_models.config import ModelConfig
@@ -73,7 +75,8 @@ def _train(model: CausalLM) -> dict[str, Any]:
     losses, gradients = [], {}
     for step in range(STEPS):
         model.zero_grad()
-        loss = model(ids(), labels=ids()).loss
+        tokens = ids().to(model.device)
+        loss = model(tokens, labels=tokens).loss
         assert loss is not None
         loss.backward()
         if step == 0:
@@ -227,6 +230,30 @@ def test_sequence_parallelism_needs_ranks() -> None:
         CausalLM(SHAPES["none"], sequence_parallel=True, engine="emulated", device="cpu")
 
 
+def native(rank: int, folder: str) -> None:
+    """Transformer Engine itself on two GPUs, and on each of them alone."""
+    mesh = init_device_mesh("cuda", (2,))
+    for recipe, sequence in itertools.product(NATIVE, (False, True)):
+        found = []
+        for split in ({"tp_mesh": mesh, "sequence_parallel": sequence}, {}):
+            torch.manual_seed(0)
+            options: dict[str, Any] = {**OPTIONS[recipe], "engine": "native", "device": "cuda", **split}
+            found.append(train(CausalLM(SHAPES["blocks"], recipe=recipe, **options))["losses"])
+        torch.save(found, f"{folder}/{recipe}-{sequence}-{rank}.pt")
+
+
+NATIVE = ("bf16", "delayed", "current", "blockwise")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_native_engine_is_split_alike(tmp_path: Path) -> None:
+    run_ranks(native, tmp_path, 2, "nccl")
+    for recipe, sequence in itertools.product(NATIVE, (False, True)):
+        found = [torch.load(tmp_path / f"{recipe}-{sequence}-{rank}.pt") for rank in range(2)]
+        assert found[0][0] == found[1][0] == pytest.approx(found[0][1], rel=1e-2), (recipe, sequence)
+
+
 def replicas(rank: int, folder: str) -> None:
     """Two replicas of a model on two ranks each; each replica has its own tokens."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -238,12 +265,41 @@ def replicas(rank: int, folder: str) -> None:
         for _ in range(2):
             model(tokens, labels=tokens).loss.backward()
     torch.save(fp8_state(model), f"{folder}/{rank}.pt")
+    fsdp = build(CASES[0], tp_mesh=mesh["tp"], sequence_parallel=True)
+    for block in fsdp.layers:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(fsdp, mesh=mesh["dp"])
+    for module in fsdp.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no average
+    fsdp(ids(), labels=ids()).loss.backward()
+    whole = {name: p.grad.full_tensor() for name, p in fsdp.named_parameters()}
+    torch.save(gather_state(fsdp, whole), f"{folder}/fsdp-{rank}.pt")
 
 
-def test_amaxes_are_those_of_all_replicas(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replicas")
+    run_ranks(replicas, folder, 4)
+    return folder
+
+
+def test_fsdp_over_tensor_parallelism(four: Path) -> None:
+    """FSDP2 replaces parameters and cuts them again; the gradients are those of one process all the same."""
+    one = build(CASES[0])
+    loss = one(ids(), labels=ids()).loss
+    assert loss is not None
+    loss.backward()
+    for rank in range(4):
+        found = torch.load(four / f"fsdp-{rank}.pt")
+        for name, parameter in one.named_parameters():
+            assert parameter.grad is not None
+            assert (found[name] - parameter.grad).abs().max() < 1e-5 * parameter.grad.abs().max() + 1e-7, name
+
+
+def test_amaxes_are_those_of_all_replicas(four: Path) -> None:
     """Each scale on each of four ranks is that of the larger of the amaxes of the two replicas."""
-    run_ranks(replicas, tmp_path, 4)
-    states = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
+    states = [torch.load(four / f"{rank}.pt") for rank in range(4)]
     alone = []
     for shift in (0, 7):
         model = build(("elementwise", "delayed", True, {}))
