@@ -12,7 +12,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 multiprocessing.set_forkserver_preload(
-    ["torch.distributed.tensor", "te_models.model", "te_models.engine.emulated", "pytest"]
+    [
+        "torch.distributed.tensor",
+        "torch._dynamo",
+        "einops._torch_specific",
+        "te_models.model",
+        "te_models.engine.emulated",
+        "pytest",
+    ]
 )
 
 
