@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = [  # a module may import from earlier lines only; modules of one line do not import each other
-    {"errors", "durable", "matmul", "environment"},
+    {"errors", "durable", "matmul", "environment", "collectives"},
     {"config", "recipe", "train_config", "formats", "tokenizer", "chat"},
     {"presets", "state", "extra_state", "data", "hf_families"},
     {"checkpoints"},
@@ -19,7 +19,7 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"kernels.elementwise", "kernels.attention", "kernels.attention_core", "kernels.head"},
     {"kernels.attention_core_triton"},
     {"kernels", "hf"},
-    {"optim.master", "fp8_state", "checkpointing"},
+    {"optim.master", "fp8_state", "checkpointing", "tensor_parallel"},
     {"layers"},
     {"optim", "generate", "plan", "metrics", "saved"},
     {"model"},
