@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.cache import KVCache
 from te_models.checkpointing import Recompute, check_mode, refuse_foreign_recompute
 from te_models.config import ModelConfig, config_fields
 from te_models.engine import check_support, engine_module, get_engine
@@ -27,10 +28,11 @@ from te_models.hf import Origin
 from te_models.kernels import get_kernels
 from te_models.kernels.attention import attention_kernel
 from te_models.kernels.attention import attention_mask as visible_keys
-from te_models.layers import Block, KVCache, Tokens, linear, norm_options, pad_rows, rotary_tables
+from te_models.layers import Block, Tokens, linear, norm_options, pad_rows
 from te_models.plan import Plan, PlanRow
 from te_models.presets import get_preset
 from te_models.recipe import Recipe, get_recipe, recipe_fields
+from te_models.rope import rotary_tables
 from te_models.saved import read_pretrained, write_pretrained
 
 
@@ -147,6 +149,7 @@ class CausalLM(nn.Module):
         labels: Tensor | None = None,
         cache: KVCache | None = None,
         attention_mask: Tensor | None = None,
+        logits_to_keep: int | None = None,
     ) -> Output:
         """Logits of every position, and the mean cross-entropy of predicting `labels` from the positions before them.
 
@@ -156,19 +159,23 @@ class CausalLM(nn.Module):
             cache: positions seen before; the new ones are appended.
             attention_mask: [B, S], 1 for tokens and 0 for padding, which may lie on either side; None: no padding. The
                 logits at padding mean nothing.
+            logits_to_keep: compute them for this many of the newest positions alone; not with labels.
         """
         refuse_foreign_recompute(self.recipe.stateful)
         batch, seq = input_ids.shape
-        start = cache.length if cache else 0
-        if start + seq > self.config.max_position_embeddings:
+        length, limit = seq + (cache.length if cache else 0), self.config.longest_sequence
+        if length > limit:
+            name = (
+                "max_position_embeddings" if limit == self.config.max_position_embeddings else "what RoPE stretches to"
+            )
             raise ValueError(
-                f"a sequence of {start + seq} tokens is longer than max_position_embeddings="
-                f"{self.config.max_position_embeddings}: shorten it or raise that field"
+                f"a sequence of {length} tokens is longer than {name}={limit}: shorten it or raise that field"
             )
         tokens = self._tokens(batch, seq, cache, attention_mask)
         x = self.embed_tokens(input_ids).flatten(0, 1)
-        logits = self._logits(x if tokens.real is None else x * tokens.real, tokens)
-        logits = logits[: batch * seq].unflatten(0, (batch, seq))
+        kept = seq if logits_to_keep is None or labels is not None else min(logits_to_keep, seq)
+        logits = self._logits(x if tokens.real is None else x * tokens.real, tokens, kept)
+        logits = logits[: batch * kept].unflatten(0, (batch, kept))
         if labels is None:
             return Output(None, logits)
         targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # shifting the labels spares a copy of the logits
@@ -176,7 +183,6 @@ class CausalLM(nn.Module):
 
     def _tokens(self, batch: int, seq: int, cache: KVCache | None, attention_mask: Tensor | None) -> Tokens:
         """Positions and masks of the newest `seq` tokens of each row."""
-        start = cache.length if cache else 0
         if attention_mask is not None and attention_mask.shape != (batch, seq):
             raise ValueError(
                 f"attention_mask has shape {list(attention_mask.shape)}, input_ids [{batch}, {seq}]: give one entry a token"
@@ -184,31 +190,45 @@ class CausalLM(nn.Module):
         padded = None
         if attention_mask is not None and not bool(attention_mask.all()):
             padded = attention_mask.to(self.device, torch.bool)
-        real = cache.mask(padded, seq) if cache else padded
-        if real is None:
-            positions = torch.arange(start, start + seq, device=self.device)
-        else:
-            positions = (real.cumsum(-1) - 1).clamp(min=0)[:, start:]
         windows = {self.config.window(layer) for layer in range(self.config.num_hidden_layers)}
-        masks = {w: visible_keys(seq, start + seq, w, real, self.device) for w in windows}
+        positions = cache.extend(seq, padded) if cache else None
+        if cache and positions is not None:
+            masks = {window: cache.visible(window) for window in windows}
+        else:
+            masks = {window: visible_keys(seq, window, padded, self.device) for window in windows}
+            if padded is None:
+                positions = torch.arange(seq, device=self.device)
+            else:
+                positions = (padded.cumsum(-1) - 1).clamp(min=0)
         cos, sin = rotary_tables(self.config, positions, self.dtype)
         recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe)
         return Tokens(batch, seq, cos, sin, cache, masks, None if padded is None else padded.reshape(-1, 1), recompute)
 
-    def _logits(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """x [B*S, D] -> [N, V]."""
+    def _logits(self, x: Tensor, tokens: Tokens, kept: int) -> Tensor:
+        """x [B*S, D] -> [N, V], of the last `kept` positions of each row."""
         fp8, layers = self.fp8_layers, list(enumerate(self.layers))
-        x = pad_rows(x, math.ceil(len(x) / self.recipe.row_alignment) * self.recipe.row_alignment)
+        x = self._padded(x)
         for layer, block in layers[: fp8.start]:
             x = tokens.recompute.block(block, layer, x, tokens)
         with self._autocast():
             for layer, block in layers[fp8.start : fp8.stop]:
                 x = tokens.recompute.block(block, layer, x, tokens)
             if self.recipe.lm_head == "fp8":
-                return self.lm_head(self.norm(x))
+                return self._head(x, tokens, kept)
         for layer, block in layers[fp8.stop :]:
             x = tokens.recompute.block(block, layer, x, tokens)
+        return self._head(x, tokens, kept)
+
+    def _head(self, x: Tensor, tokens: Tokens, kept: int) -> Tensor:
+        """x [N, D] -> the logits [N', V] of the last `kept` positions of each row."""
+        if kept < tokens.seq:
+            x = x[: tokens.batch * tokens.seq].unflatten(0, (tokens.batch, tokens.seq))[:, -kept:]
+            x = self._padded(x.flatten(0, 1))
         return self.lm_head(self.norm(x))
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """x [n, D] with rows of zeros up to a multiple of the recipe's alignment."""
+        return pad_rows(x, math.ceil(len(x) / self.recipe.row_alignment) * self.recipe.row_alignment)
 
     @contextlib.contextmanager
     def _autocast(self) -> Any:

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from te_models import CausalLM, list_recipes
+from te_models.cache import KVCache
 from te_models.chat import ChatTemplate
 from te_models.cli import main
 from te_models.fp8_state import fp8_state
 from te_models.generate import continue_text, sample, stream_text
-from te_models.layers import KVCache
 from te_models.tokenizer import ByteTokenizer, load_tokenizer
 
 pytest.importorskip("transformers")
