@@ -185,7 +185,9 @@ def sample(
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> None:
     """Raises ValueError for an option of `sample` that is out of range."""
     if temperature <= 0:
-        raise ValueError(f"temperature={temperature} is not positive: for the likeliest token use do_sample=False")
+        raise ValueError(
+            f"temperature={temperature} is not positive: for the likeliest token use do_sample=False (--greedy)"
+        )
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k} leaves no token: give 1 or more")
     for name, value in (("top_p", top_p), ("min_p", min_p)):
