@@ -40,7 +40,7 @@ MANTISSA_BITS = {"BF16": 7, "E4M3": 3, "E4M3/E5M2": 3, "E2M1": 1}  # of the form
 )
 @click.option("--steps", default=150, show_default=True, help="Of tuning, without --model.")
 @click.option("--data", metavar="PATH", help="Text to measure on, its held-out part; default: Python's own.")
-@click.option("--batches", default=16, show_default=True, help="Of 8 x 256 tokens, for the perplexity.")
+@click.option("--batches", default=8, show_default=True, help="Of 8 x 256 tokens, for the perplexity.")
 @click.option("--out", type=click.Path(path_type=Path), help="Where the JSON goes.")
 def main(model: str | None, steps: int, data: str | None, batches: int, out: Path | None) -> None:
     """Measure every recipe, print the table, write the JSON."""
@@ -50,10 +50,15 @@ def main(model: str | None, steps: int, data: str | None, batches: int, out: Pat
         if model is None:
             finetune(lambda: CausalLM.from_preset("gated-nano"), out=folder, data=data, sample_tokens=0,
                      train=dict(steps=steps, eval_every=0))  # fmt: skip
-        rows = measure(model or folder, held_out(model, data, batches))
+        text = held_out(model, data, batches)
+        rows = measure(model or folder, text)
     click.echo(table(rows))
     if out is not None:
-        tuned = {"model": Path(model).name if model else "gated-nano", "steps": None if model else steps}
+        tuned: dict[str, Any] = {
+            "model": Path(model).name if model else "gated-nano",
+            "steps": None if model else steps,
+        }
+        tuned["tokens"] = sum(batch["input_ids"].numel() for batch in text)
         out.write_text(json.dumps({"environment": environment(), **tuned, "rows": rows}, indent=1) + "\n")
 
 

@@ -75,8 +75,8 @@ class Loop:
         self.newest = ids.new_zeros(batch, 1)
         self.made = ids.new_zeros(count, batch)
         self.done = ids.new_zeros(1)
-        self.graph = torch.cuda.CUDAGraph() if graph else None
-        self.stream = torch.cuda.Stream(ids.device) if graph else None
+        self.graph: Any = torch.cuda.CUDAGraph() if graph else None
+        self.stream: Any = torch.cuda.Stream(ids.device) if graph else None
         self.host = torch.empty(count, batch, dtype=torch.long, pin_memory=True) if ids.is_cuda else self.made
         self.events: list[Any] = []
 

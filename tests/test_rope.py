@@ -83,11 +83,11 @@ def test_text_across_the_end_of_the_original_context(pair: tuple[Any, CausalLM],
     judge, model = pair
     mask = (torch.arange(9) >= torch.tensor([[0], [4]])).long()
     ids = torch.randint(1, SIZES["vocab_size"], (2, 9)) * mask
-    expected = judge.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)
-    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=40), expected)
-    uncached = model.generate(ids[:1], max_new_tokens=40, use_cache=False)
+    expected = judge.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False)
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=24), expected)
+    uncached = model.generate(ids[:1], max_new_tokens=24, use_cache=False)
     if request.node.callspec.params["pair"] in BY_LENGTH:
-        expected = judge.generate(ids[:1], max_new_tokens=40, do_sample=False, use_cache=False)
+        expected = judge.generate(ids[:1], max_new_tokens=24, do_sample=False, use_cache=False)
     assert torch.equal(uncached, expected[:1])
 
 
