@@ -148,6 +148,17 @@ def test_no_weight_codes_stay_behind(close_early: bool) -> None:
     assert not torch.equal(model.generate(PROMPTS, max_new_tokens=4), first)
 
 
+def test_codes_of_older_weights_are_not_used() -> None:
+    model = build("current").eval()
+    with torch.no_grad(), cached_weights(model, first=True):
+        model(torch.randint(0, 256, (2, 16)))
+    with torch.no_grad():
+        for block in model.layers:
+            block.mlp.down_proj.weight.mul_(-3)
+    text = model.generate(PROMPTS, max_new_tokens=4)
+    assert torch.equal(model.generate(PROMPTS, max_new_tokens=4), text), "the second time nothing was kept"
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("feature", FEATURES)
 def test_cached_steps_and_chunks_give_the_logits_of_the_whole(feature: str) -> None:
