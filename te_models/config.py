@@ -12,12 +12,18 @@ from te_models.errors import unknown
 ATTENTION_GATES = ("elementwise", "headwise", "none")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
-# What each kind of RoPE scaling takes, beside `rope_type`: position interpolation (Chen et al. 2023, arXiv 2306.15595)
-# and the scaling by wavelength of Llama 3.1.
+# What each kind of RoPE scaling must have and may have, beside `rope_type`; te_models.rope computes them.
 ROPE_SCALINGS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor",),
+        ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+         "truncate"),
+    ),
+    "longrope": (("short_factor", "long_factor"), ("original_max_position_embeddings", "factor", "attention_factor")),
+}  # fmt: skip
 
 # Output rows of the headwise gate are padded to this: the widest alignment of a feature dimension that a recipe asks for
 # (MXFP8 blocks of 32; Transformer Engine's get_align_size_for_quantization), so that one weight serves every recipe.
@@ -71,8 +77,6 @@ class ModelConfig:
                 object.__setattr__(self, name, tuple(value))
         _check_types(self)
         _check_layers(self)
-        if self.rope_scaling is not None:
-            object.__setattr__(self, "rope_scaling", _checked_scaling(self.rope_scaling))
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.head_dim is None:
@@ -96,6 +100,8 @@ class ModelConfig:
                 f"partial_rotary_factor={self.partial_rotary_factor} rotates {self.rotary_size} of head_dim={self.head_dim}"
                 " channels: it must be an even number from 2 to head_dim"
             )
+        if self.rope_scaling is not None:
+            object.__setattr__(self, "rope_scaling", _checked_scaling(self.rope_scaling, self.rotary_size // 2))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Fields are set once. Other names are free: transformers.Trainer sets `use_cache` on any model's config."""
@@ -131,6 +137,18 @@ class ModelConfig:
     def rotary_size(self) -> int:
         """Channels of a head that RoPE rotates."""
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Positions a row may have: max_position_embeddings, or what RoPE is stretched to where that is more.
+
+        The factor of dynamic NTK is over max_position_embeddings, that of YaRN and LongRoPE over the original context.
+        """
+        limit, scaling = self.max_position_embeddings, self.rope_scaling or {}
+        if scaling.get("rope_type") not in ("dynamic", "yarn", "longrope"):
+            return limit
+        original = scaling.get("original_max_position_embeddings", limit)
+        return max(limit, int(original * scaling.get("factor", 1)))
 
     def has_rope(self, layer: int) -> bool:
         """Whether this layer rotates its queries and keys."""
@@ -222,19 +240,34 @@ def _check_layers(config: ModelConfig) -> None:
         raise ValueError("layer_types asks for sliding_attention: give sliding_window")
 
 
-def _checked_scaling(scaling: Mapping[str, Any]) -> dict[str, Any]:
+def _checked_scaling(scaling: Mapping[str, Any], pairs: int) -> dict[str, Any]:
     """`rope_scaling` with exactly the fields of its type, or a ValueError that names what is not supported."""
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind not in ROPE_SCALINGS:
         raise ValueError(f"rope_scaling of type {kind!r} is not supported: choose from {', '.join(ROPE_SCALINGS)}")
-    known = ROPE_SCALINGS[kind]
-    for name, value in scaling.items():
-        if name in ("rope_type", "type"):
-            continue
+    required, optional = ROPE_SCALINGS[kind]
+    known = required + optional
+    given = {name: scaling[name] for name in scaling if name not in ("rope_type", "type") and scaling[name] is not None}
+    for name, value in given.items():
         if name not in known:
             raise ValueError(f"rope_scaling of type {kind!r} with {name}={value!r} is not supported: it takes {known}")
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-            raise ValueError(f"rope_scaling: {name}={value!r} is not a positive number")
-    if missing := [name for name in known if name not in scaling]:
+        _check_scaling_field(name, value, pairs)
+    if missing := [name for name in required if name not in given]:
         raise ValueError(f"rope_scaling of type {kind!r} lacks {', '.join(missing)}")
-    return {"rope_type": kind, **{name: scaling[name] for name in known}}
+    return {"rope_type": kind, **{name: given[name] for name in known if name in given}}
+
+
+def _check_scaling_field(name: str, value: Any, pairs: int) -> None:
+    """A positive number, a flag for `truncate`, one number for each of the `pairs` of channels for a list."""
+    if name == "truncate":
+        if not isinstance(value, bool):
+            raise ValueError(f"rope_scaling: truncate={value!r} is not true or false")
+        return
+    several = name in ("short_factor", "long_factor")
+    if several and (not isinstance(value, (list, tuple)) or len(value) != pairs):
+        raise ValueError(
+            f"rope_scaling: {name} is not a list of {pairs} numbers, one for each pair of rotated channels"
+        )
+    for number in value if several else (value,):
+        if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < float("inf"):
+            raise ValueError(f"rope_scaling: {name}={number!r} is not a positive number")

@@ -38,14 +38,14 @@ def tell(
     check_vocabulary(words, model.config.vocab_size)
     messages = [{"role": "system", "content": system}] if system else []
     for line in lines:
-        if template is None:
-            say(line)
-            prompt: str | list[int] = line
-        else:
+        prompt: str | list[int] = line
+        if template is not None:
             messages.append({"role": "user", "content": line})
             prompt = words.encode(template.render(messages))
-        answer = ""
-        for piece in stream_text(model, words, prompt, max_new_tokens, **sampling):
+        pieces = stream_text(model, words, prompt, max_new_tokens, **sampling)
+        answer = next(pieces, "")  # before the line is repeated, so that a refusal stands on a line of its own
+        say(answer if template is not None else line + answer)
+        for piece in pieces:
             say(piece)
             answer += piece
         say("\n")

@@ -106,7 +106,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids but the model's vocab_size is {vocab_size}: "
-            f"use --vocab-size {tokenizer.vocab_size} or more"
+            f"use --vocab-size {tokenizer.vocab_size} or more, or for a model that is already trained its own tokenizer"
         )
 
 

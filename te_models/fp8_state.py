@@ -61,16 +61,23 @@ def frozen_fp8_state(model: nn.Module) -> Iterator[None]:
     Transformer Engine records the amax of any forward, evaluation included, and lets it into the next training update
     (section 2.5).
     """
-    before = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
+    live = fp8_state(model)
+    before = {name: torch.empty_like(tensor) for name, tensor in live.items()}
+    _copy_all(before, live)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for name, tensor in fp8_state(model).items():
-                if name in before:
-                    tensor.copy_(before[name])
-                else:  # a module that ran for the first time: back to what it is born with
-                    tensor.fill_(1.0 if name.endswith("scale") else 0.0)
+        now = fp8_state(model)
+        _copy_all({name: now[name] for name in before if name in now}, before)
+        for name in now.keys() - before.keys():  # a module that ran for the first time: back to what it is born with
+            now[name].fill_(1.0 if name.endswith("scale") else 0.0)
+
+
+@torch.no_grad()
+def _copy_all(to: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
+    """Copy the tensors of these names, a few kernels for all: a decoding step has time for no more."""
+    if to:
+        torch._foreach_copy_(list(to.values()), [source[name] for name in to])
 
 
 def _resized(history: Tensor, length: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Text from a model: greedy or sampled, token by token, for batches of unequal prompts.
 
-A key/value cache holds what was seen; under an FP8 recipe the model itself pads each step's rows to the alignment and
-leaves every scale and amax history as it was. Nothing of the training state is touched.
+A key/value cache holds what was seen, and on a GPU the steps are replayed from a CUDA graph (te_models.decode). Under an
+FP8 recipe the model itself pads each step's rows to the alignment and leaves every scale and amax history as it was.
+Nothing of the training state is touched.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.layers import KVCache
+from te_models.decode import cached_tokens, recomputed_tokens
+from te_models.errors import unknown
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
@@ -26,7 +28,7 @@ def generate(model: Any, input_ids: Prompts, max_new_tokens: int = 64, **options
     """
     ids, mask = batch_of(model, input_ids, options.pop("attention_mask", None))
     new = list(stream(model, ids, max_new_tokens, attention_mask=mask, **options))
-    return torch.cat([ids, *(tokens[:, None] for tokens in new)], dim=1)
+    return torch.cat((ids, torch.stack(new, dim=1).to(ids.device)), dim=1)
 
 
 @torch.no_grad()
@@ -46,8 +48,9 @@ def stream(
     stop_strings: str | Sequence[str] = (),
     tokenizer: Any = None,
     use_cache: bool = True,
+    cuda_graph: bool | str = "auto",
 ) -> Iterator[Tensor]:
-    """The new tokens of all rows, int64 [B], as soon as each is known.
+    """The new tokens of all rows, int64 [B] in the host's memory, as soon as each is known.
 
     Args:
         model: a CausalLM.
@@ -58,43 +61,43 @@ def stream(
         eos_token_id: a row ends with any of these; "config" for those of the model, None for none.
         stop_strings: a row ends once one of these is in its new text, as `tokenizer` decodes it.
         use_cache: False computes the whole sequence anew for each token.
+        cuda_graph: replay the steps from a CUDA graph; "auto" does so on a CUDA device. The tokens are the same.
 
     Raises:
         ValueError: an empty prompt, padding on the right, an id outside the vocabulary, a prompt that with
-            `max_new_tokens` is longer than max_position_embeddings, an option out of range.
+            `max_new_tokens` is longer than max_position_embeddings, an option out of range, a cache that does not fit.
     """
     ids, mask = batch_of(model, input_ids, attention_mask)
     _check_room(model, ids.shape[1], max_new_tokens)
     sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     check_sampling(**sampling)
+    graph = _with_graph(model, cuda_graph, use_cache)
     endings = _endings(stop_strings, tokenizer)
-    stops = torch.tensor(stop_ids(model, eos_token_id), dtype=torch.long, device=model.device)
+    stops = torch.tensor(stop_ids(model, eos_token_id), dtype=torch.long)
     filler = pad_id(model, stops)
     generator = torch.Generator(device=model.device)
     generator.seed() if seed is None else generator.manual_seed(seed)
-    length = ids.shape[1]
-    cache = (
-        KVCache(model.local_config, len(ids), length + max_new_tokens, model.device, model.dtype) if use_cache else None
-    )
-    ended = torch.zeros(len(ids), dtype=torch.bool, device=model.device)
-    seen, seen_mask = ids, mask
+
+    def pick(logits: Tensor) -> Tensor:
+        return sample(logits, generator, **sampling) if do_sample else logits.argmax(-1)
+
+    ended = torch.zeros(len(ids), dtype=torch.bool)
+    made: list[Tensor] = []
     with evaluating(model):
-        for _ in range(max_new_tokens):
-            logits = model(ids, cache=cache, attention_mask=mask).logits[:, -1].float()
-            new = sample(logits, generator, **sampling) if do_sample else logits.argmax(-1)
-            new = new.masked_fill(ended, filler)
-            ended = ended | torch.isin(new, stops)
-            seen = torch.cat((seen, new[:, None]), dim=1)
-            if endings:
-                ended |= _ended_with(seen[:, length:], endings, tokenizer)
-            yield new
-            if (len(stops) or endings) and bool(ended.all()):
-                return
-            if cache is not None:
-                ids, mask = new[:, None], None
-            else:
-                seen_mask = None if seen_mask is None else torch.nn.functional.pad(seen_mask, (0, 1), value=1)
-                ids, mask = seen, seen_mask
+        if use_cache:
+            steps = cached_tokens(model, ids, mask, max_new_tokens, pick, generator, graph)
+        else:
+            steps = recomputed_tokens(model, ids, mask, max_new_tokens, pick)
+        with contextlib.closing(steps):
+            for new in steps:
+                new = new.masked_fill(ended, filler)
+                ended = ended | torch.isin(new, stops)
+                if endings:
+                    made.append(new)
+                    ended |= _ended_with(torch.stack(made, dim=1), endings, tokenizer)
+                yield new
+                if (len(stops) or endings) and bool(ended.all()):
+                    return
 
 
 def batch_of(model: Any, prompts: Prompts, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -175,13 +178,16 @@ def sample(
     if min_p is not None:
         mass = logits.softmax(-1)
         logits = logits.masked_fill(mass < min_p * mass.amax(-1, keepdim=True), float("-inf"))
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+    # The least of exponential variables with these rates: the draw of torch.multinomial, which waits for the device.
+    return (logits.softmax(-1) / torch.empty_like(logits).exponential_(generator=generator)).argmax(-1)
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> None:
     """Raises ValueError for an option of `sample` that is out of range."""
     if temperature <= 0:
-        raise ValueError(f"temperature={temperature} is not positive: for the likeliest token use do_sample=False")
+        raise ValueError(
+            f"temperature={temperature} is not positive: for the likeliest token use do_sample=False (--greedy)"
+        )
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k} leaves no token: give 1 or more")
     for name, value in (("top_p", top_p), ("min_p", min_p)):
@@ -228,14 +234,26 @@ def continue_text(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, 
 
 
 def _check_room(model: Any, length: int, max_new_tokens: int) -> None:
-    limit = model.config.max_position_embeddings
+    limit = model.config.longest_sequence
+    name = "max_position_embeddings" if limit == model.config.max_position_embeddings else "what RoPE stretches to"
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} adds nothing: give 1 or more")
     if length + max_new_tokens > limit:
         raise ValueError(
-            f"{length} prompt tokens and max_new_tokens={max_new_tokens} are more than max_position_embeddings={limit}: "
+            f"{length} prompt tokens and max_new_tokens={max_new_tokens} are more than {name}={limit}: "
             "shorten one of them"
         )
+
+
+def _with_graph(model: Any, choice: bool | str, use_cache: bool) -> bool:
+    """Whether to capture the steps in a CUDA graph."""
+    if choice not in ("auto", True, False):
+        raise unknown("cuda_graph", choice, ("auto", "True", "False"))
+    if choice is True and not use_cache:
+        raise ValueError("cuda_graph=True needs the cache: leave out use_cache=False")
+    if choice is True and model.device.type != "cuda":
+        raise ValueError(f"cuda_graph=True needs a CUDA device and the model is on {model.device}: leave it at 'auto'")
+    return use_cache and model.device.type == "cuda" if choice == "auto" else bool(choice)
 
 
 def _endings(stop_strings: str | Sequence[str], tokenizer: Any) -> list[str]:

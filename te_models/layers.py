@@ -12,8 +12,6 @@ weight gradient. The padding inside a batch of unequal prompts is kept at zero i
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -22,6 +20,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from te_models.cache import KVCache
 from te_models.checkpointing import Recompute
 from te_models.config import ModelConfig
 from te_models.kernels import Kernels
@@ -41,72 +40,6 @@ class Tokens(NamedTuple):
     masks: dict[int | None, Tensor | None]  # sliding window -> which keys are seen (kernels.attention.attention_mask)
     real: Tensor | None  # bool [B*S, 1], False at padding inside the batch; None where there is none
     recompute: Recompute  # which activations are kept for backward
-
-
-class KVCache:
-    """Keys and values of the positions seen so far, one pair a layer, allocated once.
-
-    Memory: 2 * layers * B * K * max_length * H elements of `dtype`.
-    """
-
-    def __init__(self, config: ModelConfig, batch: int, max_length: int, device: torch.device, dtype: torch.dtype):
-        shape = (config.num_hidden_layers, 2, batch, config.num_key_value_heads, max_length, config.head_dim)
-        self.buffer = torch.zeros(shape, device=device, dtype=dtype)
-        self.length = 0
-        self._mask: Tensor | None = None  # bool [B, max_length], once a position was padding
-
-    def mask(self, new: Tensor | None, seq: int) -> Tensor | None:
-        """Which of the positions so far and the `seq` newest are real: bool [B, length + S], or None for all.
-
-        `new` bool [B, S] says it of the newest; None: all of them. To be called once a forward, before `append`.
-        """
-        if new is None and self._mask is None:
-            return None
-        if self._mask is None:
-            batch, max_length = self.buffer.shape[2], self.buffer.shape[4]
-            self._mask = torch.ones(batch, max_length, dtype=torch.bool, device=self.buffer.device)
-        end = self.length + seq
-        if new is not None:
-            self._mask[:, self.length : end] = new
-        return self._mask[:, :end]
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [B, K, S, H] of the newest positions; returns all keys and values so far, [B, K, length+S, H].
-
-        `length` moves on when the last layer has stored, so that every layer of one forward sees the same.
-        """
-        end = self.length + k.shape[-2]
-        keys, values = self.buffer[layer]
-        keys[:, :, self.length : end] = k
-        values[:, :, self.length : end] = v
-        if layer == len(self.buffer) - 1:
-            self.length = end
-        return keys[:, :, :end], values[:, :, :end]
-
-
-def rotary_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cos, sin) [..., R] of the integer positions [...]; angles in FP32, the tables in `dtype`."""
-    channel = torch.arange(0, config.rotary_size, 2, device=positions.device, dtype=torch.float32)
-    frequency = scale_frequencies(1.0 / config.rope_theta ** (channel / config.rotary_size), config.rope_scaling)
-    angle = positions.float().unsqueeze(-1) * frequency
-    angle = torch.cat((angle, angle), dim=-1)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def scale_frequencies(frequency: Tensor, scaling: Mapping[str, Any] | None) -> Tensor:
-    """RoPE's angular frequencies, FP32, stretched to longer contexts as `ModelConfig.rope_scaling` says.
-
-    "linear" divides all by `factor`. "llama3" leaves wavelengths below original / high_freq_factor alone, divides those
-    above original / low_freq_factor by `factor`, and interpolates between the two.
-    """
-    if scaling is None:
-        return frequency
-    if scaling["rope_type"] == "linear":
-        return frequency / scaling["factor"]
-    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * frequency / scaling["factor"] + kept * frequency
 
 
 def linear(te: ModuleType, inputs: int, outputs: int, *, bias: bool = False, split: Any = None, **factory: Any) -> Any:
@@ -182,7 +115,7 @@ class GatedAttention(nn.Module):
         q, k, v = (rearrange(t, "b s a h -> b a s h") for t in (q, k, v))
         if tokens.cache is not None:
             k, v = tokens.cache.append(self.layer, k, v)
-        mask = tokens.masks.get(config.window(self.layer))
+        mask = tokens.masks[config.window(self.layer)]
         out = self._gated(rearrange(causal_attention(q, k, v, mask), "b a s h -> (b s) a h"), g.flatten(0, 1))
         return out if tokens.real is None else out * tokens.real
 

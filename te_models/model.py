@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from te_models.cache import KVCache
 from te_models.checkpointing import Recompute, check_mode, refuse_foreign_recompute
 from te_models.config import ModelConfig, config_fields
 from te_models.engine import check_support, engine_module, get_engine
@@ -30,10 +31,11 @@ from te_models.kernels import attention_operations, get_kernels
 from te_models.kernels.attention import attention_kernel
 from te_models.kernels.attention import attention_mask as visible_keys
 from te_models.kernels.head import linear_cross_entropy
-from te_models.layers import Block, KVCache, Tokens, linear, norm_options, pad_rows, rotary_tables
+from te_models.layers import Block, Tokens, linear, norm_options, pad_rows
 from te_models.plan import Plan, PlanRow
 from te_models.presets import get_preset
 from te_models.recipe import Recipe, get_recipe, recipe_fields
+from te_models.rope import rotary_tables
 from te_models.saved import read_pretrained, write_pretrained
 from te_models.tensor_parallel import TensorParallel
 
@@ -167,6 +169,7 @@ class CausalLM(nn.Module):
         cache: KVCache | None = None,
         attention_mask: Tensor | None = None,
         return_logits: bool = True,
+        logits_to_keep: int | None = None,
     ) -> Output:
         """Logits of every position, and the mean cross-entropy of predicting `labels` from the positions before them.
 
@@ -178,20 +181,25 @@ class CausalLM(nn.Module):
                 logits at padding mean nothing.
             return_logits: False gives the loss alone: the head and its loss then run a piece at a time and the logits,
                 often the largest tensors of a step, never exist.
+            logits_to_keep: compute them for this many of the newest positions alone; not with labels.
         """
         refuse_foreign_recompute(self.recipe.stateful)
         batch, seq = input_ids.shape
-        start = cache.length if cache else 0
-        if start + seq > self.config.max_position_embeddings:
+        length, limit = seq + (cache.length if cache else 0), self.config.longest_sequence
+        if length > limit:
+            name = (
+                "max_position_embeddings" if limit == self.config.max_position_embeddings else "what RoPE stretches to"
+            )
             raise ValueError(
-                f"a sequence of {start + seq} tokens is longer than max_position_embeddings="
-                f"{self.config.max_position_embeddings}: shorten it or raise that field"
+                f"a sequence of {length} tokens is longer than {name}={limit}: shorten it or raise that field"
             )
         tokens = self._tokens(batch, seq, cache, attention_mask)
         x = self.embed_tokens(input_ids).flatten(0, 1)
         x = x if tokens.real is None else x * tokens.real
         if labels is None:
-            return Output(None, self._decode(x, tokens, self.lm_head)[: batch * seq].unflatten(0, (batch, seq)))
+            kept = seq if logits_to_keep is None else min(logits_to_keep, seq)
+            logits = self._decode(x, tokens, lambda h: self._newest_logits(h, tokens, kept))
+            return Output(None, logits[: batch * kept].unflatten(0, (batch, kept)))
         targets = F.pad(labels[:, 1:], (0, 1), value=-100).flatten()  # shifting the labels spares a copy of the logits
         if not return_logits and self._head_is_fused:
             return Output(self._decode(x, tokens, lambda h: self._head_loss(h, targets)), None)
@@ -215,7 +223,6 @@ class CausalLM(nn.Module):
 
     def _tokens(self, batch: int, seq: int, cache: KVCache | None, attention_mask: Tensor | None) -> Tokens:
         """Positions and masks of the newest `seq` tokens of each row."""
-        start = cache.length if cache else 0
         if attention_mask is not None and attention_mask.shape != (batch, seq):
             raise ValueError(
                 f"attention_mask has shape {list(attention_mask.shape)}, input_ids [{batch}, {seq}]: give one entry a token"
@@ -223,13 +230,17 @@ class CausalLM(nn.Module):
         padded = None
         if attention_mask is not None and not bool(attention_mask.all()):
             padded = attention_mask.to(self.device, torch.bool)
-        real = cache.mask(padded, seq) if cache else padded
-        if real is None:
-            positions = torch.arange(start, start + seq, device=self.device)
-        else:
-            positions = (real.cumsum(-1) - 1).clamp(min=0)[:, start:]
         windows = {self.config.window(layer) for layer in range(self.config.num_hidden_layers)}
-        masks = {w: visible_keys(seq, start + seq, w, real, self.device) for w in windows}
+        positions = cache.extend(seq, padded) if cache else None
+        masks: dict[int | None, Tensor | None]
+        if cache and positions is not None:
+            masks = {window: cache.visible(window) for window in windows}
+        else:
+            masks = {window: visible_keys(seq, window, padded, self.device) for window in windows}
+            if padded is None:
+                positions = torch.arange(seq, device=self.device)
+            else:
+                positions = (padded.cumsum(-1) - 1).clamp(min=0)
         cos, sin = rotary_tables(self.config, positions, self.dtype)
         recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe)
         return Tokens(batch, seq, cos, sin, cache, masks, None if padded is None else padded.reshape(-1, 1), recompute)
@@ -237,7 +248,7 @@ class CausalLM(nn.Module):
     def _decode(self, x: Tensor, tokens: Tokens, head: Callable[[Tensor], Tensor]) -> Tensor:
         """x [B*S, D] -> the head's result for the last hidden states [N, D]."""
         fp8, layers = self.fp8_layers, list(enumerate(self.layers))
-        x = self.tp.scatter(pad_rows(x, self.tp.rows(len(x), self._row_alignment)))
+        x = self.tp.scatter(self._padded(x))
         for layer, block in layers[: fp8.start]:
             x = tokens.recompute.block(block, layer, x, tokens)
         with self._autocast():
@@ -257,6 +268,17 @@ class CausalLM(nn.Module):
     def _row_alignment(self) -> int:
         """What the number of a rank's rows is a multiple of."""
         return self.recipe.scattered_row_alignment if self.tp.scatters else self.recipe.row_alignment
+
+    def _newest_logits(self, x: Tensor, tokens: Tokens, kept: int) -> Tensor:
+        """x [N, D] -> the logits [N', V] of the last `kept` positions of each row."""
+        if kept < tokens.seq:
+            x = x[: tokens.batch * tokens.seq].unflatten(0, (tokens.batch, tokens.seq))[:, -kept:]
+            x = self._padded(x.flatten(0, 1))
+        return self.lm_head(x)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """x [n, D] with rows of zeros up to a multiple of the recipe's alignment."""
+        return pad_rows(x, self.tp.rows(len(x), self._row_alignment))
 
     @contextlib.contextmanager
     def _autocast(self) -> Any:

@@ -17,8 +17,8 @@ from te_models.engine import engine_module
 from te_models.kernels import elementwise
 from te_models.kernels.attention import causal_attention
 from te_models.kernels.attention_core import Heads
-from te_models.layers import rotary_tables
 from te_models.recipe import Recipe, get_recipe
+from te_models.rope import rotary_tables
 
 Step = Callable[[], Tensor]
 

@@ -75,6 +75,8 @@ def read_pretrained(build: Any, folder: str | Path, options: Mapping[str, Any]) 
     options = {name: value for name, value in options.items() if name not in shape}
     if is_hugging_face(folder, MODEL_TYPE):
         return read_hugging_face(build, folder, shape, options)
+    if folder.is_dir() and not any((folder / name).exists() for name in ("config.json", "manifest.json")):
+        raise CheckpointError(f"{folder} has no config.json: it holds no model, or only a part of one")
     saved = load_folder(folder, ["config", "model", "recipe"], optional=["fp8_state", "hf_config", "generation_config"])
     config, dtype = read_config(saved)
     wanted = gated(config, shape)

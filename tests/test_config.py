@@ -84,7 +84,7 @@ def test_the_headwise_gate_is_padded_to_the_fp8_alignment() -> None:
         (dict(num_key_value_heads=3), "num_key_value_heads=3"),
         (dict(head_dim=15), "head_dim=15 is odd"),
         (dict(tie_word_embeddings="yes"), "tie_word_embeddings='yes'"),
-        (dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "'yarn' is not supported"),
+        (dict(rope_scaling={"rope_type": "ntk", "factor": 4.0}), "'ntk' is not supported"),
         (dict(rope_scaling={"rope_type": "linear"}), "lacks factor"),
         (dict(rope_scaling={"rope_type": "linear", "factor": 2.0, "beta": 1.0}), "beta=1.0 is not supported"),
         (dict(rope_scaling={"rope_type": "linear", "factor": "2"}), "factor='2' is not a positive number"),

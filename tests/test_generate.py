@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +13,11 @@ import pytest
 import torch
 
 from te_models import CausalLM, list_recipes
+from te_models.cache import KVCache
 from te_models.chat import ChatTemplate
 from te_models.cli import main
 from te_models.fp8_state import fp8_state
 from te_models.generate import continue_text, sample, stream_text
-from te_models.layers import KVCache
 from te_models.tokenizer import ByteTokenizer, load_tokenizer
 
 pytest.importorskip("transformers")
@@ -377,6 +378,8 @@ def test_the_command_line_continues_and_talks(
         (["--prompt", "x", "--tokenizer", "LARGE"], "the tokenizer has 300 ids but the model's vocab_size is 288"),
         (["--prompt", "x" * 97], "max_position_embeddings=96"),
         (["--prompt", "x", "--max-new-tokens", "4", "--top-p", "2"], "top_p=2.0"),
+        (["--prompt", "x", "--max-new-tokens", "4", "--temperature", "0"], "(--greedy)"),
+        (["--prompt", "x", "--model", "EMPTY"], "has no config.json: it holds no model"),
     ],
 )
 def test_mistakes_on_the_command_line(
@@ -387,10 +390,13 @@ def test_mistakes_on_the_command_line(
         document["model"]["vocab"] |= {f"word{i}": i for i in range(259, size)}
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(json.dumps(document))
-    arguments = [str(tmp_path / a) if a in ("PLAIN", "LARGE") else a for a in arguments]
+    (tmp_path / "EMPTY").mkdir()
+    shutil.copy(chat_model / "tokenizer.json", tmp_path / "EMPTY")
+    arguments = [str(tmp_path / a) if a in ("PLAIN", "LARGE", "EMPTY") else a for a in arguments]
     assert main(["generate", "--model", str(chat_model), "--device", "cpu", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    told = capsys.readouterr()
+    assert message in told.err and told.err.count("\n") == 1
+    assert not told.out, "the prompt is not repeated before a refusal"
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -13,6 +13,7 @@ from torch import Tensor
 from te_models import CausalLM
 from te_models.engine import get_engine
 from te_models.fp8_state import fp8_state
+from tests.graph_tape import pretend_cuda
 
 for package in ("peft", "accelerate", "transformers"):
     pytest.importorskip(package)
@@ -196,3 +197,46 @@ def test_it_trains_under_accelerate() -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.5 and isinstance(accelerator.unwrap_model(prepared), CausalLM)
     assert get_engine("emulated")[0] is model.te and fp8_state(model)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "current"])
+def test_an_adapted_model_generates_replayed_as_eagerly(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", engine="emulated", **SHAPE)
+    plain = model.generate([1, 2, 3], max_new_tokens=6)
+    adapted = add_lora(model, r=4, lora_alpha=8)
+    train(adapted, tokens(model))
+    eager = adapted.generate([1, 2, 3], max_new_tokens=6)
+    assert not torch.equal(eager, plain)
+    tapes = pretend_cuda(monkeypatch)
+    assert torch.equal(adapted.generate([1, 2, 3], max_new_tokens=6, cuda_graph=True), eager)
+    assert tapes[0].replays == 4
+    with adapted.disable_adapter():
+        assert torch.equal(adapted.generate([1, 2, 3], max_new_tokens=6, cuda_graph=True), plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_adapters_on_transformer_engine_itself(recipe: str) -> None:
+    """Frozen FP8 layers under training adapters: gradients, scales, merging and a captured decode, on a GPU."""
+    torch.manual_seed(1)
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cuda", engine="native", **SHAPE)
+    adapted = add_lora(model, r=4, lora_alpha=8)
+    ids = tokens(model)
+    losses = train(adapted, ids, steps=8)
+    assert losses[-1] < losses[0] - 0.1
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in adapted.parameters() if p.requires_grad)
+    scales = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
+    assert bool(scales) == (recipe == "delayed")
+    assert all(
+        tensor.isfinite().all() and (tensor != 1).any() for name, tensor in scales.items() if "fwd.scale" in name
+    )
+    eager = adapted.generate(ids[:, :5], max_new_tokens=12, cuda_graph=False)
+    assert torch.equal(adapted.generate(ids[:, :5], max_new_tokens=12, cuda_graph=True), eager)
+    assert all(torch.equal(tensor, scales[name]) for name, tensor in fp8_state(model).items())
+    tuned = adapted.eval()(ids).logits.float()
+    adapted.merge_adapter()
+    merged = adapted(ids).logits.float()
+    assert (merged - tuned).norm() < 0.25 * tuned.norm(), "two FP8 noises of about 20 dB apart"
+    adapted.unmerge_adapter()
+    assert torch.equal(adapted(ids).logits.float(), tuned)

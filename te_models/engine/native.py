@@ -47,6 +47,7 @@ __all__ = [
     "Linear", "MXFP8Quantizer", "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "autocast", "checkpoint", "fp8_autocast", "get_align_size_for_quantization",
     "get_default_recipe", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
     "is_nvfp4_available", "quantized_model_init", "recipe", "reset_fp8_state", "restored_recompute",
+    "drop_cached_weights",
 ]  # fmt: skip
 
 
@@ -75,4 +76,9 @@ def reset_fp8_state(module: Any) -> None:
     module.quantizers = {"scaling_fwd": [], "scaling_bwd": []}
     module.fp8_initialized = False
     module.fp8_meta_tensors_initialized = False
+    module._fp8_workspaces.clear()
+
+
+def drop_cached_weights(module: Any) -> None:
+    """Forget the weight codes that a te.Linear keeps for is_first_microbatch=False."""
     module._fp8_workspaces.clear()

@@ -11,36 +11,49 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # cuDNN is 1.65x FlashAttention-2 forward and backward on an H200 at head_dim 128, S 2048 (350 against 212 TFLOP/s).
 CUDA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# For one query a row under a mask: FlashAttention takes no mask, and cuDNN would plan anew for every cache length.
+DECODE_ORDER = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attention in which query i of the last S positions sees keys 0..P+i, P = keys - S, or those of `mask` alone.
+    """Attention in which query i sees keys 0..i, or what `mask` (bool, or added to the scores) lets it see.
 
-    q [B, N, S, H]; k, v [B, K, P+S, H] with N a multiple of K; mask as from `attention_mask`; returns [B, N, S, H].
+    q [B, N, S, H]; k, v [B, K, M, H] with N a multiple of K and M = S without a mask; returns [B, N, S, H].
     """
-    if mask is None and 1 < q.shape[-2] < k.shape[-2]:
-        mask = attention_mask(q.shape[-2], k.shape[-2], None, None, q.device)
+    if mask is not None and q.shape[-2] == 1:
+        return _decode_attention(q, k, v, mask)
     options: dict[str, Any] = dict(
         attn_mask=mask, is_causal=mask is None and q.shape[-2] > 1, enable_gqa=q.shape[1] != k.shape[1]
     )
-    if not q.is_cuda:  # most processors have no BF16 instructions: FP32 is five times faster there, and no less exact
-        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
-    with sdpa_kernel(CUDA_ORDER, set_priority=True):
-        return F.scaled_dot_product_attention(q, k, v, **options)
+    return _attention(q, k, v, CUDA_ORDER, options)
 
 
-def attention_mask(
-    queries: int, keys: int, window: int | None, real: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """Which keys each of the newest `queries` positions sees, bool [(B, 1,) queries, keys]; None for plain causal.
+def _decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """One query a row. The N/K heads that share a key are taken as queries of one head: no key is copied or read twice."""
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
+    return _attention(grouped, k, v, DECODE_ORDER, dict(attn_mask=mask)).reshape(q.shape)
 
-    `window` counts the position itself; `real` bool [B, keys] is False at padding, which nothing sees but itself, so
-    that no row is empty.
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, order: list[SDPBackend], options: dict[str, Any]) -> Tensor:
+    if q.is_cuda:
+        with sdpa_kernel(order, set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+    # Most processors have no BF16 instructions: FP32 is five times faster there, and no less exact.
+    if (mask := options["attn_mask"]) is not None and mask.is_floating_point():
+        options = {**options, "attn_mask": mask.float()}
+    return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
+
+
+def attention_mask(seq: int, window: int | None, real: Tensor | None, device: torch.device) -> Tensor | None:
+    """Which keys each of `seq` positions sees, bool [(B, 1,) S, S]; None for plain causal.
+
+    `window` counts the position itself; `real` bool [B, S] is False at padding, which nothing sees but itself, so that
+    no row is empty.
     """
-    if real is None and (window is None or window >= keys) and queries in (1, keys):
+    if real is None and (window is None or window >= seq):
         return None
-    position = torch.arange(keys, device=device)
-    distance = position[keys - queries :, None] - position
+    position = torch.arange(seq, device=device)
+    distance = position[:, None] - position
     mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     return mask if real is None else (mask & real[:, None, None, :]) | (distance == 0)
 

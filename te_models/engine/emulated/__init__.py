@@ -24,7 +24,7 @@ from te_models.engine.emulated.autocast import (
 from te_models.engine.emulated.checkpoint import checkpoint
 from te_models.engine.emulated.gemm import exact_gemm
 from te_models.engine.emulated.linear import Linear
-from te_models.engine.emulated.module import reset_fp8_state, restored_recompute
+from te_models.engine.emulated.module import drop_cached_weights, reset_fp8_state, restored_recompute
 from te_models.engine.emulated.numerics import DType
 from te_models.engine.emulated.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from te_models.engine.emulated.quantizers import (
@@ -40,7 +40,8 @@ from te_models.engine.emulated.tensors import Float8BlockwiseQTensor, Float8Tens
 __all__ = [
     "DType", "DelayedScalingRequest", "FP8GlobalStateManager", "Float8BlockQuantizer", "Float8BlockwiseQTensor",
     "Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "Linear", "MXFP8Quantizer", "MXFP8Tensor",
-    "NVFP4Quantizer", "NVFP4Tensor", "QuantizedTensor", "QuantizerRole", "RMSNorm", "autocast", "checkpoint", "exact_gemm",
+    "NVFP4Quantizer", "NVFP4Tensor", "QuantizedTensor", "QuantizerRole", "RMSNorm", "autocast", "checkpoint",
+    "drop_cached_weights", "exact_gemm",
     "fp8_autocast", "fp8_model_init", "get_align_size_for_quantization", "get_default_recipe", "is_fp8_available",
     "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "quantized_model_init", "recipe",
     "reset_fp8_state", "restored_recompute", "set_support",

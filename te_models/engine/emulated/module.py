@@ -309,3 +309,8 @@ def reset_fp8_state(module: nn.Module) -> None:
     for child in module.modules():
         if isinstance(child, TransformerEngineBaseModule):
             child.reset_fp8_state()
+
+
+def drop_cached_weights(module: TransformerEngineBaseModule) -> None:
+    """Forget the weight codes that a te.Linear keeps for is_first_microbatch=False."""
+    module._fp8_workspaces.clear()

@@ -103,7 +103,7 @@ def reciprocal_rms(x: Tensor, eps: float) -> Tensor:
     kernel, cols, wide = Kernel.of("forward", x), x.shape[1], x.float()
     if not kernel.tuned:
         sums = kernel.row_sum(_dot(kernel, wide, wide, exact=x.dtype != torch.float32))
-        return torch.rsqrt(_fma(sums, _reciprocal(cols, x), sums.new_tensor(eps)))
+        return torch.rsqrt(_fma(sums, _reciprocal(cols, x), sums.new_full((), eps)))
     per_warp = cols // kernel.warps
     mean = _tree(_sequence(kernel.spread(wide))) * _reciprocal(per_warp, x)  # [T, warps, 1, 1]
     columns = (len(x), kernel.steps, kernel.warps, LANES * kernel.width)
@@ -208,4 +208,4 @@ def _merge(mean: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor, i
 
 def _reciprocal(count: int, like: Tensor) -> Tensor:
     """1 / count in FP32."""
-    return torch.tensor(1.0 / count, dtype=torch.float32, device=like.device)
+    return torch.full((), 1.0 / count, dtype=torch.float32, device=like.device)

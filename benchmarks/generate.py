@@ -1,0 +1,290 @@
+"""Generation beside transformers, on the same random weights in the same run; and how a checkpoint loads.
+
+    python benchmarks/generate.py run --out benchmarks/results/generate_h200.json     # on a GPU, under 6 minutes
+    python benchmarks/generate.py run --tiny                                          # anywhere: does it work?
+    python benchmarks/generate.py report benchmarks/results/generate_h200.json
+
+A model is made once a shape, written to disk in shards, and read back by both. Prefill is the time to the first token;
+decode is the slope between a short and a long generation, which leaves out the prompt, the capture of a graph and
+whatever else comes once a call. Medians over repeats; whole calls are in the JSON too. transformers runs as it comes
+(default) and at its best (static cache with torch.compile). What the time budget leaves no room for is named.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from te_models import CausalLM
+from te_models.durable import first_line
+from te_models.hf import MAX_SHARD_BYTES, write_hugging_face
+
+TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+TINY |= dict(head_dim=16, vocab_size=288, max_position_embeddings=512, dtype=torch.float32)
+
+
+@dataclass
+class Plan:
+    """What is measured: prompt length, the two lengths that decode is the slope between, repeats, and the time left."""
+
+    prompt: int
+    short: int
+    long: int
+    repeats: int
+    deadline: float
+
+    def left(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.deadline - time.monotonic()
+
+
+@click.group()
+def cli() -> None:
+    """Measure, or print the table of what was measured."""
+
+
+@cli.command()
+@click.option("--models", default="qwen3-0.6b,llama-3.1-8b", show_default=True)
+@click.option("--recipes", default="bf16,current,delayed", show_default=True)
+@click.option("--batches", default="1,16", show_default=True)
+@click.option("--prompt", default=512, show_default=True, help="Tokens in each prompt.")
+@click.option("--budget", default=330.0, show_default=True, help="Seconds; later rows are skipped, by name.")
+@click.option("--tiny", is_flag=True, help="Shrunken shapes and few tokens: a test of this program, not a measurement.")
+@click.option("--load/--no-load", "read", default=True, help="Measure loading too, in processes of their own.")
+@click.option("--out", type=click.Path(path_type=Path), help="Where the JSON goes; only written on a GPU.")
+def run(models: str, recipes: str, batches: str, prompt: int, budget: float, tiny: bool, read: bool,
+        out: Path | None) -> None:  # fmt: skip
+    """Measure every model under every recipe and batch, transformers beside it."""
+    from environment import environment
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not tiny:
+        raise click.UsageError("there is no CUDA device here: use --tiny to try the program")
+    plan = Plan(prompt, 9, 73, 3, time.monotonic() + budget)
+    if tiny:
+        plan = Plan(8, 3, 7, 1, plan.deadline)
+    sizes = [int(batch) for batch in batches.split(",")]
+    result: dict[str, Any] = {"environment": environment(), "prompt": plan.prompt, "tokens": [plan.short, plan.long]}
+    result |= {"repeats": plan.repeats, "rows": [], "loading": [], "skipped": []}
+    started = time.monotonic()
+    for name in models.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            result["loading"] += written_and_loaded(name, Path(folder) / "model", device, tiny, read)
+            rows, skipped = measure_model(name, Path(folder) / "model", recipes.split(","), sizes, device, plan)
+        result["rows"] += rows
+        result["skipped"] += skipped
+        result["seconds"] = time.monotonic() - started
+        if out is not None and device == "cuda":  # after each model, so that a failure leaves the others
+            out.write_text(json.dumps(result, indent=1) + "\n")
+    click.echo(table(result))
+
+
+@cli.command()
+@click.argument("path", type=click.Path(path_type=Path, exists=True))
+def report(path: Path) -> None:
+    """Print the table."""
+    click.echo(table(json.loads(path.read_text())))
+
+
+@cli.command(hidden=True)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("device")
+@click.argument("reader")
+def load(folder: Path, device: str, reader: str) -> None:
+    """Load a model in a process of its own and print seconds and peak bytes as JSON."""
+    import resource
+
+    def host_peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    torch.zeros(1, device=device)  # the device's own libraries are no part of loading
+    build = loaders()[reader]
+    before, started = host_peak(), time.perf_counter()
+    model = build(folder, device)
+    synchronize()
+    seconds = time.perf_counter() - started
+    on_device = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    told = dict(reader=reader, seconds=seconds, peak_host_bytes=host_peak() - before, peak_device_bytes=on_device)
+    click.echo(json.dumps({**told, "weight_bytes": weights}))
+
+
+def loaders() -> dict[str, Callable[[Path, str], Any]]:
+    """Who reads a folder onto a device, by name."""
+
+    def theirs(folder: Path, device: str) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map=device)
+
+    return {"te-models": lambda folder, device: CausalLM.from_pretrained(folder, device=device), "transformers": theirs}
+
+
+def written_and_loaded(name: str, folder: Path, device: str, tiny: bool, read: bool) -> list[dict[str, Any]]:
+    """Write a random model of this shape into `folder` as a Hugging Face checkpoint, then let each reader load it."""
+    torch.manual_seed(0)
+    model = CausalLM.from_preset(name, device=device, **(TINY if tiny else {}))
+    started = time.perf_counter()
+    write_hugging_face(model, folder, 200_000 if tiny else MAX_SHARD_BYTES)  # several shards in any case
+    written = time.perf_counter() - started
+    shards = sorted(folder.glob("*.safetensors"))
+    del model
+    rows = []
+    for reader in loaders() if read else ():
+        command = [sys.executable, __file__, "load", str(folder), device, reader]
+        done = subprocess.run(command, capture_output=True, text=True)
+        told = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-300:]}
+        largest = max(shard.stat().st_size for shard in shards)
+        rows.append({"model": name, "shards": len(shards), "largest_shard_bytes": largest, "write_seconds": written,
+                     "reader": reader, **told})  # fmt: skip
+    return rows
+
+
+def measure_model(
+    name: str, folder: Path, recipes: list[str], batches: list[int], device: str, plan: Plan
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of one model, ours first, and the names of what was skipped; the longest to compile come last."""
+    rows: list[dict[str, Any]] = []
+    skipped: list[str] = []
+
+    def add(batch: int, who: str, needs: float, measure: Callable[[], dict[str, Any]]) -> None:
+        if plan.left() < needs:
+            skipped.append(f"{name}, batch {batch}, {who}: no time left")
+            return
+        try:
+            rows.append({"model": name, "batch": batch, "who": who, **measure()})
+        except Exception as error:  # one row that fails must not cost the others
+            traceback.print_exc()
+            skipped.append(f"{name}, batch {batch}, {who}: {first_line(error)}")
+
+    model = loaders()["te-models"](folder, device)
+    for recipe in recipes:
+        model.set_recipe(recipe)
+        warm_scales(model, plan)
+        for batch in batches:
+            for graph in (False,) if device == "cpu" else (True, False) if recipe == "bf16" else (True,):
+                who = f"te-models {recipe}" + ("" if graph else ", no graph")
+                add(batch, who, 0, partial(ours, model, batch, graph, plan))
+    del model
+    try:
+        judge = loaders()["transformers"](folder, device)
+    except ImportError:
+        for row in rows:
+            row.pop("new")
+        return rows, [*skipped, f"{name}, transformers: not installed"]
+    for label, options in (("default", {}), ("static cache + compile", dict(cache_implementation="static"))):
+        for batch in batches:
+            needs = 60 if options and device == "cuda" else 0  # compiling
+            add(batch, f"transformers {label}", needs, partial(theirs, judge, batch, options, plan))
+    reference = {row["batch"]: row["new"] for row in rows if row["who"] == "transformers default"}
+    for row in rows:
+        same = [a == b for a, b in zip(row.pop("new"), reference.get(row["batch"], []), strict=False)]
+        row["same_first_tokens"] = same.index(False) if False in same else len(same)
+    return rows, skipped
+
+
+def prompts(vocab: int, batch: int, plan: Plan, device: Any) -> torch.Tensor:
+    """The same random ids for everyone, [B, prompt]."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, vocab, (batch, plan.prompt), generator=generator).to(device)
+
+
+def warm_scales(model: Any, plan: Plan) -> None:
+    """Two training forwards, so that delayed scaling has scales of these activations."""
+    ids = prompts(model.config.vocab_size, 1, plan, model.device)
+    for _ in range(2 if model.recipe.stateful else 0):
+        model.train()(ids, labels=ids)
+    model.eval()
+
+
+def ours(model: Any, batch: int, graph: bool, plan: Plan) -> dict[str, Any]:
+    """The measurements of te-models."""
+    ids = prompts(model.config.vocab_size, batch, plan, model.device)
+    options = dict(eos_token_id=None, cuda_graph=graph)
+    return measured(lambda count: model.generate(ids, max_new_tokens=count, **options), batch, plan)
+
+
+def theirs(judge: Any, batch: int, options: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """The measurements of transformers.generate."""
+    ids = prompts(judge.config.vocab_size, batch, plan, judge.device)
+    judge.generation_config.eos_token_id = None
+    judge.generation_config.pad_token_id = 0
+    fixed = dict(attention_mask=torch.ones_like(ids), do_sample=False, **options)
+    return measured(lambda count: judge.generate(ids, max_new_tokens=count, **fixed), batch, plan)
+
+
+def measured(generate: Callable[[int], torch.Tensor], batch: int, plan: Plan) -> dict[str, Any]:
+    """Medians of prefill, of decode, and of whole calls; the first call of each length does not count."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    seconds: dict[int, float] = {}
+    new: list[int] = []
+    for count in (plan.long, plan.short, 1):  # transformers keeps, and compiles for, the longest cache so far
+        took = []
+        for repeat in range(plan.repeats + 1):
+            synchronize()
+            started = time.perf_counter()
+            out = generate(count)
+            synchronize()
+            if repeat:
+                took.append(time.perf_counter() - started)
+        seconds[count] = statistics.median(took)
+        new = new or out[0, plan.prompt :].tolist()
+    slope = max(seconds[plan.long] - seconds[plan.short], 1e-9) / (plan.long - plan.short)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return {
+        "prefill_tokens_per_second": batch * plan.prompt / seconds[1],
+        "decode_tokens_per_second": batch / slope,
+        "seconds": {str(count): value for count, value in seconds.items()},
+        "peak_device_bytes": peak,
+        "new": new,
+    }
+
+
+def synchronize() -> None:
+    """Wait for the device, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def table(result: dict[str, Any]) -> str:
+    """Two tables in Markdown: generation, and loading."""
+    lines = ["| model | batch | | prefill, tokens/s | decode, tokens/s | against transformers | peak memory |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    base = {(row["model"], row["batch"]): row["decode_tokens_per_second"] for row in result["rows"]
+            if row["who"] == "transformers default"}  # fmt: skip
+    for row in result["rows"]:
+        decode, reference = row["decode_tokens_per_second"], base.get((row["model"], row["batch"]))
+        ratio = f"{decode / reference:.1f}x" if reference else "-"
+        lines.append(
+            f"| `{row['model']}` | {row['batch']} | {row['who']} | {row['prefill_tokens_per_second']:,.0f} | {decode:,.0f} "
+            f"| {ratio} | {row['peak_device_bytes'] / 2**30:.2f} GiB |"
+        )
+    lines += ["", "| checkpoint | shards, largest | read by | seconds | peak host memory | peak device memory |"]
+    lines.append("|---|---|---|---|---|---|")
+    for row in result["loading"]:
+        if "error" in row:
+            lines.append(f"| `{row['model']}` | {row['shards']} | {row['reader']} | failed | | |")
+            continue
+        lines.append(
+            f"| `{row['model']}` | {row['shards']}, {row['largest_shard_bytes'] / 2**30:.2f} GiB | {row['reader']} | "
+            f"{row['seconds']:.1f} | {row['peak_host_bytes'] / 2**30:.2f} GiB | {row['peak_device_bytes'] / 2**30:.2f} GiB |"
+        )
+    return "\n".join([*lines, *(f"skipped: {what}" for what in result["skipped"])])
+
+
+if __name__ == "__main__":
+    cli()
