@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = [  # a module may import from earlier lines only; modules of one line do not import each other
     {"errors", "durable"},
     {"config", "recipe", "train_config", "formats", "tokenizer", "chat"},
-    {"presets", "state", "extra_state", "data", "hf_families"},
+    {"presets", "state", "extra_state", "data", "hf_families", "memory"},
     {"checkpoints"},
     {
         "engine.emulated",
@@ -20,9 +20,9 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"kernels", "hf"},
     {"optim.master", "fp8_state", "checkpointing"},
     {"layers"},
-    {"optim", "generate", "plan", "metrics", "saved"},
+    {"optim", "generate", "plan", "capacity", "metrics", "saved"},
     {"model"},
-    {"train", "lora"},
+    {"train", "lora", "verify"},
     {"report"},
     {"finetune", "converse"},
     {"cli"},
@@ -37,10 +37,10 @@ ONLY_IN = {
     "huggingface_hub": {"hf"},
     "safetensors": {"state", "formats"},
     "matplotlib": {"metrics"},
-    "rich": {"plan", "report", "finetune", "cli"},
+    "rich": {"plan", "capacity", "verify", "report", "finetune", "cli"},
     "pickle": set(),
 }
-NO_TORCH = {"errors", "config", "presets", "hf_families", "recipe", "train_config"}
+NO_TORCH = {"errors", "config", "presets", "hf_families", "recipe", "train_config", "memory", "capacity"}
 
 
 def _name(path: Path) -> str:
