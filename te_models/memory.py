@@ -23,11 +23,17 @@ from te_models.errors import unknown
 from te_models.recipe import Recipe
 
 FP32, INT64 = 4, 8
+UPDATE_CHUNK: int | None = (
+    None  # parameters whose gradients te_models/optim/master.py holds in FP32 at a time; None: all
+)
 CUBLAS_WORKSPACE = 2**25 + 1024  # Transformer Engine's, on Hopper and newer (get_cublas_workspace_size_bytes)
 
 
 class Parameter(NamedTuple):
-    """`count` parameters of one shape; `kind` is "matrix" (of a block's linear), "table" (embedding, head) or "vector"."""
+    """`count` matrices (or vectors) of one shape; a fused weight counts as the matrices that it is made of.
+
+    `kind` is "matrix" (of a block: what Muon and GaLore work on), "gate" (headwise), "table" (embedding, head) or "vector".
+    """
 
     kind: str
     shape: tuple[int, ...]
@@ -63,7 +69,7 @@ def _galore(p: Parameter, rank: int = 128) -> float:
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Bytes an element: `state` of the optimizer itself, `master` the FP32 copy of a parameter that is not FP32."""
+    """Bytes an element: `state` of the optimizer itself, `master` what makes a parameter that is not FP32 FP32."""
 
     state: Callable[[Parameter], float]
     what: str
@@ -80,7 +86,7 @@ OPTIMIZERS: dict[str, OptimizerBytes] = {
     "adamw": OptimizerBytes(_adamw, "two FP32 moments"),
     "adamw8bit": OptimizerBytes(_adamw_blocks, "two 8-bit moments, FP32 scale a 256-element block"),
     "adamwfp8": OptimizerBytes(_adamw_blocks, "two FP8 moments, FP32 scale a 256-element block"),
-    "te-adam": OptimizerBytes(lambda p: 1 + 2, "FP8 first and BF16 second moment"),
+    "te-adam": OptimizerBytes(lambda p: 2 + 2, "two BF16 moments; masters as the 16 bits that BF16 lacks", master=2),
     "muon": OptimizerBytes(_muon(4), "FP32 momentum for matrices, AdamW for the rest"),
     "muon8bit": OptimizerBytes(_muon(1 + 4 / 128), "INT8 momentum, FP32 scale a 128-element block; AdamW for the rest"),
     "galore": OptimizerBytes(_galore, "AdamW on gradients of rank 128; AdamW for the rest"),
@@ -394,11 +400,14 @@ def _freed(now: Memory, part: str, size: int) -> Memory:
 def model_parameters(config: ModelConfig) -> list[Parameter]:
     """Every parameter of a CausalLM; vectors (norms, biases) as one."""
     d, layers = config.hidden_size, config.num_hidden_layers
+    gate = "gate" if config.attention_gate == "headwise" else "matrix"
     found = [
         Parameter("table", (config.vocab_size, d), 1 if config.tie_word_embeddings else 2),
-        Parameter("matrix", (config.qkvg_size, d), layers),
+        Parameter("matrix", (config.q_size, d), layers),
+        Parameter("matrix", (config.kv_size, d), 2 * layers),
+        Parameter(gate, (config.gate_size, d), layers if config.gate_size else 0),
         Parameter("matrix", (d, config.q_size), layers),
-        Parameter("matrix", (2 * config.intermediate_size, d), layers),
+        Parameter("matrix", (config.intermediate_size, d), 2 * layers),
         Parameter("matrix", (d, config.intermediate_size), layers),
     ]
     total = config.num_parameters + config.num_padding_parameters
@@ -411,7 +420,7 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
     every = sum(p.numel for p in parameters) * element
     share, gathered = -(-every // gpus), 0
     if gpus > 1:  # FSDP2 gathers the unit that runs and the next one; embedding, norm and head stay gathered
-        block = sum(p.numel // p.count for p in parameters if p.kind == "matrix") * element
+        block = sum(p.numel for p in parameters if p.kind in ("matrix", "gate")) // config.num_hidden_layers * element
         gathered = sum(p.numel for p in parameters if p.kind == "table") * element + 2 * block
     state = 0
     if training.optimizer is not None:
@@ -440,10 +449,10 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     loss, *rest = _walk(list(_Tape(config, recipe, training).regions()), standing, training)
     worst = max(rest, key=lambda memory: memory.total)
     moments = [replace(loss, moment="loss"), replace(worst, moment=f"backward of {worst.moment}")]
-    if training.optimizer is not None:  # MasterWeights.take_gradients turns every gradient into FP32
-        numel = config.num_parameters + config.num_padding_parameters
-        gradients = -(-numel // training.gpus) * max(FP32, training.dtype_bytes)
-        moments.append(replace(standing, moment="optimizer step", gradients=gradients))
+    if training.optimizer is not None:
+        share = -(-sum(p.numel for p in model_parameters(config)) // training.gpus)
+        fp32 = min(share, UPDATE_CHUNK or share) * max(0, FP32 - training.dtype_bytes)
+        moments.append(replace(standing, moment="optimizer step", gradients=share * training.dtype_bytes + fp32))
     return moments
 
 

@@ -7,12 +7,24 @@ from typing import Any
 import pytest
 import torch
 
+import te_models.optim as optim
 from te_models import CausalLM, get_recipe, list_presets, list_recipes
 from te_models.capacity import MemoryPlan, plan_memory
 from te_models.cli import main
 from te_models.engine.emulated.gemm import exact_gemm
-from te_models.memory import OPTIMIZERS, Memory, Parameter, Training, _Tape, _walk, kept_bytes, model_parameters
+from te_models.memory import (
+    OPTIMIZERS,
+    UPDATE_CHUNK,
+    Memory,
+    Parameter,
+    Training,
+    _Tape,
+    _walk,
+    kept_bytes,
+    model_parameters,
+)
 from te_models.presets import get_preset
+from te_models.state import flatten_state
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 # Multiples of 128, so that no scale is padded for the emulated engine alone.
@@ -121,7 +133,7 @@ def test_parameters_are_the_models(name: str) -> None:
     assert sum(p.numel for p in found) == sum(p.numel() for p in model.parameters())
     tables = {id(model.embed_tokens.weight), id(model.lm_head.weight)}
     matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)
-    assert sum(p.numel for p in found if p.kind == "matrix") == matrices
+    assert sum(p.numel for p in found if p.kind in ("matrix", "gate")) == matrices
 
 
 def test_optimizers_a_parameter() -> None:
@@ -129,11 +141,12 @@ def test_optimizers_a_parameter() -> None:
     matrix, table = Parameter("matrix", (1024, 512), 3), Parameter("table", (1024, 512), 1)
     state = {name: optimizer.state(matrix) for name, optimizer in OPTIMIZERS.items()}
     assert state == {
-        "adamw": 8, "adamw8bit": 2.03125, "adamwfp8": 2.03125, "te-adam": 3, "muon": 4, "muon8bit": 1.03125,
+        "adamw": 8, "adamw8bit": 2.03125, "adamwfp8": 2.03125, "te-adam": 4, "muon": 4, "muon8bit": 1.03125,
         "galore": pytest.approx(4 * 128 * (2 * 1024 + 512) / (1024 * 512)),
     }  # fmt: skip
     assert {name for name, o in OPTIMIZERS.items() if o.state(table) == 8} == {"adamw", "muon", "muon8bit", "galore"}
     assert OPTIMIZERS["adamw"].of([matrix, table], 2) == 12 * 4 * 1024 * 512
+    assert OPTIMIZERS["te-adam"].of([matrix, table], 2) == 6 * 4 * 1024 * 512
     assert OPTIMIZERS["adamw"].of([matrix, table], 4) == 8 * 4 * 1024 * 512  # FP32 parameters are their own masters
 
 
@@ -150,6 +163,30 @@ def test_torchao_keeps_as_much(name: str) -> None:
         )
         kept = OPTIMIZERS[name.lower()].state(Parameter("matrix", shape, 1)) * weight.numel()
         assert 2 * size == kept, shape
+
+
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"te-adam"}))
+@pytest.mark.parametrize("gate", ["elementwise", "headwise"])
+def test_optimizers_keep_as_much(name: str, gate: str) -> None:
+    """Every tensor that the optimizers keep after a step: the same bytes, but for counters and tables of codes."""
+    if name not in optim.OPTIMIZERS:
+        pytest.skip(f"there is no optimizer {name!r} yet")
+    shape = dict(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=2, attention_gate=gate
+    )
+    model = CausalLM.from_preset("gated-nano", **shape, num_key_value_heads=1, engine="emulated", device="cpu")
+    optimizer = optim.build_optimizer(name, model, 1e-3, 0.1)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.take_gradients(1.0)
+    optimizer.step()
+    kept = sum(tensor.nbytes for tensor in flatten_state(optimizer.state_dict())[0].values())
+    expected = OPTIMIZERS[name].of(model_parameters(model.config), 2)
+    assert kept == pytest.approx(expected, rel=0.005)
+
+
+def test_the_update_holds_as_many_fp32_gradients_as_said() -> None:
+    assert UPDATE_CHUNK == getattr(optim.master, "CHUNK", None), "te_models/memory.py and optim/master.py disagree"
 
 
 def nano(**options: Any) -> MemoryPlan:
