@@ -186,7 +186,7 @@ def test_optimizers_keep_as_much(name: str, gate: str) -> None:
 
 
 def test_the_update_holds_as_many_fp32_gradients_as_said() -> None:
-    assert UPDATE_CHUNK == getattr(optim.master, "CHUNK", None), "te_models/memory.py and optim/master.py disagree"
+    assert getattr(optim.master, "CHUNK", None) == UPDATE_CHUNK, "te_models/memory.py and optim/master.py disagree"
 
 
 def nano(**options: Any) -> MemoryPlan:
