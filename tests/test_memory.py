@@ -178,8 +178,9 @@ def test_optimizers_keep_as_much(name: str, gate: str) -> None:
     optimizer = optim.build_optimizer(name, model, 1e-3, 0.1)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    optimizer.take_gradients(1.0)
-    optimizer.step()
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step for each shape
+        optimizer.take_gradients(1.0)
+        optimizer.step()
     kept = sum(tensor.nbytes for tensor in flatten_state(optimizer.state_dict())[0].values())
     expected = OPTIMIZERS[name].of(model_parameters(model.config), 2)
     assert kept == pytest.approx(expected, rel=0.005)
