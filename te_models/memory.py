@@ -23,9 +23,8 @@ from te_models.errors import unknown
 from te_models.recipe import Recipe
 
 FP32, INT64 = 4, 8
-UPDATE_CHUNK: int | None = (
-    None  # parameters whose gradients te_models/optim/master.py holds in FP32 at a time; None: all
-)
+# Parameters whose gradients te_models/optim/master.py holds in FP32 at a time; None: all of them.
+UPDATE_CHUNK: int | None = None
 CUBLAS_WORKSPACE = 2**25 + 1024  # Transformer Engine's, on Hopper and newer (get_cublas_workspace_size_bytes)
 
 
