@@ -1,6 +1,7 @@
 """The memory plan: against autograd's own saved tensors, against peaks measured on an H200, and by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,18 @@ def test_everything_is_freed_by_the_end_of_backward() -> None:
         embedding = regions[0].steps[0]
         assert last.parts() == Memory(activations=embedding.saved, gradients=last.gradients,
                                       activation_gradients=embedding.consumes + embedding.scratch).parts()  # fmt: skip
+
+
+def test_held_gradients_are_added_to_one_by_one() -> None:
+    """Then each step's new gradient is there for a moment only, beside the one that it is added to."""
+    plan = nano()
+    regions = list(_Tape(plan.config, plan.recipe, plan.training).regions())
+    made = list(_walk(regions, Memory(), plan.training))
+    held = list(_walk(regions, Memory(), replace(plan.training, held_gradients=True)))
+    extra = [b.activation_gradients - a.activation_gradients for a, b in zip(made, held, strict=True)]
+    assert extra[0] == 0 and extra[1] == 2 * 288 * 192  # the loss, then lm_head
+    assert sum(extra) == made[-1].gradients == 2 * plan.config.num_parameters
+    assert not any(memory.gradients for memory in held)
 
 
 def test_accumulation_holds_gradients_during_the_forward() -> None:

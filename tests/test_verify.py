@@ -15,7 +15,7 @@ from te_models import CausalLM, get_recipe, list_recipes
 from te_models.cli import main
 from te_models.fp8_state import fp8_state
 from te_models.presets import get_preset
-from te_models.verify import Verification, Verified, sample_config, sqnr_db, verify
+from te_models.verify import Verification, Verified, _met_in_training, sample_config, sqnr_db, verify
 
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 LINEARS = ["self_attn.qkvg_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", "lm_head"]
@@ -46,6 +46,14 @@ def test_what_ran(recipe: str) -> None:
     said = str(found)
     assert ("Try --recipe delayed" if recipe == "bf16" else "really ran in 4 of 13 linears") in said
     json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_it_looks_at_a_layer_in_fp8() -> None:
+    model = small()
+    met = _met_in_training(model, 2, 32)
+    assert met["mlp.down_proj"][0] is model.layers[1].mlp.down_proj  # 0 and 2 are in BF16
+    assert met["lm_head"][0] is model.lm_head
+    assert [tensor.shape[1] for tensor in met["mlp.down_proj"][1:]] == [96, 64]
 
 
 @pytest.mark.parametrize(
