@@ -1,4 +1,4 @@
-"""The command line: te-models list | plan | finetune | generate | bench | convert.
+"""The command line: te-models list | plan | verify | finetune | generate | bench | convert.
 
 A user's mistake ends with exit code 2 and one line on stderr; set TE_MODELS_DEBUG=1 for the traceback. Heavy imports
 happen inside the commands, so that `--help` is quick.
@@ -7,6 +7,7 @@ happen inside the commands, so that `--help` is quick.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -157,13 +158,62 @@ def list_command() -> None:
 
 @cli.command(cls=Sections)
 @model_options
-def plan(preset: str | None, model: str | None, **options: Any) -> None:
-    """Which layer runs in what precision, on which engine, and why."""
-    from rich.console import Console  # noqa: PLC0415
-
+@click.option("--memory", is_flag=True, help="The predicted memory of training instead, and what fits on which GPU.")
+@click.option("--batch-size", default=TRAIN_FIELDS["batch_size"], show_default=True, help="With --memory, as the rest.")
+@click.option("--seq-len", default=TRAIN_FIELDS["seq_len"], show_default=True)
+@click.option("--gradient-accumulation", default=TRAIN_FIELDS["gradient_accumulation"], show_default=True)
+@click.option("--optimizer", default=TRAIN_FIELDS["optimizer"], show_default=True)
+@click.option("--activation-checkpointing", default="none", show_default=True, metavar="MODE")
+@click.option("--gpus", default=1, show_default=True, help="Among how many FSDP shares the model.")
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of tables.")
+def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **options: Any) -> None:
+    """Which layer runs in what precision, on which engine, and why; or what memory training takes."""
+    names = ("batch_size", "seq_len", "gradient_accumulation", "optimizer", "gpus")
+    if not memory and (given := [n for n in names if _given(n)]):
+        raise click.UsageError(f"--{given[0].replace('_', '-')} changes no precision: add --memory, or leave it out")
+    training = {name: options.pop(name) for name in names}
     if preset is not None:
         options["device"] = options["device"] or "meta"
-    Console(width=None if sys.stdout.isatty() else 140).print(build_model(preset, model, options).plan())
+    built = build_model(preset, model, options)
+    _show(built.plan_memory(**training) if memory else built.plan(), as_json)
+
+
+def _given(name: str) -> bool:
+    """Whether the user gave this option."""
+    return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def _show(result: Any, as_json: bool) -> None:
+    """Print what has tables and `to_dict`."""
+    from rich.console import Console  # noqa: PLC0415
+
+    if as_json:
+        click.echo(json.dumps(result.to_dict(), indent=1))
+    else:
+        Console(width=None if sys.stdout.isatty() else 140).print(result, highlight=False)
+
+
+@cli.command(cls=Sections)
+@model_options
+@click.option("--batch-size", default=TRAIN_FIELDS["batch_size"], show_default=True)
+@click.option("--seq-len", default=TRAIN_FIELDS["seq_len"], show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
+def verify(preset: str | None, model: str | None, batch_size: int, seq_len: int, as_json: bool, **options: Any) -> int:
+    """Whether FP8 really ran in each GEMM, how exact it was, and whether it paid on this device at this size."""
+    from te_models.verify import sample_config  # noqa: PLC0415
+    from te_models.verify import verify as run  # noqa: PLC0415
+
+    if options["recipe"] is None and model is None:
+        options["recipe"] = "delayed"
+    if preset is None:
+        found = run(build_model(None, model, options), batch_size, seq_len)
+    else:  # the plan is the whole model's, the trial that of one layer of each precision
+        whole = build_model(preset, model, {**options, "engine": "emulated", "device": "meta"})
+        place = dict(engine=options["engine"], device=options["device"])
+        sample = type(whole)(sample_config(whole.config, whole.recipe), recipe=whole.recipe, **place)
+        found = run(sample, batch_size, seq_len, whole.plan())
+    _show(found, as_json)
+    return 1 if found.failures else 0
 
 
 def train_options(command: Callable[..., Any]) -> Callable[..., Any]:

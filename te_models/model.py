@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_models.cache import KVCache
+from te_models.capacity import MemoryPlan, plan_memory
 from te_models.checkpointing import Recompute, check_mode, refuse_foreign_recompute
 from te_models.config import ModelConfig, config_fields
 from te_models.engine import check_support, engine_module, get_engine
@@ -364,6 +365,16 @@ class CausalLM(nn.Module):
             rows.append(PlanRow(layer, short, gemm, precision, self.engine, reason))
         title = f"recipe {self.recipe.name}, engine {self.engine} ({self.engine_reason})"
         return Plan(title, tuple(rows))
+
+    def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:
+        """The predicted memory of training this model on a GPU, and what fits where.
+
+        Options: te_models.capacity.plan_memory (optimizer, gpus, gradient_accumulation, ...); the model's own shape,
+        recipe, dtype and activation checkpointing are used unless said otherwise.
+        """
+        options.setdefault("activation_checkpointing", self.activation_checkpointing)
+        options.setdefault("dtype_bytes", self.dtype.itemsize)
+        return plan_memory(self.config, self.recipe, batch_size=batch_size, seq_len=seq_len, **options)
 
     def _reason(self, layer: int) -> str:
         """Why this layer runs in what it runs in."""

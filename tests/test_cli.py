@@ -38,7 +38,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture) -> 
 
 
 def test_the_surface_is_what_the_documents_promise(capsys: pytest.CaptureFixture) -> None:
-    assert set(cli.commands) == {"list", "plan", "finetune", "generate", "bench", "convert"}
+    assert set(cli.commands) == {"list", "plan", "verify", "finetune", "generate", "bench", "convert"}
     main(["finetune", "--help"])
     text = capsys.readouterr().out
     promised = (

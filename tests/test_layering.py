@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = [  # a module may import from earlier lines only; modules of one line do not import each other
     {"errors", "durable", "matmul", "environment", "collectives"},
     {"config", "recipe", "train_config", "formats", "tokenizer", "chat"},
-    {"presets", "state", "extra_state", "data", "hf_families"},
+    {"presets", "state", "extra_state", "data", "hf_families", "memory"},
     {"checkpoints"},
     {
         "engine.emulated",
@@ -21,9 +21,9 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"kernels", "hf"},
     {"optim.master", "fp8_state", "checkpointing", "tensor_parallel", "cache", "rope"},
     {"layers", "decode"},
-    {"optim", "generate", "plan", "metrics", "saved"},
+    {"optim", "generate", "plan", "capacity", "metrics", "saved"},
     {"model"},
-    {"train", "lora", "roofline"},
+    {"train", "lora", "roofline", "verify"},
     {"peers"},
     {"bench"},
     {"report"},
@@ -40,11 +40,11 @@ ONLY_IN = {
     "huggingface_hub": {"hf"},
     "safetensors": {"state", "formats"},
     "matplotlib": {"metrics"},
-    "rich": {"plan", "report", "finetune", "cli"},
+    "rich": {"plan", "capacity", "verify", "report", "finetune", "cli"},
     "triton": {"kernels.attention_core_triton"},
     "pickle": set(),
 }
-NO_TORCH = {"errors", "config", "presets", "hf_families", "recipe", "train_config"}
+NO_TORCH = {"errors", "config", "presets", "hf_families", "recipe", "train_config", "memory", "capacity"}
 
 
 def _name(path: Path) -> str:
