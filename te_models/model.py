@@ -147,6 +147,7 @@ class CausalLM(nn.Module):
         labels: Tensor | None = None,
         cache: KVCache | None = None,
         attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> Output:
         """Logits of every position, and the mean cross-entropy of predicting `labels` from the positions before them.
 
@@ -156,6 +157,9 @@ class CausalLM(nn.Module):
             cache: positions seen before; the new ones are appended.
             attention_mask: [B, S], 1 for tokens and 0 for padding, which may lie on either side; None: no padding. The
                 logits at padding mean nothing.
+            document_ids: int [B, S], which document of its row a token is of, each in one piece: attention stays inside
+                it and positions count from its start, as if it were alone. None: each row is one document. Not with a
+                cache or an attention_mask.
         """
         refuse_foreign_recompute(self.recipe.stateful)
         batch, seq = input_ids.shape
@@ -165,7 +169,7 @@ class CausalLM(nn.Module):
                 f"a sequence of {start + seq} tokens is longer than max_position_embeddings="
                 f"{self.config.max_position_embeddings}: shorten it or raise that field"
             )
-        tokens = self._tokens(batch, seq, cache, attention_mask)
+        tokens = self._tokens(batch, seq, cache, attention_mask, document_ids)
         x = self.embed_tokens(input_ids).flatten(0, 1)
         logits = self._logits(x if tokens.real is None else x * tokens.real, tokens)
         logits = logits[: batch * seq].unflatten(0, (batch, seq))
@@ -174,9 +178,19 @@ class CausalLM(nn.Module):
         targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # shifting the labels spares a copy of the logits
         return Output(self.kernels.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits)
 
-    def _tokens(self, batch: int, seq: int, cache: KVCache | None, attention_mask: Tensor | None) -> Tokens:
+    def _tokens(
+        self,
+        batch: int,
+        seq: int,
+        cache: KVCache | None,
+        attention_mask: Tensor | None,
+        documents: Tensor | None,
+    ) -> Tokens:
         """Positions and masks of the newest `seq` tokens of each row."""
         start = cache.length if cache else 0
+        if documents is not None:
+            _check_documents(documents, batch, seq, alone=cache is None and attention_mask is None)
+            documents = documents.to(self.device)
         if attention_mask is not None and attention_mask.shape != (batch, seq):
             raise ValueError(
                 f"attention_mask has shape {list(attention_mask.shape)}, input_ids [{batch}, {seq}]: give one entry a token"
@@ -185,12 +199,14 @@ class CausalLM(nn.Module):
         if attention_mask is not None and not bool(attention_mask.all()):
             padded = attention_mask.to(self.device, torch.bool)
         real = cache.mask(padded, seq) if cache else padded
-        if real is None:
+        if documents is not None:
+            positions = _positions_in_documents(documents)
+        elif real is None:
             positions = torch.arange(start, start + seq, device=self.device)
         else:
             positions = (real.cumsum(-1) - 1).clamp(min=0)[:, start:]
         windows = {self.config.window(layer) for layer in range(self.config.num_hidden_layers)}
-        masks = {w: visible_keys(seq, start + seq, w, real, self.device) for w in windows}
+        masks = {w: visible_keys(seq, start + seq, w, real, self.device, documents) for w in windows}
         cos, sin = rotary_tables(self.config, positions, self.dtype)
         recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe)
         return Tokens(batch, seq, cos, sin, cache, masks, None if padded is None else padded.reshape(-1, 1), recompute)
@@ -340,6 +356,24 @@ class CausalLM(nn.Module):
         The folder is checked whole before a model is built; a damaged one is a ValueError.
         """
         return read_pretrained(cls, folder, options)
+
+
+def _check_documents(documents: Tensor, batch: int, seq: int, alone: bool) -> None:
+    if documents.shape != (batch, seq):
+        raise ValueError(
+            f"document_ids has shape {list(documents.shape)}, input_ids [{batch}, {seq}]: give one entry a token"
+        )
+    if not alone:
+        raise ValueError(
+            "document_ids goes with neither a cache nor an attention_mask: give padding a document of its own"
+        )
+
+
+def _positions_in_documents(documents: Tensor) -> Tensor:
+    """int64 [B, S]: how many tokens of its document lie before each token."""
+    place = torch.arange(documents.shape[1], device=documents.device)
+    first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=False)
+    return place - torch.where(first, place, 0).cummax(dim=1).values
 
 
 def _leave_out_tie(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -10,7 +10,8 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"errors", "durable"},
     {"config", "recipe", "train_config", "formats", "tokenizer", "chat"},
     {"presets", "state", "extra_state", "data", "hf_families"},
-    {"checkpoints"},
+    {"checkpoints", "blocks"},
+    {"streaming"},
     {
         "engine.emulated",
         "engine.native",
@@ -23,7 +24,7 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"optim", "generate", "plan", "metrics", "saved"},
     {"model"},
     {"train", "lora"},
-    {"report"},
+    {"report", "training_data"},
     {"finetune", "converse"},
     {"cli"},
     {"__main__"},

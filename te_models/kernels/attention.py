@@ -30,18 +30,25 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 
 
 def attention_mask(
-    queries: int, keys: int, window: int | None, real: Tensor | None, device: torch.device
+    queries: int,
+    keys: int,
+    window: int | None,
+    real: Tensor | None,
+    device: torch.device,
+    documents: Tensor | None = None,
 ) -> Tensor | None:
     """Which keys each of the newest `queries` positions sees, bool [(B, 1,) queries, keys]; None for plain causal.
 
     `window` counts the position itself; `real` bool [B, keys] is False at padding, which nothing sees but itself, so
-    that no row is empty.
+    that no row is empty; `documents` int [B, keys], with queries == keys, lets each position see its own document alone.
     """
-    if real is None and (window is None or window >= keys) and queries in (1, keys):
+    if real is None and documents is None and (window is None or window >= keys) and queries in (1, keys):
         return None
     position = torch.arange(keys, device=device)
     distance = position[keys - queries :, None] - position
     mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if documents is not None:
+        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
     return mask if real is None else (mask & real[:, None, None, :]) | (distance == 0)
 
 
