@@ -17,6 +17,7 @@ from te_models.metrics import plot_losses, read_metrics
 from te_models.model import CausalLM
 from te_models.report import outcome, progress, summary
 from te_models.saved import tokenizer_of
+from te_models.streaming import StreamingDataset
 from te_models.tokenizer import Tokenizer, load_tokenizer
 from te_models.train import Result, Trainer
 from te_models.train_config import TrainConfig
@@ -73,7 +74,11 @@ def finetune(
             documents=words.documents(),
             on_step=tell,
         )
-        result = trainer.run(resume=resume)
+        try:
+            result = trainer.run(resume=resume)
+        finally:
+            if isinstance(dataset, StreamingDataset):
+                dataset.close()
     curve = _draw(folder, model.recipe.name)
     if result.interrupted:
         console.print(f"interrupted: step {result.step} is saved; the same command with --resume goes on from it")

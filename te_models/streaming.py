@@ -83,7 +83,8 @@ class StreamingDataset:
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         check_windows(seq_len, batch_size, packing)
-        if not 0 <= rank < world_size or not 0 <= eval_fraction < 1 or num_workers < 0 or (num_lanes or 1) < 1:
+        some_lanes = num_lanes is None or num_lanes > 0
+        if not (0 <= rank < world_size and 0 <= eval_fraction < 1 and num_workers >= 0 and some_lanes):
             raise ValueError(
                 f"rank={rank}, world_size={world_size}, eval_fraction={eval_fraction}, num_workers={num_workers} or "
                 f"num_lanes={num_lanes} is out of range: give 0 <= rank < world_size, a share below 1, 0 or more workers "
@@ -317,6 +318,7 @@ _READER: list[BlockReader] = []  # of this worker process
 
 def _start_worker(reader: BlockReader) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.setpgrp()  # Ctrl-C and torchrun signal the group; a run that stops cleanly still needs its next batch
     _READER[:] = [reader]
     threading.Thread(target=_follow_parent, daemon=True).start()
 
