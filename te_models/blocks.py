@@ -1,4 +1,4 @@
-"""A corpus as blocks: parts of about a MiB of text that can each be read by itself, in any order.
+"""A corpus as blocks: parts of about half a MiB of text that can each be read by itself, in any order.
 
 The index of blocks is light and needs no pass over the text: byte ranges of JSONL and text files (a line belongs to the
 range in which it begins), row ranges of Parquet files (from their footers). A compressed file cannot be entered in the
@@ -24,7 +24,7 @@ from te_models.data import Document, document_fields, end_of_text, has_text, has
 from te_models.durable import first_line
 from te_models.tokenizer import Tokenizer
 
-BLOCK_BYTES = 2**20
+BLOCK_BYTES = 2**19
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 LEARNT, FIRST = 1, 2  # flags of a token: it is to be predicted; it begins a document
 
@@ -48,7 +48,7 @@ class Blocks:
     """The index of a corpus: `len` blocks, each a list of pieces of files of one format.
 
     pieces int64 [P, 4]: file, row group, start, stop. Block i is the pieces bounds[i] to bounds[i + 1], and has
-    about sizes[i] bytes of text. 40 bytes of memory a block.
+    about sizes[i] bytes of text. 48 bytes of memory a block of one piece.
     """
 
     source: str

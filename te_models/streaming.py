@@ -114,6 +114,9 @@ class StreamingDataset:
 
     def __next__(self) -> dict[str, Tensor]:
         """This rank's next batch."""
+        if not self._lanes:  # the workers begin with all of them, rather than with the second block of the first
+            for lane in self._mine:
+                self._lane(lane)
         first = self._next_window + self.rank
         windows = [divmod(first + i * self.world_size, self.num_lanes) for i in range(self.batch_size)]
         rows = [self._lane(lane).window(index) for index, lane in windows]
@@ -125,8 +128,7 @@ class StreamingDataset:
 
         Without a process group, as in a test that plays all ranks, it has this rank's lanes alone: see `merge_states`.
         """
-        mine = range((self._next_window + self.rank) % self._stride, self.num_lanes, self._stride)
-        positions = {str(lane): self._position(lane) for lane in mine}
+        positions = {str(lane): self._position(lane) for lane in self._mine}
         if self.world_size > 1 and torch.distributed.is_available() and torch.distributed.is_initialized():
             gathered: list[Any] = [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(gathered, positions)
@@ -190,9 +192,10 @@ class StreamingDataset:
                 lane.ahead = None
 
     @property
-    def _stride(self) -> int:
-        """A rank's windows come from every _stride-th lane."""
-        return math.gcd(self.num_lanes, self.world_size)
+    def _mine(self) -> range:
+        """The lanes that this rank's windows come from."""
+        stride = math.gcd(self.num_lanes, self.world_size)
+        return range((self._next_window + self.rank) % stride, self.num_lanes, stride)
 
     def _lane(self, number: int) -> Lane:
         if number not in self._lanes:
@@ -251,7 +254,7 @@ class Lane:
         self.data, self.number, self.given = data, number, given
         self.epoch, self.place, self.taken = position
         self._block: NDArray[np.int32] | None = None
-        self.ahead: Request | None = None
+        self.ahead: Request | None = data.request(number, self.epoch, self.place)
 
     def window(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
         """Window `index` of this lane, no earlier than the last: ids, which are learnt and which begin a document."""

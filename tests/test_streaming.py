@@ -204,12 +204,17 @@ def test_killed_and_resumed_on_any_number_of_ranks(
     assert given == [rows(next(alone))[0] for _ in given]
 
 
-@pytest.mark.parametrize(("world_size", "read"), [(2, [{0, 2, 4}, {1, 3, 5}]), (4, [{0, 2, 4}, {1, 3, 5}] * 2), (6, 6)])
-def test_a_rank_reads_the_lanes_of_its_windows_alone(corpus: Path, world_size: int, read) -> None:
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("world_size", [2, 4, 6])
+def test_a_rank_reads_the_lanes_of_its_windows_alone(corpus: Path, world_size: int, start: int) -> None:
+    before = stream(corpus, max(1, start), num_lanes=6)
+    if start:
+        next(before)
     ranks = [stream(corpus, 6, num_lanes=6, rank=rank, world_size=world_size) for rank in range(world_size)]
     for rank in ranks:
+        rank.load_state_dict(before.state_dict())
         next(rank), rank.state_dict()
-    assert [set(rank._lanes) for rank in ranks] == (read if isinstance(read, list) else [{n} for n in range(read)])
+        assert set(rank._lanes) == {(start + rank.rank + i * world_size) % 6 for i in range(6)}
 
 
 def test_order_follows_seed_and_epoch(corpus: Path) -> None:
@@ -222,6 +227,10 @@ def test_order_follows_seed_and_epoch(corpus: Path) -> None:
     assert plain == expected * 2
     assert one == first() and one != other
     assert one[:60] != one[60:] and Counter(one[:60]) == Counter(one[60:]) == Counter(expected)
+    for block in (block for block in blocks_of(corpus, 400) if len(block) > 5):
+        inside = {((d.prompt or "") + d.text).encode() for d in block}
+        orders = [[document for document in epoch if document in inside] for epoch in (one[:60], one[60:])]
+        assert orders[0] != orders[1], "a block's documents come in another order in the next epoch"
     places = [expected.index(document) for document in one[:60]]
     assert sum(abs(b - a) == 1 for a, b in zip(places, places[1:], strict=False)) < 30, "blocks are shuffled inside too"
 
