@@ -238,8 +238,8 @@ class TokenDataset:
         """
         if state["fingerprint"] != self._fingerprint:
             raise ValueError(
-                "the saved data position is of other data: resume with the same --data, --tokenizer, --seq-len and --seed, "
-                "or start a new run"
+                "the saved data position is of other data: resume with the same --data, --tokenizer, --seq-len, --packing "
+                "and --seed, or start a new run"
             )
         self.seed, self._epoch = state["seed"], -1
         self._next_window = state["epoch"] * self.num_windows + state["position"]

@@ -107,6 +107,15 @@ def test_mask_and_window_stay_inside_a_document() -> None:
     ]
 
 
+def test_positions_count_from_the_start_of_each_document() -> None:
+    """RoPE is relative, so no logit of FP32 would tell; the BF16 rounding of its tables would."""
+    model, (ids, documents) = build(), packed()
+    together = model._tokens(*ids.shape, None, None, documents)
+    for row, place, own in alone(ids):
+        assert torch.equal(together.cos[row, place], model._tokens(*own.shape, None, None, None).cos)
+    assert model._tokens(*ids.shape, None, None, None).masks == {None: None}, "without documents: the causal kernel"
+
+
 def test_what_cannot_go_with_documents_is_an_error() -> None:
     model, (ids, documents) = build(), packed()
     with pytest.raises(
