@@ -234,8 +234,23 @@ def train_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--compile/--no-compile", default=True, help="Fuse elementwise operations (on a GPU).", show_default=True)
 @click.option(
-    "--data", metavar="PATH", help="Text, JSONL or Parquet, a file or a folder; default: Python's own docs and sources."
+    "--data",
+    metavar="PATH",
+    help="Text, JSONL or Parquet: file, folder, glob or URL; default: Python's docs and sources.",
 )
+@click.option(
+    "--streaming/--no-streaming",
+    default=None,
+    help="Read the data as it goes; default: if it is larger than a GiB, compressed, a glob or a URL.",
+)
+@click.option(
+    "--packing",
+    default="stream",
+    show_default=True,
+    metavar="NAME",
+    help="stream, or documents: attend inside each alone.",
+)
+@click.option("--data-workers", default=2, show_default=True, help="Processes that encode streamed data ahead.")
 @click.option(
     "--tokenizer", metavar="PATH", help="A Hugging Face tokenizer.json; default: the model's own, else bytes."
 )
@@ -248,7 +263,8 @@ def finetune(preset: str | None, model: str | None, **options: Any) -> None:
     from te_models.finetune import finetune as run  # noqa: PLC0415
 
     train = {name: options.pop(name) for name in TRAIN_FIELDS}
-    own = {name: options.pop(name) for name in ("data", "tokenizer", "out", "resume", "sample_tokens")}
+    names = ("data", "streaming", "packing", "data_workers", "tokenizer", "out", "resume", "sample_tokens")
+    own = {name: options.pop(name) for name in names}
     if options["recipe"] is None and model is None:
         options["recipe"] = "bf16"
     run(lambda: build_model(preset, model, options), model_folder=model, label=preset, train=train, **own)

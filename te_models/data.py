@@ -2,8 +2,9 @@
 
 An epoch is every document once, in an order drawn from (seed, epoch), each followed by the end-of-text token, laid back
 to back and cut into windows of seq_len tokens. The last window of an epoch is filled up with padding that no loss counts.
-So each token of each document comes exactly once an epoch. Documents that share a window see each other in attention,
-and a document may go on in the next window, which need not be in the same batch.
+So each token of each document comes exactly once an epoch. A document may go on in the next window, which need not be in
+the same batch. Under the packing "documents" attention stays inside each document; under "stream" those that share a
+window see each other. A corpus larger than memory is read by te_models.streaming.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from te_models.errors import unknown
 from te_models.tokenizer import Tokenizer
 
 IGNORED = -100  # the label that no loss counts, Hugging Face's and PyTorch's convention
+PACKINGS = ("stream", "documents")
 
 _NOT_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "pydoc_data"}
 
@@ -65,7 +68,7 @@ def load_documents(path: str | Path | None) -> list[Document]:
     if not root.exists():
         raise ValueError(f"{root}: no such file or folder; give a text, JSONL or Parquet file, or a folder of them")
     files = [file for file in _walk(root) if not _is_binary(file)] if root.is_dir() else [root]
-    documents = [document for file in files for document in _read_file(file, str(root)) if _has_text(document)]
+    documents = [document for file in files for document in _read_file(file, str(root)) if has_text(document)]
     if not documents:
         raise ValueError(f"{root}: there is no text in it; give a text, JSONL or Parquet file, or a folder of them")
     return documents
@@ -87,7 +90,7 @@ def split_documents(
         raise ValueError(f"eval_fraction={eval_fraction} is out of range: give a share between 0 and 1, such as 0.05")
     if len(documents) == 1:
         return _cut(documents[0], eval_fraction)
-    hashes = [_hash(seed, document) for document in documents]
+    hashes = [hash_document(seed, document) for document in documents]
     distinct = sorted(set(hashes))
     if len(distinct) < 2:
         raise ValueError(
@@ -123,7 +126,8 @@ class _Packing:
 class TokenDataset:
     """An endless iterator of batches {"input_ids", "labels"}, both int64 [batch_size, seq_len].
 
-    Labels equal input_ids (the model shifts them), except IGNORED on prompts and padding. Each epoch lays the documents
+    Labels equal input_ids (the model shifts them), except IGNORED on prompts and padding. With packing="documents" there
+    is also "document_ids", and the first token of each document is not learnt, since nothing before it is seen. Each epoch lays the documents
     back to back in an order of its own and gives the windows cut from that in random order, so that a batch is not of one
     document. Batches go on from one epoch to the next, and rank `r` of `world_size` takes the r-th of every `world_size` batches.
 
@@ -134,6 +138,7 @@ class TokenDataset:
         batch_size: windows a batch, of each rank.
         seed: of the order of the documents, together with the epoch.
         shuffle: False keeps the order given, as for evaluation; the data may then be shorter than one window.
+        packing: "stream", or "documents" to keep attention inside each document.
         rank: which of the processes this is.
         world_size: how many processes share the data.
 
@@ -150,14 +155,13 @@ class TokenDataset:
         batch_size: int,
         seed: int,
         shuffle: bool = True,
+        packing: str = "stream",
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if seq_len < 2 or batch_size < 1:
-            raise ValueError(
-                f"seq_len={seq_len} and batch_size={batch_size} are out of range: give at least 2 tokens and 1 window"
-            )
+        check_windows(seq_len, batch_size, packing)
         self.seq_len, self.batch_size, self.seed, self.shuffle = seq_len, batch_size, seed, shuffle
+        self.packing = packing
         self.rank, self.world_size = rank, world_size
         self._encode(documents, tokenizer)
         if shuffle and self.num_tokens < seq_len:
@@ -201,7 +205,9 @@ class TokenDataset:
         self._next_window += self.world_size * self.batch_size
         places = [divmod(window, self.num_windows) for window in range(first, first + self.batch_size)]
         packings = [self._shuffled(epoch) for epoch, _ in places]
-        return _batch([self._window(p, p.windows[index]) for p, (_, index) in zip(packings, places, strict=True)])
+        return stack_windows(
+            [self._window(p, p.windows[index]) for p, (_, index) in zip(packings, places, strict=True)]
+        )
 
     def eval_batches(self, max_batches: int) -> list[dict[str, Tensor]]:
         """This rank's `max_batches` batches of windows spread evenly over the documents, or all there are if fewer.
@@ -214,7 +220,7 @@ class TokenDataset:
         stride = max(1.0, self.num_windows / max(1, total))
         firsts = [(number * self.world_size + self.rank) * self.batch_size for number in range(count)]
         places = [[int((first + i) * stride) for i in range(self.batch_size)] for first in firsts]
-        return [_batch([self._window(self._in_order, place) for place in batch]) for batch in places]
+        return [stack_windows([self._window(self._in_order, place) for place in batch]) for batch in places]
 
     def state_dict(self) -> dict[str, int]:
         """Where the iterator stands; the same on every rank.
@@ -232,8 +238,8 @@ class TokenDataset:
         """
         if state["fingerprint"] != self._fingerprint:
             raise ValueError(
-                "the saved data position is of other data: resume with the same --data, --tokenizer, --seq-len and --seed, "
-                "or start a new run"
+                "the saved data position is of other data: resume with the same --data, --tokenizer, --seq-len, --packing "
+                "and --seed, or start a new run"
             )
         self.seed, self._epoch = state["seed"], -1
         self._next_window = state["epoch"] * self.num_windows + state["position"]
@@ -242,24 +248,20 @@ class TokenDataset:
         """Set the flat tokens of all documents, and each document's start, length and prompt length in them."""
         if not documents:
             raise ValueError("there are no documents to make batches of: give at least one")
-        if tokenizer.eos_token_id is None:
-            raise ValueError(
-                "the tokenizer has no end-of-text token to put between documents: name one as eos_token in "
-                "tokenizer_config.json beside its tokenizer.json"
-            )
+        end = np.array([end_of_text(tokenizer)])
         prompts = tokenizer.encode_batch([document.prompt or "" for document in documents])
         texts = tokenizer.encode_batch([document.text for document in documents])
-        end = np.array([tokenizer.eos_token_id])
         pieces = [piece for prompt, text in zip(prompts, texts, strict=True) for piece in (prompt, text, end)]
         self._tokens = np.concatenate(pieces, dtype=np.int32)
         self._prompt_lengths = np.array([len(prompt) for prompt in prompts])
         self._lengths = self._prompt_lengths + np.array([len(text) + 1 for text in texts])
         self._starts = np.cumsum(self._lengths) - self._lengths
-        self._padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self._padding = end[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def _hash_data(self) -> int:
         """What a position is relative to: the tokens, where documents and prompts end, the windows, and shuffle."""
-        digest = hashlib.blake2b(f"{self.seq_len} {self.shuffle}".encode(), digest_size=6)  # exact in a JSON double
+        kind = f"{self.seq_len} {self.shuffle}" + (f" {self.packing}" if self.packing != "stream" else "")
+        digest = hashlib.blake2b(kind.encode(), digest_size=6)  # exact in a JSON double
         for array in (self._tokens, self._lengths, self._prompt_lengths):
             digest.update(array.data)
         return int.from_bytes(digest.digest(), "big")
@@ -278,8 +280,8 @@ class TokenDataset:
             self._epoch, self._epoch_packing = epoch, self._pack(order, windows)
         return self._epoch_packing
 
-    def _window(self, packing: _Packing, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Window `index` of an epoch as input ids and labels [seq_len]; behind the last token all is padding."""
+    def _window(self, packing: _Packing, index: int) -> Window:
+        """Window `index` of an epoch; behind the last token all is padding, as a document of its own."""
         positions = np.arange(index * self.seq_len, (index + 1) * self.seq_len)
         slots = np.searchsorted(packing.starts, positions, side="right") - 1
         document, offset = packing.order[slots], positions - packing.starts[slots]
@@ -287,19 +289,56 @@ class TokenDataset:
         ids = np.full(self.seq_len, self._padding, dtype=np.int64)
         ids[inside] = self._tokens[(self._starts[document] + offset)[inside]]
         learnt = inside & (offset >= self._prompt_lengths[document])
-        return ids, np.where(learnt, ids, IGNORED)
+        firsts = np.where(inside, offset == 0, positions == self.num_tokens)
+        return pack_window(ids, learnt, firsts, self.packing)
 
 
-def _batch(windows: list[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> dict[str, Tensor]:
-    ids, labels = zip(*windows, strict=True)
-    return {"input_ids": torch.from_numpy(np.stack(ids)), "labels": torch.from_numpy(np.stack(labels))}
+Window = dict[str, NDArray[np.int64]]
 
 
-def _has_text(document: Document) -> bool:
+def pack_window(ids: NDArray[np.int64], learnt: NDArray[np.bool_], firsts: NDArray[np.bool_], packing: str) -> Window:
+    """What a batch holds of one window, each int64 [seq_len]: input_ids, labels and, by documents, document_ids.
+
+    `learnt` says which tokens to predict, `firsts` which begin a document.
+    """
+    if packing == "stream":
+        return {"input_ids": ids, "labels": np.where(learnt, ids, IGNORED)}
+    labels = np.where(learnt & ~firsts, ids, IGNORED)
+    return {"input_ids": ids, "labels": labels, "document_ids": np.cumsum(firsts, dtype=np.int64)}
+
+
+def stack_windows(windows: Sequence[Window]) -> dict[str, Tensor]:
+    """The batch of some windows: each entry [len(windows), seq_len]."""
+    return {name: torch.from_numpy(np.stack([window[name] for window in windows])) for name in windows[0]}
+
+
+def check_windows(seq_len: int, batch_size: int, packing: str) -> None:
+    """Raises a ValueError for sizes out of range or a packing that there is not."""
+    if seq_len < 2 or batch_size < 1:
+        raise ValueError(
+            f"seq_len={seq_len} and batch_size={batch_size} are out of range: give at least 2 tokens and 1 window"
+        )
+    if packing not in PACKINGS:
+        raise unknown("packing", packing, PACKINGS)
+
+
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """The id that ends each document; a ValueError if the tokenizer has none."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "the tokenizer has no end-of-text token to put between documents: name one as eos_token in "
+            "tokenizer_config.json beside its tokenizer.json"
+        )
+    return tokenizer.eos_token_id
+
+
+def has_text(document: Document) -> bool:
+    """Whether there is more than white space to learn."""
     return bool(document.text.strip() or document.prompt)
 
 
-def _hash(seed: int, document: Document) -> bytes:
+def hash_document(seed: int, document: Document) -> bytes:
+    """16 bytes that depend on seed, prompt and text alone, evenly distributed."""
     digest = hashlib.blake2b(f"{seed} {len(document.prompt or '')} {document.prompt}".encode(), digest_size=16)
     digest.update(document.text.encode())
     return digest.digest()
@@ -328,7 +367,7 @@ def _python_corpus() -> list[Document]:
         if file.suffix == ".py":
             name = file.relative_to(root).as_posix()
             documents.append(Document(_read_text(file), name=name, source=f"Python {version} standard library"))
-    return [document for document in documents if _has_text(document)]
+    return [document for document in documents if has_text(document)]
 
 
 def _walk(root: Path, skip: Collection[str] = ("__pycache__",)) -> list[Path]:
@@ -383,16 +422,20 @@ def _read_jsonl(file: Path, source: str) -> Iterator[Document]:
     for number, line in enumerate(_read_text(file).split("\n"), start=1):
         if not line.strip():
             continue
-        where = f"{file}:{number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{where}: not JSON ({error.msg}, column {error.colno}): JSONL has one object a line"
-            ) from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: a JSON {type(row).__name__}, not an object: JSONL has one object a line")
-        yield _row_document(row, _fields(row, where), where, source)
+        yield json_document(line, f"{file}:{number}", source)
+
+
+def json_document(line: str, where: str, source: str) -> Document:
+    """The document of one line of JSONL; `where` says which, for errors."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where}: not JSON ({error.msg}, column {error.colno}): JSONL has one object a line"
+        ) from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: a JSON {type(row).__name__}, not an object: JSONL has one object a line")
+    return row_document(row, document_fields(row, where), where, source)
 
 
 def _read_parquet(file: Path, source: str) -> Iterator[Document]:
@@ -403,15 +446,15 @@ def _read_parquet(file: Path, source: str) -> Iterator[Document]:
         raise ValueError(f'{file}: Parquet needs the pyarrow package: pip install "te-models[train]"') from None
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            fields = _fields(table.schema_arrow.names, str(file))
+            fields = document_fields(table.schema_arrow.names, str(file))
             batches = (batch.to_pylist() for batch in table.iter_batches(columns=fields))
             for number, row in enumerate(chain.from_iterable(batches), start=1):
-                yield _row_document(row, fields, f"{file}, row {number}", source)
+                yield row_document(row, fields, f"{file}, row {number}", source)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file}: not a readable Parquet file ({str(error).splitlines()[0]})") from None
 
 
-def _fields(names: Collection[str], where: str) -> list[str]:
+def document_fields(names: Collection[str], where: str) -> list[str]:
     """The fields that make a document, of those that there are."""
     for fields in (["text"], ["prompt", "completion"]):
         if all(field in names for field in fields):
@@ -422,7 +465,7 @@ def _fields(names: Collection[str], where: str) -> list[str]:
     )
 
 
-def _row_document(row: dict[str, Any], fields: list[str], where: str, source: str) -> Document:
+def row_document(row: dict[str, Any], fields: list[str], where: str, source: str) -> Document:
     """The document of one row; `fields` ends with the one to learn and may begin with the prompt."""
     for field in fields:
         value = row[field]

@@ -11,15 +11,17 @@ import torch
 from rich.console import Console
 
 from te_models.checkpoints import Checkpoints
-from te_models.data import TokenDataset, check_vocabulary, load_documents, split_documents
+from te_models.data import check_vocabulary
 from te_models.generate import continue_text
 from te_models.metrics import plot_losses, read_metrics
 from te_models.model import CausalLM
 from te_models.report import outcome, progress, summary
 from te_models.saved import tokenizer_of
+from te_models.streaming import StreamingDataset
 from te_models.tokenizer import Tokenizer, load_tokenizer
 from te_models.train import Result, Trainer
 from te_models.train_config import TrainConfig
+from te_models.training_data import open_data
 
 SAMPLE_PROMPT = "def "
 
@@ -30,6 +32,9 @@ def finetune(
     label: str | None = None,
     model_folder: str | None = None,
     data: str | None = None,
+    streaming: bool | None = None,
+    packing: str = "stream",
+    data_workers: int = 2,
     tokenizer: str | None = None,
     out: str | None = None,
     resume: bool = False,
@@ -45,10 +50,8 @@ def finetune(
     console = Console()
     config = TrainConfig(**train)
     words = model_tokenizer(tokenizer, model_folder)
-    training, held_out = split_documents(load_documents(data), seed=config.seed)
-    dataset = TokenDataset(training, words, config.seq_len, batch_size=config.batch_size, seed=config.seed)
-    evaluation = TokenDataset(
-        held_out, words, config.seq_len, batch_size=config.batch_size, seed=config.seed, shuffle=False
+    dataset, eval_batches = open_data(
+        data, words, config, streaming=streaming, packing=packing, num_workers=data_workers
     )
     torch.manual_seed(config.seed)
     model = build()
@@ -65,13 +68,17 @@ def finetune(
         trainer = Trainer(
             model=model,
             dataset=dataset,
-            eval_batches=evaluation.eval_batches(config.eval_batches),
+            eval_batches=eval_batches,
             config=config,
             out=folder,
             documents=words.documents(),
             on_step=tell,
         )
-        result = trainer.run(resume=resume)
+        try:
+            result = trainer.run(resume=resume)
+        finally:
+            if isinstance(dataset, StreamingDataset):
+                dataset.close()
     curve = _draw(folder, model.recipe.name)
     if result.interrupted:
         console.print(f"interrupted: step {result.step} is saved; the same command with --resume goes on from it")

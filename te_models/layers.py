@@ -13,33 +13,19 @@ weight gradient. The padding inside a batch of unequal prompts is kept at zero i
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from te_models.cache import KVCache
-from te_models.checkpointing import Recompute
 from te_models.config import ModelConfig
 from te_models.kernels import Kernels
 from te_models.kernels.attention import causal_attention
 from te_models.kernels.attention_core import Heads, Operations, attention_core
 from te_models.tensor_parallel import TensorParallel
-
-
-class Tokens(NamedTuple):
-    """What the layers must know of the tokens in a batch, computed once for all of them."""
-
-    batch: int
-    seq: int
-    cos: Tensor  # [S, R] or [B, S, R], R channels rotated, in the dtype of the activations
-    sin: Tensor
-    cache: KVCache | None
-    masks: dict[int | None, Tensor | None]  # sliding window -> which keys are seen (kernels.attention.attention_mask)
-    real: Tensor | None  # bool [B*S, 1], False at padding inside the batch; None where there is none
-    recompute: Recompute  # which activations are kept for backward
+from te_models.tokens import Tokens
 
 
 def linear(te: ModuleType, inputs: int, outputs: int, *, bias: bool = False, split: Any = None, **factory: Any) -> Any:

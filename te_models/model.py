@@ -30,15 +30,14 @@ from te_models.generate import Prompts, generate, stream
 from te_models.hf import Origin
 from te_models.kernels import attention_operations, get_kernels
 from te_models.kernels.attention import attention_kernel
-from te_models.kernels.attention import attention_mask as visible_keys
 from te_models.kernels.head import linear_cross_entropy
-from te_models.layers import Block, Tokens, linear, norm_options, pad_rows
+from te_models.layers import Block, linear, norm_options, pad_rows
 from te_models.plan import Plan, PlanRow
 from te_models.presets import get_preset
 from te_models.recipe import Recipe, get_recipe, recipe_fields
-from te_models.rope import rotary_tables
 from te_models.saved import read_pretrained, write_pretrained
 from te_models.tensor_parallel import TensorParallel
+from te_models.tokens import Tokens, describe
 
 
 class Output(NamedTuple):
@@ -171,6 +170,7 @@ class CausalLM(nn.Module):
         attention_mask: Tensor | None = None,
         return_logits: bool = True,
         logits_to_keep: int | None = None,
+        document_ids: Tensor | None = None,
     ) -> Output:
         """Logits of every position, and the mean cross-entropy of predicting `labels` from the positions before them.
 
@@ -183,18 +183,14 @@ class CausalLM(nn.Module):
             return_logits: False gives the loss alone: the head and its loss then run a piece at a time and the logits,
                 often the largest tensors of a step, never exist.
             logits_to_keep: compute them for this many of the newest positions alone; not with labels.
+            document_ids: int [B, S], which document of its row a token is of, each in one piece: attention stays inside
+                it and positions count from its start, as if it were alone. None: each row is one document. Not with a
+                cache or an attention_mask.
         """
         refuse_foreign_recompute(self.recipe.stateful)
         batch, seq = input_ids.shape
-        length, limit = seq + (cache.length if cache else 0), self.config.longest_sequence
-        if length > limit:
-            name = (
-                "max_position_embeddings" if limit == self.config.max_position_embeddings else "what RoPE stretches to"
-            )
-            raise ValueError(
-                f"a sequence of {length} tokens is longer than {name}={limit}: shorten it or raise that field"
-            )
-        tokens = self._tokens(batch, seq, cache, attention_mask)
+        recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe)
+        tokens = describe(self.config, input_ids, cache, attention_mask, document_ids, recompute, self.dtype)
         x = self.embed_tokens(input_ids).flatten(0, 1)
         x = x if tokens.real is None else x * tokens.real
         if labels is None:
@@ -221,30 +217,6 @@ class CausalLM(nn.Module):
         """x [N, D], of which the rows after len(targets) are padding."""
         weight = self.lm_head.get_parameter("weight").to(x.dtype)
         return linear_cross_entropy(x[: len(targets)], weight, targets, kernel=self.kernels.loss_and_gradient)
-
-    def _tokens(self, batch: int, seq: int, cache: KVCache | None, attention_mask: Tensor | None) -> Tokens:
-        """Positions and masks of the newest `seq` tokens of each row."""
-        if attention_mask is not None and attention_mask.shape != (batch, seq):
-            raise ValueError(
-                f"attention_mask has shape {list(attention_mask.shape)}, input_ids [{batch}, {seq}]: give one entry a token"
-            )
-        padded = None
-        if attention_mask is not None and not bool(attention_mask.all()):
-            padded = attention_mask.to(self.device, torch.bool)
-        windows = {self.config.window(layer) for layer in range(self.config.num_hidden_layers)}
-        positions = cache.extend(seq, padded) if cache else None
-        masks: dict[int | None, Tensor | None]
-        if cache and positions is not None:
-            masks = {window: cache.visible(window) for window in windows}
-        else:
-            masks = {window: visible_keys(seq, window, padded, self.device) for window in windows}
-            if padded is None:
-                positions = torch.arange(seq, device=self.device)
-            else:
-                positions = (padded.cumsum(-1) - 1).clamp(min=0)
-        cos, sin = rotary_tables(self.config, positions, self.dtype)
-        recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe)
-        return Tokens(batch, seq, cos, sin, cache, masks, None if padded is None else padded.reshape(-1, 1), recompute)
 
     def _decode(self, x: Tensor, tokens: Tokens, head: Callable[[Tensor], Tensor]) -> Tensor:
         """x [B*S, D] -> the head's result for the last hidden states [N, D]."""

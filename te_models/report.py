@@ -16,11 +16,12 @@ from te_models.data import TokenDataset
 from te_models.durable import replace_text
 from te_models.metrics import plot_bench
 from te_models.model import CausalLM
+from te_models.streaming import StreamingDataset
 from te_models.train import Result
 from te_models.train_config import TrainConfig
 
 
-def summary(model: CausalLM, dataset: TokenDataset, config: TrainConfig, start: int) -> Table:
+def summary(model: CausalLM, dataset: TokenDataset | StreamingDataset, config: TrainConfig, start: int) -> Table:
     """The configuration in force, before the first step."""
     plan = model.plan()
     recipe = ", ".join(f"{k}={v}" for k, v in model.recipe.to_dict().items() if k not in ("name", "scheme"))

@@ -26,6 +26,7 @@ from te_models.model import CausalLM
 from te_models.optim import build_optimizer
 from te_models.saved import load_training_state, model_content
 from te_models.state import flatten_state
+from te_models.streaming import StreamingDataset
 from te_models.train_config import TrainConfig
 
 Batch = dict[str, Tensor]
@@ -54,7 +55,7 @@ class Trainer:
     """One training run of `model` on `dataset`; `out` is its folder. `on_step` is told of every finished step."""
 
     model: CausalLM
-    dataset: TokenDataset
+    dataset: TokenDataset | StreamingDataset
     eval_batches: list[Batch]
     config: TrainConfig
     out: Path

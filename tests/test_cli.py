@@ -171,3 +171,26 @@ def test_help_and_import_need_no_heavy_package() -> None:
     code += "print(sorted({'transformer_engine', 'transformers', 'matplotlib'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.splitlines()[-1] == "[]"
+
+
+def test_finetune_streams_and_resumes_exactly(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in "ab":
+        lines = [json.dumps({"text": f"{name}{number} green bottles, hanging on the wall. "}) for number in range(200)]
+        (data / f"{name}.jsonl").write_text("\n".join(lines))
+    more = ("--streaming", "--packing", "documents", "--data-workers", "0", "--save-every", "2", "--eval-batches", "1")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(finetune(whole, data, *more, "--steps", "4")) == 0
+    assert "JSONL in 2 files, streamed in" in capsys.readouterr().out
+    assert main(finetune(parts, data, *more, "--steps", "2", "--warmup-steps", "20")) == 0
+    assert main(finetune(parts, data, *more, "--steps", "4", "--resume")) == 0
+    losses = [
+        [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (whole, parts)
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert main(finetune(tmp_path / "c", data, "--streaming", "--packing", "document")) == 2
+    assert main(finetune(tmp_path / "c", tmp_path / "none.jsonl", "--streaming")) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and "did you mean 'documents'" in errors[0] and "no such file or folder" in errors[1]

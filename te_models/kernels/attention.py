@@ -44,17 +44,21 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, order: list[SDPBackend], options
     return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
 
 
-def attention_mask(seq: int, window: int | None, real: Tensor | None, device: torch.device) -> Tensor | None:
+def attention_mask(
+    seq: int, window: int | None, real: Tensor | None, documents: Tensor | None, device: torch.device
+) -> Tensor | None:
     """Which keys each of `seq` positions sees, bool [(B, 1,) S, S]; None for plain causal.
 
     `window` counts the position itself; `real` bool [B, S] is False at padding, which nothing sees but itself, so that
-    no row is empty.
+    no row is empty; `documents` int [B, S] lets each position see its own document alone.
     """
-    if real is None and (window is None or window >= seq):
+    if real is None and documents is None and (window is None or window >= seq):
         return None
     position = torch.arange(seq, device=device)
     distance = position[:, None] - position
     mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if documents is not None:
+        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
     return mask if real is None else (mask & real[:, None, None, :]) | (distance == 0)
 
 
