@@ -254,9 +254,9 @@ class Float8BlockQuantizer(Quantizer):
         self.force_pow_2_scales = force_pow_2_scales
         self.block_scaling_dim = block_scaling_dim
 
-    def _cast(self, x: Tensor, magnitudes: Tensor, infinite: float, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _cast(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Codes `[M, K]` and inverse scales, one a block."""
-        amax = numerics.block_amax(magnitudes, block)
+        amax, infinite = numerics.block_amax(x, block), torch.finfo(x.dtype).max
         scale = numerics.scale_from_amax(
             amax, FP8_MAX[self.dtype], self.force_pow_2_scales, self.amax_epsilon, infinite
         )
@@ -265,15 +265,14 @@ class Float8BlockQuantizer(Quantizer):
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {"fp8_dtype": self.dtype, "is_2D_scaled": self.block_scaling_dim == 2}
         fields |= dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
-        x = tensor.reshape(-1, tensor.shape[-1]).float()
-        source = x, numerics.magnitude(x), torch.finfo(tensor.dtype).max
+        x = tensor.reshape(-1, tensor.shape[-1])
         if self.block_scaling_dim == 2:
-            row_codes, row_scale = self._cast(*source, (BLOCK, BLOCK))
+            row_codes, row_scale = self._cast(x, (BLOCK, BLOCK))
             column_codes, column_scale = row_codes, row_scale.t()
         else:
-            row_codes, row_scale = self._cast(*source, (1, BLOCK)) if rowwise else (x, x)
+            row_codes, row_scale = self._cast(x, (1, BLOCK)) if rowwise else (x, x)
             row_scale = row_scale.t()
-            column_codes, column_scale = self._cast(*source, (BLOCK, 1)) if columnwise else (x, x)
+            column_codes, column_scale = self._cast(x, (BLOCK, 1)) if columnwise else (x, x)
         if rowwise:
             fields |= {"rowwise_data": row_codes.view(tensor.shape), "rowwise_scale_inv": pad_to(row_scale, 1, 4)}
         if columnwise:
@@ -306,10 +305,10 @@ class MXFP8Quantizer(Quantizer):
         """Whether both matrix dimensions are multiples of 32."""
         return inp.ndim >= 2 and inp.shape[-1] % MX_BLOCK == 0 and inp.shape[:-1].numel() % MX_BLOCK == 0
 
-    def _cast(self, x: Tensor, magnitudes: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _cast(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Codes `[M, K]` and scale bytes `[M/bm, K/bk]`."""
         scaled = (MX_BLOCK, MX_BLOCK) if self.with_2d_quantization else block
-        e = numerics.e8m0_from_amax(numerics.block_amax(magnitudes, scaled), self.dtype)
+        e = numerics.e8m0_from_amax(numerics.block_amax(x, scaled), self.dtype)
         codes = numerics.cast_fp8_blocks(x, numerics.e8m0_to_float(e, inverse=True), scaled, self.dtype)
         if self.with_2d_quantization:
             e = e.repeat_interleave(MX_BLOCK, 1 if block[1] == 1 else 0)
@@ -322,13 +321,12 @@ class MXFP8Quantizer(Quantizer):
             )
         fields: dict[str, Any] = {"fp8_dtype": self.dtype}
         fields |= dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
-        x = tensor.reshape(-1, tensor.shape[-1]).float()
-        magnitudes = numerics.magnitude(x)
+        x = tensor.reshape(-1, tensor.shape[-1])
         if rowwise:
-            codes, e = self._cast(x, magnitudes, (1, MX_BLOCK))
+            codes, e = self._cast(x, (1, MX_BLOCK))
             fields |= {"rowwise_data": codes.view(tensor.shape), "rowwise_scale_inv": pad_to(e, 128, 4)}
         if columnwise:
-            codes, e = self._cast(x, magnitudes, (MX_BLOCK, 1))
+            codes, e = self._cast(x, (MX_BLOCK, 1))
             fields |= {"columnwise_data": codes.view(tensor.shape), "columnwise_scale_inv": pad_to(e, 4, 128)}
         return fields
 
