@@ -37,7 +37,7 @@ class DType(IntEnum):
 TORCH_FP8 = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
 FP8_MAX = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
 # 1 / FP8_MAX, rounded to FP32.
-_INVERSE_MAX = {dtype: torch.ones((), dtype=torch.float32).div(value).item() for dtype, value in FP8_MAX.items()}
+INVERSE_MAX = {dtype: torch.ones((), dtype=torch.float32).div(value).item() for dtype, value in FP8_MAX.items()}
 
 
 def row_tiles(x: Tensor, multiple: int = 1) -> list[slice]:
@@ -159,7 +159,7 @@ def e8m0_from_amax(amax: Tensor, dtype: DType) -> Tensor:
 
     0 gives 0, infinity 254. A subnormal product of up to 2^-127 gives 0.
     """
-    bits = (amax * _INVERSE_MAX[dtype]).view(torch.int32)
+    bits = (amax * INVERSE_MAX[dtype]).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
     return (exponent + up).clamp_(max=254).to(torch.uint8)
