@@ -88,9 +88,24 @@ def _cast_tensor(
 ) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
-    _run("tensor_kernel", _blocks(x.numel()), x, codes, scale, amax.view(torch.int32), scale_inv, x.numel(), FP8_MAX[dtype], epsilon, FLT_MAX,
-        CURRENT=current, POWER_OF_2=power_of_2, E5M2=dtype == DType.kFloat8E5M2, BLOCK=_BLOCK, **_FLAT,
-    )  # fmt: skip
+    _run(
+        "tensor_kernel",
+        _blocks(x.numel()),
+        x,
+        codes,
+        scale,
+        amax.view(torch.int32),
+        scale_inv,
+        x.numel(),
+        FP8_MAX[dtype],
+        epsilon,
+        FLT_MAX,
+        CURRENT=current,
+        POWER_OF_2=power_of_2,
+        E5M2=dtype == DType.kFloat8E5M2,
+        BLOCK=_BLOCK,
+        **_FLAT,
+    )
     return codes, scale_inv
 
 
@@ -110,10 +125,28 @@ def cast_blocks(
     row_scale, col_scale = (make(size, dtype=torch.float32, device=x.device) for size in sizes)
     row_codes = torch.empty(x.shape if rowwise or two_d else 0, dtype=torch.uint8, device=x.device)
     col_codes = row_codes if two_d else torch.empty(x.shape if columnwise else 0, dtype=torch.uint8, device=x.device)
-    _run("block_kernel", (p, q), x, row_codes, row_scale, col_codes, col_scale, m, k, row_scale.shape[1], col_scale.shape[1],
-        FP8_MAX[dtype], epsilon, torch.finfo(x.dtype).max,
-        ROW=rowwise, COL=columnwise, TWO_D=two_d, POWER_OF_2=power_of_2, E5M2=dtype == DType.kFloat8E5M2, **_TILED,
-    )  # fmt: skip
+    _run(
+        "block_kernel",
+        (p, q),
+        x,
+        row_codes,
+        row_scale,
+        col_codes,
+        col_scale,
+        m,
+        k,
+        row_scale.shape[1],
+        col_scale.shape[1],
+        FP8_MAX[dtype],
+        epsilon,
+        torch.finfo(x.dtype).max,
+        ROW=rowwise,
+        COL=columnwise,
+        TWO_D=two_d,
+        POWER_OF_2=power_of_2,
+        E5M2=dtype == DType.kFloat8E5M2,
+        **_TILED,
+    )
     return row_codes, row_scale, col_codes, col_scale
 
 
@@ -128,9 +161,25 @@ def cast_mx(
     row_codes, col_codes = (
         torch.empty(x.shape if wanted else 0, dtype=torch.uint8, device=x.device) for wanted in (rowwise, columnwise)
     )
-    _run("mx_kernel", (p, q), x, row_codes, row_scale, col_codes, col_scale, m, k, row_scale.stride(0), col_scale.stride(0),
-        INVERSE_MAX[dtype], ROW=rowwise, COL=columnwise, TWO_D=two_d, E5M2=dtype == DType.kFloat8E5M2, **_TILED,
-    )  # fmt: skip
+    _run(
+        "mx_kernel",
+        (p, q),
+        x,
+        row_codes,
+        row_scale,
+        col_codes,
+        col_scale,
+        m,
+        k,
+        row_scale.stride(0),
+        col_scale.stride(0),
+        INVERSE_MAX[dtype],
+        ROW=rowwise,
+        COL=columnwise,
+        TWO_D=two_d,
+        E5M2=dtype == DType.kFloat8E5M2,
+        **_TILED,
+    )
     return row_codes, row_scale, col_codes, col_scale
 
 
@@ -141,18 +190,40 @@ def operand(storage: Any, columnwise: bool) -> Tensor | None:
         return None
     codes, e5m2 = blocks.codes.contiguous(), storage._fp8_dtype == DType.kFloat8E5M2
     out = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
-    _run("decode_kernel", _tiles(codes), codes, blocks.scale, out, *codes.shape, *blocks.scale.stride(),
-        DOWN=blocks.block[0], ALONG=blocks.block[1], E8M0=blocks.scale.dtype == torch.uint8, E5M2=e5m2, **_TILED,
-    )  # fmt: skip
+    _run(
+        "decode_kernel",
+        _tiles(codes),
+        codes,
+        blocks.scale,
+        out,
+        *codes.shape,
+        *blocks.scale.stride(),
+        DOWN=blocks.block[0],
+        ALONG=blocks.block[1],
+        E8M0=blocks.scale.dtype == torch.uint8,
+        E5M2=e5m2,
+        **_TILED,
+    )
     return out
 
 
 def update(history: Tensor, scale: Tensor, amax: Tensor, most_recent: bool, margin: int, fp8_max: float) -> None:
     """Delayed scaling's update of one state, in place: history `[length, n]`, scale `[n]`, given the amaxes `[n]`."""
     length, n = history.shape
-    _run("update_kernel", (1,), history, scale, amax, length, n, fp8_max * 2.0**-margin,
-        MOST_RECENT=most_recent, LENGTH=_power_of_2(length), N=_power_of_2(n), **_FLAT,
-    )  # fmt: skip
+    _run(
+        "update_kernel",
+        (1,),
+        history,
+        scale,
+        amax,
+        length,
+        n,
+        fp8_max * 2.0**-margin,
+        MOST_RECENT=most_recent,
+        LENGTH=_power_of_2(length),
+        N=_power_of_2(n),
+        **_FLAT,
+    )
 
 
 def _power_of_2(n: int) -> int:
