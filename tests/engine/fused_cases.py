@@ -113,6 +113,15 @@ class TestQuantizers:
         plain, made = both(quantizer, x)
         assert same(plain._data, made._data)
 
+    def test_scales_that_underflow(self) -> None:
+        """Maxima around 448 times 2^-128 to 2^-126: E8M0's bytes 0 to 2."""
+        steps = torch.tensor([0.5, 0.9, 1.0, 1.1, 1.5, 2.0, 2.1, 4.0]) * 448 * 2.0**-127
+        x = steps.repeat_interleave(32)[None].repeat(32, 1)
+        quantizer = te.MXFP8Quantizer(E4M3)
+        plain, made = both(quantizer, x)
+        assert len(plain._rowwise_scale_inv[0, :8].unique()) > 2
+        assert all(same(a, b) for a, b in zip(plain.get_data_tensors(), made.get_data_tensors(), strict=True))
+
     def test_the_amax_accumulates(self) -> None:
         quantizer = te.Float8Quantizer(torch.ones(1), torch.full((1,), 5.0), E4M3)
         quantizer(torch.tensor([[3.0, -torch.nan]]))
