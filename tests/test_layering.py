@@ -43,7 +43,7 @@ ONLY_IN = {
     "safetensors": {"state", "formats"},
     "matplotlib": {"metrics"},
     "rich": {"plan", "capacity", "verify", "report", "finetune", "cli"},
-    "triton": {"kernels.attention_core_triton"},
+    "triton": {"kernels.attention_core_triton", "engine.emulated.triton_kernels"},
     "pickle": set(),
 }
 NO_TORCH = {"errors", "config", "presets", "hf_families", "recipe", "train_config", "memory", "capacity"}

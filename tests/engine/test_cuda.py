@@ -11,6 +11,7 @@ from torch import Tensor
 
 import te_models.engine.emulated as te
 from te_models.engine.emulated import recipe as R
+from te_models.engine.emulated.fused import fused
 from te_models.engine.emulated.numerics import DType
 
 pytestmark = pytest.mark.gpu
@@ -50,6 +51,32 @@ def test_quantizers(name: str, dtype: DType, source: torch.dtype) -> None:
     for left, right in zip(a.get_data_tensors(), b.get_data_tensors(), strict=True):
         assert right.is_cuda and torch.equal(bits(left), bits(right))
     assert torch.equal(bits(a.dequantize()), bits(b.dequantize()))
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("dtype", [DType.kFloat8E4M3, DType.kFloat8E5M2])
+@pytest.mark.parametrize("shape", [(256, 384), (4096, 1056), (96, 32)])
+def test_kernels_against_plain_functions(name: str, dtype: DType, shape: tuple[int, int]) -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(shape, device="cuda", generator=g)
+    x *= torch.exp2(torch.randn(shape, device="cuda", generator=g) * 12)
+    x[3, 5], x[4, 6], x[5, 7], x[6] = torch.nan, torch.inf, 1e-42, 0.0
+    for source in (BF16, torch.float16, torch.float32):
+        with fused(False):
+            a = QUANTIZERS[name](dtype, "cuda")(x.to(source))
+        with fused(True):
+            b = QUANTIZERS[name](dtype, "cuda")(x.to(source))
+        for left, right in zip(a.get_data_tensors(), b.get_data_tensors(), strict=True):
+            assert torch.equal(bits(left), bits(right))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_kernels_change_nothing(name: str) -> None:
+    with fused(False):
+        plain = train("cuda", name, None)
+    with fused(True):
+        kernels = train("cuda", name, None)
+    assert all(torch.equal(a, b) for a, b in zip(plain, kernels, strict=True))
 
 
 def train(device: str, name: str, reentrant: bool | None) -> list[Tensor]:

@@ -91,6 +91,18 @@ class TestNVFP4:
             assert abs((codes > low).float().mean().item() - share) < 0.01
             assert (encode_e2m1(torch.full((9,), -3.0), True, g) == 13).all()
 
+    @pytest.mark.parametrize("value", [0.5, 1.5, 3.0, 6.0])
+    def test_stochastic_rounding_leaves_a_code_alone(self, value: float) -> None:
+        codes = encode_e2m1(torch.full((1 << 20,), value), True, torch.Generator().manual_seed(1))
+        assert (codes == codes[0]).all() and self.GRID[codes[0].int()] == value
+
+    def test_hadamard_transforms_columns(self) -> None:
+        x = torch.randn(48, 32).to(BF16)
+        h = hadamard(True, torch.device("cpu"), FP32)
+        expected = (x.float().t().reshape(-1, 16) @ h).view(32, 48).t()
+        got = te.NVFP4Quantizer(with_rht=True)._transformed(x)
+        assert (got.float() - expected).abs().max() <= expected.abs().max() * 2**-8
+
     def test_nan_is_not_swallowed(self) -> None:
         x = torch.ones(16, 16)
         x[3, 3] = torch.nan

@@ -378,3 +378,13 @@ def test_dtype_numbers() -> None:
         "kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10,
     }  # fmt: skip
     assert te.DType.cast(7) is te.DType.kFloat8E4M3
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_tiles_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = wide(384, 288, BF16)
+    whole = MAKE[name](DType.kFloat8E4M3)(x)
+    monkeypatch.setattr(numerics, "_TILE", 5000)
+    tiled = MAKE[name](DType.kFloat8E4M3)(x)
+    for a, b in zip(whole.get_data_tensors(), tiled.get_data_tensors(), strict=True):
+        assert a is b is None or torch.equal(a, b)

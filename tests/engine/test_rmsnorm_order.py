@@ -51,3 +51,15 @@ def test_against_h200(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (rmsnorm_kernels.reciprocal_rms(x, 1e-5).view(torch.int32) - r.view(torch.int32)).abs().max() <= 2
     monkeypatch.setattr(torch, "rsqrt", lambda t: t)
     assert digest(rmsnorm_kernels.reciprocal_rms(x, 1e-5)) == case["mean_square"]
+
+
+@pytest.mark.parametrize("name", ["bf16.40.1024", "fp32.4099.96", "fp16.5.640"])
+def test_without_fused_multiply_adds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of torch whose addcmul rounds twice takes the sums through FP64."""
+    monkeypatch.setattr(rmsnorm_kernels, "_fuses", lambda device: False)
+    test_against_h200(name, monkeypatch)
+
+
+def test_fused_multiply_adds_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "addcmul", lambda c, a, b: c + a * b)
+    assert not rmsnorm_kernels._fuses.__wrapped__(torch.device("cpu"))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.engine.emulated import fused
 from te_models.engine.emulated.numerics import FLT_MAX, FP8_MAX
 from te_models.engine.emulated.recipe import DelayedScaling, MXFP8BlockScaling, Recipe
 from te_models.engine.emulated.recipe_state import DelayedScalingRecipeState, fp8_dtype
@@ -202,6 +203,11 @@ def _update(states: list[DelayedScalingRecipeState], amaxes: Tensor, recipe: Del
         for state, amax in zip(states, amaxes.split([s.scale.numel() for s in states]), strict=True):
             state.amax_history[0].copy_(amax)
             _update_unfused(state.amax_history, state.scale, recipe, fp8_max)
+        return
+    if fused.active(amaxes):
+        latest = recipe.amax_compute_algo != "max"
+        for state, amax in zip(states, amaxes.split([s.scale.numel() for s in states]), strict=True):
+            fused.update(state.amax_history, state.scale, amax, latest, recipe.margin, fp8_max)
         return
     # Loaded state may have histories of another length than the recipe's: one pass for each length.
     split = amaxes.split([s.scale.numel() for s in states])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.engine.emulated import fused
 from te_models.engine.emulated.tensor_core import PROMOTION_K, hopper_matmul
 from te_models.engine.emulated.tensors import Codes, Operand, QuantizedTensorStorage
 
@@ -59,8 +60,13 @@ def gemm(
         (m, k), n = codes[0].data.shape, codes[1].data.shape[0]
         if m * n * k <= _Exact.products:
             return _round(_exact(codes[0], codes[1], split_accumulator), bias, dtype)
-    left, right = a.operand(columnwise[0]), b.operand(columnwise[1])
+    left, right = _operand(a, columnwise[0]), _operand(b, columnwise[1])
     return _fp32(left.t if columnwise[0] else left, right if columnwise[1] else right.t, bias, dtype)
+
+
+def _operand(storage: QuantizedTensorStorage, columnwise: bool) -> Operand:
+    values = fused.operand(storage, columnwise)
+    return storage.operand(columnwise) if values is None else Operand(values, None, narrow=True)
 
 
 @functools.cache
@@ -113,9 +119,10 @@ def _round(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 def _product(a: Operand, b: Operand) -> Tensor:
     """The FP32 product of the values. Where both are BF16 numbers the faster BF16 units give the same products."""
     if not (a.narrow and b.narrow):
-        return a.values @ b.values
+        return a.values.float() @ b.values.float()
     if a.values.device.type == "cuda":
         return torch.mm(a.values.bfloat16(), b.values.bfloat16(), out_dtype=torch.float32)
+    a, b = (t._replace(values=t.values.float()) for t in (a, b))
     options: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = options.fp32_precision
     # FP32 in and out, BF16 between: processors without BF16 instructions ignore it.

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 FLT_MAX = torch.finfo(torch.float32).max
+_TILE = 1 << 18  # elements of an intermediate on a CPU
 
 
 class DType(IntEnum):
@@ -36,18 +37,37 @@ class DType(IntEnum):
 TORCH_FP8 = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
 FP8_MAX = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
 # 1 / FP8_MAX, rounded to FP32.
-_INVERSE_MAX = {dtype: torch.ones((), dtype=torch.float32).div(value).item() for dtype, value in FP8_MAX.items()}
+INVERSE_MAX = {dtype: torch.ones((), dtype=torch.float32).div(value).item() for dtype, value in FP8_MAX.items()}
 
 
-def magnitude(x: Tensor) -> Tensor:
-    """`|x|` in FP32, with 0 in place of NaN, which does not count for an amax; infinity stays."""
-    # In FP32, because torch's BF16 reductions on CPU are many times slower (2.13).
-    return x.float().abs().nan_to_num_(nan=0.0, posinf=torch.inf)
+def row_tiles(x: Tensor, multiple: int = 1) -> list[slice]:
+    """Slices of whole multiples of the rows of x `[M, K]` whose intermediates stay in a CPU's cache; one on a GPU.
+
+    Fresh memory for a large intermediate costs a CPU more than the arithmetic on it.
+    """
+    if x.device.type != "cpu" or x.numel() <= _TILE:
+        return [slice(0, len(x))]
+    step = max(1, _TILE // (multiple * x.shape[1])) * multiple
+    return [slice(start, start + step) for start in range(0, len(x), step)]
 
 
 def amax(x: Tensor) -> Tensor:
     """Largest magnitude in FP32, shape []; NaN is ignored, infinity counts, an empty tensor gives 0."""
-    return magnitude(x).amax() if x.numel() else torch.zeros((), dtype=torch.float32, device=x.device)
+    if not x.numel():
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    if x.device.type != "cpu":
+        return _nan_to_zero_(x.float().abs()).amax()
+    # Bits without the sign are ordered like magnitudes, and NaNs come last.
+    x = x.reshape(-1, x.shape[-1] if x.ndim else 1)
+    integer, mask = (torch.int32, 0x7FFFFFFF) if x.dtype == torch.float32 else (torch.int16, 0x7FFF)
+    parts = [(x[rows].view(integer) & mask).amax() for rows in row_tiles(x)]
+    found = torch.stack(parts).amax().view(x.dtype).float()
+    return _nan_to_zero_(x.float().abs()).amax() if found.isnan() else found
+
+
+def _nan_to_zero_(magnitudes: Tensor) -> Tensor:
+    """A NaN does not count for an amax; infinity does."""
+    return magnitudes.nan_to_num_(nan=0.0, posinf=torch.inf)
 
 
 def scale_from_amax(
@@ -68,10 +88,17 @@ def scale_from_amax(
 
 
 def cast_fp8(x: Tensor, scale: Tensor, dtype: DType) -> Tensor:
-    """FP8 codes (uint8, shape of x) of `x * scale`, computed in FP32. `scale` broadcasts against x."""
+    """FP8 codes (uint8, shape of x) of `x * scale`, computed in FP32. `scale` is the tensor's, `[1]`."""
+    codes = torch.empty(x.shape, dtype=TORCH_FP8[dtype], device=x.device)
+    size = _TILE if x.device.type == "cpu" else max(1, x.numel())
+    for part, out in zip(x.reshape(-1).split(size), codes.view(-1).split(size), strict=True):
+        out.copy_(_saturated(part, scale, dtype))
+    return codes.view(torch.uint8)
+
+
+def _saturated(x: Tensor, scale: Tensor, dtype: DType) -> Tensor:
     # Clamp first: the cast alone saturates for E4M3 but gives infinity for E5M2 (torch 2.13 on CPU).
-    scaled = (x.float() * scale).clamp_(-FP8_MAX[dtype], FP8_MAX[dtype])
-    return scaled.to(TORCH_FP8[dtype]).view(torch.uint8)
+    return (x.float() * scale).clamp_(-FP8_MAX[dtype], FP8_MAX[dtype])
 
 
 def decode_fp8(codes: Tensor, dtype: DType) -> Tensor:
@@ -102,15 +129,24 @@ def merge_blocks(blocks: Tensor, m: int, k: int) -> Tensor:
     return blocks.reshape(a * bm, b * bk)[:m, :k]
 
 
-def block_amax(magnitudes: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest entries of the blocks of `magnitudes` `[M, K]`: FP32 `[ceil(M/bm), ceil(K/bk)]`."""
-    return split_blocks(magnitudes, block).amax((1, 3))
+def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """Largest magnitudes of the blocks of x `[M, K]`: FP32 `[ceil(M/bm), ceil(K/bk)]`; NaN is ignored."""
+    if x.device.type == "cpu":
+        parts = [split_blocks(x[rows].float().abs(), block).amax((1, 3)) for rows in row_tiles(x, block[0])]
+        found = torch.cat(parts)
+        if not found.isnan().any():
+            return found
+    return split_blocks(_nan_to_zero_(x.float().abs()), block).amax((1, 3))
 
 
 def cast_fp8_blocks(x: Tensor, scale: Tensor, block: tuple[int, int], dtype: DType) -> Tensor:
-    """FP8 codes `[M, K]` of x `[M, K]` with one multiplier a block."""
-    codes = cast_fp8(split_blocks(x, block), scale[:, None, :, None], dtype)
-    return merge_blocks(codes, *x.shape).contiguous()
+    """FP8 codes (uint8) `[M, K]` of `x * scale`, computed in FP32, with one multiplier a block."""
+    codes = torch.empty(x.shape, dtype=TORCH_FP8[dtype], device=x.device)
+    for rows in row_tiles(x, block[0]):
+        multipliers = scale[rows.start // block[0] : -(-rows.stop // block[0]), None, :, None]
+        out = codes[rows]
+        out.copy_(merge_blocks(_saturated(split_blocks(x[rows], block), multipliers, dtype), *out.shape))
+    return codes.view(torch.uint8)
 
 
 def scale_blocks_(x: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
@@ -123,7 +159,7 @@ def e8m0_from_amax(amax: Tensor, dtype: DType) -> Tensor:
 
     0 gives 0, infinity 254. A subnormal product of up to 2^-127 gives 0.
     """
-    bits = (amax * _INVERSE_MAX[dtype]).view(torch.int32)
+    bits = (amax * INVERSE_MAX[dtype]).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
     return (exponent + up).clamp_(max=254).to(torch.uint8)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from te_models.engine.emulated import numerics
+from te_models.engine.emulated import fused, numerics
 from te_models.engine.emulated.numerics import FP8_MAX, DType
 from te_models.engine.emulated.recipe import (
     DelayedScaling,
@@ -141,8 +141,8 @@ class _PerTensorQuantizer(Quantizer):
     _tensor_class = Float8Tensor
     dtype: DType
 
-    def _multiplier(self, tensor: Tensor) -> Tensor:
-        """The scale to cast with, shape [1]."""
+    def _codes(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes, and the inverse scale [1]."""
         raise NotImplementedError
 
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
@@ -150,12 +150,11 @@ class _PerTensorQuantizer(Quantizer):
             raise NotImplementedError(
                 f"{type(self).__name__} makes no columnwise-only tensor: set rowwise=True and drop it with update_usage"
             )
-        scale = self._multiplier(tensor)
-        codes = numerics.cast_fp8(tensor, scale, self.dtype)
+        codes, scale_inv = self._codes(tensor)
         return {
             "data": codes if rowwise else None,
             "transpose": codes.movedim(-1, 0) if columnwise else None,
-            "scale_inv": scale.reciprocal(),
+            "scale_inv": scale_inv,
             "fp8_dtype": self.dtype,
         }
 
@@ -181,12 +180,14 @@ class Float8Quantizer(_PerTensorQuantizer):
     def _detach_state(self) -> None:
         self.amax = self.amax.clone()
 
-    def _multiplier(self, tensor: Tensor) -> Tensor:
+    def _codes(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        # The history may belong to a graph-free buffer that autograd must not see changed.
+        amax, scale = self.amax.detach(), self.scale.detach().reshape(1)
+        if fused.active(tensor) and amax.device == tensor.device:
+            return fused.cast_delayed(tensor, scale, amax, self.dtype)
         if tensor.numel():
-            # The history may belong to a graph-free buffer that autograd must not see changed.
-            amax = self.amax.detach()
             torch.maximum(amax, numerics.amax(tensor).to(amax.device), out=amax)
-        return self.scale.detach().reshape(1)
+        return numerics.cast_fp8(tensor, scale, self.dtype), scale.reciprocal()
 
 
 class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
@@ -223,11 +224,14 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         self.force_pow_2_scales = force_pow_2_scales
         self.amax_epsilon = amax_epsilon
 
-    def _multiplier(self, tensor: Tensor) -> Tensor:
-        amax = numerics.amax(tensor).reshape(1)
+    def _codes(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        amax = fused.amax(tensor) if fused.active(tensor) else numerics.amax(tensor).reshape(1)
         if self.with_amax_reduction:
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group)
-        return numerics.scale_from_amax(amax, FP8_MAX[self.dtype], self.force_pow_2_scales, self.amax_epsilon)
+        if fused.active(tensor):
+            return fused.cast_current(tensor, amax, self.dtype, self.force_pow_2_scales, self.amax_epsilon)
+        scale = numerics.scale_from_amax(amax, FP8_MAX[self.dtype], self.force_pow_2_scales, self.amax_epsilon)
+        return numerics.cast_fp8(tensor, scale, self.dtype), scale.reciprocal()
 
 
 class Float8BlockQuantizer(Quantizer):
@@ -254,9 +258,9 @@ class Float8BlockQuantizer(Quantizer):
         self.force_pow_2_scales = force_pow_2_scales
         self.block_scaling_dim = block_scaling_dim
 
-    def _cast(self, x: Tensor, magnitudes: Tensor, infinite: float, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _cast(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Codes `[M, K]` and inverse scales, one a block."""
-        amax = numerics.block_amax(magnitudes, block)
+        amax, infinite = numerics.block_amax(x, block), torch.finfo(x.dtype).max
         scale = numerics.scale_from_amax(
             amax, FP8_MAX[self.dtype], self.force_pow_2_scales, self.amax_epsilon, infinite
         )
@@ -265,15 +269,25 @@ class Float8BlockQuantizer(Quantizer):
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {"fp8_dtype": self.dtype, "is_2D_scaled": self.block_scaling_dim == 2}
         fields |= dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
-        x = tensor.reshape(-1, tensor.shape[-1]).float()
-        source = x, numerics.magnitude(x), torch.finfo(tensor.dtype).max
-        if self.block_scaling_dim == 2:
-            row_codes, row_scale = self._cast(*source, (BLOCK, BLOCK))
+        x = tensor.reshape(-1, tensor.shape[-1])
+        if fused.active(x):
+            made = fused.cast_blocks(
+                x,
+                self.dtype,
+                self.block_scaling_dim == 2,
+                rowwise,
+                columnwise,
+                self.force_pow_2_scales,
+                self.amax_epsilon,
+            )
+            row_codes, row_scale, column_codes, column_scale = made
+        elif self.block_scaling_dim == 2:
+            row_codes, row_scale = self._cast(x, (BLOCK, BLOCK))
             column_codes, column_scale = row_codes, row_scale.t()
         else:
-            row_codes, row_scale = self._cast(*source, (1, BLOCK)) if rowwise else (x, x)
+            row_codes, row_scale = self._cast(x, (1, BLOCK)) if rowwise else (x, x)
             row_scale = row_scale.t()
-            column_codes, column_scale = self._cast(*source, (BLOCK, 1)) if columnwise else (x, x)
+            column_codes, column_scale = self._cast(x, (BLOCK, 1)) if columnwise else (x, x)
         if rowwise:
             fields |= {"rowwise_data": row_codes.view(tensor.shape), "rowwise_scale_inv": pad_to(row_scale, 1, 4)}
         if columnwise:
@@ -306,10 +320,10 @@ class MXFP8Quantizer(Quantizer):
         """Whether both matrix dimensions are multiples of 32."""
         return inp.ndim >= 2 and inp.shape[-1] % MX_BLOCK == 0 and inp.shape[:-1].numel() % MX_BLOCK == 0
 
-    def _cast(self, x: Tensor, magnitudes: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _cast(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Codes `[M, K]` and scale bytes `[M/bm, K/bk]`."""
         scaled = (MX_BLOCK, MX_BLOCK) if self.with_2d_quantization else block
-        e = numerics.e8m0_from_amax(numerics.block_amax(magnitudes, scaled), self.dtype)
+        e = numerics.e8m0_from_amax(numerics.block_amax(x, scaled), self.dtype)
         codes = numerics.cast_fp8_blocks(x, numerics.e8m0_to_float(e, inverse=True), scaled, self.dtype)
         if self.with_2d_quantization:
             e = e.repeat_interleave(MX_BLOCK, 1 if block[1] == 1 else 0)
@@ -322,13 +336,19 @@ class MXFP8Quantizer(Quantizer):
             )
         fields: dict[str, Any] = {"fp8_dtype": self.dtype}
         fields |= dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
-        x = tensor.reshape(-1, tensor.shape[-1]).float()
-        magnitudes = numerics.magnitude(x)
+        x = tensor.reshape(-1, tensor.shape[-1])
+        if fused.active(x):
+            made = fused.cast_mx(x, self.dtype, self.with_2d_quantization, rowwise, columnwise)
+            if rowwise:
+                fields |= {"rowwise_data": made[0].view(tensor.shape), "rowwise_scale_inv": made[1]}
+            if columnwise:
+                fields |= {"columnwise_data": made[2].view(tensor.shape), "columnwise_scale_inv": made[3]}
+            return fields
         if rowwise:
-            codes, e = self._cast(x, magnitudes, (1, MX_BLOCK))
+            codes, e = self._cast(x, (1, MX_BLOCK))
             fields |= {"rowwise_data": codes.view(tensor.shape), "rowwise_scale_inv": pad_to(e, 128, 4)}
         if columnwise:
-            codes, e = self._cast(x, magnitudes, (MX_BLOCK, 1))
+            codes, e = self._cast(x, (MX_BLOCK, 1))
             fields |= {"columnwise_data": codes.view(tensor.shape), "columnwise_scale_inv": pad_to(e, 4, 128)}
         return fields
 

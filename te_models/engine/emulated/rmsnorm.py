@@ -24,14 +24,14 @@ class _RMSNorm(torch.autograd.Function):
         gamma = weight.float() + 1 if zero_centered else weight.float()
         ctx.save_for_backward(x, r, weight)
         ctx.zero_centered, ctx.update = zero_centered, update
-        return (x.float() * r * gamma).to(x.dtype)
+        return x.to(torch.float32, copy=True).mul_(r).mul_(gamma).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """`dx = r * (g dy - y_hat * mean(g dy y_hat))` and `dgamma = sum(dy * y_hat)`."""
         x, r, weight = ctx.saved_tensors
         gamma = weight.float() + 1 if ctx.zero_centered else weight.float()
-        dy, y_hat = grad.float(), x.float() * r
+        dy, y_hat = grad.float(), x.to(torch.float32, copy=True).mul_(r)
         dx = dw = None
         if ctx.needs_input_grad[1]:
             dw = weight_gradient(dy, x, y_hat).to(weight.dtype)

@@ -17,7 +17,8 @@ Source: transformer_engine/common/normalization (rmsnorm/*_kernels.cuh, kernel_t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ LANES = 32
 _TUNED = (512, 768, 1024, 2048, 4096, 8192)
 _GENERAL = {"forward": (128, 512, 1024, 2048, 8192), "backward": (128, 512, 1024, 2048, 4096)}
 _ONE_WARP = {"forward": 2048, "backward": 1024}  # the largest kernel that gives a row to one warp; else four
-_TILE = 1 << 16  # elements of an intermediate on a CPU: those that its cache holds
 _H200_MULTIPROCESSORS = 132
 # Blocks of the backward kernels that fit one multiprocessor: by their registers, so also by dtype where noted.
 _BLOCKS = {
@@ -68,18 +68,19 @@ class Kernel:
         return 4 // self.warps
 
     @property
-    def steps(self) -> int:
-        """Loads of `width` elements by which a lane gets its share of a row."""
-        return self.size // (LANES * self.warps * self.width)
+    def lanes(self) -> int:
+        """Lanes that share a row, over its warps and blocks."""
+        return self.warps * self.blocks * LANES
 
     def spread(self, t: Tensor) -> Iterator[Tensor]:
-        """t [T, H] as the sequence of [T, warps, blocks, 32] that the lanes see; zero beyond the end of a row."""
-        t = pad(t, (0, self.blocks * self.size - t.shape[1]))
-        t = t.view(len(t), self.steps, self.warps, self.blocks, LANES, self.width)
-        return iter(t.permute(1, 5, 0, 2, 3, 4).contiguous().flatten(0, 1))
+        """t [T, H] as the sequence of [T, lanes] that the lanes see, as views; narrower where the row ends."""
+        for step in t.split(self.lanes * self.width, dim=1):
+            step = pad(step, (0, -step.shape[1] % self.width)) if step.shape[1] % self.width else step
+            yield from step.unflatten(1, (step.shape[1] // self.width, self.width)).unbind(-1)
 
     def row_sum(self, lanes: Tensor) -> Tensor:
-        """Sums over rows [T, 1] of what the lanes [T, warps, blocks, 32] hold."""
+        """Sums over rows [T, 1] of what the lanes [T, lanes] hold."""
+        lanes = lanes.view(len(lanes), self.warps, self.blocks, LANES)
         if self.warps * self.blocks == 1:
             return _tree(lanes)[:, 0, 0]
         warps = _halving_tree(lanes)[..., 0]
@@ -102,14 +103,15 @@ def reciprocal_rms(x: Tensor, eps: float) -> Tensor:
     """
     kernel, cols, wide = Kernel.of("forward", x), x.shape[1], x.float()
     if not kernel.tuned:
-        sums = kernel.row_sum(_dot(kernel, wide, wide, exact=x.dtype != torch.float32))
+        sums = kernel.row_sum(_dot(kernel, wide, wide))
         return torch.rsqrt(_fma(sums, _reciprocal(cols, x), sums.new_full((), eps)))
     per_warp = cols // kernel.warps
-    mean = _tree(_sequence(kernel.spread(wide))) * _reciprocal(per_warp, x)  # [T, warps, 1, 1]
-    columns = (len(x), kernel.steps, kernel.warps, LANES * kernel.width)
-    centered = (wide.view(columns) - mean.view(len(x), 1, kernel.warps, 1)).view_as(wide)
-    squares = _tree(_dot(kernel, centered, centered, exact=False))
-    mean, squares = mean[..., 0, 0], squares[..., 0, 0]
+    by_warp = (len(x), kernel.warps, LANES)
+    mean = _tree(_sequence(kernel.spread(wide)).view(by_warp)) * _reciprocal(per_warp, x)  # [T, warps, 1]
+    columns = (len(x), cols // (kernel.lanes * kernel.width), kernel.warps, LANES * kernel.width)
+    centered = (wide.view(columns) - mean[:, None]).view_as(wide)
+    squares = _tree(_dot(kernel, centered, centered).view(by_warp))
+    mean, squares = mean[..., 0], squares[..., 0]
     count = per_warp
     while mean.shape[1] > 1:
         mean, squares, count = _merge(mean, squares, count)
@@ -119,8 +121,8 @@ def reciprocal_rms(x: Tensor, eps: float) -> Tensor:
 def input_gradient(dy: Tensor, gamma: Tensor, x: Tensor, y_hat: Tensor, r: Tensor) -> Tensor:
     """`r * (g dy - y_hat * mean(g dy y_hat))` as FP32 [T, H]; dy, gamma, y_hat and r in FP32, x for its dtype."""
     kernel, scaled = Kernel.of("backward", x), dy * gamma
-    mean = kernel.row_sum(_dot(kernel, scaled, y_hat, exact=False)) * _reciprocal(x.shape[1], x)
-    return _fma(-mean, y_hat, scaled).mul_(r)
+    mean = kernel.row_sum(_dot(kernel, scaled, y_hat)) * _reciprocal(x.shape[1], x)
+    return _fma(-mean, y_hat, scaled, out=scaled).mul_(r)
 
 
 def weight_gradient(dy: Tensor, x: Tensor, y_hat: Tensor) -> Tensor:
@@ -131,7 +133,7 @@ def weight_gradient(dy: Tensor, x: Tensor, y_hat: Tensor) -> Tensor:
     for start in range(0, rows, max(1, grid)):
         part = slice(start, start + grid)
         held = sums[: min(grid, rows - start)]
-        held.copy_(_fma(dy[part], y_hat[part], held))
+        _fma(dy[part], y_hat[part], held, out=held)
     sums = _block_sums(kernel, sums.view(len(sums) // kernel.rows, kernel.rows, cols))
     if kernel.tuned:
         return _tree(_strided_sum(sums, LANES).t())[:, 0]
@@ -158,27 +160,41 @@ def _strided_sum(t: Tensor, stride: int) -> Tensor:
     return sums
 
 
-def _dot(kernel: Kernel, a: Tensor, b: Tensor, exact: bool) -> Tensor:
-    """What each lane holds after adding its products with FMAs. `exact`: the products are FP32 numbers."""
-    if exact:
-        return _sequence(kernel.spread(a * b))
-    rows = max(1, _TILE // a.shape[1]) if a.device.type == "cpu" else max(1, len(a))
-    tiles = zip(a.split(rows), b.split(rows), strict=True)
-    return torch.cat([_sequence(kernel.spread(p.double() * q.double())) for p, q in tiles])
+def _dot(kernel: Kernel, a: Tensor, b: Tensor) -> Tensor:
+    """What the lanes [T, lanes] hold after adding their products, one after the other, with FMAs."""
+    sums = a.new_zeros(len(a), kernel.lanes)
+    for p, q in zip(kernel.spread(a), kernel.spread(b), strict=True):
+        held = sums[:, : p.shape[1]]
+        _fma(p, q, held, out=held)
+    return sums
 
 
-def _sequence(terms: Iterator[Tensor] | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
-    """The FP32 sum of FP32 terms, or of exact products in FP64, rounded after each."""
+def _sequence(terms: Iterable[Tensor]) -> Tensor:
+    """The sum of FP32 terms, one after the other."""
     terms = iter(terms)
-    total = next(terms).float()
+    total = next(terms)
     for term in terms:
-        total = total + term if term.dtype == torch.float32 else term.add_(total.double()).float()
+        total = total + term
     return total
 
 
-def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c of FP32 tensors, rounded once (but for ties made by the FP64 sum: one in 2^29)."""
-    return torch.addcmul(c.double(), a.double(), b.double()).float()
+def _fma(a: Tensor, b: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor:
+    """a * b + c of FP32 tensors, rounded once (without fused units: but for ties made by the FP64 sum, one in 2^29)."""
+    if _fuses(c.device):
+        return torch.addcmul(c, a, b, out=out)
+    made = torch.addcmul(c.double(), a.double(), b.double()).float()
+    return made if out is None else out.copy_(made)
+
+
+@functools.cache
+def _fuses(device: torch.device) -> bool:
+    """Whether torch.addcmul rounds once here, as it does where it is compiled to FMA instructions (AVX2, GPUs)."""
+    a, b = (torch.linspace(1.0, last, 4099, device=device) for last in (1.9, 1.7))
+    fused = [torch.addcmul(-(p * q), p, q) for p, q in ((a, b), (a[::2], b[::2]), (a[:, None], b[:8]))]
+    exact = [
+        (p.double() * q.double() - (p * q).double()).float() for p, q in ((a, b), (a[::2], b[::2]), (a[:, None], b[:8]))
+    ]
+    return all(torch.equal(left, right) for left, right in zip(fused, exact, strict=True))
 
 
 def _tree(lanes: Tensor) -> Tensor:

@@ -61,6 +61,14 @@ class Codes(NamedTuple):
         return -6 if self.data.dtype == torch.float8_e4m3fn else -14
 
 
+class Blocks(NamedTuple):
+    """FP8 codes `[M, K]` (uint8) with one scale, FP32 or an E8M0 byte, for each `block` of elements."""
+
+    codes: Tensor
+    scale: Tensor
+    block: tuple[int, int]
+
+
 class QuantizedTensorStorage:
     """Base of the storages. `_tensors` names the attributes that hold data; each of them may be None."""
 
@@ -86,6 +94,10 @@ class QuantizedTensorStorage:
     def operand(self, columnwise: bool) -> Operand:
         """The rowwise or columnwise copy as a matrix `[M, K]`."""
         raise NotImplementedError
+
+    def blocks(self, columnwise: bool) -> Blocks | None:
+        """The rowwise or columnwise copy as FP8 codes `[M, K]` with block scales; None for other formats."""
+        return None
 
     def codes(self, columnwise: bool) -> Codes | None:
         """The rowwise or columnwise copy as codes, contracted dimension last; None where no tensor core is modelled."""
@@ -249,6 +261,19 @@ class Float8BlockwiseQTensorStorage(_BlockStorage, QuantizedTensorStorage):
             return Codes(data, scale[:, : -(-contracted // BLOCK)].repeat_interleave(BLOCK, 0)[:rows])
         return Codes(data, scale[:, :rows].t())
 
+    def blocks(self, columnwise: bool) -> Blocks | None:
+        """The copy's codes and scales; None unless the products are BF16 numbers."""
+        if not self._quantizer.force_pow_2_scales:
+            return None
+        if columnwise:
+            codes, scale = self._columnwise_data.movedim(0, -1), self._columnwise_scale_inv  # type: ignore[union-attr]
+            scale = scale.t() if self._is_2D_scaled else scale  # type: ignore[union-attr]
+        else:
+            codes, scale = self._rowwise_data, self._rowwise_scale_inv
+            scale = scale if self._is_2D_scaled else scale.t()  # type: ignore[union-attr]
+        block = (BLOCK, BLOCK) if self._is_2D_scaled else (BLOCK, 1) if columnwise else (1, BLOCK)
+        return Blocks(codes.reshape(self._matrix), scale, block)  # type: ignore[union-attr,arg-type]
+
     def _derive(self, columnwise: bool) -> None:
         if not self._is_2D_scaled:
             super()._derive(columnwise)
@@ -284,11 +309,17 @@ class MXFP8TensorStorage(_BlockStorage, QuantizedTensorStorage):
         values = numerics.decode_fp8(codes.reshape(m, k), self._fp8_dtype)  # type: ignore[union-attr]
         return Operand(numerics.scale_blocks_(values, scale, block), None, narrow=True)
 
+    def blocks(self, columnwise: bool) -> Blocks:
+        """The copy's codes and scale bytes."""
+        side, block = ("columnwise", (MX_BLOCK, 1)) if columnwise else ("rowwise", (1, MX_BLOCK))
+        codes, scale = getattr(self, f"_{side}_data"), getattr(self, f"_{side}_scale_inv")
+        return Blocks(codes.reshape(self._matrix), scale, block)
+
 
 def pad_to(scale: Tensor, *multiples: int) -> Tensor:
     """`scale` with its dimensions zero-padded to whole multiples, contiguous."""
     pad = [p for size, step in zip(reversed(scale.shape), reversed(multiples), strict=True) for p in (0, -size % step)]
-    return torch.nn.functional.pad(scale, pad).contiguous()
+    return (torch.nn.functional.pad(scale, pad) if any(pad) else scale).contiguous()
 
 
 class _Dequantize(torch.autograd.Function):

@@ -1,0 +1,209 @@
+"""The casts of quantizers.py as Triton kernels: one launch a tensor on a GPU, the same bits.
+
+Roundings are done with integers, as in nvfp4.encode_e2m1, so that the Triton interpreter (TRITON_INTERPRET=1, on any
+machine) computes what a GPU does; divisions are `div_rn`, since Triton's own is approximate.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+TILE = tl.constexpr(128)
+_INF = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def _magnitude_bits(v):
+    """Bits of |v|, ordered like magnitudes; 0 for NaN."""
+    bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.where(bits > _INF, 0, bits)
+
+
+@triton.jit
+def _scale(amax, fp8_max, epsilon, infinite, POWER_OF_2: tl.constexpr):
+    """numerics.scale_from_amax."""
+    amax = tl.maximum(amax, epsilon)
+    scale = tl.minimum(tl.div_rn(tl.zeros_like(amax) + fp8_max, amax), infinite)
+    scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
+    if POWER_OF_2:
+        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _encode(v, E5M2: tl.constexpr):
+    """FP8 codes (uint8) of FP32 values, saturating; ties to even by adding a power of two with 2^mantissa steps."""
+    mantissa: tl.constexpr = 2 if E5M2 else 3
+    first: tl.constexpr = (127 - 14) if E5M2 else (127 - 6)  # the exponent field of the smallest normal number
+    largest: tl.constexpr = 0x47600000 if E5M2 else 0x43E00000  # 57344 and 448
+    bits = v.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    nan = size > _INF
+    size = tl.minimum(size, largest)
+    octave = tl.maximum(size & _INF, first << 23)
+    power = octave + ((23 - mantissa) << 23)
+    sums = (power.to(tl.float32, bitcast=True) + size.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    code = sums - power + (octave >> (23 - mantissa)) - (first << mantissa)
+    return (tl.where(nan, 0x7F, code) | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _decode(code, E5M2: tl.constexpr):
+    """FP32 values of FP8 codes."""
+    if E5M2:
+        value = (code.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        code = code.to(tl.int32)
+        value = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+        value = tl.where((code & 0x7F) == 0x7F, float("nan"), tl.where(code > 127, -value, value))
+    return value
+
+
+@triton.jit
+def amax_kernel(x, amax, n, BLOCK: tl.constexpr):
+    """The bits of the largest magnitude of x into `amax` (int32 [1]), which is at least 0."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
+    tl.atomic_max(amax, tl.max(_magnitude_bits(v), 0))
+
+
+@triton.jit
+def tensor_kernel(
+    x, codes, scale, amax, scale_inv, n, fp8_max, epsilon, infinite,
+    CURRENT: tl.constexpr, POWER_OF_2: tl.constexpr, E5M2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One scale for all: from `amax` (CURRENT), or as given, with the amax recorded."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
+    if CURRENT:
+        multiplier = _scale(tl.load(amax).to(tl.float32, bitcast=True), fp8_max, epsilon, infinite, POWER_OF_2)
+    else:
+        multiplier = tl.load(scale)
+        tl.atomic_max(amax, tl.max(_magnitude_bits(v), 0))
+    tl.store(codes + at, _encode(v * multiplier, E5M2), mask=at < n)
+    if tl.program_id(0) == 0:
+        tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), multiplier))
+
+
+@triton.jit
+def _tile(rows, cols):
+    """Row and column numbers of this program's tile, offsets and mask of its elements in a `[rows, cols]` matrix."""
+    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    j = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    return i, j, i[:, None] * cols + j[None, :], (i < rows)[:, None] & (j < cols)[None, :]
+
+
+@triton.jit
+def block_kernel(
+    x, row_codes, row_scale, col_codes, col_scale, rows, cols, row_stride, col_stride, fp8_max, epsilon, infinite,
+    ROW: tl.constexpr, COL: tl.constexpr, TWO_D: tl.constexpr, POWER_OF_2: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    """1x128 blocks along rows (ROW) and columns (COL), or one 128x128 block for both (TWO_D)."""
+    i, j, at, mask = _tile(rows, cols)
+    v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    bits, p, q = _magnitude_bits(v), tl.program_id(0), tl.program_id(1)
+    if TWO_D:
+        amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
+        scale = _scale(amax, fp8_max, epsilon, infinite, POWER_OF_2)
+        tl.store(row_codes + at, _encode(v * scale, E5M2), mask=mask)
+        inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
+        if ROW:
+            tl.store(row_scale + p * row_stride + q, inverse)
+        if COL:
+            tl.store(col_scale + q * col_stride + p, inverse)
+    else:
+        if ROW:
+            scale = _scale(tl.max(bits, 1).to(tl.float32, bitcast=True), fp8_max, epsilon, infinite, POWER_OF_2)
+            tl.store(row_codes + at, _encode(v * scale[:, None], E5M2), mask=mask)
+            inverse = tl.where(i < rows, tl.div_rn(tl.full((TILE,), 1.0, tl.float32), scale), 0.0)
+            tl.store(row_scale + q * row_stride + i, inverse, mask=i < row_stride)
+        if COL:
+            scale = _scale(tl.max(bits, 0).to(tl.float32, bitcast=True), fp8_max, epsilon, infinite, POWER_OF_2)
+            tl.store(col_codes + at, _encode(v * scale[None, :], E5M2), mask=mask)
+            inverse = tl.where(j < cols, tl.div_rn(tl.full((TILE,), 1.0, tl.float32), scale), 0.0)
+            tl.store(col_scale + p * col_stride + j, inverse, mask=j < col_stride)
+
+
+@triton.jit
+def _e8m0(amax_bits, inverse_max):
+    """numerics.e8m0_from_amax."""
+    bits = (amax_bits.to(tl.float32, bitcast=True) * inverse_max).to(tl.int32, bitcast=True)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    up = tl.where(exponent == 0, mantissa > 0x400000, mantissa > 0).to(tl.int32)
+    return tl.minimum(exponent + up, 254)
+
+
+@triton.jit
+def _power_of_2(exponent):
+    """2^(exponent - 127)."""
+    return tl.where(exponent > 0, exponent << 23, 0x400000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mx_kernel(
+    x, row_codes, row_scale, col_codes, col_scale, rows, cols, row_stride, col_stride, inverse_max,
+    ROW: tl.constexpr, COL: tl.constexpr, TWO_D: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    """Blocks of 32 along rows and columns, with E8M0 scales; TWO_D shares them over 32x32 elements."""
+    groups: tl.constexpr = TILE // 32
+    i, j, at, mask = _tile(rows, cols)
+    v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    bits = _magnitude_bits(v)
+    # [128, 4] maxima along rows, [4, 128] along columns.
+    along, down = tl.max(tl.reshape(bits, (TILE, groups, 32)), 2), tl.max(tl.reshape(bits, (groups, 32, TILE)), 1)
+    if TWO_D:
+        both = tl.max(tl.reshape(along, (groups, 32, groups)), 1)
+        along = tl.reshape(tl.broadcast_to(both[:, None, :], (groups, 32, groups)), (TILE, groups))
+        down = tl.reshape(tl.broadcast_to(both[:, :, None], (groups, groups, 32)), (groups, TILE))
+    if ROW:
+        e = _e8m0(along, inverse_max)
+        scaled = tl.reshape(v, (TILE, groups, 32)) * _power_of_2(254 - e)[:, :, None]
+        tl.store(row_codes + at, _encode(tl.reshape(scaled, (TILE, TILE)), E5M2), mask=mask)
+        g = tl.program_id(1) * groups + tl.arange(0, groups)
+        e = tl.where((i < rows)[:, None] & (g < cols // 32)[None, :], e, 0)
+        tl.store(row_scale + i[:, None] * row_stride + g[None, :], e.to(tl.uint8))
+    if COL:
+        e = _e8m0(down, inverse_max)
+        scaled = tl.reshape(v, (groups, 32, TILE)) * _power_of_2(254 - e)[:, None, :]
+        tl.store(col_codes + at, _encode(tl.reshape(scaled, (TILE, TILE)), E5M2), mask=mask)
+        g = tl.program_id(0) * groups + tl.arange(0, groups)
+        e = tl.where((g < rows // 32)[:, None] & (j < cols)[None, :], e, 0)
+        tl.store(col_scale + g[:, None] * col_stride + j[None, :], e.to(tl.uint8))
+
+
+@triton.jit
+def decode_kernel(
+    codes, scale, out, rows, cols, row_step, col_step,
+    DOWN: tl.constexpr, ALONG: tl.constexpr, E8M0: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    """Codes times block scales as BF16; a scale serves DOWN x ALONG elements, `row_step` and `col_step` are strides."""
+    i, j, at, mask = _tile(rows, cols)
+    factor = tl.load(scale + (i // DOWN)[:, None] * row_step + (j // ALONG)[None, :] * col_step, mask=mask, other=0)
+    if E8M0:
+        factor = _power_of_2(factor.to(tl.int32))
+    value = _decode(tl.load(codes + at, mask=mask, other=0), E5M2) * factor
+    tl.store(out + at, value.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def update_kernel(
+    history, scale, amax, length, n, largest, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr, N: tl.constexpr
+):
+    """autocast._update_fused for one state: history `[length, n]` and scale `[n]` in place; `amax` `[n]`."""
+    i, j = tl.arange(0, LENGTH), tl.arange(0, N)
+    at, mask = i[:, None] * n + j[None, :], (i < length)[:, None] & (j < n)[None, :]
+    old = tl.load(history + at, mask=mask, other=0.0)
+    following = tl.load(history + at + n, mask=mask & (i < length - 1)[:, None], other=0.0)
+    newest = tl.load(amax + j, mask=j < n, other=0.0)
+    last = tl.where(newest != 0, newest, tl.load(history + j, mask=j < n, other=0.0))
+    bits = _magnitude_bits(tl.where((i > 0)[:, None], old, 0.0))
+    used = last if MOST_RECENT else tl.maximum(tl.max(bits, 0).to(tl.float32, bitcast=True), last)
+    kept = tl.load(scale + j, mask=j < n, other=1.0)
+    tl.debug_barrier()  # all is read before anything is written
+    rolled = tl.where((i == length - 1)[:, None], last[None, :], following)
+    rolled = tl.where((i == 0)[:, None], 0.0, rolled)
+    tl.store(history + at, rolled, mask=mask & (last != 0)[None, :])
+    usable = (last != 0) & (used > 0) & (used < float("inf"))
+    fresh = tl.minimum(tl.div_rn(tl.zeros_like(used) + largest, used), 3.4028234663852886e38)
+    tl.store(scale + j, tl.where(usable, fresh, kept), mask=j < n)

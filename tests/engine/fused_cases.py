@@ -1,0 +1,170 @@
+"""The Triton kernels against the plain functions, every bit; test_fused.py runs this with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import te_models.engine.emulated as te
+from te_models.engine.emulated import fused, numerics
+from te_models.engine.emulated import recipe as R
+from te_models.engine.emulated.autocast import _update_fused
+from te_models.engine.emulated.numerics import FP8_MAX, DType
+from te_models.engine.emulated.quantizers import Quantizer
+
+# The interpreter computes with NumPy, which warns of the divisions by zero that a GPU does silently.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+QUANTIZERS = {
+    "delayed": lambda d: te.Float8Quantizer(torch.tensor([3.0]), torch.zeros(1), d),
+    "current": lambda d: te.Float8CurrentScalingQuantizer(d),
+    "current_pow2": lambda d: te.Float8CurrentScalingQuantizer(d, force_pow_2_scales=True, amax_epsilon=0.125),
+    "block1": lambda d: te.Float8BlockQuantizer(d, rowwise=True, columnwise=True, block_scaling_dim=1),
+    "block2": lambda d: te.Float8BlockQuantizer(d, rowwise=True, columnwise=True),
+    "block1_fp32": lambda d: te.Float8BlockQuantizer(
+        d, rowwise=True, columnwise=True, block_scaling_dim=1, force_pow_2_scales=False, amax_epsilon=1e-3
+    ),
+    "mxfp8": lambda d: te.MXFP8Quantizer(d),
+    "mxfp8_2d": lambda d: te.MXFP8Quantizer(d, with_2d_quantization=True),
+}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts on a CPU go through the interpreted kernels."""
+    monkeypatch.setattr(fused._Switch, "devices", ("cpu",))
+    monkeypatch.setattr(fused._Switch, "on", True)
+
+
+def values(rows: int, cols: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Over many octaves, with zeros, subnormals, ties, infinity and NaN."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=g) * torch.exp2(torch.randn(rows, cols, generator=g) * 12)
+    x[torch.rand(rows, cols, generator=g) < 0.1] = 0.0
+    x[:, 32:40] = torch.randint(-40, 40, (rows, 8), generator=g) / 16  # ties
+    x[1, :16] = torch.tensor(
+        [0.0, -0.0, 448, 464, 465, 57344, 61440, 61441, -1e5, 3e38, 1e-40, -1e-45, 1e-8, 2**-9, 1, 2]
+    )
+    x[2:3] = 0
+    x = x.to(dtype)
+    if seed % 3 == 1:
+        x[3, 5], x[4, 40], x[5, 41] = torch.nan, torch.inf, -torch.inf
+    return x
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Equal in every bit, or both absent."""
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def both(quantizer: Quantizer, x: Tensor) -> tuple[Any, Any]:
+    """What the plain functions make of x, and the kernels."""
+    with fused.fused(False):
+        plain = quantizer(x)
+    return plain, quantizer(x)
+
+
+@pytest.mark.usefixtures("on_cpu")
+class TestQuantizers:
+    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("dtype", [E4M3, E5M2])
+    @pytest.mark.parametrize("name", QUANTIZERS)
+    def test_every_bit(self, name: str, dtype: DType, seed: int) -> None:
+        rows, cols = ((160, 96), (64, 288), (128, 128))[seed]
+        if not name.startswith("mx"):
+            rows, cols = rows + 3 * seed, cols - 5 * seed
+        x = values(rows, cols, DTYPES[seed], seed)
+        quantizer = QUANTIZERS[name](dtype)
+        plain, made = both(quantizer, x)
+        for key, a, b in zip(plain._tensors, plain.get_data_tensors(), made.get_data_tensors(), strict=True):
+            assert same(a, b), key
+        for columnwise in (False, True):
+            product = fused.operand(made, columnwise)
+            if product is not None:
+                # The bits of a NaN are the processor's.
+                expected = plain.operand(columnwise).values.bfloat16()
+                assert torch.equal(product.isnan(), expected.isnan())
+                assert same(
+                    product.nan_to_num(0.0, torch.inf, -torch.inf), expected.nan_to_num(0.0, torch.inf, -torch.inf)
+                )
+
+    @pytest.mark.parametrize("name", ["block1", "block2", "mxfp8", "mxfp8_2d"])
+    @pytest.mark.parametrize("usage", [(True, False), (False, True)])
+    def test_one_copy_alone(self, name: str, usage: tuple[bool, bool]) -> None:
+        quantizer = QUANTIZERS[name](E4M3)
+        quantizer.set_usage(rowwise=usage[0], columnwise=usage[1])
+        plain, made = both(quantizer, values(96, 160, torch.bfloat16, 1).view(3, 32, 160))
+        assert plain.get_usages() == made.get_usages() == {"rowwise": usage[0], "columnwise": usage[1]}
+        assert all(same(a, b) for a, b in zip(plain.get_data_tensors(), made.get_data_tensors(), strict=True))
+
+    @pytest.mark.parametrize("dtype", [E4M3, E5M2])
+    def test_every_code_and_its_neighbours(self, dtype: DType) -> None:
+        exact = numerics.decode_fp8(torch.arange(256, dtype=torch.uint8), dtype)
+        exact = exact[exact.isfinite()].sort().values
+        middles = (exact[1:] + exact[:-1]) / 2
+        x = torch.cat([exact, middles, middles.nextafter(exact[1:]), middles.nextafter(exact[:-1])])[None]
+        quantizer = te.Float8Quantizer(torch.ones(1), torch.zeros(1), dtype)
+        plain, made = both(quantizer, x)
+        assert same(plain._data, made._data)
+
+    def test_scales_that_underflow(self) -> None:
+        """Maxima around 448 times 2^-128 to 2^-126: E8M0's bytes 0 to 2."""
+        steps = torch.tensor([0.5, 0.9, 1.0, 1.1, 1.5, 2.0, 2.1, 4.0]) * 448 * 2.0**-127
+        x = steps.repeat_interleave(32)[None].repeat(32, 1)
+        quantizer = te.MXFP8Quantizer(E4M3)
+        plain, made = both(quantizer, x)
+        assert len(plain._rowwise_scale_inv[0, :8].unique()) > 2
+        assert all(same(a, b) for a, b in zip(plain.get_data_tensors(), made.get_data_tensors(), strict=True))
+
+    def test_the_amax_accumulates(self) -> None:
+        quantizer = te.Float8Quantizer(torch.ones(1), torch.full((1,), 5.0), E4M3)
+        quantizer(torch.tensor([[3.0, -torch.nan]]))
+        assert quantizer.amax == 5
+        quantizer(torch.tensor([[3.0, -7.5]]))
+        assert quantizer.amax == 7.5
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("length", [1, 2, 5, 16])
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_update_of_delayed_scaling(length: int, algo: str) -> None:
+    g = torch.Generator().manual_seed(length)
+    recipe = R.DelayedScaling(amax_history_len=length, amax_compute_algo=algo, margin=1)
+    history = torch.randn(length, 5, generator=g).abs()
+    history[0, 1], history[-1, 2], history[0, 3] = 0.0, torch.inf, 1e-42
+    scale, amax = torch.rand(5, generator=g), history[0].clone()
+    amax[4] = 0.0
+    expected = _update_fused(history, scale, amax, recipe, FP8_MAX[E4M3])
+    fused.update(history, scale, amax, algo == "most_recent", 1, FP8_MAX[E4M3])
+    assert same(expected[0], history) and same(expected[1], scale)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    "recipe",
+    [R.DelayedScaling(amax_history_len=3), R.Float8CurrentScaling(), R.Float8BlockScaling(), R.MXFP8BlockScaling()],
+)
+def test_a_layer(recipe: R.Recipe) -> None:
+    """Three steps of te.Linear: outputs, gradients, scales."""
+
+    def steps() -> list[Tensor]:
+        torch.manual_seed(0)
+        layer, found = te.Linear(64, 32, params_dtype=torch.bfloat16), []
+        for step in range(3):
+            x = (torch.randn(32, 64) * 2**step).bfloat16().requires_grad_()
+            with te.autocast(recipe=recipe):
+                y = layer(x)
+            y.backward(torch.randn(32, 32).bfloat16())
+            found += [y, x.grad, layer.weight.grad]
+        return found + [state.scale for state in layer.fp8_meta.values() if hasattr(state, "scale")]
+
+    with fused.fused(False):
+        plain = steps()
+    assert all(same(a.detach(), b.detach()) for a, b in zip(plain, steps(), strict=True))

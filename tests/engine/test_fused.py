@@ -1,0 +1,22 @@
+"""The Triton kernels against the plain functions, on the Triton interpreter.
+
+It has to be chosen before Triton is imported, so the cases of fused_cases.py run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def test_kernels_on_the_interpreter() -> None:
+    cases = Path(__file__).with_name("fused_cases.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(cases)]
+    ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-2000:]
