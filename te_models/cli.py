@@ -169,7 +169,9 @@ def plan(preset: str | None, model: str | None, **options: Any) -> None:
 def train_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """One option a field of TrainConfig."""
     for name, default in reversed(TRAIN_FIELDS.items()):
-        command = click.option(f"--{name.replace('_', '-')}", default=default, show_default=True)(command)
+        flag = f"--{name.replace('_', '-')}"
+        flag = f"{flag}/--no-{flag[2:]}" if isinstance(default, bool) else flag
+        command = click.option(flag, default=default, show_default=True)(command)
     return command
 
 

@@ -18,8 +18,12 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"engine"},
     {"kernels.elementwise", "kernels.attention"},
     {"kernels", "hf"},
-    {"optim.master", "fp8_state", "checkpointing"},
+    {"fp8_state", "checkpointing"},
     {"layers"},
+    {"optim.lowbit", "optim.muon8bit", "optim.galore", "optim.groups"},
+    {"optim.packing"},
+    {"optim.master"},
+    {"optim.te_adam"},
     {"optim", "generate", "plan", "metrics", "saved"},
     {"model"},
     {"train", "lora"},
@@ -38,6 +42,7 @@ ONLY_IN = {
     "safetensors": {"state", "formats"},
     "matplotlib": {"metrics"},
     "rich": {"plan", "report", "finetune", "cli"},
+    "torchao": {"optim.lowbit"},
     "pickle": set(),
 }
 NO_TORCH = {"errors", "config", "presets", "hf_families", "recipe", "train_config"}
