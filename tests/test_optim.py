@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ with warnings.catch_warnings():
     pytest.importorskip("torchao.optim")
 
 SHAPE: dict[str, Any] = dict(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
 )
 TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(30)]
 # Every optimizer, with options that matter for what is stored. te-adam needs a GPU: it has its own test.
@@ -142,16 +143,16 @@ def test_offloading_and_updating_a_few_at_a_time_change_no_bit(
     assert_same_run(whole(optimizer, options), run)
 
 
-@pytest.mark.parametrize("optimizer, options", CASES, ids=NAMES)
+@pytest.mark.parametrize("optimizer, options", dict(reversed(CASES)).items())
 def test_it_learns_and_stops_at_a_bad_loss(optimizer: str, options: str, tmp_path: Path) -> None:
-    run = trainer(tmp_path, optimizer, options, steps=20, clip_grad_norm=1.0, learning_rate=1e-2)
+    run = trainer(tmp_path, optimizer, options, steps=16, clip_grad_norm=1.0, learning_rate=1e-2)
     run.run()
     losses = [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")]
     assert sum(losses[-3:]) / 3 < losses[0] - 1.0
     before = copy.deepcopy(run.optimizer.state_dict())
     with torch.no_grad():
         run.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan
-    with pytest.raises(Diverged, match="step 21: the loss is nan"):
+    with pytest.raises(Diverged, match="step 17: the loss is nan"):
         run._step(iter(run.dataset))
     assert same(before, run.optimizer.state_dict())
 
@@ -231,11 +232,14 @@ def test_muon_orthogonalises_each_logical_matrix_of_a_fused_weight(optimizer: st
     tuned = build_optimizer(optimizer, model, lr=1.0, weight_decay=0.0, options="adjust_lr=original")
     for p in model.parameters():
         p.grad = torch.randn_like(p)
-    weight.grad[:64] *= 1000  # q's gradient must not decide how far k, v and the gate move
+    spans = ((0, 32), (32, 48), (48, 64), (64, 96))  # q, k, v, gate
+    for start, stop in spans:
+        nn.init.orthogonal_(weight.grad[start:stop])
+    weight.grad[:32] *= 1000  # q's gradient must not decide how far k, v and the gate move
     tuned.take_gradients(0.0)
     tuned.step()
     moved = before - weight.detach()
-    for start, stop in ((0, 64), (64, 96), (96, 128), (128, 192)):
+    for start, stop in spans:
         singular = torch.linalg.svdvals(moved[start:stop])
         assert singular.min() > 0.5 and singular.max() < 1.3, (start, stop)
 
@@ -335,6 +339,23 @@ def test_muon8bit_is_torchs_muon_up_to_rounding(
         pairs[0][0].copy_(previous)
 
 
+def test_the_int8_momentum_costs_at_most_three_percent_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same BF16 products as torch's Muon. In turns, the best of 7 in processor time, for a busy machine."""
+    monkeypatch.setattr(muon8bit, "product_dtype", lambda device: torch.bfloat16)
+    weights = [torch.randn(192, 256) for _ in range(2)]
+    best: dict[str, float] = {}
+    pair = {"ours": Muon8bit(weights), "theirs": torch.optim.Muon([w.clone() for w in weights])}
+    for optimizer in pair.values():
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.randn_like(p)
+    for _ in range(7):
+        for name, optimizer in pair.items():
+            start = time.process_time()
+            optimizer.step()
+            best[name] = min(best.get(name, math.inf), time.process_time() - start)
+    assert best["ours"] < 1.03 * best["theirs"]
+
+
 def test_orthogonalising_together_is_orthogonalising_each() -> None:
     x = torch.randn(5, 24, 40)
     together = orthogonalize(x, 5)
@@ -348,7 +369,6 @@ def test_orthogonalising_together_is_orthogonalising_each() -> None:
 
 @pytest.mark.parametrize("shape", [(40, 90), (90, 40)])
 def test_galore_projects_on_the_leading_directions_and_stores_low_rank_moments(shape: tuple[int, int]) -> None:
-    model = nn.Sequential()
     weight = nn.Parameter(torch.zeros(shape))
     optimizer = OPTIMIZERS["galore"].build(
         0.1, resolve_options("galore", "rank=4"), [{"params": [weight], "weight_decay": 0.0, "matrices": True}]
@@ -362,7 +382,6 @@ def test_galore_projects_on_the_leading_directions_and_stores_low_rank_moments(s
     side = moved if shape[0] < shape[1] else moved.T
     assert torch.allclose(basis @ (basis.T @ side), side, atol=1e-4), "the update lies in the gradient's subspace"
     assert state_bytes(optimizer.state[weight]) == 4 * 4 * (40 + 2 * 90)
-    assert not list(model.parameters())
 
 
 def test_leading_directions_are_those_of_the_svd() -> None:
@@ -375,15 +394,19 @@ def test_leading_directions_are_those_of_the_svd() -> None:
 
 def test_galore_refreshes_its_projector_on_time_and_is_adamw_at_full_rank() -> None:
     weight, twin = (nn.Parameter(torch.ones(12, 20)) for _ in range(2))
-    group = {"params": [weight], "weight_decay": 0.1, "matrices": True}
-    optimizer = OPTIMIZERS["galore"].build(0.1, resolve_options("galore", "rank=4,refresh=3"), [group])[0]
+
+    def galore(parameter: nn.Parameter, options: str) -> torch.optim.Optimizer:
+        group = {"params": [parameter], "weight_decay": 0.1, "matrices": True}
+        return OPTIMIZERS["galore"].build(0.1, resolve_options("galore", options), [group])[0]
+
+    optimizer = galore(weight, "rank=4,refresh=3")
     projectors: list[Tensor] = []
     for _ in range(7):
         weight.grad = torch.randn_like(weight)
         optimizer.step()
         projectors.append(optimizer.state[weight]["projector"].clone())
     assert [torch.equal(a, b) for a, b in zip(projectors, projectors[1:], strict=False)] == [True, True, False] * 2
-    full = OPTIMIZERS["galore"].build(0.1, resolve_options("galore", "rank=12"), [{**group, "params": [twin]}])[0]
+    full = galore(twin, "rank=12")
     plain = nn.Parameter(torch.ones(12, 20))
     adamw = torch.optim.AdamW([plain], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
     for _ in range(3):
