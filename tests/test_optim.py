@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_models import CausalLM
 from te_models.data import Document, TokenDataset
@@ -110,6 +111,13 @@ def assert_same_run(one: Trainer, other: Trainer) -> None:
         assert same(one.optimizer.state_dict()[name], other.optimizer.state_dict()[name])
     for m, n in zip(one.optimizer.masters, other.optimizer.masters, strict=True):
         assert torch.equal(m, n)
+    assert quantized(one) == quantized(other)
+
+
+def quantized(run: Trainer) -> list[str]:
+    """What torchao's moments say of themselves: shape, block, whether codes have a sign."""
+    values = [v for o in run.optimizer.optimizers for state in o.state.values() for v in state.values()]
+    return [repr(v) for v in values if is_traceable_wrapper_subclass(v)]
 
 
 @pytest.mark.parametrize("optimizer, options", CASES, ids=NAMES)
