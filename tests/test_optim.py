@@ -144,11 +144,12 @@ def stop_at_three(row: dict[str, Any]) -> None:
 def test_offloading_and_updating_a_few_at_a_time_change_no_bit(
     optimizer: str, options: str, whole: Callable[[str, str], Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    at_once = whole(optimizer, options)
     monkeypatch.setattr(master, "CHUNK", 5000)
     run = trainer(tmp_path, optimizer, options, optimizer_offload=True)
     assert len({id(t) for t in (*run.optimizer.parameters, *run.optimizer.masters)}) == 2 * len(run.optimizer.masters)
     run.run()
-    assert_same_run(whole(optimizer, options), run)
+    assert_same_run(at_once, run)
 
 
 @pytest.mark.parametrize("optimizer, options", dict(reversed(CASES)).items())

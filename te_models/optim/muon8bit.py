@@ -106,7 +106,7 @@ def compiled_advance() -> Callable[..., Tensor]:
 
 @functools.cache
 def product_dtype(device: str) -> torch.dtype:
-    """BF16 as in torch.optim.Muon, but FP32 on a CPU without BF16 instructions, which is 7 to 11 times slower in BF16."""
+    """BF16 as in torch.optim.Muon, but FP32 on a CPU without BF16 instructions, which is many times slower in BF16."""
     slow = device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.float32 if slow else torch.bfloat16
 
