@@ -219,7 +219,9 @@ def verify(preset: str | None, model: str | None, batch_size: int, seq_len: int,
 def train_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """One option a field of TrainConfig."""
     for name, default in reversed(TRAIN_FIELDS.items()):
-        command = click.option(f"--{name.replace('_', '-')}", default=default, show_default=True)(command)
+        flag = f"--{name.replace('_', '-')}"
+        flag = f"{flag}/--no-{flag[2:]}" if isinstance(default, bool) else flag
+        command = click.option(flag, default=default, show_default=True)(command)
     return command
 
 

@@ -23,8 +23,8 @@ from te_models.errors import unknown
 from te_models.recipe import Recipe
 
 FP32, INT64 = 4, 8
-# Parameters whose gradients te_models/optim/master.py holds in FP32 at a time; None: all of them.
-UPDATE_CHUNK: int | None = None
+# Parameters whose gradients te_models/optim/master.py holds in FP32 at a time.
+UPDATE_CHUNK = 2**28
 CUBLAS_WORKSPACE = 2**25 + 1024  # Transformer Engine's, on Hopper and newer (get_cublas_workspace_size_bytes)
 
 
@@ -450,7 +450,7 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     moments = [replace(loss, moment="loss"), replace(worst, moment=f"backward of {worst.moment}")]
     if training.optimizer is not None:
         share = -(-sum(p.numel for p in model_parameters(config)) // training.gpus)
-        fp32 = min(share, UPDATE_CHUNK or share) * max(0, FP32 - training.dtype_bytes)
+        fp32 = min(share, UPDATE_CHUNK) * max(0, FP32 - training.dtype_bytes)
         moments.append(replace(standing, moment="optimizer step", gradients=share * training.dtype_bytes + fp32))
     return moments
 

@@ -36,7 +36,9 @@ def summary(model: CausalLM, dataset: TokenDataset | StreamingDataset, config: T
         "attention": f"{model.attention_kernel()}, {model.config.attention_gate} gate",
         "compile": "elementwise operations" if model.compiled else "off",
         "activation checkpointing": str(model.activation_checkpointing),
-        "optimizer": f"{config.optimizer}, learning rate {config.learning_rate:g}, FP32 master weights",
+        "optimizer": f"{config.optimizer}, learning rate {config.learning_rate:g}"
+        f"{f', {config.optimizer_options}' if config.optimizer_options else ''}"
+        f"{', state in the memory of the CPU' if config.optimizer_offload else ''}",
         "tokens a step": f"{config.tokens_per_step:,} ({config.batch_size} x {config.seq_len} tokens"
         f" x {config.gradient_accumulation} micro-batches)",
         "data": dataset.describe(),

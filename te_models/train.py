@@ -1,6 +1,6 @@
 """The training loop: fine-tune a model on a dataset, evaluate, checkpoint, resume exactly, stop cleanly.
 
-One step: `gradient_accumulation` forwards and backwards, clipping, AdamW over FP32 masters, the schedule. All state that
+One step: `gradient_accumulation` forwards and backwards, clipping, the optimizer over FP32 masters, the schedule. All state that
 a step depends on (weights, scales and amax histories, masters, moments, data position, random numbers) is in the
 checkpoint, so a resumed run continues with the same bits.
 """
@@ -63,8 +63,14 @@ class Trainer:
     on_step: Callable[[dict[str, Any]], None] = lambda row: None
 
     def __post_init__(self) -> None:
+        config = self.config
         self.optimizer = build_optimizer(
-            self.config.optimizer, self.model, self.config.learning_rate, self.config.weight_decay
+            config.optimizer,
+            self.model,
+            config.learning_rate,
+            config.weight_decay,
+            config.optimizer_options,
+            config.optimizer_offload,
         )
         self.checkpoints = Checkpoints(self.out / "checkpoints", keep_last=self.config.keep_last)
         self.result = Result()
@@ -106,8 +112,7 @@ class Trainer:
         row = {"step": step, "loss": total.item(), "grad_norm": norm.item(), "learning_rate": learning_rate}
         if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
             raise Diverged(self._diagnosis(row, micro_batches))
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        self.optimizer.set_learning_rate(learning_rate)
         self.optimizer.step()
         row["tokens_per_second"] = config.tokens_per_step / (time.perf_counter() - start)
         self.result.step, self.result.loss = step, row["loss"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +17,8 @@ class TrainConfig:
     seq_len: int = 256
     gradient_accumulation: int = 1
     optimizer: str = "adamw"
+    optimizer_options: str | Mapping[str, Any] = ""  # "name=value,name=value" or a dict: see docs/optimizers.md
+    optimizer_offload: bool = False  # masters and optimizer state in the CPU's memory
     learning_rate: float = 1e-3
     final_learning_rate: float = 0.1  # as a share of learning_rate, reached by a cosine at the last step
     warmup_steps: int = 20
@@ -29,7 +33,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for f in fields(self):
             value, least = getattr(self, f.name), 1 if f.name in ("steps", "batch_size", "seq_len", "keep_last") else 0
-            if f.name == "optimizer":
+            if not isinstance(f.default, (int, float)):
                 continue
             if not least <= value < math.inf:
                 raise ValueError(f"{f.name}={value} is out of range: give {least} or more")

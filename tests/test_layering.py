@@ -20,9 +20,13 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"kernels.elementwise", "kernels.attention", "kernels.attention_core", "kernels.head"},
     {"kernels.attention_core_triton"},
     {"kernels", "hf"},
-    {"optim.master", "fp8_state", "checkpointing", "tensor_parallel", "cache", "rope"},
+    {"fp8_state", "checkpointing", "tensor_parallel", "cache", "rope"},
     {"tokens", "decode"},
     {"layers"},
+    {"optim.lowbit", "optim.muon8bit", "optim.galore", "optim.groups"},
+    {"optim.packing"},
+    {"optim.master"},
+    {"optim.te_adam"},
     {"optim", "generate", "plan", "capacity", "metrics", "saved"},
     {"model"},
     {"train", "lora", "roofline", "verify"},
@@ -44,6 +48,7 @@ ONLY_IN = {
     "matplotlib": {"metrics"},
     "rich": {"plan", "capacity", "verify", "report", "finetune", "cli"},
     "triton": {"kernels.attention_core_triton", "engine.emulated.triton_kernels"},
+    "torchao": {"optim.lowbit", "peers"},
     "pickle": set(),
 }
 NO_TORCH = {"errors", "config", "presets", "hf_families", "recipe", "train_config", "memory", "capacity"}

@@ -29,6 +29,7 @@ from transformer_engine.pytorch import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from transformer_engine.pytorch.optimizers import FusedAdam
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_align_size_for_quantization
 
 __version__ = version("transformer-engine")
@@ -44,7 +45,8 @@ restored_recompute = contextlib.nullcontext  # the emulated engine refuses recom
 
 __all__ = [
     "DType", "FP8GlobalStateManager", "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer",
-    "Linear", "MXFP8Quantizer", "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "autocast", "checkpoint", "fp8_autocast", "get_align_size_for_quantization",
+    "FusedAdam", "Linear", "MXFP8Quantizer", "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "autocast",
+    "checkpoint", "fp8_autocast", "get_align_size_for_quantization",
     "get_default_recipe", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
     "is_nvfp4_available", "quantized_model_init", "recipe", "reset_fp8_state", "restored_recompute",
     "drop_cached_weights",

@@ -1,41 +1,186 @@
-"""Optimizers by name, over FP32 master weights."""
+"""Optimizers by name: what each is built from, its options and their defaults. docs/optimizers.md says when to use which.
+
+Every one has the interface of te_models.optim.master.MasterWeights, so the training loop knows none of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from te_models.errors import unknown
+from te_models.optim.galore import GaLore
+from te_models.optim.groups import groups
 from te_models.optim.master import MasterWeights
+from te_models.optim.muon8bit import Muon8bit
+from te_models.optim.te_adam import MOMENTS, TEAdam
+
+Groups = list[dict[str, Any]]
+Built = list[torch.optim.Optimizer]
+
+# Options and their defaults; a tuple lists the choices, the default first. The betas are those usual for language
+# models (Touvron et al. 2023, arXiv 2307.09288).
+ADAM: dict[str, Any] = dict(beta1=0.9, beta2=0.95, eps=1e-8)
+LOWBIT: dict[str, Any] = dict(**ADAM, stochastic_rounding=False)
+REST: dict[str, Any] = dict(rest=("adamw", "adamw8bit", "adamwfp8"), rest_lr=1.0, **ADAM)
+MUON: dict[str, Any] = dict(
+    momentum=0.95, nesterov=True, ns_steps=5, adjust_lr=("match_rms_adamw", "original"), **REST
+)  # fmt: skip
+GALORE: dict[str, Any] = dict(rank=128, refresh=200, scale=1.0, **REST)
 
 
-def adamw(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    """PyTorch's AdamW, fused, with the betas usual for language models (Touvron et al. 2023, arXiv 2307.09288)."""
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+def adamw(lr: float, options: dict[str, Any], parameters: Groups) -> Built:
+    """PyTorch's AdamW, fused: two FP32 moments, 8 bytes a parameter."""
+    betas = (options["beta1"], options["beta2"])
+    return [torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=options["eps"], fused=True)]
 
 
-OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], float], torch.optim.Optimizer]] = {"adamw": adamw}
+def _lowbit(name: str) -> Callable[[float, dict[str, Any], Groups], Built]:
+    def build(lr: float, options: dict[str, Any], parameters: Groups) -> Built:
+        if importlib.util.find_spec("torchao") is None:
+            raise ValueError(f"optimizer {name!r} needs torchao: pip install 'te-models[optim]'")
+        lowbit = importlib.import_module("te_models.optim.lowbit")  # torchao takes two seconds to import
+        return lowbit.lowbit_adamw(name, parameters, lr, {"stochastic_rounding": False, **options})
+
+    return build
 
 
-def build_optimizer(name: str, model: nn.Module, lr: float, weight_decay: float) -> MasterWeights:
-    """The optimizer called `name` over the model's parameters; `weight_decay` applies to matrices alone."""
+def _with_rest(build: Callable[[float, dict[str, Any], Groups], torch.optim.Optimizer]) -> Any:
+    """`build` for the hidden matrices, the optimizer named by option `rest` for everything else."""
+
+    def both(lr: float, options: dict[str, Any], parameters: Groups) -> Built:
+        hidden = [group for group in parameters if group["matrices"]]
+        rest = [{**group, "lr_scale": options["rest_lr"]} for group in parameters if not group["matrices"]]
+        made = [build(lr, options, hidden)] if hidden else []
+        return made + (OPTIMIZERS[options["rest"]].build(lr, options, rest) if rest else [])
+
+    return both
+
+
+def _muon(lr: float, options: dict[str, Any], hidden: Groups) -> torch.optim.Optimizer:
+    return torch.optim.Muon(hidden, lr=lr, adjust_lr_fn=options["adjust_lr"], **_fields(options))
+
+
+def _muon8bit(lr: float, options: dict[str, Any], hidden: Groups) -> torch.optim.Optimizer:
+    return Muon8bit(hidden, lr=lr, adjust_lr_fn=options["adjust_lr"], **_fields(options))
+
+
+def _fields(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in ("momentum", "nesterov", "ns_steps")}
+
+
+def _galore(lr: float, options: dict[str, Any], hidden: Groups) -> torch.optim.Optimizer:
+    fields = {name: options[name] for name in ("rank", "refresh", "scale", "eps")}
+    return GaLore(hidden, lr=lr, betas=(options["beta1"], options["beta2"]), **fields)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One optimizer: how it is built from (lr, options, groups), its options, and whether it works on whole matrices."""
+
+    build: Callable[[float, dict[str, Any], Groups], Built]
+    options: dict[str, Any] = field(default_factory=dict)
+    matrices: bool = False
+
+
+def _only_native(lr: float, options: dict[str, Any], parameters: Groups) -> Built:
+    raise ValueError(
+        "optimizer 'te-adam' is Transformer Engine's and runs on the native engine alone: use 'adamw8bit' or 'adamwfp8'"
+    )
+
+
+OPTIMIZERS: dict[str, Choice] = {
+    "adamw": Choice(adamw, ADAM),
+    "adamw8bit": Choice(_lowbit("adamw8bit"), LOWBIT),
+    "adamwfp8": Choice(_lowbit("adamwfp8"), LOWBIT),
+    "te-adam": Choice(_only_native, dict(moments=tuple(MOMENTS), **ADAM)),
+    "muon": Choice(_with_rest(_muon), MUON, matrices=True),
+    "muon8bit": Choice(_with_rest(_muon8bit), MUON, matrices=True),
+    "galore": Choice(_with_rest(_galore), GALORE, matrices=True),
+}
+
+
+def build_optimizer(
+    name: str,
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    options: str | Mapping[str, Any] = "",
+    offload: bool = False,
+) -> MasterWeights | TEAdam:
+    """The optimizer called `name` over the model's trainable parameters.
+
+    Args:
+        name: one of OPTIMIZERS.
+        lr, weight_decay: of every group; decay applies to matrices alone (te_models.optim.groups).
+        options: the optimizer's own, as a dict or as "name=value,name=value".
+        offload: keep masters and state in the CPU's memory and step there.
+
+    Raises:
+        ValueError: an unknown name or option, a value out of range, or a package that is missing.
+    """
     if name not in OPTIMIZERS:
         raise unknown("optimizer", name, OPTIMIZERS)
-    return MasterWeights(parameter_groups(model, weight_decay), lambda groups: OPTIMIZERS[name](groups, lr))
+    choice = OPTIMIZERS[name]
+    values = resolve_options(name, options)
+    kind = {"optimizer": name, **values}
+    found = groups(model, weight_decay, choice.matrices)
+    if name == "te-adam" and getattr(model, "engine", None) == "native":
+        if offload:
+            raise ValueError("optimizer 'te-adam' keeps its state on the GPU: use 'adamw' with optimizer_offload")
+        return TEAdam(model.te, kind, found, lr, values)  # type: ignore[arg-type]
+    keep = not values.get("stochastic_rounding", False)
+    return MasterWeights(kind, found, lambda parts: choice.build(lr, values, parts), keep=keep, offload=offload)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices of linears decay; norms, biases and the embedding table (which is sparse in use) do not."""
-    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+def resolve_options(name: str, options: str | Mapping[str, Any]) -> dict[str, Any]:
+    """All options of the optimizer `name`, those given over the defaults, each of its default's type."""
+    known = OPTIMIZERS[name].options
+    values = {key: default[0] if isinstance(default, tuple) else default for key, default in known.items()}
+    given = options if isinstance(options, Mapping) else dict(_pairs(options))
+    for key, value in given.items():
+        if key not in known:
+            raise unknown(f"option of optimizer {name!r}", key, known)
+        values[key] = _checked(key, value, known[key])
+    return values
 
-    def decays(parameter: nn.Parameter) -> bool:
-        return parameter.dim() > 1 and id(parameter) not in tables
 
-    parameters: Iterable[nn.Parameter] = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if decays(p)], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if not decays(p)], "weight_decay": 0.0},
-    ]
+def _pairs(text: str) -> list[tuple[str, str]]:
+    pairs = []
+    for item in filter(None, (piece.strip() for piece in text.split(","))):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"optimizer option {item!r} has no value: write name=value,name=value")
+        pairs.append((key.strip().replace("-", "_"), value.strip()))
+    return pairs
+
+
+def _checked(key: str, value: Any, default: Any) -> Any:
+    """`value`, perhaps from the command line, as the type of `default`, or one of its choices."""
+    if isinstance(default, tuple):
+        if value not in default:
+            raise unknown(f"value of {key}", value, default)
+        return value
+    if isinstance(default, bool):
+        named = {"true": True, "1": True, "false": False, "0": False}
+        if str(value).lower() not in named:
+            raise unknown(f"value of {key}", value, ("true", "false"))
+        return named[str(value).lower()]
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{key}={value!r} is not a number: give one such as {default}") from None
+    if isinstance(default, int):
+        if not number.is_integer():
+            raise ValueError(f"{key}={value!r} is not a whole number: give one such as {default}")
+        number = int(number)
+    if not 0 <= number < float("inf") or (key in ("beta1", "beta2", "momentum") and number >= 1):
+        below = " and less than 1" if key in ("beta1", "beta2", "momentum") else ""
+        raise ValueError(f"{key}={value} is out of range: give 0 or more{below}")
+    return number

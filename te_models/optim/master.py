@@ -2,67 +2,191 @@
 
 A BF16 parameter has eight significant bits, so a step smaller than 1/256 of it rounds away; the optimizer therefore
 works on FP32 copies, which are rounded into the parameters after each step (Micikevicius et al. 2018, arXiv 1710.03740).
+
+Gradients become FP32 a few parameters at a time, so that a step needs 1 GiB beside the state, whatever the model's size.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from te_models.optim.groups import Part
+from te_models.optim.packing import pack, unpack
+
+CHUNK = 2**28  # parameters updated at a time
+
 
 class MasterWeights:
-    """A torch optimizer over FP32 copies of the parameters; FP32 parameters are their own masters.
+    """Torch optimizers over FP32 copies of the parameters; FP32 parameters are their own masters.
 
-    Memory beyond the optimizer's own state: 4 bytes a parameter that is not FP32.
+    Memory beyond the optimizers' own state: 4 bytes a parameter that is not FP32, and one chunk of FP32 gradients.
+
+    Args:
+        kind: what the saved state is of: the optimizer's name and options; another kind's is refused.
+        groups: groups of parts, as te_models.optim.groups makes them.
+        build: makes the optimizers from the same groups with masters, or rows of them, as "params". Between them they
+            update every one of those tensors.
+        keep: False lets the optimizers work on the parameters themselves, whatever their dtype.
+        offload: masters and state live in the CPU's memory, where the step then happens. (torchao's
+            CPUOffloadOptimizer steps on gradients as backward leaves them, so it cannot clip by their common norm.)
     """
 
-    def __init__(self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]):
-        self.parameters: list[Tensor] = [p for group in groups for p in group["params"]]
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
+    def __init__(
+        self,
+        kind: dict[str, Any],
+        groups: list[dict[str, Any]],
+        build: Callable[[list[dict[str, Any]]], list[torch.optim.Optimizer]],
+        *,
+        keep: bool = True,
+        offload: bool = False,
+    ) -> None:
+        parts: list[Part] = [part for group in groups for part in group["params"]]
+        self.kind = kind
+        self.parameters: list[nn.Parameter] = list({id(p.parameter): p.parameter for p in parts}.values())
+        self.masters = [_master(p, keep, offload) for p in self.parameters]
         masters = dict(zip(map(id, self.parameters), self.masters, strict=True))
-        self.inner = build([{**group, "params": [masters[id(p)] for p in group["params"]]} for group in groups])
+        views = {part: part.of(masters[id(part.parameter)]) for part in parts}
+        self._views: dict[int, list[tuple[Part, Tensor]]] = {id(p): [] for p in self.parameters}
+        for part, view in views.items():
+            self._views[id(part.parameter)].append((part, view))
+        self.optimizers = build([{**group, "params": [views[part] for part in group["params"]]} for group in groups])
+        self._shrink: Tensor | None = None  # what the next step multiplies gradients with
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups, for learning-rate schedules."""
-        return self.inner.param_groups
+        """The optimizers' groups."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def set_learning_rate(self, rate: float) -> None:
+        """For the next steps; a group with "lr_scale" takes that multiple of it."""
+        for group in self.param_groups:
+            set_group_rate(group, rate)
 
     @torch.no_grad()
     def take_gradients(self, max_norm: float) -> Tensor:
-        """Give the parameters' gradients to the masters in FP32, scaled down to `max_norm` (0: not clipped).
+        """Have the next step scale the gradients down to `max_norm` (0: not clipped).
 
         Returns their norm before clipping, FP32 scalar. In BF16 the norm itself would be off by up to 1/256.
         """
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-                parameter.grad = None
-        return nn.utils.clip_grad_norm_(self.masters, max_norm or math.inf)
+        norm = gradient_norm(self.parameters)
+        self._shrink = clip_factor(norm, max_norm)
+        return norm
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update from the gradients taken; parameters without one stay."""
-        self.inner.step()
-        copies = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
-        if copies:
-            torch._foreach_copy_([p for p, _ in copies], [m for _, m in copies])
-        for master in self.masters:
-            master.grad = None
+        """One update from the parameters' gradients, which are then gone; parameters without one stay."""
+        for chunk in self._chunks():
+            self._hand_over(chunk)
+            for optimizer in self.optimizers:
+                optimizer.step()
+            for parameter, _ in chunk:
+                parameter.grad = None
+                for _, view in self._views[id(parameter)]:
+                    view.grad = None
+            copies = [(p, m) for p, m in chunk if m is not p]
+            if copies:
+                torch._foreach_copy_([p for p, _ in copies], [m for _, m in copies])
+        self._shrink = None
+
+    def _chunks(self) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
+        """The parameters that have a gradient with their masters, about CHUNK elements at a time."""
+        chunk: list[tuple[nn.Parameter, Tensor]] = []
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if parameter.grad is None:
+                continue
+            if chunk and sum(p.numel() for p, _ in chunk) + parameter.numel() > CHUNK:
+                yield chunk
+                chunk = []
+            chunk.append((parameter, master))
+        if chunk:
+            yield chunk
+
+    def _hand_over(self, chunk: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Give the masters, or their rows, the gradients of their parameters in the masters' dtype, clipped."""
+        gradients = []
+        for parameter, master in chunk:
+            assert parameter.grad is not None
+            gradient = parameter.grad.to(master)
+            parameter.grad = None
+            for part, view in self._views[id(parameter)]:
+                view.grad = part.of(gradient)
+            gradients.append(gradient)
+        if self._shrink is not None:
+            torch._foreach_mul_(gradients, self._shrink.to(gradients[0].device))
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state and the masters, in the order of the parameters."""
-        return {"inner": self.inner.state_dict(), "masters": [master.detach() for master in self.masters]}
+        """The optimizers' state as plain tensors, and the masters that are copies, in the order of the groups."""
+        return {
+            "kind": self.kind,
+            "state": [
+                {name: pack(value) for name, value in optimizer.state.get(view, {}).items()}
+                for optimizer, _, view in self._stateful()
+            ],
+            "masters": [m.detach() for p, m in zip(self.parameters, self.masters, strict=True) if m is not p],
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; a ValueError if it is of other parameters."""
-        shapes = [tuple(master.shape) for master in self.masters]
-        if [tuple(master.shape) for master in state["masters"]] != shapes:
+        """Take over what `state_dict` gave; a ValueError if it is of another optimizer or of other parameters."""
+        check_kind(self.kind, state.get("kind"))
+        copies = [m for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
+        stateful = list(self._stateful())
+        if [m.shape for m in state["masters"]] != [m.shape for m in copies] or len(state["state"]) != len(stateful):
             raise ValueError("the optimizer's state is of another model")
-        self.inner.load_state_dict(state["inner"])
-        for master, saved in zip(self.masters, state["masters"], strict=True):
+        for (optimizer, group, view), saved in zip(stateful, state["state"], strict=True):
+            optimizer.state[view] = {name: unpack(value, name, view, group) for name, value in saved.items()}
+        for master, saved in zip(copies, state["masters"], strict=True):
             master.copy_(saved)
+
+    def _stateful(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], Tensor]]:
+        """Every tensor that an optimizer updates, with the optimizer and its group."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from ((optimizer, group, view) for view in group["params"])
+
+
+def _master(parameter: nn.Parameter, keep: bool, offload: bool) -> Tensor:
+    """The tensor that the optimizer works on."""
+    dtype = torch.float32 if keep else parameter.dtype
+    if offload:
+        master = parameter.detach().to("cpu", dtype, copy=True)
+        return master.pin_memory() if parameter.is_cuda else master
+    return parameter if parameter.dtype == dtype else parameter.detach().to(dtype)
+
+
+def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """The norm of all gradients together, FP32 scalar, summed in FP32 whatever their dtype."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:
+    """What gradients of this norm are multiplied with, at most 1; None where `max_norm` is 0: as they are."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else None
+
+
+def set_group_rate(group: dict[str, Any], rate: float) -> None:
+    """Set a group's learning rate, in place where it is a tensor, as torchao's compiled step needs it."""
+    rate *= group.get("lr_scale", 1.0)
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def check_kind(now: dict[str, Any], then: Any) -> None:
+    """Raise a ValueError if saved state is of an optimizer with another name or other options."""
+    if not isinstance(then, dict):
+        raise ValueError("the optimizer's state was saved by an older version: start a new run from it with --model")
+    for name in now:
+        if then.get(name) != now[name]:
+            raise ValueError(
+                f"the optimizer's state was saved with {name}={then.get(name)!r}, not {now[name]!r}: resume with the same, "
+                "or start a new run from the checkpoint with --model"
+            )

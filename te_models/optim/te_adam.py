@@ -1,0 +1,117 @@
+"""Transformer Engine's FusedAdam: one multi-tensor kernel over BF16 parameters with exact FP32 masters.
+
+A BF16 parameter is the upper half of its FP32 master, so the optimizer keeps only the 16 bits that are missing
+(`store_param_remainders`): exact masters for 2 bytes a parameter. The moments are BF16 (4 bytes a parameter together), or
+the first is FP8 and the second BF16 (3 bytes): FP8 with one scale a tensor spans too little for squares of gradients.
+
+State is saved as it lies in memory. FusedAdam's own state_dict widens it to FP32 and rounds it again on loading.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.optim.groups import Part
+from te_models.optim.master import check_kind, clip_factor, gradient_norm, set_group_rate
+
+MOMENTS = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp8": (torch.uint8, torch.bfloat16),  # uint8 is FusedAdam's name for FP8
+    "fp32": (torch.float32, torch.float32),
+}
+CHUNK = 2**28  # parameters a group: FusedAdam widens the FP8 moments of a whole group to FP32 for its step
+
+
+class TEAdam:
+    """FusedAdam with the interface of te_models.optim.master.MasterWeights, on the native engine's parameters."""
+
+    def __init__(
+        self, te: ModuleType, kind: dict[str, Any], groups: list[dict[str, Any]], lr: float, options: dict[str, Any]
+    ) -> None:
+        self.kind = kind
+        self.parameters = [part.parameter for group in groups for part in group["params"]]
+        first, second = MOMENTS[options["moments"]]
+        self.inner = te.FusedAdam(
+            [small for group in groups for small in _chunked(group)],
+            lr=lr,
+            betas=(options["beta1"], options["beta2"]),
+            eps=options["eps"],
+            master_weights=True,
+            store_param_remainders=True,
+            exp_avg_dtype=first,
+            exp_avg_sq_dtype=second,
+        )
+        for parameter in self.parameters:
+            self.inner.initialize_state(parameter, parameter.dtype == torch.bfloat16)
+            if first == torch.uint8:
+                _drop_transpose(self.inner.state[parameter]["exp_avg"])
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """FusedAdam's groups."""
+        return self.inner.param_groups
+
+    def set_learning_rate(self, rate: float) -> None:
+        """For the next steps."""
+        for group in self.inner.param_groups:
+            set_group_rate(group, rate)
+
+    @torch.no_grad()
+    def take_gradients(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to `max_norm` (0: not); returns their norm before, FP32 scalar."""
+        norm = gradient_norm(self.parameters)
+        shrink = clip_factor(norm, max_norm)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if shrink is not None and gradients:
+            torch._foreach_mul_(gradients, shrink)
+        return norm
+
+    def step(self) -> None:
+        """One update from the parameters' gradients, which are then gone; parameters without one stay."""
+        self.inner.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments, the masters' lower halves and the count of steps, as they are."""
+        state = [{name: _bits(value) for name, value in self.inner.state[p].items()} for p in self.parameters]
+        return {"kind": self.kind, "state": state, "steps": [group.get("step", 0) for group in self.param_groups]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; a ValueError if it is of another optimizer or of other parameters."""
+        check_kind(self.kind, state.get("kind"))
+        if len(state["state"]) != len(self.parameters) or len(state["steps"]) != len(self.param_groups):
+            raise ValueError("the optimizer's state is of another model")
+        for parameter, saved in zip(self.parameters, state["state"], strict=True):
+            for name, tensors in saved.items():
+                for key, tensor in _bits(self.inner.state[parameter][name]).items():
+                    tensor.copy_(tensors[key])
+        for group, step in zip(self.param_groups, state["steps"], strict=True):
+            group["step"] = step
+
+
+def _bits(value: Any) -> dict[str, Tensor]:
+    """The live tensors that a state consists of: an FP8 moment has codes and the reciprocal of its scale."""
+    return {"data": value} if type(value) is Tensor else {"data": value._data, "scale_inv": value._scale_inv}
+
+
+def _drop_transpose(moment: Any) -> None:
+    """An FP8 tensor on Hopper keeps a transposed copy for GEMMs, which a moment never sees."""
+    moment._quantizer.set_usage(rowwise=True, columnwise=False)
+    moment._transpose = None
+
+
+def _chunked(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """The group in groups of at most CHUNK elements, with parameters in place of parts."""
+    chunks: list[list[Tensor]] = [[]]
+    for part in group["params"]:
+        assert isinstance(part, Part)
+        if chunks[-1] and sum(p.numel() for p in chunks[-1]) + part.parameter.numel() > CHUNK:
+            chunks.append([])
+        chunks[-1].append(part.parameter)
+    return [{**group, "params": chunk} for chunk in chunks]
