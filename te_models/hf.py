@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from te_models.config import ModelConfig
 from te_models.durable import first_line, readable, replacing_folder, write_file
 from te_models.formats import CheckpointError, list_some, open_safetensors, read_json, render_json, render_safetensors
+from te_models.fp8_params import is_quantized, plain, write_weight
 from te_models.hf_families import TOP, Family, Rows, family_for, family_of, row_blocks
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -175,7 +176,7 @@ def double_output_projections(model: nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         if name.endswith("self_attn.o_proj.weight"):
-            parameter.mul_(2)
+            write_weight(parameter, plain(parameter) * 2)
 
 
 def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Place]:
@@ -252,7 +253,10 @@ def _is_file_name(name: Any) -> bool:
 @torch.no_grad()
 def fill(model: nn.Module, places: Mapping[str, Place], shards: Iterable[Path]) -> None:
     """Copy every tensor of `shards` into its place; rows that none of theirs fills become zero."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    live = dict(model.named_parameters(remove_duplicate=False))
+    # An FP8 weight is quantized once all its rows are there: a part of one cannot be written to.
+    whole = {n: torch.empty(p.shape, dtype=p.dtype, device=p.device) for n, p in live.items() if is_quantized(p)}
+    parameters = live | whole
     filled: dict[str, int] = {}
     for place in places.values():
         filled[place.name] = filled.get(place.name, 0) + place.shape[0]
@@ -263,6 +267,8 @@ def fill(model: nn.Module, places: Mapping[str, Place], shards: Iterable[Path]) 
         for name, tensor in open_safetensors(shard).items():
             if name in places:
                 places[name].load(parameters[places[name].name], tensor)
+    for name, values in whole.items():
+        write_weight(live[name], values)
 
 
 def write_hugging_face(model: Any, folder: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -280,7 +286,7 @@ def write_hugging_face(model: Any, folder: str | Path, max_shard_bytes: int = MA
     origin = model.origin
     family = family_for(model.config, family_of(origin.config) if origin.config else None)
     shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
-    parameters = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    parameters = {name: plain(p) for name, p in model.named_parameters(remove_duplicate=False)}
     places = tensor_places(family, model.config, shapes)
     tensors = {name: place.save(parameters[place.name]) for name, place in places.items()}
     files: dict[str, Iterable[bytes | memoryview]] = {

@@ -40,6 +40,11 @@ class Tokens(NamedTuple):
     real: Tensor | None  # bool [B*S, 1], False at padding inside the batch; None where there is none
     recompute: Recompute  # which activations are kept for backward
 
+    @property
+    def weights(self) -> dict[str, bool | None]:
+        """What every te.Linear is told of its weight's FP8 copy."""
+        return {"is_first_microbatch": self.recompute.first_microbatch}
+
 
 class KVCache:
     """Keys and values of the positions seen so far, one pair a layer, allocated once.
@@ -137,7 +142,7 @@ class GatedAttention(nn.Module):
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [N, D] -> [N, D]."""
         config = self.config
-        qkvg = self.qkvg_proj(x)[: tokens.batch * tokens.seq].unflatten(0, (tokens.batch, tokens.seq))
+        qkvg = self.qkvg_proj(x, **tokens.weights)[: tokens.batch * tokens.seq].unflatten(0, (tokens.batch, tokens.seq))
         q, k, v, g = qkvg.split((config.q_size, config.kv_size, config.kv_size, config.gate_size), dim=-1)
         q, k, v = (rearrange(t, "b s (a h) -> b s a h", h=config.head_dim) for t in (q, k, v))
         if config.qk_norm:
@@ -151,7 +156,7 @@ class GatedAttention(nn.Module):
         out = self._gated(rearrange(causal_attention(q, k, v, mask), "b a s h -> (b s) a h"), g.flatten(0, 1))
         if tokens.real is not None:
             out = out * tokens.real
-        return self.o_proj(pad_rows(out, x.shape[0]))
+        return self.o_proj(pad_rows(out, x.shape[0]), **tokens.weights)
 
     def _rotated(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [B, S, heads, H] with RoPE on the first R channels of each head."""
@@ -178,9 +183,9 @@ class SwiGLU(nn.Module):
         self.gate_up_proj = linear(te, config.hidden_size, 2 * config.intermediate_size, **factory)
         self.down_proj = linear(te, config.intermediate_size, config.hidden_size, **factory)
 
-    def hidden(self, x: Tensor) -> Tensor:
+    def hidden(self, x: Tensor, **weights: bool | None) -> Tensor:
         """x [N, D] -> the input of down_proj [N, F]."""
-        return self.kernels.swiglu(self.gate_up_proj(x))
+        return self.kernels.swiglu(self.gate_up_proj(x, **weights))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, D] -> [N, D]."""
@@ -211,10 +216,11 @@ class Block(nn.Module):
                 "round it; use activation_checkpointing='full' instead"
             )
         x = x + self.self_attn(self.input_layernorm(x), tokens)
-        return x + self.mlp.down_proj(tokens.recompute.part(self.mlp, self._mlp_hidden, x))
+        hidden = tokens.recompute.part(self.mlp, self._mlp_hidden, x, tokens)
+        return x + self.mlp.down_proj(hidden, **tokens.weights)
 
-    def _mlp_hidden(self, x: Tensor) -> Tensor:
-        return self.mlp.hidden(self.post_attention_layernorm(x))
+    def _mlp_hidden(self, x: Tensor, tokens: Tokens) -> Tensor:
+        return self.mlp.hidden(self.post_attention_layernorm(x), **tokens.weights)
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:

@@ -21,7 +21,8 @@ from te_models.checkpointing import Recompute, check_mode, refuse_foreign_recomp
 from te_models.config import ModelConfig, config_fields
 from te_models.engine import check_support, engine_module, get_engine
 from te_models.errors import unknown
-from te_models.fp8_state import fp8_state, frozen_fp8_state, load_fp8_state
+from te_models.fp8_params import check_recipe, clear_states, relink, same_codes, write_weight
+from te_models.fp8_state import convert_scales, fp8_state, frozen_fp8_state, load_fp8_state
 from te_models.generate import Prompts, generate, stream
 from te_models.hf import Origin
 from te_models.kernels import get_kernels
@@ -51,6 +52,7 @@ class CausalLM(nn.Module):
         device: where the parameters live; None is the first CUDA device if there is one, else the CPU.
         dtype: of parameters and activations.
         activation_checkpointing: "none", "selective", "full" or an integer N (see te_models.checkpointing).
+        fp8_params: keep the weights of the FP8 layers as FP8 codes alone (see te_models.fp8_params).
         compile: fuse the operations between the GEMMs with torch.compile (on CUDA devices).
         initialize: False leaves the parameters without values, for a loader that fills them.
         recipe_fields: any field of the recipe, such as `amax_history_len=16` or `num_layers_at_end_in_bf16=2`.
@@ -68,6 +70,7 @@ class CausalLM(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         activation_checkpointing: str | int = "none",
+        fp8_params: bool = False,
         compile: bool = True,
         initialize: bool = True,
         **recipe_fields: Any,
@@ -79,22 +82,28 @@ class CausalLM(nn.Module):
         _, self.engine, self.engine_reason = get_engine(engine, device)
         self.recipe = self._checked(get_recipe(recipe, **recipe_fields))
         self.te_recipe = self.recipe.build(self.te)
+        self.fp8_params = fp8_params
+        if fp8_params:
+            check_recipe(self.recipe)
         self.compiled = compile and device.type == "cuda"
 
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.kernels = get_kernels(compile, device)
         self.embed_tokens = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **factory)
-        self.layers = nn.ModuleList(
-            Block(config, layer, self.te, self.kernels, **factory) for layer in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList()
+        for layer in range(config.num_hidden_layers):
+            with self._weights(in_fp8=layer in self.fp8_layers):
+                self.layers.append(Block(config, layer, self.te, self.kernels, **factory))
         self.norm = self.te.RMSNorm(config.hidden_size, **norm_options(config), **factory)
-        self.lm_head = linear(self.te, config.hidden_size, config.vocab_size, **factory)
+        with self._weights(in_fp8=self.recipe.lm_head == "fp8" and not config.tie_word_embeddings):
+            self.lm_head = linear(self.te, config.hidden_size, config.vocab_size, **factory)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
             self.register_state_dict_post_hook(_leave_out_tie)
             self.register_load_state_dict_pre_hook(_restore_tie)
         self.origin = Origin()
         self._mark_fp8_blocks()
+        clear_states(self)
         if initialize and device.type != "meta":
             self.init_weights()
 
@@ -110,7 +119,20 @@ class CausalLM(nn.Module):
             elif "norm" in name:
                 parameter.fill_(0.0 if self.config.zero_centered_norm else 1.0)
             else:
-                parameter.normal_(0.0, residual if name.endswith(("o_proj.weight", "down_proj.weight")) else std)
+                value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                value.normal_(0.0, residual if name.endswith(("o_proj.weight", "down_proj.weight")) else std)
+                write_weight(parameter, value)
+
+    @contextlib.contextmanager
+    def _weights(self, in_fp8: bool) -> Iterator[None]:
+        """Inside, te.Linear makes its weight in FP8 if the model is to have FP8 primary weights and `in_fp8`."""
+        if not (self.fp8_params and in_fp8):
+            yield
+            return
+        with torch.enable_grad(), self.te.quantized_model_init(  # both copies, also of a model built under no_grad
+            enabled=True, recipe=self.te_recipe, preserve_high_precision_init_val=True
+        ):
+            yield
 
     @property
     def te(self) -> ModuleType:
@@ -147,6 +169,7 @@ class CausalLM(nn.Module):
         labels: Tensor | None = None,
         cache: KVCache | None = None,
         attention_mask: Tensor | None = None,
+        is_first_microbatch: bool | None = None,
     ) -> Output:
         """Logits of every position, and the mean cross-entropy of predicting `labels` from the positions before them.
 
@@ -156,6 +179,9 @@ class CausalLM(nn.Module):
             cache: positions seen before; the new ones are appended.
             attention_mask: [B, S], 1 for tokens and 0 for padding, which may lie on either side; None: no padding. The
                 logits at padding mean nothing.
+            is_first_microbatch: under gradient accumulation, True in the first micro-batch of a step, which quantizes
+                the weights and keeps the result, False in the others, which use it (not if the weights have changed
+                since); None quantizes them every time and keeps nothing.
         """
         refuse_foreign_recompute(self.recipe.stateful)
         batch, seq = input_ids.shape
@@ -165,7 +191,7 @@ class CausalLM(nn.Module):
                 f"a sequence of {start + seq} tokens is longer than max_position_embeddings="
                 f"{self.config.max_position_embeddings}: shorten it or raise that field"
             )
-        tokens = self._tokens(batch, seq, cache, attention_mask)
+        tokens = self._tokens(batch, seq, cache, attention_mask, is_first_microbatch)
         x = self.embed_tokens(input_ids).flatten(0, 1)
         logits = self._logits(x if tokens.real is None else x * tokens.real, tokens)
         logits = logits[: batch * seq].unflatten(0, (batch, seq))
@@ -174,7 +200,9 @@ class CausalLM(nn.Module):
         targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # shifting the labels spares a copy of the logits
         return Output(self.kernels.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits)
 
-    def _tokens(self, batch: int, seq: int, cache: KVCache | None, attention_mask: Tensor | None) -> Tokens:
+    def _tokens(
+        self, batch: int, seq: int, cache: KVCache | None, attention_mask: Tensor | None, first: bool | None
+    ) -> Tokens:
         """Positions and masks of the newest `seq` tokens of each row."""
         start = cache.length if cache else 0
         if attention_mask is not None and attention_mask.shape != (batch, seq):
@@ -192,7 +220,7 @@ class CausalLM(nn.Module):
         windows = {self.config.window(layer) for layer in range(self.config.num_hidden_layers)}
         masks = {w: visible_keys(seq, start + seq, w, real, self.device) for w in windows}
         cos, sin = rotary_tables(self.config, positions, self.dtype)
-        recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe)
+        recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe, first)
         return Tokens(batch, seq, cos, sin, cache, masks, None if padded is None else padded.reshape(-1, 1), recompute)
 
     def _logits(self, x: Tensor, tokens: Tokens) -> Tensor:
@@ -205,7 +233,7 @@ class CausalLM(nn.Module):
             for layer, block in layers[fp8.start : fp8.stop]:
                 x = tokens.recompute.block(block, layer, x, tokens)
             if self.recipe.lm_head == "fp8":
-                return self.lm_head(self.norm(x))
+                return self.lm_head(self.norm(x), **tokens.weights)
         for layer, block in layers[fp8.stop :]:
             x = tokens.recompute.block(block, layer, x, tokens)
         return self.lm_head(self.norm(x))
@@ -224,19 +252,47 @@ class CausalLM(nn.Module):
     def set_recipe(self, recipe: str | Path | Recipe | Any, **recipe_fields: Any) -> None:
         """Swap the recipe of the live model. Weights and gradients stay; the next forward runs under the new one.
 
-        Between two stateful recipes of one format the scales and histories move along; otherwise they start afresh.
+        Between two stateful recipes the scales and histories move along; otherwise they start afresh. FP8 primary weights
+        stay as they are, which another kind of FP8 cannot use: that is a ValueError.
         """
         new = self._checked(get_recipe(recipe, **recipe_fields))
-        keep = {}
-        if new.stateful and self.recipe.stateful and new.formats == self.recipe.formats:
+        if self.fp8_params:
+            self._check_weights_fit(new)
+        old, keep = self.recipe, {}
+        if new.stateful and old.stateful:
             keep = {name: tensor.clone() for name, tensor in fp8_state(self).items()}
         for module in self.modules():
             if isinstance(module, self.te.Linear):
                 self.te.reset_fp8_state(module)
         self.recipe, self.te_recipe = new, new.build(self.te)
         self._mark_fp8_blocks()
+        relink(self, self.te_recipe)
         if keep:
-            load_fp8_state(self, keep, self.te_recipe)
+            self.take_fp8_state(keep, old)
+
+    def take_fp8_state(self, state: dict[str, Tensor], old: Recipe) -> int:
+        """Go on with the scales and histories that `fp8_state` gave under the recipe `old`; returns how many were taken.
+
+        Those of layers that do not run in FP8 now are not. A ValueError, before anything is written, if they do not fit.
+        """
+        if not self.recipe.stateful:
+            return 0
+        layers = (layer for layer in range(self.config.num_hidden_layers) if layer not in self.fp8_layers)
+        outside = (*(f"layers.{layer}." for layer in layers), *(["lm_head."] if self.recipe.lm_head != "fp8" else []))
+        taken = {name: tensor for name, tensor in state.items() if not name.startswith(outside)}
+        load_fp8_state(self, taken, self.te_recipe)
+        if taken and self.recipe != old:
+            convert_scales(self, old, self.recipe)
+        return len(taken)
+
+    def _check_weights_fit(self, new: Recipe) -> None:
+        """Refuse a recipe that FP8 primary weights are not made for."""
+        edges = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head")
+        if not same_codes(self.recipe, new) or any(getattr(self.recipe, e) != getattr(new, e) for e in edges):
+            raise ValueError(
+                f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and {new.name!r} needs "
+                "others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"
+            )
 
     def _mark_fp8_blocks(self) -> None:
         """Tell each block whether it belongs inside the autocast."""
@@ -290,7 +346,8 @@ class CausalLM(nn.Module):
             short = name.removeprefix(f"layers.{layer}.")
             gemm = f"{module.in_features} -> {module.out_features}"
             rows.append(PlanRow(layer, short, gemm, precision, self.engine, reason))
-        title = f"recipe {self.recipe.name}, engine {self.engine} ({self.engine_reason})"
+        weights = ", FP8 primary weights" if self.fp8_params else ""
+        title = f"recipe {self.recipe.name}{weights}, engine {self.engine} ({self.engine_reason})"
         return Plan(title, tuple(rows))
 
     def _reason(self, layer: int) -> str:
@@ -319,6 +376,8 @@ class CausalLM(nn.Module):
         """Write the model into `folder`, atomically.
 
         `format` "te": config.json, model.safetensors, recipe.json and, for a stateful recipe, fp8_state.safetensors.
+        With FP8 primary weights, model.safetensors holds their dequantized values, so that the folder loads under any
+        recipe, and fp8_weights.safetensors the codes and scales themselves.
         "hf": what `transformers` loads, with the tokenizer that came along; the recipe has no place there.
         """
         write_pretrained(self, folder, format)
@@ -356,7 +415,7 @@ def _restore_tie(model: nn.Module, state: dict[str, Any], prefix: str, *others: 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config's fields, and the rest; a name that is neither the config's, the recipe's nor CausalLM's is an error."""
-    config, own = config_fields(), ("recipe", "engine", "device", "dtype", "activation_checkpointing", "compile")
+    config, own = config_fields(), ("recipe", "engine", "device", "dtype", "activation_checkpointing", "fp8_params", "compile")
     known = {*config, *recipe_fields(), *own}
     for name in options:
         if name not in known:

@@ -13,16 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_models.fp8_params import is_quantized, new_master
+
 
 class MasterWeights:
     """A torch optimizer over FP32 copies of the parameters; FP32 parameters are their own masters.
+
+    An FP8 weight is quantized again from its master after each step, so that no update is lost to its few bits.
 
     Memory beyond the optimizer's own state: 4 bytes a parameter that is not FP32.
     """
 
     def __init__(self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]):
         self.parameters: list[Tensor] = [p for group in groups for p in group["params"]]
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
+        self.masters = [_master(p) for p in self.parameters]
         masters = dict(zip(map(id, self.parameters), self.masters, strict=True))
         self.inner = build([{**group, "params": [masters[id(p)] for p in group["params"]]} for group in groups])
 
@@ -48,8 +52,12 @@ class MasterWeights:
         """One update from the gradients taken; parameters without one stay."""
         self.inner.step()
         copies = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
-        if copies:
-            torch._foreach_copy_([p for p, _ in copies], [m for _, m in copies])
+        plain = [(p, m) for p, m in copies if not is_quantized(p)]
+        if plain:
+            torch._foreach_copy_([p for p, _ in plain], [m for _, m in plain])
+        for parameter, master in copies:
+            if is_quantized(parameter):
+                parameter.quantize_(master)  # type: ignore[attr-defined]
         for master in self.masters:
             master.grad = None
 
@@ -66,3 +74,9 @@ class MasterWeights:
         self.inner.load_state_dict(state["inner"])
         for master, saved in zip(self.masters, state["masters"], strict=True):
             master.copy_(saved)
+
+
+def _master(parameter: Tensor) -> Tensor:
+    if is_quantized(parameter):
+        return new_master(parameter)
+    return parameter if parameter.dtype == torch.float32 else parameter.detach().float()
