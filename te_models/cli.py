@@ -87,6 +87,7 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--recipe", metavar="NAME|FILE", help=f"One of {', '.join(list_recipes())}, or a TOML file."),
         click.option("--engine", default="auto", show_default=True, metavar="NAME", help="auto, native or emulated."),
         click.option("--device", help="Such as cpu or cuda:1; the first GPU if there is one."),
+        click.option("--fp8-params/--no-fp8-params", default=None, help="Keep the weights of FP8 layers in FP8 alone."),
     )):  # fmt: skip
         command = option(command)
     return command
@@ -169,7 +170,9 @@ def plan(preset: str | None, model: str | None, **options: Any) -> None:
 def train_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """One option a field of TrainConfig."""
     for name, default in reversed(TRAIN_FIELDS.items()):
-        command = click.option(f"--{name.replace('_', '-')}", default=default, show_default=True)(command)
+        flag = f"--{name.replace('_', '-')}"
+        flag += f"/--no-{flag[2:]}" if isinstance(default, bool) else ""
+        command = click.option(flag, default=default, show_default=True)(command)
     return command
 
 

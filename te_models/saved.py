@@ -45,7 +45,7 @@ def model_content(
     """
     tensors = {"model": weights(model, masters)}
     if state := fp8_state(model) if model.recipe.stateful else {}:
-        tensors["fp8_state"] = state
+        tensors["fp8_state"] = {name: tensor.clone() for name, tensor in state.items()}  # the next forward writes to it
     if codes := weight_codes(model):
         tensors["fp8_weights"] = codes
     dtype = str(model.dtype).removeprefix("torch.")

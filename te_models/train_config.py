@@ -14,6 +14,7 @@ class TrainConfig:
     batch_size: int = 8
     seq_len: int = 256
     gradient_accumulation: int = 1
+    cache_fp8_weights: bool = True  # quantize the weights once a step, not once a micro-batch
     optimizer: str = "adamw"
     learning_rate: float = 1e-3
     final_learning_rate: float = 0.1  # as a share of learning_rate, reached by a cosine at the last step
