@@ -29,10 +29,10 @@ from te_models.saved import model_content
 from te_models.state import flatten_state
 
 
-def seconds(action: Callable[[], Any]) -> float:
+def seconds(action: Callable[..., Any], *args: Any, **options: Any) -> float:
     """How long it takes."""
     start = time.perf_counter()
-    action()
+    action(*args, **options)
     return time.perf_counter() - start
 
 
@@ -70,12 +70,12 @@ def main(out: Path | None, rounds: int, folder: Path | None, hidden_size: int, n
     for _ in range(rounds):
         root = Path(tempfile.mkdtemp(dir=folder))
         run = Checkpoints(root, keep_last=1)
-        times["blocking"].append(seconds(lambda: run.save(1, tensors, documents)))
+        times["blocking"].append(seconds(run.save, 1, tensors, documents))
         run.reserve(tensors, documents)
         for number, name in enumerate(("first", "second")):
             step()  # as in training, between the reservation and the first save
-            blocked = seconds(lambda: run.save(2 + number, tensors, documents, blocking=False, copy_later=True))
-            times["forward and backward"].append(seconds(lambda: forward_and_backward(model, ids)))
+            blocked = seconds(run.save, 2 + number, tensors, documents, blocking=False, copy_later=True)
+            times["forward and backward"].append(seconds(forward_and_backward, model, ids))
             times[name].append(blocked + seconds(run.copied))
             run.wait()
         shutil.rmtree(root)

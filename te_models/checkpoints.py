@@ -133,7 +133,9 @@ class Checkpoints:
         names = {_HIDDEN_STEP.sub(r"\1", name) for name in os.listdir(self.root)}
         return [self.root / name for name in sorted(filter(_STEP.fullmatch, names), key=lambda name: int(name[5:]))]
 
-    def _snapshot(self, tensors: Mapping[str, Mapping[str, Tensor]], streams: Iterable[Any]) -> dict[str, dict[str, Tensor]]:
+    def _snapshot(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], streams: Iterable[Any]
+    ) -> dict[str, dict[str, Tensor]]:
         """Copies tensors to reused host buffers, pinned where the source is on a CUDA device, on its stream."""
         if self._reserving is not None:
             self._reserving.join()

@@ -129,8 +129,11 @@ class CausalLM(nn.Module):
         if not (self.fp8_params and in_fp8):
             yield
             return
-        with torch.enable_grad(), self.te.quantized_model_init(  # both copies, also of a model built under no_grad
-            enabled=True, recipe=self.te_recipe, preserve_high_precision_init_val=True
+        with (
+            torch.enable_grad(),
+            self.te.quantized_model_init(  # both copies, also of a model built under no_grad
+                enabled=True, recipe=self.te_recipe, preserve_high_precision_init_val=True
+            ),
         ):
             yield
 
@@ -415,7 +418,10 @@ def _restore_tie(model: nn.Module, state: dict[str, Any], prefix: str, *others: 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config's fields, and the rest; a name that is neither the config's, the recipe's nor CausalLM's is an error."""
-    config, own = config_fields(), ("recipe", "engine", "device", "dtype", "activation_checkpointing", "fp8_params", "compile")
+    config, own = (
+        config_fields(),
+        ("recipe", "engine", "device", "dtype", "activation_checkpointing", "fp8_params", "compile"),
+    )
     known = {*config, *recipe_fields(), *own}
     for name in options:
         if name not in known:

@@ -8,7 +8,7 @@ what belongs into it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from te_models.checkpoints import Checkpoints
 from te_models.config import ModelConfig, config_fields
 from te_models.errors import unknown
-from te_models.fp8_params import is_quantized, keep_initial_value, load_codes, plain, same_codes, weight_codes, write_weight
+from te_models.formats import read_json
+from te_models.fp8_params import (
+    is_quantized,
+    keep_initial_value,
+    load_codes,
+    plain,
+    same_codes,
+    weight_codes,
+    write_weight,
+)
 from te_models.fp8_state import fp8_state
 from te_models.hf import (
     Origin,
@@ -30,7 +39,8 @@ from te_models.hf import (
     write_hugging_face,
 )
 from te_models.recipe import Recipe, recipe_fields, recipe_from_dict
-from te_models.state import CheckpointError, Folder, load_folder, match, save_folder, unflatten_state
+from te_models.state import MANIFEST, CheckpointError, Folder, load_folder, match, save_folder, unflatten_state
+from te_models.te_checkpoint import TECheckpoint, read_te_checkpoint, te_files
 
 MODEL_TYPE = "te_models"
 FORMATS = ("te", "hf")
@@ -86,6 +96,8 @@ def read_pretrained(build: Any, folder: str | Path, options: Mapping[str, Any]) 
     options = {name: value for name, value in options.items() if name not in shape}
     if is_hugging_face(folder, MODEL_TYPE):
         return read_hugging_face(build, folder, shape, options)
+    if (folder / "config.json").is_file() and not (folder / MANIFEST).exists() and te_files(folder):
+        return read_te_model(build, folder, shape, options)
     extras = ["fp8_state", "fp8_weights", "hf_config", "generation_config"]
     saved = load_folder(folder, ["config", "model", "recipe"], optional=extras)
     config, dtype = read_config(saved)
@@ -104,6 +116,43 @@ def read_pretrained(build: Any, folder: str | Path, options: Mapping[str, Any]) 
         return model
     restore_model(model, saved, recipe)
     return model
+
+
+def read_te_model(build: Any, folder: Path, shape: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """The model in a folder with a config.json of ours and a checkpoint of Transformer Engine's modules of our names.
+
+    Without `recipe=` it is the one in the checkpoint's FP8 state, BF16 where there is none.
+    """
+    config, dtype = read_config(Folder(folder, {}, {"config": read_json(folder / "config.json")}, {}))
+    found = read_te_checkpoint(folder)
+    wanted = gated(config, shape)
+    options = {"dtype": dtype, **options}
+    if "recipe" not in options:
+        fields = {name: options.pop(name) for name in list(options) if name in recipe_fields()}
+        options["recipe"] = found.recipe(config.num_hidden_layers).replace(**fields)
+    model = build(wanted, **options, initialize=False)
+    load_te_checkpoint(model, found)
+    return model
+
+
+def load_te_checkpoint(
+    model: Any, source: TECheckpoint | str | Path, rename: Callable[[str], str] | None = None
+) -> None:
+    """Put the weights, scales and amax histories of a checkpoint of Transformer Engine's modules into `model`.
+
+    `source` and `rename` are those of `read_te_checkpoint`. Scales that the model's recipe has no use for are left out
+    with a warning.
+
+    Raises:
+        CheckpointError: it cannot be read or is of another model, which is then untouched.
+    """
+    found = source if isinstance(source, TECheckpoint) else read_te_checkpoint(source, rename)
+    recipe = found.recipe(model.config.num_hidden_layers)
+    path = Path("the Transformer Engine checkpoint" if isinstance(source, TECheckpoint) else source)
+    tensors = {"model": dict(found.weights), "fp8_state": found.fp8_state}
+    if model.config.tie_word_embeddings and "embed_tokens.weight" in found.weights:
+        tensors["model"].setdefault("lm_head.weight", found.weights["embed_tokens.weight"])
+    restore_model(model, Folder(path, tensors, {}, {}), recipe)
 
 
 def restore_model(model: Any, saved: Folder, recipe: Recipe) -> None:

@@ -80,7 +80,7 @@ def test_delayed_scales_are_those_that_the_other_recipe_would_have(
             continue
         largest = (57344 if "bwd" in name and wide else 448) / 2 ** fields.get("margin", 0)
         newest = saved[name.removesuffix("scale") + "amax_history"][-1]
-        expected = torch.where(newest > 0, largest / newest, torch.ones_like(newest))
+        expected = torch.where(newest > 0, torch.full_like(newest, largest).div(newest), 1.0)
         assert torch.equal(tensor, expected), name
 
 

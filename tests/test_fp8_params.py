@@ -137,7 +137,11 @@ def test_the_folder_loads_without_fp8_params_and_for_transformers(recipe: str, t
     for (name, p), q in zip(model.named_parameters(), dense.named_parameters(), strict=True):
         assert torch.equal(plain(p), q[1]), name
     other = "blockwise" if recipe == "mxfp8" else "mxfp8"
-    with contextlib.nullcontext() if recipe != "delayed" else pytest.warns(UserWarning, match="has no use for its scales"):
+    with (
+        contextlib.nullcontext()
+        if recipe != "delayed"
+        else pytest.warns(UserWarning, match="has no use for its scales")
+    ):
         again = CausalLM.from_pretrained(tmp_path / "m", device="cpu", recipe=other, fp8_params=True)
     assert again.fp8_params and len(weight_codes(again)) == CODES[other] * 8
 

@@ -18,7 +18,7 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"engine"},
     {"kernels.elementwise", "kernels.attention"},
     {"kernels", "hf"},
-    {"optim.master", "fp8_state", "checkpointing"},
+    {"optim.master", "fp8_state", "checkpointing", "te_checkpoint"},
     {"layers"},
     {"optim", "generate", "plan", "metrics", "saved"},
     {"model"},

@@ -55,9 +55,7 @@ EXACT += [(recipe, mode, True) for recipe, mode in zip(PRIMARY, ("none", "select
 
 
 @pytest.mark.parametrize("recipe, mode, fp8_params", EXACT)
-def test_resumed_it_is_the_same_run_to_the_bit(
-    recipe: str, mode: str | int, fp8_params: bool, tmp_path: Path
-) -> None:
+def test_resumed_it_is_the_same_run_to_the_bit(recipe: str, mode: str | int, fp8_params: bool, tmp_path: Path) -> None:
     """Under every recipe in every mode, with accumulation, an evaluation and a save that fell behind."""
 
     def make(out: str, **fields: Any) -> Trainer:

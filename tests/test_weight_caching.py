@@ -18,7 +18,9 @@ ALL_FP8 = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0, lm_he
 def build(recipe: str, mode: str | int, **fields: Any) -> CausalLM:
     torch.manual_seed(1)
     options = {**(dict(amax_history_len=4) if recipe == "delayed" else {}), **fields}
-    return CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", activation_checkpointing=mode, **SHAPE, **options)
+    return CausalLM.from_preset(
+        "gated-nano", recipe=recipe, device="cpu", activation_checkpointing=mode, **SHAPE, **options
+    )
 
 
 def loss_of(model: CausalLM, seed: int, **how: Any) -> torch.Tensor:
