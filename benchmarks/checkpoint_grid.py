@@ -72,7 +72,14 @@ def measure(shape: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
             rows.append(dict(recipe=recipe, fp8_params=fp8_params, mode=mode, ms=times[len(times) // 2], fastest=times[0], slowest=times[-1],
                              tokens_per_second=batch * seq / times[len(times) // 2] * 1e3, peak=peak,
                              activations=peak - before))  # fmt: skip
-            print(preset, recipe, "FP8 weights" if fp8_params else "BF16 weights", mode, f"{rows[-1]['ms']:.1f} ms {peak / 2**30:.2f} GiB", flush=True)
+            print(
+                preset,
+                recipe,
+                "FP8 weights" if fp8_params else "BF16 weights",
+                mode,
+                f"{rows[-1]['ms']:.1f} ms {peak / 2**30:.2f} GiB",
+                flush=True,
+            )
         del model, found
         gc.collect()
         torch.cuda.empty_cache()
@@ -97,7 +104,9 @@ def run(out: Path, rounds: int) -> None:
 def report(path: Path) -> None:
     """Print the table."""
     result = json.loads(path.read_text())
-    print("| model | recipe | weights | checkpointing | peak | activations | against `none` | tokens/s | against `none` |")
+    print(
+        "| model | recipe | weights | checkpointing | peak | activations | against `none` | tokens/s | against `none` |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for name, rows in result["rows"].items():
         for row in rows:
@@ -119,10 +128,10 @@ def _variant(row: dict[str, Any]) -> tuple[str, str]:
 @click.argument("image", type=click.Path(path_type=Path))
 def plot(path: Path, image: Path) -> None:
     """Draw peak memory against speed, a panel a model, a line a recipe, its points the modes."""
-    import matplotlib  # noqa: PLC0415
+    import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
+    from matplotlib import pyplot
 
     shapes = json.loads(path.read_text())["rows"]
     figure, panels = pyplot.subplots(1, len(shapes), figsize=(6 * len(shapes), 4.5), squeeze=False)

@@ -29,8 +29,8 @@ from te_models.optim import build_optimizer
 
 RECIPES: dict[str, dict[str, Any]] = {
     "bf16": dict(recipe="bf16"),
-    "delayed, most recent": dict(recipe="delayed", amax_history_len=16, amax_compute_algo="most_recent"),
-    "delayed, max": dict(recipe="delayed", amax_history_len=16, amax_compute_algo="max"),
+    "delayed": dict(recipe="delayed", amax_history_len=16, amax_compute_algo="most_recent"),
+    "delayed_max": dict(recipe="delayed", amax_history_len=16, amax_compute_algo="max"),
     "current": dict(recipe="current"),
     "blockwise": dict(recipe="blockwise"),
     "mxfp8": dict(recipe="mxfp8"),
@@ -108,7 +108,9 @@ def run(options: dict[str, Any], mode: str | int, steps: int, cache: bool) -> di
 @click.option("--out", type=click.Path(path_type=Path))
 @click.option("--engine", default="native", type=click.Choice(["native", "emulated"]))
 @click.option("--steps", default=50)
-@click.option("--recipe", "only", multiple=True, type=click.Choice(list(RECIPES)), help="May be repeated; default: all.")
+@click.option(
+    "--recipe", "only", multiple=True, type=click.Choice(list(RECIPES)), help="May be repeated; default: all."
+)
 def main(out: Path | None, engine: str, steps: int, only: tuple[str, ...]) -> None:
     """Compare; exits with 1 if a bit differs."""
     attention.CUDA_ORDER = [SDPBackend.MATH]
