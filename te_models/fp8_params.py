@@ -116,7 +116,7 @@ def load_codes(model: nn.Module, codes: Mapping[str, Tensor]) -> None:
 def relink(model: nn.Module, built: Any) -> None:
     """Connect FP8 weights to the new FP8 state of their modules after the old one was dropped.
 
-    `built` is the engine's recipe object. A delayed scale goes on from the one that the codes were made with.
+    `built` is the engine's recipe object. Delayed scales are the caller's to bring along.
     """
     for module in _owners(model).values():
         if "scaling_fwd" not in module.fp8_meta:
@@ -125,8 +125,6 @@ def relink(model: nn.Module, built: Any) -> None:
         quantizer = module.quantizers["scaling_fwd"][1].copy()
         quantizer.internal = False
         module.weight._quantizer = quantizer
-        if _delayed(quantizer):
-            quantizer.scale.copy_(module.weight._scale_inv.reciprocal().reshape(quantizer.scale.shape))
 
 
 def _owners(model: nn.Module) -> dict[str, Any]:
