@@ -2,9 +2,10 @@
 
     python benchmarks/checkpoint_grid.py run --out benchmarks/results/checkpoint_grid_h200.json     # on a GPU
     python benchmarks/checkpoint_grid.py report benchmarks/results/checkpoint_grid_h200.json        # table, anywhere
+    python benchmarks/checkpoint_grid.py plot benchmarks/results/checkpoint_grid_h200.json docs/checkpoint_grid_h200.png
 
 Medians of interleaved rounds: every round times each variant of one model once. `activations` is the peak less what is
-there before the forward (weights and gradients).
+there before the forward (weights and gradients). Each FP8 recipe runs with BF16 and with FP8 primary weights.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gated-1b": dict(preset="gated-1b", batch=8, seq=2048),
     "8B width, 4 layers": dict(preset="gated-8b", batch=4, seq=4096, num_hidden_layers=4, num_key_value_heads=32),
 }
-RECIPES = ("bf16", "delayed", "current")
+RECIPES = (("bf16", False), ("delayed", False), ("delayed", True), ("current", False), ("current", True))
 MODES = ("none", "selective", "full")
 
 
@@ -35,7 +36,9 @@ def cli() -> None:
 def step(model: CausalLM, ids: torch.Tensor) -> tuple[float, int, int]:
     """Milliseconds, peak bytes, and bytes in use before the forward."""
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+        if parameter.grad is None:
+            parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        parameter.grad.zero_()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -52,9 +55,9 @@ def measure(shape: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
     fields = dict(shape)
     preset, batch, seq = fields.pop("preset"), fields.pop("batch"), fields.pop("seq")
     rows = []
-    for recipe in RECIPES:
+    for recipe, fp8_params in RECIPES:
         torch.manual_seed(0)
-        model = CausalLM.from_preset(preset, recipe=recipe, engine="native", **fields)
+        model = CausalLM.from_preset(preset, recipe=recipe, fp8_params=fp8_params, engine="native", **fields)
         ids = torch.randint(0, model.config.vocab_size, (batch, seq), device="cuda")
         found: dict[str, list[tuple[float, int, int]]] = {mode: [] for mode in MODES}
         for number in range(rounds + 2):
@@ -66,10 +69,17 @@ def measure(shape: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
         for mode, results in found.items():
             times = sorted(ms for ms, _, _ in results)
             peak, before = max(p for _, p, _ in results), results[0][2]
-            rows.append(dict(recipe=recipe, mode=mode, ms=times[len(times) // 2], fastest=times[0], slowest=times[-1],
+            rows.append(dict(recipe=recipe, fp8_params=fp8_params, mode=mode, ms=times[len(times) // 2], fastest=times[0], slowest=times[-1],
                              tokens_per_second=batch * seq / times[len(times) // 2] * 1e3, peak=peak,
                              activations=peak - before))  # fmt: skip
-            print(preset, recipe, mode, f"{rows[-1]['ms']:.1f} ms {peak / 2**30:.2f} GiB", flush=True)
+            print(
+                preset,
+                recipe,
+                "FP8 weights" if fp8_params else "BF16 weights",
+                mode,
+                f"{rows[-1]['ms']:.1f} ms {peak / 2**30:.2f} GiB",
+                flush=True,
+            )
         del model, found
         gc.collect()
         torch.cuda.empty_cache()
@@ -94,16 +104,50 @@ def run(out: Path, rounds: int) -> None:
 def report(path: Path) -> None:
     """Print the table."""
     result = json.loads(path.read_text())
-    print("| model | recipe | checkpointing | peak | activations | against `none` | tokens/s | against `none` |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| model | recipe | weights | checkpointing | peak | activations | against `none` | tokens/s | against `none` |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for name, rows in result["rows"].items():
         for row in rows:
-            none = next(r for r in rows if r["recipe"] == row["recipe"] and r["mode"] == "none")
+            none = next(r for r in rows if r["mode"] == "none" and _variant(r) == _variant(row))
             print(
-                f"| {name} | `{row['recipe']}` | {row['mode']} | {row['peak'] / 2**30:.2f} GiB | "
+                f"| {name} | `{row['recipe']}` | {_variant(row)[1]} | {row['mode']} | {row['peak'] / 2**30:.2f} GiB | "
                 f"{row['activations'] / 2**30:.2f} GiB | {row['activations'] / none['activations']:.2f}x | "
                 f"{row['tokens_per_second']:,.0f} | {row['tokens_per_second'] / none['tokens_per_second']:.2f}x |"
             )
+
+
+def _variant(row: dict[str, Any]) -> tuple[str, str]:
+    """Recipe, and format of the primary weights; results from before there was a choice have BF16 ones."""
+    return row["recipe"], "FP8" if row.get("fp8_params") else "BF16"
+
+
+@cli.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("image", type=click.Path(path_type=Path))
+def plot(path: Path, image: Path) -> None:
+    """Draw peak memory against speed, a panel a model, a line a recipe, its points the modes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shapes = json.loads(path.read_text())["rows"]
+    figure, panels = pyplot.subplots(1, len(shapes), figsize=(6 * len(shapes), 4.5), squeeze=False)
+    for axes, (name, rows) in zip(panels[0], shapes.items(), strict=True):
+        for variant in dict.fromkeys(map(_variant, rows)):
+            points = [row for row in rows if _variant(row) == variant]
+            x = [row["peak"] / 2**30 for row in points]
+            y = [row["tokens_per_second"] for row in points]
+            axes.plot(x, y, "o--" if variant[1] == "FP8" else "o-", label=f"{variant[0]}, {variant[1]} weights")
+            for row, across, up in zip(points, x, y, strict=True):
+                axes.annotate(str(row["mode"]), (across, up), textcoords="offset points", xytext=(4, 4), fontsize=7)
+        axes.set(title=name, xlabel="peak memory, GiB", ylabel="tokens a second", xlim=(0, None), ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(image, dpi=150)
 
 
 if __name__ == "__main__":

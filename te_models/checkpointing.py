@@ -46,8 +46,11 @@ class Recompute:
     Made at the start of the pass, before any scale can change; `te_recipe` is the recipe of the FP8 blocks (None: BF16).
     """
 
-    def __init__(self, mode: str | int, te: ModuleType, te_recipe: Any) -> None:
+    def __init__(self, mode: str | int, te: ModuleType, te_recipe: Any, first_microbatch: bool | None = None) -> None:
+        """`first_microbatch` is what te.Linear is told of its weight's FP8 copy: True makes and keeps it, False uses the
+        one kept, None makes it and keeps nothing."""
         self.mode, self.te, self.te_recipe = mode if torch.is_grad_enabled() else "none", te, te_recipe
+        self.first_microbatch = first_microbatch
 
     def block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
         """block(x, *args), recomputed in backward if the mode says so of block number `layer`."""
@@ -55,25 +58,40 @@ class Recompute:
             return self._recomputed(block, block, x, *args)
         return block(x, *args)
 
-    def part(self, owner: nn.Module, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """function(x), a part of a block with the linears of `owner`, recomputed in backward under "selective"."""
-        return self._recomputed(owner, function, x) if self.mode == "selective" else function(x)
+    def part(self, owner: nn.Module, function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+        """function(x, *args), part of a block with the linears of `owner`, recomputed in backward under "selective"."""
+        return self._recomputed(owner, function, x, *args) if self.mode == "selective" else function(x, *args)
 
     def _recomputed(self, owner: nn.Module, function: Callable[..., Tensor], *args: Any) -> Tensor:
         def contexts() -> tuple[Any, Any]:
             if not self.te.FP8GlobalStateManager.is_fp8_enabled():
                 return contextlib.nullcontext(), contextlib.nullcontext()
-            return contextlib.nullcontext(), self._as_in_first_pass(owner, forward_scales(owner))
+            caches: list[tuple[Any, dict[str, Any]]] = []
+            return self._noting_caches(owner, caches), self._as_in_first_pass(owner, forward_scales(owner), caches)
 
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
     @contextlib.contextmanager
-    def _as_in_first_pass(self, owner: nn.Module, scales: dict[str, Tensor]) -> Iterator[None]:
-        """Run a recompute under the recipe and the scales of the first pass, and leave no trace of it.
+    def _noting_caches(self, owner: nn.Module, caches: list[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
+        """Note the FP8 weights that the first pass used, if they are kept between micro-batches."""
+        yield
+        if self.first_microbatch is not None:
+            modules = [m for m in owner.modules() if hasattr(m, "_fp8_workspaces")]
+            caches += [(module, dict(module._fp8_workspaces)) for module in modules]  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def _as_in_first_pass(
+        self, owner: nn.Module, scales: dict[str, Tensor], caches: list[tuple[Any, dict[str, Any]]]
+    ) -> Iterator[None]:
+        """Run a recompute under the recipe, the scales and the kept FP8 weights of the first pass; leave no trace of it.
 
         The enabled autocast lies in a disabled one, so that its exit updates no scale (section 1.4).
         """
         states = forward_states(owner)
+        first, kept = self.first_microbatch, [(module, module._fp8_workspaces) for module, _ in caches]
+        self.first_microbatch = None if first is None else False
+        for module, cache in caches:
+            module._fp8_workspaces = cache
         with torch.no_grad():
             before = {name: (state.scale.clone(), state.amax_history[0].clone()) for name, state in states.items()}
             for name, state in states.items():
@@ -86,6 +104,9 @@ class Recompute:
             ):
                 yield
         finally:
+            self.first_microbatch = first
+            for module, cache in kept:
+                module._fp8_workspaces = cache
             with torch.no_grad():
                 for name, state in states.items():
                     state.scale.copy_(before[name][0])

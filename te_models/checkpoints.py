@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,9 @@ class Checkpoints:
         self.keep_last = keep_last
         self.max_shard_bytes = max_shard_bytes
         self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._reserving: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._copied.set()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -49,12 +52,15 @@ class Checkpoints:
         documents: Mapping[str, Any],
         *,
         blocking: bool = True,
+        copy_later: bool = False,
     ) -> Path:
         """Saves `root/step-<step>`, then names it in `latest`, then deletes what `keep_last` does not keep.
 
         With `blocking=False` the tensors are copied to host memory (kept and reused from save to save: one checkpoint's
-        size) before this returns, and all else happens in a thread that the interpreter waits for at exit. One such
-        save is under way at a time: the next call waits for it first.
+        size; see `reserve` for the first) before this returns, and all else happens in a thread that the interpreter
+        waits for at exit. One such save is under way at a time: the next call waits for it first. With `copy_later` the
+        copy, too, happens in the thread (on a CUDA device on a stream of its own), and the caller must not change the
+        tensors until `copied` has returned: a training step changes them at its very end.
 
         Raises:
             ValueError: something given cannot be saved exactly.
@@ -66,10 +72,37 @@ class Checkpoints:
         if blocking:
             self._commit(path, content)
         else:
-            content = replace(content, tensors=self._snapshot(content.tensors))
-            self._thread = threading.Thread(target=self._commit_in_background, args=(path, content))
+            self._copied.clear()
+            streams = [_side_stream(device) for device in _cuda_devices(content.tensors)]
+            self._thread = threading.Thread(target=self._commit_in_background, args=(path, content, streams))
             self._thread.start()
+            if not copy_later:
+                self.copied()
         return path
+
+    def copied(self) -> None:
+        """Waits until the save under way no longer needs the tensors it was given; at once where there is none."""
+        self._copied.wait()
+
+    def reserve(self, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]) -> None:
+        """Makes the host memory for saves in the background now, in a thread, so that the first one need not wait for it.
+
+        Takes what `save` will take; the values do not matter. Memory that was never written to costs more to fill than
+        the copy itself (the kernel clears every page), and pinning it costs more still.
+        """
+        content = prepare(tensors, documents)
+        shapes = {
+            (group, name): (tensor.shape, tensor.dtype, tensor.is_cuda)
+            for group, members in content.tensors.items()
+            for name, tensor in members.items()
+        }
+        self._reserving = threading.Thread(target=self._make_buffers, args=(shapes,))
+        self._reserving.start()
+
+    def _make_buffers(self, shapes: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype, bool]]) -> None:
+        for key, (shape, dtype, pinned) in shapes.items():
+            self._buffers[key] = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+            self._buffers[key].zero_()
 
     def wait(self) -> None:
         """Waits for the save under way.
@@ -100,22 +133,34 @@ class Checkpoints:
         names = {_HIDDEN_STEP.sub(r"\1", name) for name in os.listdir(self.root)}
         return [self.root / name for name in sorted(filter(_STEP.fullmatch, names), key=lambda name: int(name[5:]))]
 
-    def _snapshot(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Copies tensors to reused host buffers, pinned where the source is on a CUDA device."""
+    def _snapshot(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], streams: Iterable[Any]
+    ) -> dict[str, dict[str, Tensor]]:
+        """Copies tensors to reused host buffers, pinned where the source is on a CUDA device, on its stream."""
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
         buffers: dict[tuple[str, str], Tensor] = {}
-        for group, members in tensors.items():
-            for name, tensor in members.items():
-                buffer = self._buffers.get((group, name))
-                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                buffers[group, name] = buffer.copy_(tensor, non_blocking=True)
-        for device in {tensor.device for members in tensors.values() for tensor in members.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+        with contextlib.ExitStack() as stack:
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            for group, members in tensors.items():
+                for name, tensor in members.items():
+                    buffer = self._buffers.get((group, name))
+                    if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                    buffers[group, name] = buffer.copy_(tensor, non_blocking=True)
+        for stream in streams:
+            stream.synchronize()
         self._buffers = buffers
         return {group: {name: buffers[group, name] for name in members} for group, members in tensors.items()}
 
-    def _commit_in_background(self, path: Path, content: Content) -> None:
+    def _commit_in_background(self, path: Path, content: Content, streams: list[Any]) -> None:
         try:
+            try:
+                content = replace(content, tensors=self._snapshot(content.tensors, streams))
+            finally:
+                self._copied.set()
             self._commit(path, content)
         except BaseException as error:
             # Logged as well, for a run that ends without asking.
@@ -131,3 +176,14 @@ class Checkpoints:
             for old in self.all()[: -self.keep_last]:
                 if old != path:
                     discard(old)
+
+
+def _cuda_devices(tensors: Mapping[str, Mapping[str, Tensor]]) -> set[torch.device]:
+    return {tensor.device for members in tensors.values() for tensor in members.values() if tensor.is_cuda}
+
+
+def _side_stream(device: torch.device) -> Any:
+    """A stream that starts where the device's current one is now."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream

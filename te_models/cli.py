@@ -88,6 +88,7 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--recipe", metavar="NAME|FILE", help=f"One of {', '.join(list_recipes())}, or a TOML file."),
         click.option("--engine", default="auto", show_default=True, metavar="NAME", help="auto, native or emulated."),
         click.option("--device", help="Such as cpu or cuda:1; the first GPU if there is one."),
+        click.option("--fp8-params/--no-fp8-params", default=None, help="Keep the weights of FP8 layers in FP8 alone."),
     )):  # fmt: skip
         command = option(command)
     return command
@@ -358,20 +359,25 @@ def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: 
 
 
 @cli.command()
+@click.option("--model", metavar="DIR", help="A saved model, a Hugging Face folder, or a name on the hub.")
+@click.option("--preset", metavar="NAME", help="The shape of --te-checkpoint.")
 @click.option(
-    "--model", required=True, metavar="DIR", help="A saved model, a Hugging Face folder, or a name on the hub."
+    "--te-checkpoint", metavar="PATH", help="A state_dict of Transformer Engine's modules: .pt or safetensors."
 )
 @click.option("--out", required=True, metavar="DIR", help="The folder to write.")
 @click.option("--format", default="hf", show_default=True, help="hf: for transformers; te: with recipe and FP8 state.")
 @click.option("--recipe", metavar="NAME|FILE", help="The recipe to save with (te).")
 @click.option("--dtype", help="bfloat16, float16 or float32; default: as saved.")
 @click.option("--attention-gate", help="Give an ungated model a gate that changes no output: elementwise or headwise.")
-def convert(model: str, out: str, format: str, dtype: str | None, **options: Any) -> None:
+def convert(
+    model: str | None, preset: str | None, te_checkpoint: str | None, out: str, format: str, dtype: str | None,
+    **options: Any,
+) -> None:  # fmt: skip
     """Rewrite a model between our format and Hugging Face's; its tokenizer comes along."""
     import torch  # noqa: PLC0415
 
     from te_models.errors import unknown  # noqa: PLC0415
-    from te_models.saved import FORMATS  # noqa: PLC0415
+    from te_models.saved import FORMATS, load_te_checkpoint, read_te_checkpoint  # noqa: PLC0415
 
     dtypes = ("bfloat16", "float16", "float32")
     if format not in FORMATS:
@@ -379,7 +385,15 @@ def convert(model: str, out: str, format: str, dtype: str | None, **options: Any
     if dtype not in (*dtypes, None):
         raise unknown("dtype", dtype, dtypes)
     given = {**options, "engine": "emulated", "device": "cpu", "dtype": dtype and getattr(torch, dtype)}
-    built = build_model(None, model, given)
+    found = None
+    if (preset is None) != (te_checkpoint is None):
+        raise click.UsageError("--preset NAME and --te-checkpoint PATH go together")
+    if preset is not None and te_checkpoint is not None:
+        found = read_te_checkpoint(te_checkpoint)
+        given["recipe"] = options["recipe"] or found.recipe(get_preset(preset).num_hidden_layers)
+    built = build_model(preset, model, given)
+    if found is not None:
+        load_te_checkpoint(built, found)
     built.save_pretrained(out, format=format)
     click.echo(f"{out}: {built.config.num_parameters:,} parameters in {str(built.dtype).removeprefix('torch.')}")
 

@@ -10,9 +10,8 @@ Under an FP8 recipe the weights are quantized with the prompt and the codes kept
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -83,8 +82,7 @@ class Loop:
     def launch(self, step: int) -> None:
         """Start step number `step` and the copy of its tokens to the host, and wait for neither."""
         if step == 0:
-            with cached_weights(self.model, first=True):
-                self._forward(self.ids, self.mask)
+            self._forward(self.ids, self.mask, first=True)
         elif self.graph is None:
             self.step()
         elif step == 1:
@@ -109,12 +107,12 @@ class Loop:
 
     def step(self) -> None:
         """One token for each row: fixed shapes and addresses, and nothing that the host would have to know."""
-        with cached_weights(self.model, first=False):
-            self._forward(self.newest, None)
+        self._forward(self.newest, None, first=False)
 
-    def _forward(self, ids: Tensor, mask: Tensor | None) -> None:
-        logits = self.model(ids, cache=self.cache, attention_mask=mask, logits_to_keep=1).logits[:, -1].float()
-        new = self.pick(logits)
+    def _forward(self, ids: Tensor, mask: Tensor | None, first: bool) -> None:
+        keep = first if self.model.recipe.quantized else None  # the prompt quantizes the weights, the steps use that
+        options = dict(cache=self.cache, attention_mask=mask, logits_to_keep=1, is_first_microbatch=keep)
+        new = self.pick(self.model(ids, **options).logits[:, -1].float())
         self.made.index_copy_(0, self.done, new[None])
         self.newest.copy_(new[:, None])
         self.done += 1
@@ -132,19 +130,3 @@ class Loop:
 def linears(model: Any) -> list[Any]:
     """Every te.Linear of the model."""
     return [module for module in model.modules() if isinstance(module, model.te.Linear)]
-
-
-@contextlib.contextmanager
-def cached_weights(model: Any, first: bool) -> Iterator[None]:
-    """Forwards in here quantize each weight and keep its codes (`first`), or use those that were kept."""
-
-    def tell(module: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**options, "is_first_microbatch": first}
-
-    wanted = linears(model) if model.recipe.quantized else []
-    hooks = [module.register_forward_pre_hook(tell, with_kwargs=True) for module in wanted]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_models.recipe import Recipe
+
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 
 
@@ -52,6 +54,27 @@ def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Any) 
             raise ValueError(f"the FP8 state does not fit the model at {name!r} ({list(value.shape)})")
     for name, value in tensors.items():
         live[name].copy_(_resized(value, len(live[name])) if name.endswith("amax_history") else value)
+
+
+@torch.no_grad()
+def convert_scales(model: nn.Module, old: Recipe, new: Recipe) -> None:
+    """Turn the scales of one DelayedScaling recipe, which the model holds, into those of another one.
+
+    Amaxes are of the tensors themselves, so histories stay as they are; a scale is the format's largest number, less the
+    margin, over an amax, so it changes by a power of two. A tensor that was never seen keeps scale 1.
+    """
+    live = fp8_state(model)
+    for name, scale in live.items():
+        if name.endswith(".scale"):
+            direction = name.split(".")[-2]
+            seen = (scale != 1) | (live[name.removesuffix("scale") + "amax_history"].amax(0) > 0)
+            scale.mul_(torch.where(seen, _largest(new, direction) / _largest(old, direction), 1.0))
+
+
+def _largest(recipe: Recipe, direction: str) -> float:
+    """What an amax is scaled to: 448 in E4M3, 57344 in E5M2, divided by 2^margin."""
+    wide = direction == "scaling_bwd" and recipe.fields.get("fp8_format", "HYBRID") == "HYBRID"
+    return (57344.0 if wide else 448.0) * 2.0 ** -recipe.fields.get("margin", 0)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from te_models.config import ModelConfig
 from te_models.durable import first_line, readable, replacing_folder, write_file
 from te_models.formats import CheckpointError, list_some, open_safetensors, read_json, render_json, render_safetensors
+from te_models.fp8_params import plain, write_weight
 from te_models.hf_families import TOP, Family, Rows, family_for, family_of, row_blocks
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -175,7 +176,7 @@ def double_output_projections(model: nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         if name.endswith("self_attn.o_proj.weight"):
-            parameter.mul_(2)
+            write_weight(parameter, plain(parameter) * 2)
 
 
 def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Place]:
@@ -289,7 +290,7 @@ def write_hugging_face(
     origin = model.origin
     family = family_for(model.config, family_of(origin.config) if origin.config else None)
     if parameters is None:
-        parameters = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+        parameters = {name: plain(p) for name, p in model.named_parameters(remove_duplicate=False)}
     shapes = {name: p.shape for name, p in parameters.items()}
     places = tensor_places(family, model.config, shapes)
     tensors = {name: place.save(parameters[place.name]) for name, place in places.items()}

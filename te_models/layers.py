@@ -72,9 +72,10 @@ class GatedAttention(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [N, D] -> [N, D]."""
-        qkvg = self.qkvg_proj(x)
+        qkvg = self.qkvg_proj(x, **tokens.weights)
         out = self._fused(qkvg, tokens) if self._fusible(tokens) else self._mixed(qkvg, tokens)
-        return self.o_proj(pad_rows(out, len(qkvg)))  # rows of all ranks, where x has this rank's alone
+        # Rows of all ranks, where x has this rank's alone.
+        return self.o_proj(pad_rows(out, len(qkvg)), **tokens.weights)
 
     def _fusible(self, tokens: Tokens) -> bool:
         """Whether the model asked for one operation and this layer and these tokens are what it computes."""
@@ -133,9 +134,9 @@ class SwiGLU(nn.Module):
         self.gate_up_proj = linear(te, d, 2 * f, split=tp.linear("column"), **factory)
         self.down_proj = linear(te, f, d, split=tp.linear("row"), **factory)
 
-    def hidden(self, x: Tensor) -> Tensor:
+    def hidden(self, x: Tensor, **weights: bool | None) -> Tensor:
         """x [N, D] -> the input of down_proj [N, F]."""
-        return self.kernels.swiglu(self.gate_up_proj(x))
+        return self.kernels.swiglu(self.gate_up_proj(x, **weights))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, D] -> [N, D]."""
@@ -171,10 +172,11 @@ class Block(nn.Module):
                 "round it; use activation_checkpointing='full' instead"
             )
         x = x + self.self_attn(self.tp.norm(self.input_layernorm, x, self.tp.scatters), tokens)
-        return x + self.mlp.down_proj(tokens.recompute.part(self.mlp, self._mlp_hidden, x))
+        hidden = tokens.recompute.part(self.mlp, self._mlp_hidden, x, tokens)
+        return x + self.mlp.down_proj(hidden, **tokens.weights)
 
-    def _mlp_hidden(self, x: Tensor) -> Tensor:
-        return self.mlp.hidden(self.tp.norm(self.post_attention_layernorm, x, self.tp.scatters))
+    def _mlp_hidden(self, x: Tensor, tokens: Tokens) -> Tensor:
+        return self.mlp.hidden(self.tp.norm(self.post_attention_layernorm, x, self.tp.scatters), **tokens.weights)
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:

@@ -25,7 +25,8 @@ from te_models.checkpointing import Recompute, check_mode, refuse_foreign_recomp
 from te_models.config import ModelConfig, config_fields
 from te_models.engine import check_support, engine_module, get_engine
 from te_models.errors import unknown
-from te_models.fp8_state import fp8_state, frozen_fp8_state, load_fp8_state
+from te_models.fp8_params import check_recipe, clear_states, relink, same_codes
+from te_models.fp8_state import convert_scales, fp8_state, frozen_fp8_state, load_fp8_state
 from te_models.generate import Prompts, generate, stream
 from te_models.hf import Origin
 from te_models.kernels import attention_operations, get_kernels
@@ -57,6 +58,7 @@ class CausalLM(nn.Module):
         device: where the parameters live; None is the first CUDA device if there is one, else the CPU.
         dtype: of parameters and activations.
         activation_checkpointing: "none", "selective", "full" or an integer N (see te_models.checkpointing).
+        fp8_params: keep the weights of the FP8 layers as FP8 codes alone (see te_models.fp8_params).
         compile: fuse the operations between the GEMMs with torch.compile (on CUDA devices).
         fused: RoPE, attention and gate as one operation (te_models.kernels.attention_core), Triton on CUDA devices.
         initialize: False leaves the parameters without values, for a loader that fills them.
@@ -77,6 +79,7 @@ class CausalLM(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         activation_checkpointing: str | int = "none",
+        fp8_params: bool = False,
         compile: bool = True,
         fused: bool = False,
         initialize: bool = True,
@@ -93,19 +96,23 @@ class CausalLM(nn.Module):
         _, self.engine, self.engine_reason = get_engine(engine, device)
         self.recipe = self._checked(get_recipe(recipe, **recipe_fields))
         self.te_recipe = self.recipe.build(self.te)
+        self.fp8_params = fp8_params
+        if fp8_params:
+            check_recipe(self.recipe)
         self.compiled = compile and device.type == "cuda"
 
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.kernels = get_kernels(compile, device)
         self.embed_tokens = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **factory)
-        self.layers = nn.ModuleList(
-            Block(self.local_config, layer, self.te, self.kernels, self.tp, **factory)
-            for layer in range(config.num_hidden_layers)
-        )
-        for block in self.layers:
-            block.self_attn.operations = attention_operations(device) if fused else None  # type: ignore[union-attr]
+        self.layers = nn.ModuleList()
+        for layer in range(config.num_hidden_layers):
+            with self._weights(in_fp8=layer in self.fp8_layers):
+                block = Block(self.local_config, layer, self.te, self.kernels, self.tp, **factory)
+            block.self_attn.operations = attention_operations(device) if fused else None
+            self.layers.append(block)
         self.norm = self.te.RMSNorm(config.hidden_size, **norm_options(config), **factory)
-        self.lm_head = linear(self.te, config.hidden_size, config.vocab_size, **factory)
+        with self._weights(in_fp8=self._head_in_fp8 and not config.tie_word_embeddings):
+            self.lm_head = linear(self.te, config.hidden_size, config.vocab_size, **factory)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
             self.register_state_dict_post_hook(_leave_out_tie)
@@ -113,6 +120,7 @@ class CausalLM(nn.Module):
         self.origin = Origin()
         self._mark_fp8_blocks()
         self.tp.mark(self)
+        clear_states(self)
         if initialize and device.type != "meta":
             self.init_weights()
 
@@ -132,6 +140,20 @@ class CausalLM(nn.Module):
                 else:
                     values.normal_(0.0, residual if name.endswith(("o_proj.weight", "down_proj.weight")) else std)
         self.tp.mark(self)
+
+    @contextlib.contextmanager
+    def _weights(self, in_fp8: bool) -> Iterator[None]:
+        """Inside, te.Linear makes its weight in FP8 if the model is to have FP8 primary weights and `in_fp8`."""
+        if not (self.fp8_params and in_fp8):
+            yield
+            return
+        with (
+            torch.enable_grad(),
+            self.te.quantized_model_init(  # both copies, also of a model built under no_grad
+                enabled=True, recipe=self.te_recipe, preserve_high_precision_init_val=True
+            ),
+        ):
+            yield
 
     @property
     def te(self) -> ModuleType:
@@ -171,6 +193,7 @@ class CausalLM(nn.Module):
         return_logits: bool = True,
         logits_to_keep: int | None = None,
         document_ids: Tensor | None = None,
+        is_first_microbatch: bool | None = None,
     ) -> Output:
         """Logits of every position, and the mean cross-entropy of predicting `labels` from the positions before them.
 
@@ -186,10 +209,13 @@ class CausalLM(nn.Module):
             document_ids: int [B, S], which document of its row a token is of, each in one piece: attention stays inside
                 it and positions count from its start, as if it were alone. None: each row is one document. Not with a
                 cache or an attention_mask.
+            is_first_microbatch: under gradient accumulation, True in the first micro-batch of a step, which quantizes
+                the weights and keeps the result, False in the others, which use it (not if the weights have changed
+                since); None quantizes them every time and keeps nothing.
         """
         refuse_foreign_recompute(self.recipe.stateful)
         batch, seq = input_ids.shape
-        recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe)
+        recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe, is_first_microbatch)
         tokens = describe(self.config, input_ids, cache, attention_mask, document_ids, recompute, self.dtype)
         x = self.embed_tokens(input_ids).flatten(0, 1)
         x = x if tokens.real is None else x * tokens.real
@@ -200,7 +226,7 @@ class CausalLM(nn.Module):
         targets = F.pad(labels[:, 1:], (0, 1), value=-100).flatten()  # shifting the labels spares a copy of the logits
         if not return_logits and self._head_is_fused:
             return Output(self._decode(x, tokens, lambda h: self._head_loss(h, targets)), None)
-        logits = self._decode(x, tokens, self.lm_head)[: batch * seq]
+        logits = self._decode(x, tokens, lambda h: self.lm_head(h, **tokens.weights))[: batch * seq]
         loss = self.kernels.cross_entropy(logits, targets)
         return Output(loss, logits.unflatten(0, (batch, seq)) if return_logits else None)
 
@@ -247,7 +273,7 @@ class CausalLM(nn.Module):
         if kept < tokens.seq:
             x = x[: tokens.batch * tokens.seq].unflatten(0, (tokens.batch, tokens.seq))[:, -kept:]
             x = self._padded(x.flatten(0, 1))
-        return self.lm_head(x)
+        return self.lm_head(x, **tokens.weights)
 
     def _padded(self, x: Tensor) -> Tensor:
         """x [n, D] with rows of zeros up to a multiple of the recipe's alignment."""
@@ -267,19 +293,47 @@ class CausalLM(nn.Module):
     def set_recipe(self, recipe: str | Path | Recipe | Any, **recipe_fields: Any) -> None:
         """Swap the recipe of the live model. Weights and gradients stay; the next forward runs under the new one.
 
-        Between two stateful recipes of one format the scales and histories move along; otherwise they start afresh.
+        Between two stateful recipes the scales and histories move along; otherwise they start afresh. FP8 primary weights
+        stay as they are, which another kind of FP8 cannot use: that is a ValueError.
         """
         new = self._checked(get_recipe(recipe, **recipe_fields))
-        keep = {}
-        if new.stateful and self.recipe.stateful and new.formats == self.recipe.formats:
+        if self.fp8_params:
+            self._check_weights_fit(new)
+        old, keep = self.recipe, {}
+        if new.stateful and old.stateful:
             keep = {name: tensor.clone() for name, tensor in fp8_state(self).items()}
         for module in self.modules():
             if isinstance(module, self.te.Linear):
                 self.te.reset_fp8_state(module)
         self.recipe, self.te_recipe = new, new.build(self.te)
         self._mark_fp8_blocks()
+        relink(self, self.te_recipe)
         if keep:
-            load_fp8_state(self, keep, self.te_recipe)
+            self.take_fp8_state(keep, old)
+
+    def take_fp8_state(self, state: dict[str, Tensor], old: Recipe) -> int:
+        """Go on with the scales and histories that `fp8_state` gave under the recipe `old`; returns how many were taken.
+
+        Those of layers that do not run in FP8 now are not. A ValueError, before anything is written, if they do not fit.
+        """
+        if not self.recipe.stateful:
+            return 0
+        layers = (layer for layer in range(self.config.num_hidden_layers) if layer not in self.fp8_layers)
+        outside = (*(f"layers.{layer}." for layer in layers), *(["lm_head."] if self.recipe.lm_head != "fp8" else []))
+        taken = {name: tensor for name, tensor in state.items() if not name.startswith(outside)}
+        load_fp8_state(self, taken, self.te_recipe)
+        if taken and self.recipe != old:
+            convert_scales(self, old, self.recipe)
+        return len(taken)
+
+    def _check_weights_fit(self, new: Recipe) -> None:
+        """Refuse a recipe that FP8 primary weights are not made for."""
+        edges = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head")
+        if not same_codes(self.recipe, new) or any(getattr(self.recipe, e) != getattr(new, e) for e in edges):
+            raise ValueError(
+                f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and {new.name!r} needs "
+                "others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"
+            )
 
     def _mark_fp8_blocks(self) -> None:
         """Tell each block whether it belongs inside the autocast."""
@@ -335,7 +389,8 @@ class CausalLM(nn.Module):
             short = name.removeprefix(f"layers.{layer}.")
             gemm = f"{module.in_features} -> {module.out_features}"
             rows.append(PlanRow(layer, short, gemm, precision, self.engine, reason))
-        title = f"recipe {self.recipe.name}, engine {self.engine} ({self.engine_reason})"
+        weights = ", FP8 primary weights" if self.fp8_params else ""
+        title = f"recipe {self.recipe.name}{weights}, engine {self.engine} ({self.engine_reason})"
         return Plan(title, tuple(rows))
 
     def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:
@@ -374,6 +429,8 @@ class CausalLM(nn.Module):
         """Write the model into `folder`, atomically.
 
         `format` "te": config.json, model.safetensors, recipe.json and, for a stateful recipe, fp8_state.safetensors.
+        With FP8 primary weights, model.safetensors holds their dequantized values, so that the folder loads under any
+        recipe, and fp8_weights.safetensors the codes and scales themselves.
         "hf": what `transformers` loads, with the tokenizer that came along; the recipe has no place there.
         """
         write_pretrained(self, folder, format)

@@ -1,14 +1,14 @@
 """What of a model is saved and how it comes back: weights, config, recipe and FP8 state, without a pickle.
 
 The folder: config.json, model.safetensors (or shards), recipe.json (resolved values), fp8_state.safetensors (only for a
-stateful recipe that has run), manifest.json. te_models.state knows how a folder is written and checked; this file knows
+stateful recipe that has run), fp8_weights.safetensors (codes and scales of FP8 primary weights), manifest.json. te_models.state knows how a folder is written and checked; this file knows
 what belongs into it.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from te_models.checkpoints import Checkpoints
 from te_models.config import ModelConfig, config_fields
 from te_models.errors import unknown
-from te_models.fp8_state import fp8_state, load_fp8_state
+from te_models.formats import read_json
+from te_models.fp8_params import (
+    is_quantized,
+    keep_initial_value,
+    load_codes,
+    plain,
+    same_codes,
+    weight_codes,
+    write_weight,
+)
+from te_models.fp8_state import fp8_state
 from te_models.hf import (
     Origin,
     double_output_projections,
@@ -28,28 +38,40 @@ from te_models.hf import (
     read_hugging_face,
     write_hugging_face,
 )
-from te_models.recipe import recipe_fields, recipe_from_dict
-from te_models.state import CheckpointError, Folder, load_folder, match, save_folder, unflatten_state
+from te_models.recipe import Recipe, recipe_fields, recipe_from_dict
+from te_models.state import MANIFEST, CheckpointError, Folder, load_folder, match, save_folder, unflatten_state
+from te_models.te_checkpoint import TECheckpoint, read_te_checkpoint, te_files
 from te_models.tensor_parallel import gather_state, shard_state
 
 MODEL_TYPE = "te_models"
 FORMATS = ("te", "hf")
 
 
-def model_content(model: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """The tensors and documents that make up a saved model, as te_models.state.save_folder takes them."""
-    tensors = {"model": gather_state(model)}
+def model_content(
+    model: Any, masters: Mapping[int, Tensor] | None = None
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """The tensors and documents that make up a saved model, as te_models.state.save_folder takes them.
+
+    `masters` gives the values of FP8 primary weights by the id of the parameter; without one, they are dequantized.
+    """
+    tensors = {"model": gather_state(model, weights(model, masters))}
     if state := fp8_state(model) if model.recipe.stateful else {}:
-        tensors["fp8_state"] = state
+        tensors["fp8_state"] = {name: tensor.clone() for name, tensor in state.items()}  # the next forward writes to it
+    if codes := weight_codes(model):
+        tensors["fp8_weights"] = codes
     dtype = str(model.dtype).removeprefix("torch.")
     config = {"model_type": MODEL_TYPE, "dtype": dtype, **model.config.to_dict()}
     return tensors, {"config": config, "recipe": model.recipe.to_dict(), **model.origin.documents()}
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> parameter; tied ones under each of their names. Transformer Engine's `_extra_state` is not among them:
-    it holds a pickle, and its content is saved as fp8_state."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> dict[str, Tensor]:
+    """Name -> values of a parameter; tied ones under each of their names. Transformer Engine's `_extra_state` is not
+    among them: it holds a pickle, and its content is saved as fp8_state."""
+    masters = masters or {}
+    return {
+        name: masters[id(p)].detach().to(p.dtype) if is_quantized(p) and id(p) in masters else plain(p)
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def write_pretrained(model: Any, folder: str | Path, format: str = "te") -> None:
@@ -68,16 +90,20 @@ def read_pretrained(build: Any, folder: str | Path, options: Mapping[str, Any]) 
     """The model saved in `folder`, built by `build(config, **options)` (CausalLM).
 
     Everything is read and checked before a model is built. Without `recipe=` the saved one is used and the recipe's
-    fields in `options` override it; FP8 state that another recipe cannot use is dropped with a warning.
+    fields in `options` override it; FP8 state moves along to another stateful recipe and is dropped with a warning by any
+    other. FP8 primary weights stay such under the saved recipe, unless `fp8_params=` says otherwise.
     """
     folder = saved_folder(local_folder(folder))
     shape = {name: value for name, value in options.items() if name in config_fields()}
     options = {name: value for name, value in options.items() if name not in shape}
     if is_hugging_face(folder, MODEL_TYPE):
         return read_hugging_face(build, folder, shape, options)
-    if folder.is_dir() and not any((folder / name).exists() for name in ("config.json", "manifest.json")):
+    if (folder / "config.json").is_file() and not (folder / MANIFEST).exists() and te_files(folder):
+        return read_te_model(build, folder, shape, options)
+    if folder.is_dir() and not any((folder / name).exists() for name in ("config.json", MANIFEST)):
         raise CheckpointError(f"{folder} has no config.json: it holds no model, or only a part of one")
-    saved = load_folder(folder, ["config", "model", "recipe"], optional=["fp8_state", "hf_config", "generation_config"])
+    extras = ["fp8_state", "fp8_weights", "hf_config", "generation_config"]
+    saved = load_folder(folder, ["config", "model", "recipe"], optional=extras)
     config, dtype = read_config(saved)
     wanted = gated(config, shape)
     recipe = recipe_from_dict(saved.documents["recipe"])
@@ -85,23 +111,83 @@ def read_pretrained(build: Any, folder: str | Path, options: Mapping[str, Any]) 
     if "recipe" not in options:
         fields = {name: options.pop(name) for name in list(options) if name in recipe_fields()}
         options["recipe"] = recipe.replace(**fields)
+        options.setdefault("fp8_params", "fp8_weights" in saved.tensors)
     model = build(wanted, **options, initialize=False)
     model.origin = Origin(folder, saved.documents.get("hf_config"), saved.documents.get("generation_config"))
     if wanted.attention_gate != config.attention_gate:
         load_weights(model, with_gate_rows(saved.tensors["model"], wanted))
         double_output_projections(model)
         return model
-    load_weights(model, saved.tensors["model"])
-    if state := saved.tensors.get("fp8_state", {}):
-        if model.recipe.stateful and model.recipe.formats == recipe.formats:
-            load_fp8_state(model, state, model.te_recipe)
-        else:
-            warnings.warn(
-                f"{folder} was saved under recipe {recipe.name!r}; recipe {model.recipe.name!r} has no use for its scales "
-                "and amax histories, which are left out",
-                stacklevel=3,
-            )
+    restore_model(model, saved, recipe)
     return model
+
+
+def read_te_model(build: Any, folder: Path, shape: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """The model in a folder with a config.json of ours and a checkpoint of Transformer Engine's modules of our names.
+
+    Without `recipe=` it is the one in the checkpoint's FP8 state, BF16 where there is none.
+    """
+    config, dtype = read_config(Folder(folder, {}, {"config": read_json(folder / "config.json")}, {}))
+    found = read_te_checkpoint(folder)
+    wanted = gated(config, shape)
+    options = {"dtype": dtype, **options}
+    if "recipe" not in options:
+        fields = {name: options.pop(name) for name in list(options) if name in recipe_fields()}
+        options["recipe"] = found.recipe(config.num_hidden_layers).replace(**fields)
+    model = build(wanted, **options, initialize=False)
+    load_te_checkpoint(model, found)
+    return model
+
+
+def load_te_checkpoint(
+    model: Any, source: TECheckpoint | str | Path, rename: Callable[[str], str] | None = None
+) -> None:
+    """Put the weights, scales and amax histories of a checkpoint of Transformer Engine's modules into `model`.
+
+    `source` and `rename` are those of `read_te_checkpoint`. Scales that the model's recipe has no use for are left out
+    with a warning.
+
+    Raises:
+        CheckpointError: it cannot be read or is of another model, which is then untouched.
+    """
+    found = source if isinstance(source, TECheckpoint) else read_te_checkpoint(source, rename)
+    recipe = found.recipe(model.config.num_hidden_layers)
+    path = Path("the Transformer Engine checkpoint" if isinstance(source, TECheckpoint) else source)
+    tensors = {"model": dict(found.weights), "fp8_state": found.fp8_state}
+    if model.config.tie_word_embeddings and "embed_tokens.weight" in found.weights:
+        tensors["model"].setdefault("lm_head.weight", found.weights["embed_tokens.weight"])
+    restore_model(model, Folder(path, tensors, {}, {}), recipe)
+
+
+def restore_model(model: Any, saved: Folder, recipe: Recipe) -> None:
+    """Put the weights and the FP8 state of a folder that was saved under `recipe` into `model`.
+
+    Scales and histories move along to another stateful recipe; what has no place in the model is left out with a warning.
+
+    Raises:
+        CheckpointError: the folder is of another model, which is then untouched.
+    """
+    codes = saved.tensors.get("fp8_weights", {})
+    fitting = fitting_codes(model, codes) if same_codes(recipe, model.recipe) else {}
+    load_weights(model, saved.tensors["model"], fitting)
+    state = saved.tensors.get("fp8_state", {})
+    taken = model.take_fp8_state(state, recipe)
+    if taken < len(state):
+        what = f"{len(state) - taken} of its {len(state)}" if taken else "its"
+        warnings.warn(
+            f"{saved.path} was saved under recipe {recipe.name!r}; recipe {model.recipe.name!r} has no use for {what} scales "
+            "and amax histories, which are left out",
+            stacklevel=4,
+        )
+
+
+def fitting_codes(model: nn.Module, codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the saved `codes` that belong to FP8 weights of the model, once they are known to fit."""
+    live = weight_codes(model)
+    fitting = {name: tensor for name, tensor in codes.items() if name in live}
+    owners = {name.rsplit(".", 1)[0] for name in fitting}
+    match({name: tensor for name, tensor in live.items() if name.rsplit(".", 1)[0] in owners}, fitting)
+    return fitting
 
 
 def saved_folder(folder: str | Path) -> Path:
@@ -152,30 +238,44 @@ def with_gate_rows(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[s
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy `tensors` into the model's parameters once every name and shape is known to fit; dtypes are converted."""
-    live, tensors = weights(model), shard_state(tensors, model.config, model.tp.mesh)  # type: ignore[arg-type,union-attr]
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], codes: Mapping[str, Tensor] | None = None) -> None:
+    """Copy `tensors` into the model's parameters once every name and shape is known to fit; dtypes are converted.
+
+    FP8 primary weights take their `codes` (`fitting_codes`), and are quantized where there are none.
+    """
+    live = dict(model.named_parameters(remove_duplicate=False))
+    tensors = shard_state(tensors, model.config, model.tp.mesh)  # type: ignore[arg-type,union-attr]
     match(live, tensors, check_dtype=False)
+    coded = {name.rsplit(".", 1)[0] for name in codes or {}}
     for name, tensor in tensors.items():
-        live[name].copy_(tensor)
+        if name in coded:
+            keep_initial_value(live[name], tensor)
+        else:
+            write_weight(live[name], tensor)
+    load_codes(model, codes or {})
 
 
 def load_training_state(model: Any, folder: Path) -> Any:
     """Put a training checkpoint's weights and FP8 state into `model`; returns the rest of its state as it was saved.
 
+    Under another recipe than the saved one the run goes on with a warning; see `restore_model` for its scales.
+
     Raises:
-        CheckpointError: the checkpoint is damaged, or of another model or recipe; `model` is then untouched.
+        CheckpointError: the checkpoint is damaged, or of another model; `model` is then untouched.
     """
-    saved = load_folder(folder, ["config", "model", "recipe", "training"], optional=["fp8_state"])
-    for name, now in (("config", model.config.to_dict()), ("recipe", model.recipe.to_dict())):
-        then = saved.documents[name]
-        for key in (key for key in now if then.get(key) != now[key]):
-            raise CheckpointError(
-                f"{folder} was trained with {key}={then.get(key)!r}, not {now[key]!r}: resume with the same {name}, or start "
-                "a new run from it with --model"
-            )
+    saved = load_folder(folder, ["config", "model", "recipe", "training"], optional=["fp8_state", "fp8_weights"])
+    then, now = saved.documents["config"], model.config.to_dict()
+    for key in (key for key in now if then.get(key) != now[key]):
+        raise CheckpointError(
+            f"{folder} was trained with {key}={then.get(key)!r}, not {now[key]!r}: resume with the same config, or start "
+            "a new run from it with --model"
+        )
+    recipe = recipe_from_dict(saved.documents["recipe"])
+    changes = {key: value for key, value in model.recipe.to_dict().items() if recipe.to_dict().get(key) != value}
+    changes |= {"fp8_params": model.fp8_params} if model.fp8_params != ("fp8_weights" in saved.tensors) else {}
+    if changes:
+        new = ", ".join(f"{key}={value!r}" for key, value in changes.items())
+        warnings.warn(f"{folder} was trained under recipe {recipe.name!r}; it goes on with {new}", stacklevel=3)
     state = unflatten_state(saved.tensors.get("training", {}), saved.documents["training"])
-    load_weights(model, saved.tensors["model"])
-    if "fp8_state" in saved.tensors:
-        load_fp8_state(model, saved.tensors["fp8_state"], model.te_recipe)
+    restore_model(model, saved, recipe)
     return state

@@ -158,7 +158,7 @@ def save_folder(
     Args:
         path: the folder; its parents are made.
         tensors: group name -> tensor name -> tensor of any stride and device.
-        documents: document name -> plain JSON value (use `flatten_state` for anything richer).
+        documents: document name -> plain JSON value (use `flatten_state` for anything richer), or `render_json` of it.
         max_shard_bytes: a group larger than this is split into shards.
 
     Raises:
@@ -336,7 +336,12 @@ def prepare(tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str,
                 aliases[group][name] = twin
     aliases = {group: ties for group, ties in aliases.items() if ties}
     return Content(
-        kept, aliases, {name: render_json(document, f"document {name!r}") for name, document in documents.items()}
+        kept,
+        aliases,
+        {
+            name: document if isinstance(document, bytes) else render_json(document, f"document {name!r}")
+            for name, document in documents.items()
+        },
     )
 
 

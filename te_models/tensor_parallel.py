@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_models.collectives import all_gather, all_reduce
 from te_models.config import ModelConfig
+from te_models.fp8_params import is_quantized, plain, write_weight
 from te_models.recipe import Recipe
 
 Sections = tuple[tuple[int, int], ...]  # (rows in use, rows stored) of each part of a fused weight
@@ -175,16 +176,17 @@ class TensorParallel:
     def filling(self, name: str, target: Tensor, config: ModelConfig, device: Any = None) -> Iterator[Tensor]:
         """Gives a tensor to write all values of the whole parameter into; this rank's part of it goes to `target`.
 
-        Every rank draws all random numbers, so that a model starts with the same values on any number of ranks.
+        Every rank draws all random numbers, so that a model starts with the same values on any number of ranks. An FP8
+        weight is quantized once all its values are there.
         """
-        if self.size == 1 or not is_sharded(name):
+        whole = self.size == 1 or not is_sharded(name)
+        if whole and not is_quantized(target):
             yield target
             return
-        shape = whole_shape(name, target.shape, config, self.size)
+        shape = target.shape if whole else whole_shape(name, target.shape, config, self.size)
         full = torch.empty(shape, dtype=target.dtype, device=device or target.device)
         yield full
-        with torch.no_grad():
-            target.copy_(shard(name, full, config, self))
+        write_weight(target, full if whole else shard(name, full, config, self))
 
     def check_same_random_state(self, device: torch.device) -> None:
         """Raise if the ranks would draw different random numbers for the parameters that they share."""
@@ -256,7 +258,7 @@ def gather_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dict[
     A collective: all ranks call it, with the same names. One tensor at a time, on the device of the part.
     """
     if state is None:
-        state = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+        state = {name: plain(p) for name, p in model.named_parameters(remove_duplicate=False)}
     if model.tp.size == 1:
         return dict(state)
     found = {}

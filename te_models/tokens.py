@@ -27,6 +27,11 @@ class Tokens(NamedTuple):
     real: Tensor | None  # bool [B*S, 1], False at padding inside the batch; None where there is none
     recompute: Recompute  # which activations are kept for backward
 
+    @property
+    def weights(self) -> dict[str, bool | None]:
+        """What every te.Linear is told of its weight's FP8 copy."""
+        return {"is_first_microbatch": self.recompute.first_microbatch}
+
 
 def describe(
     config: ModelConfig,

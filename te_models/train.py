@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from te_models.checkpoints import Checkpoints
 from te_models.data import TokenDataset
+from te_models.durable import SaveError
+from te_models.formats import render_json
 from te_models.metrics import MetricsLog
 from te_models.model import CausalLM
 from te_models.optim import build_optimizer
@@ -73,6 +75,8 @@ class Trainer:
             config.optimizer_offload,
         )
         self.checkpoints = Checkpoints(self.out / "checkpoints", keep_last=self.config.keep_last)
+        # A tokenizer takes a second to render, which no step has to wait for.
+        self.documents = {name: render_json(document, name) for name, document in self.documents.items()}
         self.result = Result()
 
     def run(self, resume: bool = False) -> Result:
@@ -83,7 +87,7 @@ class Trainer:
             self.restore()
         log = MetricsLog(self.out / "metrics.jsonl", after_step=self.result.step)
         batches = iter(self.dataset)
-        with contextlib.closing(log), _stop_signals() as stopped:
+        with contextlib.closing(log), self._background_saves(), _stop_signals() as stopped:
             if not self.result.step:
                 self.result.first_eval_loss = self.result.eval_loss = evaluate(self.model, self.eval_batches)
             self._reset_peak_memory()
@@ -92,10 +96,21 @@ class Trainer:
                 log.write(row)
                 self.on_step(row)
                 if self.config.save_every and self.result.step % self.config.save_every == 0:
-                    self.save()
+                    self.save(blocking=False)
             self.result.interrupted = self.result.step < self.config.steps
             self.save()
         return self.result
+
+    @contextlib.contextmanager
+    def _background_saves(self) -> Iterator[None]:
+        """No save is under way when the run ends, however it does; a save that failed ends a run that went well."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(SaveError):  # logged when it happened
+                self.checkpoints.wait()
+            raise
+        self.checkpoints.wait()
 
     def _step(self, batches: Iterator[Batch]) -> dict[str, Any]:
         """One optimizer step, and an evaluation when one is due; returns its row of metrics.jsonl."""
@@ -104,8 +119,11 @@ class Trainer:
         self.model.train()
         total = torch.zeros((), device=self.model.device)
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
-        for batch in micro_batches:
-            loss = self.model(**_to(batch, self.model.device), return_logits=False).loss
+        cache = config.cache_fp8_weights and config.gradient_accumulation > 1
+        for number, batch in enumerate(micro_batches):
+            first = number == 0 if cache else None
+            batch = _to(batch, self.model.device)
+            loss = self.model(**batch, is_first_microbatch=first, return_logits=False).loss
             (loss / config.gradient_accumulation).backward()
             total += loss.detach() / config.gradient_accumulation
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
@@ -113,17 +131,25 @@ class Trainer:
         if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
             raise Diverged(self._diagnosis(row, micro_batches))
         self.optimizer.set_learning_rate(learning_rate)
+        self.checkpoints.copied()
         self.optimizer.step()
         row["tokens_per_second"] = config.tokens_per_step / (time.perf_counter() - start)
         self.result.step, self.result.loss = step, row["loss"]
         if (config.eval_every and step % config.eval_every == 0) or step == config.steps:
             row["eval_loss"] = self.result.eval_loss = evaluate(self.model, self.eval_batches)
         self._note_speed(row["tokens_per_second"])
+        if config.save_every and len(self.speeds) == 1:
+            self.checkpoints.reserve(*self._content())
         return row
 
-    def save(self) -> None:
-        """Write a checkpoint of everything the next step depends on."""
-        tensors, documents = model_content(self.model)
+    def save(self, blocking: bool = True) -> None:
+        """Write a checkpoint of everything the next step depends on; not blocking: in the background, once it is copied."""
+        path = self.checkpoints.save(self.result.step, *self._content(), blocking=blocking, copy_later=not blocking)
+        self.result.checkpoint = str(path)
+
+    def _content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """The tensors and documents of a checkpoint."""
+        tensors, documents = model_content(self.model, self.optimizer.masters_by_id())
         state = {
             "optimizer": self.optimizer.state_dict(),
             "dataset": self.dataset.state_dict(),
@@ -132,7 +158,7 @@ class Trainer:
             "result": asdict(self.result),
         }
         tensors["training"], documents["training"] = flatten_state(state)
-        self.result.checkpoint = str(self.checkpoints.save(self.result.step, tensors, {**documents, **self.documents}))
+        return tensors, {**documents, **self.documents}
 
     def restore(self) -> None:
         """Take over the newest checkpoint of `out`; a ValueError if there is none or it is not of this run."""

@@ -16,6 +16,7 @@ class TrainConfig:
     batch_size: int = 8
     seq_len: int = 256
     gradient_accumulation: int = 1
+    cache_fp8_weights: bool = True  # quantize the weights once a step, not once a micro-batch
     optimizer: str = "adamw"
     optimizer_options: str | Mapping[str, Any] = ""  # "name=value,name=value" or a dict: see docs/optimizers.md
     optimizer_offload: bool = False  # masters and optimizer state in the CPU's memory

@@ -11,7 +11,7 @@ import torch
 
 from te_models import CausalLM, list_recipes
 from te_models.cache import KVCache
-from te_models.decode import cached_weights, linears
+from te_models.decode import linears
 from te_models.fp8_state import fp8_state
 from te_models.tokenizer import ByteTokenizer
 from tests.graph_tape import pretend_cuda
@@ -117,12 +117,8 @@ def test_weights_quantized_once_are_those_quantized_every_time(recipe: str) -> N
         cache = KVCache(model.config, 2, 20, model.device, model.dtype)
         row = []
         for number, new in enumerate((ids, *steps)):
-            if once:
-                with cached_weights(model, first=number == 0):
-                    row.append(model(new, cache=cache).logits)
-                assert not any(module._forward_pre_hooks for module in linears(model))
-            else:
-                row.append(model(new, cache=cache).logits)
+            first = number == 0 if once else None
+            row.append(model(new, cache=cache, is_first_microbatch=first).logits)
         logits.append(row)
     assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
     fp8 = [module for block in model.layers for module in linears_of(model, block) if block.in_fp8]
@@ -141,7 +137,7 @@ def test_no_weight_codes_stay_behind(close_early: bool) -> None:
     next(stream)
     assert any(module._fp8_workspaces for module in linears(model))
     stream.close() if close_early else list(stream)
-    assert not any(module._fp8_workspaces or module._forward_pre_hooks for module in linears(model))
+    assert not any(module._fp8_workspaces for module in linears(model))
     with torch.no_grad():
         for block in model.layers:
             block.mlp.down_proj.weight.mul_(-3)
@@ -150,8 +146,8 @@ def test_no_weight_codes_stay_behind(close_early: bool) -> None:
 
 def test_codes_of_older_weights_are_not_used() -> None:
     model = build("current").eval()
-    with torch.no_grad(), cached_weights(model, first=True):
-        model(torch.randint(0, 256, (2, 16)))
+    with torch.no_grad():
+        model(torch.randint(0, 256, (2, 16)), is_first_microbatch=True)
     with torch.no_grad():
         for block in model.layers:
             block.mlp.down_proj.weight.mul_(-3)

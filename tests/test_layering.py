@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = [  # a module may import from earlier lines only; modules of one line do not import each other
     {"errors", "durable", "matmul", "environment", "collectives"},
     {"config", "recipe", "train_config", "formats", "tokenizer", "chat"},
-    {"presets", "state", "extra_state", "data", "hf_families", "memory"},
+    {"presets", "state", "extra_state", "data", "hf_families", "memory", "fp8_params"},
     {"checkpoints", "blocks"},
     {"streaming"},
     {
@@ -20,7 +20,7 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"kernels.elementwise", "kernels.attention", "kernels.attention_core", "kernels.head"},
     {"kernels.attention_core_triton"},
     {"kernels", "hf"},
-    {"fp8_state", "checkpointing", "tensor_parallel", "cache", "rope"},
+    {"fp8_state", "checkpointing", "tensor_parallel", "cache", "rope", "te_checkpoint"},
     {"tokens", "decode"},
     {"layers"},
     {"optim.lowbit", "optim.muon8bit", "optim.galore", "optim.groups"},

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_models.fp8_params import is_quantized, new_master
 from te_models.optim.groups import Part
 from te_models.optim.packing import pack, unpack
 
@@ -22,6 +23,8 @@ CHUNK = 2**28  # parameters updated at a time
 
 class MasterWeights:
     """Torch optimizers over FP32 copies of the parameters; FP32 parameters are their own masters.
+
+    An FP8 weight is quantized again from its master after each step, so that no update is lost to its few bits.
 
     Memory beyond the optimizers' own state: 4 bytes a parameter that is not FP32, and one chunk of FP32 gradients.
 
@@ -87,9 +90,12 @@ class MasterWeights:
                 parameter.grad = None
                 for _, view in self._views[id(parameter)]:
                     view.grad = None
-            copies = [(p, m) for p, m in chunk if m is not p]
+            copies = [(p, m) for p, m in chunk if m is not p and not is_quantized(p)]
             if copies:
                 torch._foreach_copy_([p for p, _ in copies], [m for _, m in copies])
+            for parameter, master in chunk:
+                if is_quantized(parameter):
+                    parameter.quantize_(master.to(parameter.device))  # type: ignore[attr-defined]
         self._shrink = None
 
     def _chunks(self) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
@@ -142,6 +148,10 @@ class MasterWeights:
         for master, saved in zip(copies, state["masters"], strict=True):
             master.copy_(saved)
 
+    def masters_by_id(self) -> dict[int, Tensor]:
+        """The FP32 values of each parameter, by its id."""
+        return dict(zip(map(id, self.parameters), self.masters, strict=True))
+
     def _stateful(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], Tensor]]:
         """Every tensor that an optimizer updates, with the optimizer and its group."""
         for optimizer in self.optimizers:
@@ -152,6 +162,13 @@ class MasterWeights:
 def _master(parameter: nn.Parameter, keep: bool, offload: bool) -> Tensor:
     """The tensor that the optimizer works on."""
     dtype = torch.float32 if keep else parameter.dtype
+    if is_quantized(parameter):
+        if not keep:
+            raise ValueError(
+                "this optimizer keeps its own masters, which FP8 primary weights cannot use: choose another"
+            )
+        master = new_master(parameter)
+        return master.to("cpu") if offload else master
     if offload:
         master = parameter.detach().to("cpu", dtype, copy=True)
         return master.pin_memory() if parameter.is_cuda else master

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.fp8_params import is_quantized
 from te_models.optim.groups import Part
 from te_models.optim.master import check_kind, clip_factor, gradient_norm, set_group_rate
 
@@ -34,6 +35,8 @@ class TEAdam:
     ) -> None:
         self.kind = kind
         self.parameters = [part.parameter for group in groups for part in group["params"]]
+        if any(map(is_quantized, self.parameters)):
+            raise ValueError("te-adam keeps its masters as parts of BF16 weights: with fp8_params choose adamw or muon")
         first, second = MOMENTS[options["moments"]]
         self.inner = te.FusedAdam(
             [small for group in groups for small in _chunked(group)],
@@ -75,6 +78,10 @@ class TEAdam:
         self.inner.step()
         for parameter in self.parameters:
             parameter.grad = None
+
+    def masters_by_id(self) -> dict[int, Tensor]:
+        """None that are FP32: the masters' upper halves are the parameters."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, the masters' lower halves and the count of steps, as they are."""

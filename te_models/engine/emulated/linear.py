@@ -317,9 +317,10 @@ class Linear(TransformerEngineBaseModule):
         with torch.no_grad():
             param = nn.Parameter(quantizer(value))
         if self.preserve_high_precision_init_val:
-            kept = {"value": value.detach().cpu().clone()}
-            param.get_high_precision_init_val = lambda: kept.get("value")  # type: ignore[attr-defined]
-            param.clear_high_precision_init_val = kept.clear  # type: ignore[attr-defined]
+            kept = param.__dict__
+            kept["_high_precision_init_val"] = value.detach().cpu().clone()
+            kept["get_high_precision_init_val"] = lambda: kept.get("_high_precision_init_val")
+            kept["clear_high_precision_init_val"] = lambda: kept.pop("_high_precision_init_val", None)
         return param
 
     def forward(

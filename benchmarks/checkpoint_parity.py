@@ -1,0 +1,145 @@
+"""Fifty training steps under every mode of activation checkpointing, compared bit for bit with none.
+
+    python benchmarks/checkpoint_parity.py --out benchmarks/results/checkpoint_parity_h200.json      # on a GPU
+    python benchmarks/checkpoint_parity.py --engine emulated --recipe delayed --steps 3              # anywhere
+
+Four layers, three micro-batches a step, an evaluation every fifth step, one forward that is abandoned and one that ends in
+an exception. Compared are every loss, and after every step gradients, weights, scales and amax histories; counted are the
+scale updates of a step. Attention runs PyTorch's plain kernel: the gradients of the fused ones vary from run to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from environment import environment
+from torch.nn.attention import SDPBackend
+
+from te_models import CausalLM
+from te_models.fp8_params import plain, weight_codes
+from te_models.fp8_state import fp8_state
+from te_models.kernels import attention
+from te_models.optim import build_optimizer
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "bf16": dict(recipe="bf16"),
+    "delayed": dict(recipe="delayed", amax_history_len=16, amax_compute_algo="most_recent"),
+    "delayed_max": dict(recipe="delayed", amax_history_len=16, amax_compute_algo="max"),
+    "current": dict(recipe="current"),
+    "blockwise": dict(recipe="blockwise"),
+    "mxfp8": dict(recipe="mxfp8"),
+}
+MODES: tuple[str | int, ...] = ("none", "selective", "full", 2)
+SHAPE = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+MICRO_BATCHES = 3
+
+
+def digest(model: CausalLM) -> str:
+    """One hash of all that a step changes."""
+    found = hashlib.sha256()
+    parameters = dict(model.named_parameters())
+    values = {name: plain(p) for name, p in parameters.items()}
+    values |= {f"{name}.grad": p.grad for name, p in parameters.items() if p.grad is not None}
+    for name, tensor in sorted((values | weight_codes(model) | fp8_state(model)).items()):
+        found.update(name.encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def run(options: dict[str, Any], mode: str | int, steps: int, cache: bool) -> dict[str, Any]:
+    """Losses, a hash a step, and how often a step updated forward and backward scales."""
+    torch.manual_seed(0)
+    model = CausalLM.from_preset("gated-nano", activation_checkpointing=mode, compile=False, **SHAPE, **options)
+    model.te.FP8GlobalStateManager.reset()
+    optimizer = build_optimizer("adamw", model, lr=1e-3, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(1)
+    found: dict[str, Any] = {"losses": [], "digests": [], "updates": []}
+    counts = {True: 0, False: 0}
+    registry = model.te.FP8GlobalStateManager
+    original = registry.reduce_and_update_fp8_tensors
+
+    def counting(forward: bool = True) -> None:
+        counts[forward] += 1
+        original(forward)
+
+    def loss_of(**how: Any) -> torch.Tensor:
+        ids = torch.randint(0, model.config.vocab_size, (4, 64), generator=generator).to(model.device)
+        loss = model(ids, labels=ids, **how).loss
+        assert loss is not None
+        return loss
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    registry.reduce_and_update_fp8_tensors = staticmethod(counting)
+    try:
+        for step in range(steps):
+            if step == 1:
+                loss_of()  # its backward never comes
+            if step == 2:
+                hook = model.layers[2].mlp.down_proj.register_forward_pre_hook(fail)
+                with contextlib.suppress(ZeroDivisionError):
+                    loss_of()
+                hook.remove()
+            counts[True] = counts[False] = 0
+            for micro in range(MICRO_BATCHES):
+                loss = loss_of(is_first_microbatch=micro == 0 if cache else None)
+                (loss / MICRO_BATCHES).backward()
+                found["losses"].append(loss.item())
+            found["updates"].append([counts[True], counts[False]])
+            found["digests"].append(digest(model))
+            optimizer.take_gradients(1.0)
+            optimizer.step()
+            if step % 5 == 4:
+                with torch.no_grad():
+                    found["losses"].append(loss_of().item())
+    finally:
+        registry.reduce_and_update_fp8_tensors = original
+    return found
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path))
+@click.option("--engine", default="native", type=click.Choice(["native", "emulated"]))
+@click.option("--steps", default=50)
+@click.option(
+    "--recipe", "only", multiple=True, type=click.Choice(list(RECIPES)), help="May be repeated; default: all."
+)
+def main(out: Path | None, engine: str, steps: int, only: tuple[str, ...]) -> None:
+    """Compare; exits with 1 if a bit differs."""
+    attention.CUDA_ORDER = [SDPBackend.MATH]
+    rows: list[dict[str, Any]] = []
+    for name in only or RECIPES:
+        for fp8_params, cache in ((False, False), (False, True), (True, False)):
+            if fp8_params and name == "bf16":
+                continue
+            options = dict(RECIPES[name], engine=engine, fp8_params=fp8_params)
+            try:
+                runs = {mode: run(options, mode, steps, cache) for mode in MODES}
+            except ValueError as error:
+                rows.append(dict(recipe=name, skipped=str(error)))
+                print(name, "skipped:", error, flush=True)
+                break
+            for mode in MODES[1:]:
+                same = {part: runs[mode][part] == runs["none"][part] for part in ("losses", "digests", "updates")}
+                first = [a == b for a, b in zip(runs[mode]["digests"], runs["none"]["digests"], strict=True)]
+                rows.append(
+                    dict(recipe=name, fp8_params=fp8_params, cached_weights=cache, mode=mode, same=same,
+                         first_difference=first.index(False) + 1 if False in first else None,
+                         updates_a_micro_batch=[n / MICRO_BATCHES for n in runs[mode]["updates"][-1]])
+                )  # fmt: skip
+                print(rows[-1], flush=True)
+    if out is not None:
+        result = {"environment": environment(), "engine": engine, "steps": steps, "shape": SHAPE, "rows": rows}
+        out.write_text(json.dumps(result, indent=1))
+    raise SystemExit(any(not all(row.get("same", {}).values()) for row in rows))
+
+
+if __name__ == "__main__":
+    main()
