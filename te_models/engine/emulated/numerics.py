@@ -36,6 +36,7 @@ class DType(IntEnum):
 
 TORCH_FP8 = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
 FP8_MAX = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
+_INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # as integers
 # 1 / FP8_MAX, rounded to FP32.
 INVERSE_MAX = {dtype: torch.ones((), dtype=torch.float32).div(value).item() for dtype, value in FP8_MAX.items()}
 
@@ -57,12 +58,15 @@ def amax(x: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     if x.device.type != "cpu":
         return _nan_to_zero_(x.float().abs()).amax()
-    # Bits without the sign are ordered like magnitudes, and NaNs come last.
+    # Bits without the sign are ordered like magnitudes, and NaNs come after infinity.
     x = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     integer, mask = (torch.int32, 0x7FFFFFFF) if x.dtype == torch.float32 else (torch.int16, 0x7FFF)
-    parts = [(x[rows].view(integer) & mask).amax() for rows in row_tiles(x)]
-    found = torch.stack(parts).amax().view(x.dtype).float()
-    return _nan_to_zero_(x.float().abs()).amax() if found.isnan() else found
+    infinity = _INFINITY[x.dtype]
+    parts = []
+    for rows in row_tiles(x):
+        bits = x[rows].view(integer) & mask
+        parts.append(bits.masked_fill_(bits > infinity, 0).amax())
+    return torch.stack(parts).amax().view(x.dtype).float()
 
 
 def _nan_to_zero_(magnitudes: Tensor) -> Tensor:
@@ -131,12 +135,8 @@ def merge_blocks(blocks: Tensor, m: int, k: int) -> Tensor:
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Largest magnitudes of the blocks of x `[M, K]`: FP32 `[ceil(M/bm), ceil(K/bk)]`; NaN is ignored."""
-    if x.device.type == "cpu":
-        parts = [split_blocks(x[rows].float().abs(), block).amax((1, 3)) for rows in row_tiles(x, block[0])]
-        found = torch.cat(parts)
-        if not found.isnan().any():
-            return found
-    return split_blocks(_nan_to_zero_(x.float().abs()), block).amax((1, 3))
+    tiles = row_tiles(x, block[0])
+    return torch.cat([split_blocks(_nan_to_zero_(x[rows].float().abs()), block).amax((1, 3)) for rows in tiles])
 
 
 def cast_fp8_blocks(x: Tensor, scale: Tensor, block: tuple[int, int], dtype: DType) -> Tensor:
