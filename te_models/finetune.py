@@ -12,6 +12,7 @@ from rich.console import Console
 
 from te_models.checkpoints import Checkpoints
 from te_models.data import TokenDataset, check_vocabulary, load_documents, split_documents
+from te_models.distributed import Parallel, parallel, restarts
 from te_models.generate import continue_text
 from te_models.metrics import plot_losses, read_metrics
 from te_models.model import CausalLM
@@ -25,8 +26,9 @@ SAMPLE_PROMPT = "def "
 
 
 def finetune(
-    build: Callable[[], CausalLM],
+    build: Callable[[Callable[..., CausalLM]], CausalLM],
     *,
+    device: str | None = None,
     label: str | None = None,
     model_folder: str | None = None,
     data: str | None = None,
@@ -38,20 +40,41 @@ def finetune(
 ) -> Result:
     """Train what `build` returns; see `te-models finetune --help` for the arguments.
 
+    `build` is given what makes a CausalLM of a config, cut up over the processes where there are several. torchrun runs
+    this in each of them.
+
     Raises:
         ValueError: a mistake in what was asked for; nothing was written.
         Diverged: the loss became NaN or infinite.
+        LostPeer: another process of the run died.
     """
-    console = Console()
     config = TrainConfig(**train)
+    with parallel(config, device) as shared:
+        return _finetune(build, shared, label, model_folder, data, tokenizer, out, resume, sample_tokens)
+
+
+def _finetune(
+    build: Callable[[Callable[..., CausalLM]], CausalLM],
+    shared: Parallel,
+    label: str | None,
+    model_folder: str | None,
+    data: str | None,
+    tokenizer: str | None,
+    out: str | None,
+    resume: bool,
+    sample_tokens: int,
+) -> Result:
+    """`finetune` in one process of those that share the run."""
+    config, console = shared.config, Console(quiet=not shared.ranks.first)
+    share: dict[str, Any] = dict(
+        batch_size=shared.rows(config.batch_size), seed=config.seed, rank=shared.data_rank, world_size=shared.data_world
+    )
     words = model_tokenizer(tokenizer, model_folder)
     training, held_out = split_documents(load_documents(data), seed=config.seed)
-    dataset = TokenDataset(training, words, config.seq_len, batch_size=config.batch_size, seed=config.seed)
-    evaluation = TokenDataset(
-        held_out, words, config.seq_len, batch_size=config.batch_size, seed=config.seed, shuffle=False
-    )
+    dataset = TokenDataset(training, words, config.seq_len, **share)
+    evaluation = TokenDataset(held_out, words, config.seq_len, shuffle=False, **share)
     torch.manual_seed(config.seed)
-    model = build()
+    model = build(shared.build)
     check_vocabulary(words, model.config.vocab_size)
     if config.seq_len > model.config.max_position_embeddings:
         raise ValueError(
@@ -59,8 +82,9 @@ def finetune(
             f"{model.config.max_position_embeddings}: lower it or raise --max-position-embeddings"
         )
     folder = Path(out or f"runs/{label or Path(model_folder or 'model').name}-{model.recipe.name}")
+    resume = resume or (restarts() > 0 and Checkpoints(folder / "checkpoints").latest() is not None)
     start = _starting_step(folder, resume, config)
-    console.print(summary(model, dataset, config, start), highlight=False)
+    console.print(summary(model, dataset, config, start, shared.describe()), highlight=False)
     with progress(console, config, start) as tell:
         trainer = Trainer(
             model=model,
@@ -70,15 +94,16 @@ def finetune(
             out=folder,
             documents=words.documents(),
             on_step=tell,
+            parallel=shared,
         )
         result = trainer.run(resume=resume)
-    curve = _draw(folder, model.recipe.name)
+    curve = _draw(folder, model.recipe.name) if shared.ranks.first else ""
     if result.interrupted:
         console.print(f"interrupted: step {result.step} is saved; the same command with --resume goes on from it")
         return result
     console.print(outcome(result), highlight=False)
     console.print(f"[dim] loss curve[/dim] {curve}", highlight=False)
-    if sample_tokens:
+    if sample_tokens and (shared.sharded or shared.ranks.first):
         room = model.config.max_position_embeddings - len(words.encode(SAMPLE_PROMPT))
         text = continue_text(model, words, SAMPLE_PROMPT, min(sample_tokens, room), do_sample=True, seed=config.seed)
         console.print("\n[bold]sample[/bold]")

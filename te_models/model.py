@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from te_models.plan import Plan, PlanRow
 from te_models.presets import get_preset
 from te_models.recipe import Recipe, get_recipe, recipe_fields
 from te_models.saved import read_pretrained, write_pretrained
+from te_models.sharded import filling
 
 
 class Output(NamedTuple):
@@ -53,6 +54,8 @@ class CausalLM(nn.Module):
         activation_checkpointing: "none", "selective", "full" or an integer N (see te_models.checkpointing).
         compile: fuse the operations between the GEMMs with torch.compile (on CUDA devices).
         initialize: False leaves the parameters without values, for a loader that fills them.
+        materialize: False leaves them on the meta device, for te_models.distributed, which cuts them up before they take
+            memory.
         recipe_fields: any field of the recipe, such as `amax_history_len=16` or `num_layers_at_end_in_bf16=2`.
 
     Raises:
@@ -70,6 +73,7 @@ class CausalLM(nn.Module):
         activation_checkpointing: str | int = "none",
         compile: bool = True,
         initialize: bool = True,
+        materialize: bool = True,
         **recipe_fields: Any,
     ) -> None:
         super().__init__()
@@ -80,8 +84,9 @@ class CausalLM(nn.Module):
         self.recipe = self._checked(get_recipe(recipe, **recipe_fields))
         self.te_recipe = self.recipe.build(self.te)
         self.compiled = compile and device.type == "cuda"
+        self.amax_group: Any = None  # the processes that share their amaxes (DelayedScaling); None: all there are
 
-        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        factory: dict[str, Any] = dict(device=device if materialize else torch.device("meta"), dtype=dtype)
         self.kernels = get_kernels(compile, device)
         self.embed_tokens = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **factory)
         self.layers = nn.ModuleList(
@@ -95,7 +100,7 @@ class CausalLM(nn.Module):
             self.register_load_state_dict_pre_hook(_restore_tie)
         self.origin = Origin()
         self._mark_fp8_blocks()
-        if initialize and device.type != "meta":
+        if initialize and factory["device"].type != "meta":
             self.init_weights()
 
     @torch.no_grad()
@@ -105,12 +110,13 @@ class CausalLM(nn.Module):
         std = self.config.initializer_range
         residual = std / math.sqrt(2 * self.config.num_hidden_layers)
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif "norm" in name:
-                parameter.fill_(0.0 if self.config.zero_centered_norm else 1.0)
-            else:
-                parameter.normal_(0.0, residual if name.endswith(("o_proj.weight", "down_proj.weight")) else std)
+            with filling(parameter) as values:
+                if name.endswith("bias"):
+                    values.zero_()
+                elif "norm" in name:
+                    values.fill_(0.0 if self.config.zero_centered_norm else 1.0)
+                else:
+                    values.normal_(0.0, residual if name.endswith(("o_proj.weight", "down_proj.weight")) else std)
 
     @property
     def te(self) -> ModuleType:
@@ -218,7 +224,7 @@ class CausalLM(nn.Module):
             return
         training = self.training and torch.is_grad_enabled()
         guard = frozen_fp8_state(self) if self.recipe.stateful and not training else contextlib.nullcontext()
-        with guard, self.te.autocast(enabled=True, recipe=self.te_recipe):
+        with guard, self.te.autocast(enabled=True, recipe=self.te_recipe, amax_reduction_group=self.amax_group):
             yield
 
     def set_recipe(self, recipe: str | Path | Recipe | Any, **recipe_fields: Any) -> None:
@@ -324,13 +330,18 @@ class CausalLM(nn.Module):
         write_pretrained(self, folder, format)
 
     @classmethod
-    def from_preset(cls, name: str, **options: Any) -> CausalLM:
-        """A freshly initialised model: fields of the config and of the recipe and CausalLM's own keywords, mixed."""
+    def from_preset(cls, name: str, *, build: Callable[..., CausalLM] | None = None, **options: Any) -> CausalLM:
+        """A freshly initialised model: fields of the config and of the recipe and CausalLM's own keywords, mixed.
+
+        `build`, here and in `from_pretrained`, makes it in place of CausalLM (te_models.distributed.Parallel.build).
+        """
         shape, rest = _split(options)
-        return cls(get_preset(name, **shape), **rest)
+        return (build or cls)(get_preset(name, **shape), **rest)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **options: Any) -> CausalLM:
+    def from_pretrained(
+        cls, folder: str | Path, *, build: Callable[..., CausalLM] | None = None, **options: Any
+    ) -> CausalLM:
         """The model in `folder`, of te-models or of Hugging Face, or the one of that name on the Hugging Face hub.
 
         Its own recipe (BF16 for one of Hugging Face) is used unless `recipe=` says another; further keywords as in
@@ -339,7 +350,7 @@ class CausalLM(nn.Module):
 
         The folder is checked whole before a model is built; a damaged one is a ValueError.
         """
-        return read_pretrained(cls, folder, options)
+        return read_pretrained(build or cls, folder, options)
 
 
 def _leave_out_tie(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -29,6 +29,7 @@ from te_models.hf import (
     write_hugging_face,
 )
 from te_models.recipe import recipe_fields, recipe_from_dict
+from te_models.sharded import put
 from te_models.state import CheckpointError, Folder, load_folder, match, save_folder, unflatten_state
 
 MODEL_TYPE = "te_models"
@@ -153,7 +154,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     live = weights(model)
     match(live, tensors, check_dtype=False)
     for name, tensor in tensors.items():
-        live[name].copy_(tensor)
+        put(live[name], tensor)
 
 
 def load_training_state(model: Any, folder: Path) -> Any:

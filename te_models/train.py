@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from te_models.checkpoints import Checkpoints
 from te_models.data import TokenDataset
+from te_models.distributed import Parallel, reshard
+from te_models.dist_state import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
 from te_models.metrics import MetricsLog
 from te_models.model import CausalLM
 from te_models.optim import build_optimizer
@@ -60,27 +62,37 @@ class Trainer:
     out: Path
     documents: dict[str, Any] = field(default_factory=dict)  # further JSON for each checkpoint, such as the tokenizer
     on_step: Callable[[dict[str, Any]], None] = lambda row: None
+    parallel: Parallel = field(default_factory=Parallel)  # how processes share the run; by default there is one
 
     def __post_init__(self) -> None:
         self.optimizer = build_optimizer(
             self.config.optimizer, self.model, self.config.learning_rate, self.config.weight_decay
         )
-        self.checkpoints = Checkpoints(self.out / "checkpoints", keep_last=self.config.keep_last)
+        self.optimizer.clip = self.parallel.clip(self.optimizer.parameters)
+        self.train_model = self.parallel.wrap(self.model)
+        kind = ShardedCheckpoints if self.parallel.ranks.world > 1 else Checkpoints
+        self.checkpoints = kind(self.out / "checkpoints", keep_last=self.config.keep_last)
+        if isinstance(self.checkpoints, ShardedCheckpoints):
+            self.checkpoints.ranks = self.parallel.ranks
+        self.stopped: Callable[[], bool] = lambda: False  # whether this process was asked to stop
+        self.stopping = False  # whether any was, as all of them learnt in the last step
         self.result = Result()
 
     def run(self, resume: bool = False) -> Result:
         """Train to `config.steps`, from the newest checkpoint in `out` if `resume`; returns what it ended with."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        torch.manual_seed(self.config.seed)
+        torch.manual_seed(self.config.seed + self.parallel.ranks.rank)
         if resume:
             self.restore()
-        log = MetricsLog(self.out / "metrics.jsonl", after_step=self.result.step)
+        first = self.parallel.ranks.first
+        if first:
+            self.out.mkdir(parents=True, exist_ok=True)
+        log = MetricsLog(self.out / "metrics.jsonl" if first else None, after_step=self.result.step)
         batches = iter(self.dataset)
-        with contextlib.closing(log), _stop_signals() as stopped:
+        with contextlib.closing(log), _stop_signals() as self.stopped:
             if not self.result.step:
-                self.result.first_eval_loss = self.result.eval_loss = evaluate(self.model, self.eval_batches)
+                self.result.first_eval_loss = self.result.eval_loss = self._evaluate()
             self._reset_peak_memory()
-            while self.result.step < self.config.steps and not stopped():
+            while self.result.step < self.config.steps and not self.stopping:
                 row = self._step(batches)
                 log.write(row)
                 self.on_step(row)
@@ -97,10 +109,13 @@ class Trainer:
         self.model.train()
         total = torch.zeros((), device=self.model.device)
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
-        for batch in micro_batches:
-            loss = self.model(**_to(batch, self.model.device)).loss
-            (loss / config.gradient_accumulation).backward()
-            total += loss.detach() / config.gradient_accumulation
+        weights = self.parallel.weights([_counted(batch) for batch in micro_batches], self.model.device)
+        for batch, weight in zip(micro_batches, weights, strict=True):
+            with self.parallel.micro_batch(self.train_model, last=batch is micro_batches[-1]):
+                loss = self.train_model(**_to(batch, self.model.device)).loss * weight / config.gradient_accumulation
+                loss.backward()
+            total += loss.detach()
+        total, self.stopping = self.parallel.mean_and_any(total, self.stopped())
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
         row = {"step": step, "loss": total.item(), "grad_norm": norm.item(), "learning_rate": learning_rate}
         if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
@@ -111,18 +126,25 @@ class Trainer:
         row["tokens_per_second"] = config.tokens_per_step / (time.perf_counter() - start)
         self.result.step, self.result.loss = step, row["loss"]
         if (config.eval_every and step % config.eval_every == 0) or step == config.steps:
-            row["eval_loss"] = self.result.eval_loss = evaluate(self.model, self.eval_batches)
+            row["eval_loss"] = self.result.eval_loss = self._evaluate()
         self._note_speed(row["tokens_per_second"])
         return row
 
+    def _evaluate(self) -> float:
+        return evaluate(self.model, self.eval_batches, self.parallel.sum)
+
     def save(self) -> None:
         """Write a checkpoint of everything the next step depends on."""
+        reshard(self.model)
+        shared_amaxes(self.model, self.parallel.ranks.world)
         tensors, documents = model_content(self.model)
         state = {
             "optimizer": self.optimizer.state_dict(),
             "dataset": self.dataset.state_dict(),
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state(self.model.device) if self.model.device.type == "cuda" else None,
+            "rng": self._random_states(torch.get_rng_state()),
+            "cuda_rng": self._random_states(torch.cuda.get_rng_state(self.model.device))
+            if self.model.device.type == "cuda"
+            else None,
             "result": asdict(self.result),
         }
         tensors["training"], documents["training"] = flatten_state(state)
@@ -134,12 +156,22 @@ class Trainer:
         if newest is None:
             raise ValueError(f"nothing to resume: {self.out} has no checkpoint; start without --resume")
         state = load_training_state(self.model, newest)
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(cut_optimizer_state(state["optimizer"], self.optimizer.masters))
         self.dataset.load_state_dict(state["dataset"])
-        torch.set_rng_state(state["rng"])
+        torch.set_rng_state(self._own(state["rng"]))
         if state["cuda_rng"] is not None and self.model.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"], self.model.device)
+            torch.cuda.set_rng_state(self._own(state["cuda_rng"]), self.model.device)
         self.result = Result(**state["result"])
+
+    def _random_states(self, own: Tensor) -> Tensor:
+        """The random states of all ranks, a row each; of a process alone its own, not in a row."""
+        if self.parallel.ranks.world == 1:
+            return own
+        return torch.tensor(self.parallel.ranks.gather(own.tolist()), dtype=torch.uint8)
+
+    def _own(self, states: Tensor) -> Tensor:
+        """This rank's random state among those saved, which may be of another number of ranks."""
+        return states if states.dim() == 1 else states[self.parallel.ranks.rank % len(states)].clone()
 
     def _note_speed(self, tokens_per_second: float) -> None:
         """Tokens a second as the median of the steps so far in this process; the first ones compile and warm up."""
@@ -156,7 +188,8 @@ class Trainer:
     def _diagnosis(self, row: dict[str, Any], micro_batches: list[Batch]) -> str:
         """One line: the step, and the first layer whose output is not finite."""
         what = "loss" if not math.isfinite(row["loss"]) else "gradient norm"
-        where = next(filter(None, (first_bad_module(self.model, batch) for batch in micro_batches)), None)
+        own = [first_bad_module(self.model, batch) for batch in micro_batches]  # all, as every rank must take part
+        where = next(filter(None, sum(self.parallel.ranks.gather(own), [])), None)
         place = f"the first layer with such values is {where}" if where else "every forward value is finite"
         return (
             f"step {row['step']}: the {what} is {row['loss'] if what == 'loss' else row['grad_norm']}; {place}. The weights "
@@ -165,18 +198,23 @@ class Trainer:
 
 
 @torch.no_grad()
-def evaluate(model: CausalLM, batches: list[Batch]) -> float:
-    """Mean cross-entropy, nats a counted token, over `batches`; leaves the training state as it was."""
+def evaluate(
+    model: CausalLM, batches: list[Batch], reduce: Callable[[Tensor], Tensor] = lambda totals: totals
+) -> float:
+    """Mean cross-entropy, nats a counted token, over `batches`; leaves the training state as it was.
+
+    `reduce` sums over the processes that evaluate other batches, as many each.
+    """
     was_training = model.training
     model.eval()
-    total, count = torch.zeros((), dtype=torch.float64, device=model.device), 0
+    totals = torch.zeros(2, dtype=torch.float64, device=model.device)  # loss, tokens
     for batch in batches:
-        counted = int((batch["labels"][:, 1:] != -100).sum())
-        if counted:
-            total += model(**_to(batch, model.device)).loss.double() * counted
-            count += counted
+        counted = _counted(batch)
+        loss = model(**_to(batch, model.device)).loss.double() * counted
+        totals += torch.stack([loss, torch.full_like(loss, counted)])
     model.train(was_training)
-    return (total / count).item() if count else math.nan
+    total, count = reduce(totals).tolist()
+    return total / count if count else math.nan
 
 
 @torch.no_grad()
@@ -201,6 +239,11 @@ def first_bad_module(model: CausalLM, batch: Batch) -> str | None:
         for hook in hooks:
             hook.remove()
     return found[0] if found else None
+
+
+def _counted(batch: Batch) -> int:
+    """The tokens of a batch whose loss counts."""
+    return int((batch["labels"][:, 1:] != -100).sum())
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = [  # a module may import from earlier lines only; modules of one line do not import each other
-    {"errors", "durable"},
+    {"errors", "durable", "ranks", "sharded"},
     {"config", "recipe", "train_config", "formats", "tokenizer", "chat"},
     {"presets", "state", "extra_state", "data", "hf_families"},
     {"checkpoints"},
@@ -22,6 +22,7 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"layers"},
     {"optim", "generate", "plan", "metrics", "saved"},
     {"model"},
+    {"distributed", "dist_state"},
     {"train", "lora"},
     {"report"},
     {"finetune", "converse"},

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_models.sharded import local
+
 
 class MasterWeights:
     """A torch optimizer over FP32 copies of the parameters; FP32 parameters are their own masters.
@@ -25,6 +27,8 @@ class MasterWeights:
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
         masters = dict(zip(map(id, self.parameters), self.masters, strict=True))
         self.inner = build([{**group, "params": [masters[id(p)] for p in group["params"]]} for group in groups])
+        # te_models.distributed puts another one here where gradients lie in pieces on several ranks.
+        self.clip: Callable[[list[Tensor], float], Tensor] = nn.utils.clip_grad_norm_
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -41,7 +45,7 @@ class MasterWeights:
             if master is not parameter:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
-        return nn.utils.clip_grad_norm_(self.masters, max_norm or math.inf)
+        return self.clip(self.masters, max_norm or math.inf)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -49,7 +53,7 @@ class MasterWeights:
         self.inner.step()
         copies = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
         if copies:
-            torch._foreach_copy_([p for p, _ in copies], [m for _, m in copies])
+            torch._foreach_copy_([local(p) for p, _ in copies], [local(m) for _, m in copies])
         for master in self.masters:
             master.grad = None
 
