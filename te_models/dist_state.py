@@ -102,7 +102,9 @@ class ShardedCheckpoints(Checkpoints):
         written: dict[str, Any] = {}
         failure = None
         for group, files in plan.items():
-            mine: dict[int, dict[str, Tensor]] = {n: {} for n in files.values() if n % self.ranks.world == self.ranks.rank}
+            mine: dict[int, dict[str, Tensor]] = {
+                n: {} for n in files.values() if n % self.ranks.world == self.ranks.rank
+            }
             for name, number in files.items():
                 full = whole(tensors[group][name].detach())  # of all processes, also those that do not keep it
                 if number in mine:
@@ -139,7 +141,9 @@ def cut_optimizer_state(state: dict[str, Any], masters: Sequence[Tensor]) -> dic
     """A saved optimizer state with this rank's piece of every tensor that belongs to a master in pieces."""
     inner = dict(state["inner"])
     inner["state"] = {
-        index: {key: cut(value, masters[index]) if isinstance(value, Tensor) else value for key, value in values.items()}
+        index: {
+            key: cut(value, masters[index]) if isinstance(value, Tensor) else value for key, value in values.items()
+        }
         for index, values in inner["state"].items()
     }
     return {**state, "inner": inner, "masters": [cut(v, m) for v, m in zip(state["masters"], masters, strict=True)]}

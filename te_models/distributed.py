@@ -106,9 +106,7 @@ class Parallel:
         if self.kind != "ddp":
             return model
         assert self.dp is not None
-        return DistributedDataParallel(
-            model, process_group=self.dp.get_group(), gradient_as_bucket_view=True
-        )
+        return DistributedDataParallel(model, process_group=self.dp.get_group(), gradient_as_bucket_view=True)
 
     @contextlib.contextmanager
     def micro_batch(self, model: Callable[..., Any], last: bool) -> Iterator[None]:
@@ -228,7 +226,9 @@ def check_launch(config: TrainConfig) -> None:
             f"--parallel {config.parallel} is for several processes: start it as torchrun --nproc-per-node N -m te_models ..."
         )
     if config.parallel == "fsdp+tp" and (size < 2 or world % size):
-        raise ValueError(f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1")
+        raise ValueError(
+            f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1"
+        )
     if size and config.parallel != "fsdp+tp":
         raise ValueError("--tensor-parallel-size goes with --parallel fsdp+tp alone; tp uses all processes")
 
@@ -282,7 +282,14 @@ def meshes(config: TrainConfig, device: torch.device) -> tuple[DeviceMesh | None
 
 def lost_peer(error: BaseException) -> bool:
     """Whether an error of torch.distributed says that another process is gone."""
-    signs = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "timed out", "timeout")
+    signs = (
+        "Connection closed by peer",
+        "Connection reset",
+        "Broken pipe",
+        "Timed out waiting",
+        "timed out",
+        "timeout",
+    )
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
 
 

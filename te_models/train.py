@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from te_models.checkpoints import Checkpoints
 from te_models.data import TokenDataset
-from te_models.distributed import Parallel, reshard
 from te_models.dist_state import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
+from te_models.distributed import Parallel, reshard
 from te_models.metrics import MetricsLog
 from te_models.model import CausalLM
 from te_models.optim import build_optimizer
