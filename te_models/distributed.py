@@ -148,30 +148,17 @@ class Parallel:
         dist.all_reduce(both)
         return both[0] / self.ranks.world, bool(both[1])
 
-    def clip(self, parameters: Sequence[Tensor]) -> Callable[[list[Tensor], float], Tensor]:
-        """`nn.utils.clip_grad_norm_` for the masters of `parameters`, whose gradients may lie in pieces.
-
-        The norm is that of the whole gradient: squares are summed over all processes, each element once.
-        """
-        if not self.sharded:
-            return nn.utils.clip_grad_norm_
-        data, tensor = self.data_world, self.tp.size() if self.tp is not None else 1
-        shares = [
-            1 / ((1 if isinstance(p, DTensor) else data) * (1 if getattr(p, "tp_sharded", False) else tensor))
-            for p in parameters
+    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """The norm of the whole gradient, which lies in pieces: squares summed over all processes, each element once."""
+        data, layers = self.data_world, self.tp.size() if self.tp is not None else 1
+        held = [p for p in parameters if p.grad is not None]
+        norms = torch._foreach_norm([local(p.grad) for p in held], 2, dtype=torch.float32)
+        copies = [
+            (1 if isinstance(p, DTensor) else data) * (1 if getattr(p, "tp_sharded", False) else layers) for p in held
         ]
-
-        def clip(masters: list[Tensor], max_norm: float) -> Tensor:
-            held = [(local(m.grad), share) for m, share in zip(masters, shares, strict=True) if m.grad is not None]
-            norms = torch._foreach_norm([grad for grad, _ in held])
-            squares = torch.stack([norm.float().square() * share for norm, (_, share) in zip(norms, held, strict=True)])
-            total = squares.sum()
-            dist.all_reduce(total)
-            norm = total.sqrt()
-            torch._foreach_mul_([grad for grad, _ in held], (max_norm / (norm + 1e-6)).clamp(max=1.0))
-            return norm
-
-        return clip
+        squares = torch.stack([norm.square() / count for norm, count in zip(norms, copies, strict=True)]).sum()
+        dist.all_reduce(squares)
+        return squares.sqrt()
 
 
 def shard(model: CausalLM, parallel: Parallel) -> None:

@@ -68,7 +68,8 @@ class Trainer:
         self.optimizer = build_optimizer(
             self.config.optimizer, self.model, self.config.learning_rate, self.config.weight_decay
         )
-        self.optimizer.clip = self.parallel.clip(self.optimizer.parameters)
+        if self.parallel.sharded:
+            self.optimizer.gradient_norm = self.parallel.gradient_norm
         self.train_model = self.parallel.wrap(self.model)
         kind = ShardedCheckpoints if self.parallel.ranks.world > 1 else Checkpoints
         self.checkpoints = kind(self.out / "checkpoints", keep_last=self.config.keep_last)

@@ -6,12 +6,11 @@ works on FP32 copies, which are rounded into the parameters after each step (Mic
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_models.sharded import local
 
@@ -28,7 +27,7 @@ class MasterWeights:
         masters = dict(zip(map(id, self.parameters), self.masters, strict=True))
         self.inner = build([{**group, "params": [masters[id(p)] for p in group["params"]]} for group in groups])
         # te_models.distributed puts another one here where gradients lie in pieces on several ranks.
-        self.clip: Callable[[list[Tensor], float], Tensor] = nn.utils.clip_grad_norm_
+        self.gradient_norm: Callable[[list[Tensor]], Tensor] = gradient_norm
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -41,11 +40,15 @@ class MasterWeights:
 
         Returns their norm before clipping, FP32 scalar. In BF16 the norm itself would be off by up to 1/256.
         """
+        norm = self.gradient_norm(self.parameters)
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
-        return self.clip(self.masters, max_norm or math.inf)
+        if max_norm:
+            gradients = [local(master.grad) for master in self.masters if master.grad is not None]
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     @torch.no_grad()
     def step(self) -> None:
@@ -70,3 +73,9 @@ class MasterWeights:
         self.inner.load_state_dict(state["inner"])
         for master, saved in zip(self.masters, state["masters"], strict=True):
             master.copy_(saved)
+
+
+def gradient_norm(parameters: list[Tensor]) -> Tensor:
+    """The norm of all gradients together, FP32 scalar, summed in FP32 whatever their dtype."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
