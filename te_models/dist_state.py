@@ -12,7 +12,7 @@ leaves slices by rank that have to be consolidated before anything else can read
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class ShardedCheckpoints(Checkpoints):
     """
 
     ranks: Ranks
+    whole: Callable[[str, Tensor], Tensor] = staticmethod(lambda name, tensor: whole(tensor))
 
     def save(
         self,
@@ -106,7 +107,9 @@ class ShardedCheckpoints(Checkpoints):
                 n: {} for n in files.values() if n % self.ranks.world == self.ranks.rank
             }
             for name, number in files.items():
-                full = whole(tensors[group][name].detach())  # of all processes, also those that do not keep it
+                full = self.whole(
+                    name, tensors[group][name].detach()
+                )  # on all processes, also those that do not keep it
                 if number in mine:
                     mine[number][name] = full.cpu()
             try:

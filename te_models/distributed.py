@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -241,8 +242,12 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
         own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(own)
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.collective_timeout))
+    timeout = timedelta(seconds=config.collective_timeout)
     try:
+        store, rank, world = next(rendezvous("env://", timeout=timeout))
+        # torchrun (2.13) keeps one store over all restarts, where a start would read the addresses of the one before it.
+        store = dist.PrefixStore(f"start-{restarts()}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         ranks = Ranks(dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
         yield Parallel(config.parallel, ranks, own, *meshes(config, own), config)
     except RuntimeError as error:
