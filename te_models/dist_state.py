@@ -12,7 +12,8 @@ leaves slices by rank that have to be consolidated before anything else can read
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ from te_models.fp8_state import fp8_state
 from te_models.ranks import Ranks
 from te_models.sharded import cut, local, whole
 from te_models.state import Content, finish_folder, prepare, record, refuse_strangers, write_index
+from te_models.tensor_parallel import gather_state, shard
 
+_OPTIMIZER = re.compile(r"optimizer\.(?:masters|inner\.state)\.(\d+)")
 Plan = dict[str, dict[str, int]]  # group -> tensor name -> number of the file; process `number % world` writes it
 
 
@@ -39,7 +42,8 @@ class ShardedCheckpoints(Checkpoints):
     """
 
     ranks: Ranks
-    whole: Callable[[str, Tensor], Tensor] = staticmethod(lambda name, tensor: whole(tensor))
+    model: Any  # whose parameters, and an optimizer's state of them, are saved
+    names: list[str]  # of the optimizer's parameters, in its order
 
     def save(
         self,
@@ -74,10 +78,11 @@ class ShardedCheckpoints(Checkpoints):
                 return str(stack.enter_context(replacing_folder(real)))
 
             folder = Path(self.ranks.from_first(begin, SaveError))
-            records = self._write(folder, files, tensors)
+            totals: dict[str, int] = {}
+            records = self._write(folder, files, tensors, totals)
 
             def finish() -> None:
-                self._index(folder, records, files, tensors)
+                self._index(folder, records, files, totals)
                 finish_folder(folder, records, content[0])
                 stack.close()
                 self.publish(path)
@@ -98,8 +103,17 @@ class ShardedCheckpoints(Checkpoints):
             plan[group] = {name: files[name] for name in own}
         return plan
 
-    def _write(self, folder: Path, plan: Plan, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
-        """Write this process's files; returns the manifest's entries for those of all."""
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        """All of a tensor, from its pieces (FSDP) and from the parts of all tensor-parallel ranks."""
+        tensor = whole(tensor)
+        if found := _OPTIMIZER.match(name):
+            name = self.names[int(found[1])] if tensor.dim() else name
+        return gather_state(self.model, {name: tensor})[name]
+
+    def _write(
+        self, folder: Path, plan: Plan, tensors: Mapping[str, Mapping[str, Tensor]], totals: dict[str, int]
+    ) -> dict[str, Any]:
+        """Write this process's files; returns the manifest's entries for those of all, and each group's size in `totals`."""
         written: dict[str, Any] = {}
         failure = None
         for group, files in plan.items():
@@ -107,9 +121,10 @@ class ShardedCheckpoints(Checkpoints):
                 n: {} for n in files.values() if n % self.ranks.world == self.ranks.rank
             }
             for name, number in files.items():
-                full = self.whole(
+                full = self._whole(
                     name, tensors[group][name].detach()
                 )  # on all processes, also those that do not keep it
+                totals[group] = totals.get(group, 0) + full.numel() * full.itemsize
                 if number in mine:
                     mine[number][name] = full.cpu()
             try:
@@ -127,12 +142,11 @@ class ShardedCheckpoints(Checkpoints):
             raise SaveError(f"could not save {folder.name}: {failures[0]}; earlier checkpoints are intact")
         return everything
 
-    def _index(self, folder: Path, records: dict[str, Any], plan: Plan, tensors: Mapping[str, Any]) -> None:
+    def _index(self, folder: Path, records: dict[str, Any], plan: Plan, totals: Mapping[str, int]) -> None:
         for group, files in plan.items():
             if len(set(files.values())) > 1:
                 weight_map = {name: _file(group, number, files) for name, number in files.items()}
-                total = sum(tensors[group][name].numel() * tensors[group][name].itemsize for name in files)
-                records[f"{group}.safetensors.index.json"] = write_index(folder, group, weight_map, total)
+                records[f"{group}.safetensors.index.json"] = write_index(folder, group, weight_map, totals[group])
 
 
 def _file(group: str, number: int, files: Mapping[str, int]) -> str:
@@ -140,16 +154,19 @@ def _file(group: str, number: int, files: Mapping[str, int]) -> str:
     return f"{group}.safetensors" if count == 1 else f"{group}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def cut_optimizer_state(state: dict[str, Any], masters: Sequence[Tensor]) -> dict[str, Any]:
+def cut_optimizer_state(
+    state: dict[str, Any], masters: Sequence[Tensor], model: Any, names: Sequence[str]
+) -> dict[str, Any]:
     """A saved optimizer state with this rank's piece of every tensor that belongs to a master in pieces."""
+
+    def own(index: int, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        return cut(shard(names[index], value, model.config, model.tp), masters[index])
+
     inner = dict(state["inner"])
-    inner["state"] = {
-        index: {
-            key: cut(value, masters[index]) if isinstance(value, Tensor) else value for key, value in values.items()
-        }
-        for index, values in inner["state"].items()
-    }
-    return {**state, "inner": inner, "masters": [cut(v, m) for v, m in zip(state["masters"], masters, strict=True)]}
+    inner["state"] = {i: {key: own(i, v) for key, v in values.items()} for i, values in inner["state"].items()}
+    return {**state, "inner": inner, "masters": [own(i, value) for i, value in enumerate(state["masters"])]}
 
 
 @torch.no_grad()

@@ -92,12 +92,15 @@ class Parallel:
         if self.device is not None:
             options["device"] = self.device
         fsdp = self.kind.startswith("fsdp")
+        if self.tp is not None:
+            options |= dict(tp_mesh=self.tp, sequence_parallel=self.config.sequence_parallel)
         model = CausalLM(config, **options, initialize=initialize and not fsdp, materialize=not fsdp)
         if self.ranks.world > 1:
             model.amax_group = dist.group.WORLD
         if fsdp:
             shard(model, self)
             model.to_empty(device=self.device)  # type: ignore[arg-type]
+            model.tp.mark(model)
             if initialize:
                 model.init_weights()
         return model

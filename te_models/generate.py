@@ -73,7 +73,9 @@ def stream(
     generator = torch.Generator(device=model.device)
     generator.seed() if seed is None else generator.manual_seed(seed)
     length = ids.shape[1]
-    cache = KVCache(model.config, len(ids), length + max_new_tokens, model.device, model.dtype) if use_cache else None
+    cache = (
+        KVCache(model.local_config, len(ids), length + max_new_tokens, model.device, model.dtype) if use_cache else None
+    )
     ended = torch.zeros(len(ids), dtype=torch.bool, device=model.device)
     seen, seen_mask = ids, mask
     with evaluating(model):

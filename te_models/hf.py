@@ -254,7 +254,11 @@ def _is_file_name(name: Any) -> bool:
 @torch.no_grad()
 def fill(model: nn.Module, places: Mapping[str, Place], shards: Iterable[Path]) -> None:
     """Copy every tensor of `shards` into its place; rows that none of theirs fills become zero."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    with model.tp.filling_all(model) as parameters:  # type: ignore[operator,union-attr]
+        _fill(parameters, places, shards)
+
+
+def _fill(parameters: dict[str, torch.Tensor], places: Mapping[str, Place], shards: Iterable[Path]) -> None:
     filled: dict[str, int] = {}
     for place in places.values():
         filled[place.name] = filled.get(place.name, 0) + place.shape[0]
@@ -277,8 +281,13 @@ def fill(model: nn.Module, places: Mapping[str, Place], shards: Iterable[Path]) 
                 put(parameters[target], wholes.pop(target))
 
 
-def write_hugging_face(model: Any, folder: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Save `model` as the folder that transformers loads, atomically, with the tokenizer it came with.
+def write_hugging_face(
+    model: Any,
+    folder: str | Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    parameters: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Save `model` (its whole `parameters`, where it holds but a part of them) as the folder that transformers loads, atomically, with the tokenizer it came with.
 
     A model that came from Hugging Face and has kept its shape gets its own config.json back.
 
@@ -291,8 +300,9 @@ def write_hugging_face(model: Any, folder: str | Path, max_shard_bytes: int = MA
         raise ValueError(f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder")
     origin = model.origin
     family = family_for(model.config, family_of(origin.config) if origin.config else None)
-    shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
-    parameters = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    if parameters is None:
+        parameters = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    shapes = {name: p.shape for name, p in parameters.items()}
     places = tensor_places(family, model.config, shapes)
     tensors = {name: place.save(parameters[place.name]) for name, place in places.items()}
     files: dict[str, Iterable[bytes | memoryview]] = {

@@ -26,6 +26,7 @@ from te_models.checkpointing import Recompute
 from te_models.config import ModelConfig
 from te_models.kernels import Kernels
 from te_models.kernels.attention import causal_attention
+from te_models.tensor_parallel import TensorParallel
 
 
 class Tokens(NamedTuple):
@@ -107,10 +108,13 @@ def scale_frequencies(frequency: Tensor, scaling: Mapping[str, Any] | None) -> T
     return (1 - kept) * frequency / scaling["factor"] + kept * frequency
 
 
-def linear(te: ModuleType, inputs: int, outputs: int, *, bias: bool = False, **factory: Any) -> nn.Module:
-    """A te.Linear whose weight has no values yet: CausalLM.init_weights, or a loader, gives all of them."""
+def linear(te: ModuleType, inputs: int, outputs: int, *, bias: bool = False, split: Any = None, **factory: Any) -> Any:
+    """A te.Linear whose weight has no values yet: CausalLM.init_weights, or a loader, gives all of them.
+
+    `split` is from TensorParallel.linear; the sizes are then those of the whole layer.
+    """
     place = dict(params_dtype=factory["dtype"], device=factory["device"])
-    return te.Linear(inputs, outputs, bias=bias, init_method=lambda weight: None, **place)
+    return te.Linear(inputs, outputs, bias=bias, init_method=lambda weight: None, **place, **(split or {}))
 
 
 def norm_options(config: ModelConfig) -> dict[str, Any]:
@@ -122,14 +126,22 @@ class GatedAttention(nn.Module):
     """o_proj(sigmoid(g) * attention(rope(q), rope(k), v)) with q, k, v and the gate g from one GEMM.
 
     Qiu et al. 2025, arXiv 2505.06708 (their best position, after attention and before the output projection).
-    The rows of `qkvg_proj.weight` are [q: A*H | k: K*H | v: K*H | g: A*H, A (padded), or none].
+    The rows of `qkvg_proj.weight` are [q: A*H | k: K*H | v: K*H | g: A*H, A (padded), or none], with the A and K of
+    this rank's `config` under tensor parallelism.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, te: ModuleType, kernels: Kernels, **factory: Any) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, te: ModuleType, kernels: Kernels, tp: TensorParallel, **factory: Any
+    ) -> None:
         super().__init__()
-        self.config, self.layer, self.kernels = config, layer, kernels
-        self.qkvg_proj = linear(te, config.hidden_size, config.qkvg_size, bias=config.attention_bias, **factory)
-        self.o_proj = linear(te, config.q_size, config.hidden_size, **factory)
+        self.config, self.layer, self.kernels, self.tp = config, layer, kernels, tp
+        column, row, d = (
+            factory | {"split": tp.linear("column")},
+            factory | {"split": tp.linear("row")},
+            config.hidden_size,
+        )
+        self.qkvg_proj = linear(te, d, tp.size * config.qkvg_size, bias=config.attention_bias, **column)
+        self.o_proj = linear(te, tp.size * config.q_size, d, **row)
         if config.qk_norm:
             self.q_norm = te.RMSNorm(config.head_dim, **norm_options(config), **factory)
             self.k_norm = te.RMSNorm(config.head_dim, **norm_options(config), **factory)
@@ -137,11 +149,13 @@ class GatedAttention(nn.Module):
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [N, D] -> [N, D]."""
         config = self.config
-        qkvg = self.qkvg_proj(x)[: tokens.batch * tokens.seq].unflatten(0, (tokens.batch, tokens.seq))
+        qkvg = self.qkvg_proj(x)
+        rows = len(qkvg)  # of all ranks, where x has this rank's alone
+        qkvg = qkvg[: tokens.batch * tokens.seq].unflatten(0, (tokens.batch, tokens.seq))
         q, k, v, g = qkvg.split((config.q_size, config.kv_size, config.kv_size, config.gate_size), dim=-1)
         q, k, v = (rearrange(t, "b s (a h) -> b s a h", h=config.head_dim) for t in (q, k, v))
         if config.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = (self.tp.norm(norm, t, partial=True) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
         if config.has_rope(self.layer):
             q, k = (self._rotated(t, tokens) for t in (q, k))
         q, k, v = (rearrange(t, "b s a h -> b a s h") for t in (q, k, v))
@@ -151,7 +165,7 @@ class GatedAttention(nn.Module):
         out = self._gated(rearrange(causal_attention(q, k, v, mask), "b a s h -> (b s) a h"), g.flatten(0, 1))
         if tokens.real is not None:
             out = out * tokens.real
-        return self.o_proj(pad_rows(out, x.shape[0]))
+        return self.o_proj(pad_rows(out, rows))
 
     def _rotated(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [B, S, heads, H] with RoPE on the first R channels of each head."""
@@ -172,11 +186,14 @@ class GatedAttention(nn.Module):
 class SwiGLU(nn.Module):
     """down_proj(silu(gate) * up) with gate and up from one GEMM; rows of `gate_up_proj.weight` are [gate: F | up: F]."""
 
-    def __init__(self, config: ModelConfig, te: ModuleType, kernels: Kernels, **factory: Any) -> None:
+    def __init__(
+        self, config: ModelConfig, te: ModuleType, kernels: Kernels, tp: TensorParallel, **factory: Any
+    ) -> None:
         super().__init__()
         self.kernels = kernels
-        self.gate_up_proj = linear(te, config.hidden_size, 2 * config.intermediate_size, **factory)
-        self.down_proj = linear(te, config.intermediate_size, config.hidden_size, **factory)
+        d, f = config.hidden_size, tp.size * config.intermediate_size
+        self.gate_up_proj = linear(te, d, 2 * f, split=tp.linear("column"), **factory)
+        self.down_proj = linear(te, f, d, split=tp.linear("row"), **factory)
 
     def hidden(self, x: Tensor) -> Tensor:
         """x [N, D] -> the input of down_proj [N, F]."""
@@ -192,16 +209,21 @@ class Block(nn.Module):
 
     x -+- RMSNorm - GatedAttention -+-> + -+- RMSNorm - SwiGLU -+-> +
        +----------------------------+      +--------------------+
+
+    `config` is that of the rank's share of the heads and channels (TensorParallel.local).
     """
 
-    def __init__(self, config: ModelConfig, layer: int, te: ModuleType, kernels: Kernels, **factory: Any) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, te: ModuleType, kernels: Kernels, tp: TensorParallel, **factory: Any
+    ) -> None:
         super().__init__()
+        self.tp = tp
         self.fp8_enabled = te.FP8GlobalStateManager.is_fp8_enabled
         self.in_fp8 = False  # set by the model, which knows its recipe
         self.input_layernorm = te.RMSNorm(config.hidden_size, **norm_options(config), **factory)
-        self.self_attn = GatedAttention(config, layer, te, kernels, **factory)
+        self.self_attn = GatedAttention(config, layer, te, kernels, tp, **factory)
         self.post_attention_layernorm = te.RMSNorm(config.hidden_size, **norm_options(config), **factory)
-        self.mlp = SwiGLU(config, te, kernels, **factory)
+        self.mlp = SwiGLU(config, te, kernels, tp, **factory)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [N, D] -> [N, D]."""
@@ -210,11 +232,11 @@ class Block(nn.Module):
                 "an FP8 block ran outside the model's autocast: it was called by itself, or recomputed by a checkpoint "
                 "round it; use activation_checkpointing='full' instead"
             )
-        x = x + self.self_attn(self.input_layernorm(x), tokens)
+        x = x + self.self_attn(self.tp.norm(self.input_layernorm, x, self.tp.scatters), tokens)
         return x + self.mlp.down_proj(tokens.recompute.part(self.mlp, self._mlp_hidden, x))
 
     def _mlp_hidden(self, x: Tensor) -> Tensor:
-        return self.mlp.hidden(self.post_attention_layernorm(x))
+        return self.mlp.hidden(self.tp.norm(self.post_attention_layernorm, x, self.tp.scatters))
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:

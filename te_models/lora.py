@@ -46,6 +46,8 @@ def load_lora(model: CausalLM, folder: str | Path, trainable: bool = False) -> P
 
 
 def _registered(model: CausalLM, config: Any) -> Any:
+    if model.tp.size > 1:
+        raise ValueError("LoRA on a tensor-parallel model is not supported: load it without tp_mesh")
     # A task type would wrap the model in a class that passes it arguments of transformers' models alone.
     config.task_type = None
     config._register_custom_module({model.te.Linear: LoraLinear})

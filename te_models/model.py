@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_models.checkpointing import Recompute, check_mode, refuse_foreign_recompute
 from te_models.config import ModelConfig, config_fields
@@ -32,7 +33,7 @@ from te_models.plan import Plan, PlanRow
 from te_models.presets import get_preset
 from te_models.recipe import Recipe, get_recipe, recipe_fields
 from te_models.saved import read_pretrained, write_pretrained
-from te_models.sharded import filling
+from te_models.tensor_parallel import TensorParallel
 
 
 class Output(NamedTuple):
@@ -56,6 +57,8 @@ class CausalLM(nn.Module):
         initialize: False leaves the parameters without values, for a loader that fills them.
         materialize: False leaves them on the meta device, for te_models.distributed, which cuts them up before they take
             memory.
+        tp_mesh: the ranks that share this model, a DeviceMesh of one dimension; each builds it (te_models.tensor_parallel).
+        sequence_parallel: divide the rows between those ranks too, where no GEMM needs all of them.
         recipe_fields: any field of the recipe, such as `amax_history_len=16` or `num_layers_at_end_in_bf16=2`.
 
     Raises:
@@ -74,10 +77,14 @@ class CausalLM(nn.Module):
         compile: bool = True,
         initialize: bool = True,
         materialize: bool = True,
+        tp_mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = False,
         **recipe_fields: Any,
     ) -> None:
         super().__init__()
         self.config = config
+        self.tp = TensorParallel(tp_mesh, sequence_parallel)
+        self.local_config = self.tp.local(config)
         self.activation_checkpointing = check_mode(activation_checkpointing)
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         _, self.engine, self.engine_reason = get_engine(engine, device)
@@ -90,7 +97,8 @@ class CausalLM(nn.Module):
         self.kernels = get_kernels(compile, device)
         self.embed_tokens = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **factory)
         self.layers = nn.ModuleList(
-            Block(config, layer, self.te, self.kernels, **factory) for layer in range(config.num_hidden_layers)
+            Block(self.local_config, layer, self.te, self.kernels, self.tp, **factory)
+            for layer in range(config.num_hidden_layers)
         )
         self.norm = self.te.RMSNorm(config.hidden_size, **norm_options(config), **factory)
         self.lm_head = linear(self.te, config.hidden_size, config.vocab_size, **factory)
@@ -100,6 +108,7 @@ class CausalLM(nn.Module):
             self.register_load_state_dict_pre_hook(_restore_tie)
         self.origin = Origin()
         self._mark_fp8_blocks()
+        self.tp.mark(self)
         if initialize and factory["device"].type != "meta":
             self.init_weights()
 
@@ -109,14 +118,16 @@ class CausalLM(nn.Module):
         stream divided by sqrt(2 * layers) (Radford et al. 2019), the scales of norms 1, biases 0."""
         std = self.config.initializer_range
         residual = std / math.sqrt(2 * self.config.num_hidden_layers)
+        self.tp.check_same_random_state(self.device)
         for name, parameter in self.named_parameters():
-            with filling(parameter) as values:
+            with self.tp.filling(name, parameter, self.config) as values:
                 if name.endswith("bias"):
                     values.zero_()
                 elif "norm" in name:
                     values.fill_(0.0 if self.config.zero_centered_norm else 1.0)
                 else:
                     values.normal_(0.0, residual if name.endswith(("o_proj.weight", "down_proj.weight")) else std)
+        self.tp.mark(self)
 
     @property
     def te(self) -> ModuleType:
@@ -204,17 +215,26 @@ class CausalLM(nn.Module):
     def _logits(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [B*S, D] -> [N, V]."""
         fp8, layers = self.fp8_layers, list(enumerate(self.layers))
-        x = pad_rows(x, math.ceil(len(x) / self.recipe.row_alignment) * self.recipe.row_alignment)
+        x = self.tp.scatter(pad_rows(x, self.tp.rows(len(x), self._row_alignment)))
         for layer, block in layers[: fp8.start]:
             x = tokens.recompute.block(block, layer, x, tokens)
         with self._autocast():
             for layer, block in layers[fp8.start : fp8.stop]:
                 x = tokens.recompute.block(block, layer, x, tokens)
             if self.recipe.lm_head == "fp8":
-                return self.lm_head(self.norm(x))
+                return self._head(x)
         for layer, block in layers[fp8.stop :]:
             x = tokens.recompute.block(block, layer, x, tokens)
-        return self.lm_head(self.norm(x))
+        return self._head(x)
+
+    def _head(self, x: Tensor) -> Tensor:
+        """x, this rank's rows [N, D] -> the logits of all rows [N, V]."""
+        return self.lm_head(self.tp.gather(self.tp.norm(self.norm, x, self.tp.scatters)))
+
+    @property
+    def _row_alignment(self) -> int:
+        """What the number of a rank's rows is a multiple of."""
+        return self.recipe.scattered_row_alignment if self.tp.scatters else self.recipe.row_alignment
 
     @contextlib.contextmanager
     def _autocast(self) -> Any:
@@ -266,14 +286,16 @@ class CausalLM(nn.Module):
                 f"recipe {recipe.name!r} keeps {edges} layers in BF16 and the model has {self.config.num_hidden_layers}:"
                 " nothing would run in FP8; lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16"
             )
-        sizes = dict(hidden_size=self.config.hidden_size, intermediate_size=self.config.intermediate_size)
-        sizes |= {"num_attention_heads * head_dim": self.config.q_size, "q, k, v and gate": self.config.qkvg_size}
+        self.tp.check_recipe(recipe)
+        local = self.local_config
+        sizes = dict(hidden_size=local.hidden_size, intermediate_size=local.intermediate_size)
+        sizes |= {"num_attention_heads * head_dim": local.q_size, "q, k, v and gate": local.qkvg_size}
         if recipe.lm_head == "fp8":
             sizes["vocab_size"] = self.config.vocab_size
         for name, size in sizes.items():
             if size % recipe.feature_alignment:
                 raise ValueError(
-                    f"{name}={size} is not a multiple of {recipe.feature_alignment}, which the GEMMs of recipe "
+                    f"{name}={size}{self.tp.each} is not a multiple of {recipe.feature_alignment}, which the GEMMs of recipe "
                     f"{recipe.name!r} need: change it or use recipe='bf16'"
                 )
         return recipe
@@ -368,7 +390,7 @@ def _restore_tie(model: nn.Module, state: dict[str, Any], prefix: str, *others: 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config's fields, and the rest; a name that is neither the config's, the recipe's nor CausalLM's is an error."""
     config, own = config_fields(), ("recipe", "engine", "device", "dtype", "activation_checkpointing", "compile")
-    known = {*config, *recipe_fields(), *own}
+    known = {*config, *recipe_fields(), *own, "tp_mesh", "sequence_parallel"}
     for name in options:
         if name not in known:
             raise unknown("keyword", name, known)

@@ -32,11 +32,15 @@ OVERRIDE = ("none", "high_precision", "dequantized")
 
 @dataclass(frozen=True)
 class Scheme:
-    """What one of Transformer Engine's recipe classes needs: rows a multiple of `rows`, features of `features`."""
+    """What one of Transformer Engine's recipe classes needs: rows a multiple of `rows`, features of `features`.
+
+    `scattered_rows`: what the rows of each rank are a multiple of, so that quantized rows can be sent (0: of `rows`).
+    """
 
     fields: Mapping[str, Check] = field(default_factory=dict)
     rows: int = 16
     features: int = 16
+    scattered_rows: int = 0
     available: str = "is_fp8_available"  # the engine's function that says whether, and if not why
     stateful: bool = False  # scales and amax histories live from step to step and belong in a checkpoint
     forward: str = "E4M3"
@@ -55,7 +59,7 @@ SCHEMES: dict[str, Scheme] = {
     "Float8BlockScaling": Scheme(
         dict(fp8_format=HYBRID_OR_E4M3, use_f32_scales=bool, x_block_scaling_dim=(1, 2), w_block_scaling_dim=(1, 2),
              grad_block_scaling_dim=(1, 2), backward_override=OVERRIDE),
-        available="is_fp8_block_scaling_available",
+        scattered_rows=128, available="is_fp8_block_scaling_available",
     ),
     "MXFP8BlockScaling": Scheme(
         dict(fp8_format=HYBRID_OR_E4M3, enable_2d_quantization=bool, backward_override=OVERRIDE),
@@ -117,6 +121,11 @@ class Recipe:
     def row_alignment(self) -> int:
         """The number of tokens of a GEMM must be a multiple of this."""
         return SCHEMES[self.scheme].rows
+
+    @property
+    def scattered_row_alignment(self) -> int:
+        """The number of each rank's tokens must be a multiple of this under sequence parallelism."""
+        return SCHEMES[self.scheme].scattered_rows or self.row_alignment
 
     @property
     def feature_alignment(self) -> int:

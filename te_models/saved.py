@@ -31,14 +31,18 @@ from te_models.hf import (
 from te_models.recipe import recipe_fields, recipe_from_dict
 from te_models.sharded import put
 from te_models.state import CheckpointError, Folder, load_folder, match, save_folder, unflatten_state
+from te_models.tensor_parallel import gather_state, shard_state
 
 MODEL_TYPE = "te_models"
 FORMATS = ("te", "hf")
 
 
-def model_content(model: Any) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """The tensors and documents that make up a saved model, as te_models.state.save_folder takes them."""
-    tensors = {"model": weights(model)}
+def model_content(model: Any, parts: bool = False) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """The tensors and documents that make up a saved model, as te_models.state.save_folder takes them.
+
+    `parts`: of parameters that several ranks share, this rank's parts (for te_models.dist_state).
+    """
+    tensors = {"model": weights(model) if parts else gather_state(model)}
     if state := fp8_state(model) if model.recipe.stateful else {}:
         tensors["fp8_state"] = state
     dtype = str(model.dtype).removeprefix("torch.")
@@ -56,11 +60,12 @@ def write_pretrained(model: Any, folder: str | Path, format: str = "te") -> None
     """Save a model into `folder`, atomically, in our format or in Hugging Face's, with the tokenizer it came with."""
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
-    if format == "hf":
-        write_hugging_face(model, folder)
-        return
     tensors, documents = model_content(model)
-    save_folder(folder, tensors, {**documents, **model.origin.tokenizer()})
+    if model.tp.rank == 0 and format == "hf":
+        write_hugging_face(model, folder, parameters=tensors["model"])
+    elif model.tp.rank == 0:
+        save_folder(folder, tensors, {**documents, **model.origin.tokenizer()})
+    model.tp.wait()
 
 
 def read_pretrained(build: Any, folder: str | Path, options: Mapping[str, Any]) -> Any:
@@ -151,7 +156,7 @@ def with_gate_rows(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[s
 @torch.no_grad()
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy `tensors` into the model's parameters once every name and shape is known to fit; dtypes are converted."""
-    live = weights(model)
+    live, tensors = weights(model), shard_state(tensors, model.config, model.tp.mesh)  # type: ignore[arg-type,union-attr]
     match(live, tensors, check_dtype=False)
     for name, tensor in tensors.items():
         put(live[name], tensor)

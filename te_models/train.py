@@ -74,14 +74,15 @@ class Trainer:
         kind = ShardedCheckpoints if self.parallel.ranks.world > 1 else Checkpoints
         self.checkpoints = kind(self.out / "checkpoints", keep_last=self.config.keep_last)
         if isinstance(self.checkpoints, ShardedCheckpoints):
-            self.checkpoints.ranks = self.parallel.ranks
+            self.checkpoints.ranks, self.checkpoints.model = self.parallel.ranks, self.model
+            self.checkpoints.names = self._optimizer_names()
         self.stopped: Callable[[], bool] = lambda: False  # whether this process was asked to stop
         self.stopping = False  # whether any was, as all of them learnt in the last step
         self.result = Result()
 
     def run(self, resume: bool = False) -> Result:
         """Train to `config.steps`, from the newest checkpoint in `out` if `resume`; returns what it ended with."""
-        torch.manual_seed(self.config.seed + self.parallel.ranks.rank)
+        torch.manual_seed(self.config.seed + self.parallel.data_rank)
         if resume:
             self.restore()
         first = self.parallel.ranks.first
@@ -138,7 +139,7 @@ class Trainer:
         """Write a checkpoint of everything the next step depends on."""
         reshard(self.model)
         shared_amaxes(self.model, self.parallel.ranks.world)
-        tensors, documents = model_content(self.model)
+        tensors, documents = model_content(self.model, parts=True)
         state = {
             "optimizer": self.optimizer.state_dict(),
             "dataset": self.dataset.state_dict(),
@@ -157,12 +158,19 @@ class Trainer:
         if newest is None:
             raise ValueError(f"nothing to resume: {self.out} has no checkpoint; start without --resume")
         state = load_training_state(self.model, newest)
-        self.optimizer.load_state_dict(cut_optimizer_state(state["optimizer"], self.optimizer.masters))
+        self.optimizer.load_state_dict(
+            cut_optimizer_state(state["optimizer"], self.optimizer.masters, self.model, self._optimizer_names())
+        )
         self.dataset.load_state_dict(state["dataset"])
         torch.set_rng_state(self._own(state["rng"]))
         if state["cuda_rng"] is not None and self.model.device.type == "cuda":
             torch.cuda.set_rng_state(self._own(state["cuda_rng"]), self.model.device)
         self.result = Result(**state["result"])
+
+    def _optimizer_names(self) -> list[str]:
+        """The names of the optimizer's parameters, in its order."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return [names[id(parameter)] for parameter in self.optimizer.parameters]
 
     def _random_states(self, own: Tensor) -> Tensor:
         """The random states of all ranks, a row each; of a process alone its own, not in a row."""

@@ -35,6 +35,7 @@ class TrainConfig:
     seed: int = 0
     parallel: str = "none"  # none, ddp, fsdp, tp or fsdp+tp: how the processes that torchrun starts share the work
     tensor_parallel_size: int = 0  # processes that share each layer under fsdp+tp
+    sequence_parallel: bool = False  # tp: divide the tokens between layers too
     reshard_after_forward: bool = True  # fsdp: drop gathered weights after forward and gather them again in backward
     prefetch_blocks: int = 1  # fsdp: how many blocks ahead weights are gathered
     reduce_dtype: str = "float32"  # fsdp: in what gradients are summed over the processes, float32 or bfloat16

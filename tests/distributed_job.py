@@ -24,7 +24,7 @@ from te_models.tokenizer import load_tokenizer
 from te_models.train import Diverged, Result, Trainer
 from te_models.train_config import TrainConfig
 
-SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
+SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2)
 TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(40)]
 ANSWERS = [
     Document("yes " * (1 + 7 * (i % 4)), prompt="how many legs has an animal? " * (1 + i % 3)) for i in range(40)

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = [  # a module may import from earlier lines only; modules of one line do not import each other
-    {"errors", "durable", "ranks", "sharded"},
+    {"errors", "durable", "ranks", "sharded", "collectives"},
     {"config", "recipe", "train_config", "formats", "tokenizer", "chat"},
     {"presets", "state", "extra_state", "data", "hf_families"},
     {"checkpoints"},
@@ -18,7 +18,7 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"engine"},
     {"kernels.elementwise", "kernels.attention"},
     {"kernels", "hf"},
-    {"optim.master", "fp8_state", "checkpointing"},
+    {"optim.master", "fp8_state", "checkpointing", "tensor_parallel"},
     {"layers"},
     {"optim", "generate", "plan", "metrics", "saved"},
     {"model"},

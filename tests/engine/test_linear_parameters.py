@@ -79,11 +79,6 @@ class TestParameters:
     def test_options_that_only_concern_speed_are_accepted(self) -> None:
         te.Linear(8, 8, ub_overlap_ag=True, ub_name="qkv", symmetric_ar_type="one_shot", name="qkv")
 
-    @pytest.mark.parametrize("options", [{"tp_size": 2}, {"parallel_mode": "row"}, {"parallel_mode": "column"}])
-    def test_tensor_parallelism(self, options: dict[str, Any]) -> None:
-        with pytest.raises(NotImplementedError, match="tensor parallelism"):
-            te.Linear(8, 8, **options)
-
     def test_unknown_parallel_mode(self) -> None:
         with pytest.raises(AssertionError, match="parallel_mode diagonal not supported"):
             te.Linear(8, 8, parallel_mode="diagonal")

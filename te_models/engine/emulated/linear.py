@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.gemm import gemm, matmul
 from te_models.engine.emulated.module import TransformerEngineBaseModule
+from te_models.engine.emulated.parallel import MODES, Parallelism, divide, split_sizes
 from te_models.engine.emulated.quantizers import Float8Quantizer
 from te_models.engine.emulated.tensors import QuantizedTensor, QuantizedTensorStorage
 
@@ -48,20 +49,22 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, inp: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         """inp `[..., I]`, weight `[O, I]`; the output is `[..., O]` in the activation dtype."""
         wgrad, dgrad = call.grad and weight.requires_grad, call.grad and inp.requires_grad
+        parallel = call.module.parallelism
         with _no_autocast(inp):
             if call.fp8:
                 x, w = _fp8_operands(inp, weight, call, wgrad, dgrad)
                 if bias is not None:
                     bias = bias.to(torch.bfloat16 if call.dtype == torch.float32 else call.dtype)
-                out = gemm(x, w, (False, False), bias, call.dtype, call.splits[0])
+                total = parallel.gather_input(x, call.input_quantizer)
+                out = gemm(total, w, (False, False), bias, call.dtype, call.splits[0])
             else:
                 x, w = _high_precision(inp, call.dtype), _high_precision(weight, call.dtype)
                 x = x.reshape(-1, x.shape[-1])
-                out = matmul(x, w.t(), None if bias is None else bias.to(call.dtype))
+                out = matmul(parallel.gather_input(x), w.t(), None if bias is None else bias.to(call.dtype))
         if call.grad:
             ctx.call, ctx.shape, ctx.bias = call, inp.shape, bias is not None
             _save(ctx, inp, x, weight, w, wgrad, dgrad)
-        out = out.view(-1, *inp.shape[1:-1], weight.shape[0])
+        out = parallel.reduce_output(out).view(-1, *inp.shape[1:-1], weight.shape[0])
         return out if call.output_quantizer is None else call.output_quantizer(out)
 
     @staticmethod
@@ -108,6 +111,7 @@ def _fp8_operands(inp: Tensor, weight: Tensor, call: _Call, wgrad: bool, dgrad: 
         inp.update_usage(rowwise_usage=True)
     else:
         keep = wgrad and call.override is None and not call.module.save_original_input
+        keep = keep and not call.module.parallelism.rowwise_only(call.input_quantizer)
         call.input_quantizer.set_usage(rowwise=True, columnwise=keep)
         x = call.input_quantizer(inp.reshape(-1, inp.shape[-1]))
     state = FP8GlobalStateManager.quantization_state
@@ -124,7 +128,8 @@ def _save(ctx: Any, inp: Tensor, x: Any, weight: Tensor, w: Any, wgrad: bool, dg
     if call.fp8 and (call.override == "high_precision" or requantized):
         w = weight
     if wgrad and x is not inp and isinstance(x, QuantizedTensorStorage):
-        x.update_usage(rowwise_usage=call.override is not None, columnwise_usage=call.override is None)
+        rowwise = call.override is not None or call.module.parallelism.rowwise_only(call.input_quantizer)
+        x.update_usage(rowwise_usage=rowwise, columnwise_usage=not rowwise)
     ctx.saved, tensors = [], []
     for value in (x if wgrad else None, w if dgrad else None):
         quantized = isinstance(value, QuantizedTensorStorage)
@@ -146,25 +151,26 @@ def _restore(ctx: Any) -> list[Any]:
 def _fp8_backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Both gradient GEMMs in FP8; the bias gradient comes from the unquantized dy."""
     x, w = _restore(ctx)
+    parallel = call.module.parallelism
     wgrad, dgrad = ctx.needs_input_grad[:2]
     dx = dw = db = None
     if ctx.bias:
         values = _high_precision(grad, grad.dtype).reshape(-1, grad.shape[-1])
         db = values.sum(0, dtype=torch.float32).to(grad.dtype)
-    dy: Any = grad
-    if not isinstance(grad, QuantizedTensorStorage):
-        call.grad_output_quantizer.set_usage(rowwise=True, columnwise=ctx.bias or wgrad)
-        dy = call.grad_output_quantizer(grad.reshape(-1, grad.shape[-1]))
+    call.grad_output_quantizer.set_usage(rowwise=True, columnwise=ctx.bias or wgrad)
+    flat = grad if isinstance(grad, QuantizedTensorStorage) else grad.reshape(-1, grad.shape[-1])
+    dy: Any = parallel.gather_gradient(flat, call.grad_output_quantizer)
     if dgrad:
         if not isinstance(w, QuantizedTensorStorage):
             call.weight_quantizer.set_usage(rowwise=True, columnwise=True)
             w = call.weight_quantizer(w)
         w.update_usage(columnwise_usage=True)
-        dx = gemm(dy, w, (False, True), None, call.dtype, call.splits[1])
+        dx = parallel.reduce_input_gradient(gemm(dy, w, (False, True), None, call.dtype, call.splits[1]))
     if wgrad:
         if not isinstance(x, QuantizedTensorStorage):
             call.input_quantizer.set_usage(rowwise=True, columnwise=True)
             x = call.input_quantizer(x.reshape(-1, x.shape[-1]))
+        x = parallel.gather_input(x, call.input_quantizer, columnwise=True)
         for storage in (x, dy):
             storage.update_usage(columnwise_usage=True)
         dw = call.module.weight_gradient(
@@ -176,14 +182,15 @@ def _fp8_backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None, .
 def _plain_backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients in the activation dtype. The bias gradient belongs to the weight GEMM: no weight gradient, none."""
     x, w = _restore(ctx)
-    dy = _high_precision(grad, call.dtype).reshape(-1, grad.shape[-1])
+    parallel = call.module.parallelism
+    dy = parallel.gather_gradient(_high_precision(grad, call.dtype).reshape(-1, grad.shape[-1]))
     dx = dw = db = None
     if ctx.needs_input_grad[1]:
-        dx = matmul(dy, _high_precision(w, call.dtype))
+        dx = parallel.reduce_input_gradient(matmul(dy, _high_precision(w, call.dtype)))
     if ctx.needs_input_grad[0]:
         db = dy.sum(0, dtype=torch.float32).to(call.dtype) if ctx.bias else None
         x = _high_precision(x, call.dtype)
-        x = x.reshape(-1, x.shape[-1])
+        x = parallel.gather_input(x.reshape(-1, x.shape[-1]))
         dw = call.module.weight_gradient(call, lambda dtype: matmul(dy.t(), x).to(dtype), db)
         db = None if call.module.delay_wgrad_compute else db
     return dw, dx, db
@@ -222,15 +229,18 @@ class Linear(TransformerEngineBaseModule):
     ) -> None:
         """Transformer Engine's signature: mind that the third positional argument is not the bias.
 
-        `device` None is torch's default device. The `ub_*` and `symmetric_ar_type` options, which only concern the
-        speed of communication, have no effect; tensor parallelism is a NotImplementedError.
+        `in_features` and `out_features` are those of the whole layer; the attributes of these names and the parameters
+        are this rank's share (parallel.py). `device` None is torch's default device. The `ub_*` and `symmetric_ar_type`
+        options, which only concern the speed of communication, have no effect.
         """
         super().__init__(name)
-        if parallel_mode not in (None, "row", "column"):
+        if parallel_mode not in MODES:
             raise AssertionError(f"parallel_mode {parallel_mode} not supported")
-        if tp_size != 1 or tp_group is not None or parallel_mode is not None:
-            raise NotImplementedError("tensor parallelism is not there yet: use parallel_mode=None and tp_size=1")
-        self.in_features, self.out_features = in_features, out_features
+        self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+        self.tp_group, self.tp_group_initialized = tp_group, tp_group is not None or tp_size == 1
+        self.parallel_mode, self.sequence_parallel = parallel_mode, sequence_parallel and self.tp_size > 1
+        self.in_features = divide(in_features, self.tp_size) if parallel_mode == "row" else in_features
+        self.out_features = divide(out_features, self.tp_size) if parallel_mode == "column" else out_features
         self.use_bias, self.return_bias = bias, return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -242,15 +252,24 @@ class Linear(TransformerEngineBaseModule):
         on_meta = device is not None and torch.device(device).type == "meta"
         if on_meta and parameters_split is not None:
             raise AssertionError("Cannot split module parameters on 'meta' device.")
-        self._make_parameters(parameters_split, device, params_dtype or torch.get_default_dtype())
+        sizes = split_sizes(parameters_split, out_features, self.tp_size if parallel_mode == "column" else 1)
+        self._make_parameters(sizes, device, params_dtype or torch.get_default_dtype())
         if self.primary_weights_in_fp8:
             self.init_fp8_metadata()
         if not on_meta:
             self.reset_parameters()
 
-    def _make_parameters(self, split: Any, device: Any, dtype: torch.dtype) -> None:
+    @property
+    def parallelism(self) -> Parallelism:
+        """How the layer is split, and its communication."""
+        return Parallelism(self.parallel_mode, self.tp_size, self.tp_group, self.sequence_parallel)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Give the process group over which the layer is split; to be called before the first forward."""
+        self.tp_group, self.tp_group_initialized = tp_group, True
+
+    def _make_parameters(self, sizes: dict[str, int], device: Any, dtype: torch.dtype) -> None:
         """Register the parameters, uninitialised: views of one buffer, the weights before the biases."""
-        sizes = _split_sizes(split, self.out_features)
         if self.primary_weights_in_fp8 and len(sizes) > 1:
             raise RuntimeError("Splitting QuantizedTensor into multiple params is not supported")
         self.weight_names = [f"{part}weight" for part in sizes]
@@ -290,10 +309,9 @@ class Linear(TransformerEngineBaseModule):
                 param = self._quantized_parameter(value)
             else:
                 param = nn.Parameter(value, requires_grad=old.requires_grad)
-            if name in self.weight_names:
-                for attribute, setting in _PARALLEL_ATTRIBUTES.items():
-                    setattr(param, attribute, setting)
             self.register_parameter(name, param)
+        biases = [getattr(self, name) for name in self.bias_names] if self.use_bias else []
+        self.parallelism.mark([getattr(self, name) for name in self.weight_names], biases)
 
     def _quantized_parameter(self, value: Tensor) -> nn.Parameter:
         quantizer = self.quantizers["scaling_fwd"][1]
@@ -319,20 +337,23 @@ class Linear(TransformerEngineBaseModule):
         `is_first_microbatch` True quantizes the weight and keeps the result, False uses what was kept, None does
         neither. `fp8_output` and `fp8_grad` quantize the output and the input gradient.
         """
+        self.parallelism.check(self.tp_group_initialized, None)
         self.prepare_forward(inp)
+        # A row-parallel bias is added once, after the sum over the ranks.
+        fused = not self.return_bias and self.parallel_mode != "row"
         try:
             weight, bias = self._weight_and_bias()
             if inp.shape[-1] != self.in_features:
                 raise AssertionError(
                     f"GEMM not possible: the input has {inp.shape[-1]} features, not {self.in_features}"
                 )
-            call = self._call(inp, weight, bias, is_first_microbatch, fp8_output, fp8_grad)
-            out = _Linear.apply(weight, inp, None if self.return_bias else bias, call)
+            call = self._call(inp, weight, bias if fused else None, is_first_microbatch, fp8_output, fp8_grad)
+            out = _Linear.apply(weight, inp, bias if fused else None, call)
         finally:
             self.end_forward()
         if self.return_bias:
             return out, None if bias is None else bias.to(self.activation_dtype)
-        return out
+        return out if bias is None or fused else out + bias.to(self.activation_dtype)
 
     def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         weights = [getattr(self, name) for name in self.weight_names]
@@ -352,6 +373,10 @@ class Linear(TransformerEngineBaseModule):
         forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
         for quantizer in (forward[0], forward[1], backward[0]):
             quantizer.internal = True
+        parallel = self.parallelism
+        parallel.check(True, self.fp8_meta["recipe"])
+        parallel.check_quantized_results(fp8_output, fp8_grad)
+        parallel.configure(forward[0], backward[0])
         override = FP8GlobalStateManager.get_fp8_recipe().backward_override
         tracked = grad and any(t is not None and t.requires_grad for t in (inp, weight, bias))
         _check_dims(inp.shape, weight.shape, tracked)
@@ -425,34 +450,14 @@ class Linear(TransformerEngineBaseModule):
         self._wgrad_hooks.append(hook)
 
     def extra_repr(self) -> str:
-        """Sizes."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
-
-
-# What Megatron-LM looks for on a weight.
-_PARALLEL_ATTRIBUTES = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
+        """Sizes, and how they are split."""
+        split = f", parallel_mode={self.parallel_mode!r}, tp_size={self.tp_size}" if self.tp_size > 1 else ""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}{split}"
 
 
 def _normal(weight: Tensor) -> Tensor:
     """Transformer Engine's initialisation of weights."""
     return nn.init.normal_(weight, 0.0, 0.023)
-
-
-def _split_sizes(split: Any, out_features: int) -> dict[str, int]:
-    """Prefix of the parameter names -> rows, for `parameters_split`."""
-    if split is None:
-        return {"": out_features}
-    if not split:
-        raise ValueError("Cannot split weight buffer into 0 parameters")
-    if isinstance(split, dict):
-        sizes = {f"{name.rstrip('_')}_": size for name, size in split.items()}
-    elif all(isinstance(name, str) for name in split):
-        sizes = {f"{name.rstrip('_')}_": out_features // len(split) for name in split}
-    else:
-        raise TypeError("Invalid configuration for parameters split")
-    if sum(sizes.values()) != out_features:
-        raise ValueError(f"Trying to split weight buffer ({out_features=}) with split sizes {list(sizes.values())}")
-    return sizes
 
 
 def _check_dims(inp: torch.Size, weight: torch.Size, grad: bool) -> None:

@@ -61,7 +61,7 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
         sm_margin: int = 0,
     ) -> None:
-        """`zero_centered_gamma` stores gamma - 1. `params_dtype` and `hidden_size` are deprecated names."""
+        """`zero_centered_gamma` stores gamma - 1. `sequence_parallel` is a mark on the weight. `params_dtype` and `hidden_size` are deprecated names."""
         super().__init__()
         if hidden_size is not None:
             warnings.warn("hidden_size is deprecated: use normalized_shape", DeprecationWarning, stacklevel=2)
@@ -85,6 +85,9 @@ class RMSNorm(nn.Module):
         device = torch.get_default_device() if old.device.type == "meta" else old.device
         fill = torch.zeros_like if self.zero_centered_gamma else torch.ones_like
         self.weight = nn.Parameter(fill(old, device=device))
+        if self.sequence_parallel is not None:
+            # Each rank's gradient is of its own tokens: Megatron-LM sums those that have this mark.
+            self.weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor) -> Tensor:
         """Normalize a tensor whose trailing dimensions are the weight's."""
