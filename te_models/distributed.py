@@ -91,6 +91,8 @@ class Parallel:
         """A CausalLM, cut up where FSDP is on; arguments as CausalLM's."""
         if self.device is not None:
             options["device"] = self.device
+        if self.tp is not None:
+            raise ValueError(f"--parallel {self.kind} is not there yet: use fsdp")
         fsdp = self.kind.startswith("fsdp")
         model = CausalLM(config, **options, initialize=initialize and not fsdp, materialize=not fsdp)
         if self.ranks.world > 1:
