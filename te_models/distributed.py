@@ -91,8 +91,6 @@ class Parallel:
         """A CausalLM, cut up where FSDP is on; arguments as CausalLM's."""
         if self.device is not None:
             options["device"] = self.device
-        if self.tp is not None:
-            raise ValueError(f"--parallel {self.kind} is not there yet: use fsdp")
         fsdp = self.kind.startswith("fsdp")
         if self.tp is not None:
             options |= dict(tp_mesh=self.tp, sequence_parallel=self.config.sequence_parallel)

@@ -37,6 +37,8 @@ RUNS |= {
     "fsdp-accumulating": dict(
         parallel="fsdp", recipe="delayed", gradient_accumulation=2, reshard_after_forward=False, prefetch_blocks=0
     ),
+    "tp-bf16": dict(parallel="tp", recipe="bf16", save_every=2, tied=False),
+    "tp-delayed": dict(parallel="tp", recipe="delayed", sequence_parallel=True),
     "ddp-answers": dict(parallel="ddp", recipe="bf16", answers=True),
     "fsdp-answers": dict(parallel="fsdp", recipe="bf16", answers=True),
 }  # fmt: skip
@@ -58,15 +60,24 @@ RESUMED = {
 }
 FOUR = {
     "four": dict(parallel="fsdp", recipe="delayed", steps=4, reshard_after_forward=False),
-    "four-resumed": dict(
-        parallel="fsdp", recipe="delayed", steps=4, save_every=2, resume="one", reshard_after_forward=False
+    "four-both": dict(
+        parallel="fsdp+tp",
+        tensor_parallel_size=2,
+        recipe="delayed",
+        steps=4,
+        save_every=2,
+        resume="one",
+        reshard_after_forward=False,
     ),
 }
 
 
+MANY = ("parallel", "resume", "tensor_parallel_size", "sequence_parallel")
+
+
 def alone(case: dict[str, Any]) -> dict[str, Any]:
     """The case for one process: what two do with stateless scales, one does in twice as many micro-batches."""
-    case = {key: value for key, value in case.items() if key not in ("parallel", "resume")}
+    case = {key: value for key, value in case.items() if key not in MANY}
     if case.get("recipe") not in ("delayed", "bf16"):
         case |= dict(batch_size=2, gradient_accumulation=2 * case.get("gradient_accumulation", 1))
     return case
