@@ -1,5 +1,7 @@
 """Several processes are one run: losses, gradient norms, scales, checkpoints, stopping and dying, over gloo on the CPU."""
 
+import argparse
+import importlib
 import json
 import os
 import shutil
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_job import continue_from, make_trainer, outcome
+from distributed_job import SHAPE, continue_from, make_trainer, outcome
 
 from te_models import CausalLM
 from te_models.checkpoints import Checkpoints
@@ -274,3 +276,14 @@ def test_a_start_that_does_not_fit_is_refused(
 def test_unknown_names_are_refused(field: str, value: str, near: str) -> None:
     with pytest.raises(ValueError, match=f"unknown {field} '{value}'.*'?{near}'?"):
         TrainConfig(**{field: value})
+
+
+def test_the_benchmark_runs_and_its_estimate_is_one_of_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(JOB.parents[1] / "benchmarks"))
+    scaling = importlib.import_module("scaling")
+    args = argparse.Namespace(preset="gated-nano", recipe="delayed", activation_checkpointing="none", batch_size=1,
+                              seq_len=32, warm_up=1, steps=1, device="cpu")  # fmt: skip
+    assert scaling.step_seconds(Parallel(), args, SHAPE)["seconds"] > 0
+    kept = [scaling.estimate(gpus, 1, scaling.Assumptions()) for gpus in (2, 8, 64, 1000)]
+    assert all(row["worst"] < row["best"] <= 1 for row in kept)
+    assert [row["worst"] for row in kept] == sorted((row["worst"] for row in kept), reverse=True)
