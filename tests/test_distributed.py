@@ -91,7 +91,7 @@ def start(root: Path, world: int, cases: dict[str, Any], name: str) -> dict[str,
     command = [sys.executable, str(JOB), str(root), name]
     jobs = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(world)]
     try:
-        codes = [job.wait(timeout=180) for job in jobs]
+        codes = [job.wait(timeout=600) for job in jobs]
     finally:
         for job in jobs:
             job.kill()
@@ -221,7 +221,7 @@ def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(tmp_path: Path) -
         job = subprocess.Popen([*command, "--out", str(run)], stdout=log, stderr=log, env=env)
         try:
             killed = kill_one(job, run)
-            code = job.wait(timeout=60)
+            code = job.wait(timeout=300)
         finally:
             job.kill()
     said = (tmp_path / "log").read_text()
@@ -234,7 +234,7 @@ def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(tmp_path: Path) -
 
 def kill_one(job: subprocess.Popen, run: Path) -> int:
     """Kill the last process that torchrun started, once a checkpoint is there; returns its id."""
-    deadline = time.time() + 60
+    deadline = time.time() + 120
     while time.time() < deadline and not (run / "checkpoints" / "latest").exists():
         assert job.poll() is None
         time.sleep(0.05)
