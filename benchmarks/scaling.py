@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from environment import environment
 
 from te_models.distributed import Parallel, parallel
@@ -43,13 +44,17 @@ class RandomTokens:
         return self.batch
 
 
-def step_seconds(shared: Parallel, args: argparse.Namespace, shape: dict[str, int]) -> dict[str, float]:
+def step_seconds(
+    shared: Parallel, args: argparse.Namespace, shape: dict[str, int], amax_group: Any = None
+) -> dict[str, float]:
     """The median seconds of a training step, and the peak memory of this process in GiB."""
     config = replace(shared.config, batch_size=args.batch_size * shared.data_world, seq_len=args.seq_len)
     shared = replace(shared, config=config)
     preset = get_preset(args.preset, **shape)
     recipe = dict(recipe=args.recipe, activation_checkpointing=args.activation_checkpointing)
     model = shared.build(preset, device=shared.device or args.device, **recipe)
+    model.amax_group = amax_group or model.amax_group
+    model.te.FP8GlobalStateManager.reset()  # of the model before, which Transformer Engine would go on reducing for
     data: Any = RandomTokens(preset.vocab_size, args.batch_size, args.seq_len)
     run = Trainer(model, data, [], config, Path("unused"), parallel=shared)
     cuda = model.device.type == "cuda"
@@ -72,7 +77,8 @@ def run(args: argparse.Namespace) -> None:
     with parallel(config, args.device) as shared:
         alone = None
         if args.alone:
-            alone = step_seconds(Parallel(device=shared.device), args, shape)
+            own, _ = dist.new_subgroups(group_size=1)
+            alone = step_seconds(Parallel(device=shared.device), args, shape, own)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         together = step_seconds(shared, args, shape)

@@ -1,5 +1,7 @@
 """Several processes are one run: losses, gradient norms, scales, checkpoints, stopping and dying, over gloo on the CPU."""
 
+import argparse
+import importlib
 import json
 import os
 import shutil
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_job import continue_from, make_trainer, outcome
+from distributed_job import SHAPE, continue_from, make_trainer, outcome
 
 from te_models import CausalLM
 from te_models.checkpoints import Checkpoints
@@ -100,7 +102,7 @@ def start(root: Path, world: int, cases: dict[str, Any], name: str) -> dict[str,
     command = [sys.executable, str(JOB), str(root), name]
     jobs = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(world)]
     try:
-        codes = [job.wait(timeout=180) for job in jobs]
+        codes = [job.wait(timeout=600) for job in jobs]
     finally:
         for job in jobs:
             job.kill()
@@ -230,7 +232,7 @@ def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(tmp_path: Path) -
         job = subprocess.Popen([*command, "--out", str(run)], stdout=log, stderr=log, env=env)
         try:
             killed = kill_one(job, run)
-            code = job.wait(timeout=60)
+            code = job.wait(timeout=300)
         finally:
             job.kill()
     said = (tmp_path / "log").read_text()
@@ -243,7 +245,7 @@ def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(tmp_path: Path) -
 
 def kill_one(job: subprocess.Popen, run: Path) -> int:
     """Kill the last process that torchrun started, once a checkpoint is there; returns its id."""
-    deadline = time.time() + 60
+    deadline = time.time() + 120
     while time.time() < deadline and not (run / "checkpoints" / "latest").exists():
         assert job.poll() is None
         time.sleep(0.05)
@@ -285,3 +287,14 @@ def test_a_start_that_does_not_fit_is_refused(
 def test_unknown_names_are_refused(field: str, value: str, near: str) -> None:
     with pytest.raises(ValueError, match=f"unknown {field} '{value}'.*'?{near}'?"):
         TrainConfig(**{field: value})
+
+
+def test_the_benchmark_runs_and_its_estimate_is_one_of_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(JOB.parents[1] / "benchmarks"))
+    scaling = importlib.import_module("scaling")
+    args = argparse.Namespace(preset="gated-nano", recipe="delayed", activation_checkpointing="none", batch_size=1,
+                              seq_len=32, warm_up=1, steps=1, device="cpu")  # fmt: skip
+    assert scaling.step_seconds(Parallel(), args, SHAPE)["seconds"] > 0
+    kept = [scaling.estimate(gpus, 1, scaling.Assumptions()) for gpus in (2, 8, 64, 1000)]
+    assert all(row["worst"] < row["best"] <= 1 for row in kept)
+    assert [row["worst"] for row in kept] == sorted((row["worst"] for row in kept), reverse=True)
