@@ -168,9 +168,17 @@ class Checkpoints:
             self._error = error
 
     def _commit(self, path: Path, content: Content) -> None:
+        self.sweep()
+        write_content(path, content, self.max_shard_bytes)
+        self.publish(path)
+
+    def sweep(self) -> None:
+        """Tidies up after a save that was killed."""
         sweep(self.root, "step-*")
         sweep(self.root, _LATEST)
-        write_content(path, content, self.max_shard_bytes)
+
+    def publish(self, path: Path) -> None:
+        """Names `path`, which is whole, in `latest`, and deletes what `keep_last` does not keep."""
         replace_text(self.root / _LATEST, f"{path.name}\n")
         if self.keep_last is not None:
             for old in self.all()[: -self.keep_last]:

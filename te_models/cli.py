@@ -7,6 +7,7 @@ happen inside the commands, so that `--help` is quick.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return _fail(None, "stopped", code=130)
     except (ValueError, OSError, RuntimeError) as error:
-        if type(error).__name__ == "Diverged":
+        if type(error).__name__ in ("Diverged", "LostPeer"):
             return _fail(error, str(error), code=1)
         if isinstance(error, RuntimeError) and type(error).__name__ != "SaveError":
             raise
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _fail(error: BaseException | None, message: str, code: int = 2) -> int:
     if error is not None and os.environ.get("TE_MODELS_DEBUG"):
         raise error
-    click.echo(f"te-models: {' '.join(message.split())}", err=True)
+    rank = f" [rank {os.environ['RANK']}]" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+    click.echo(f"te-models{rank}: {' '.join(message.split())}", err=True)
     return code
 
 
@@ -106,17 +108,17 @@ def _click_type(kind: Any) -> Any:
     return next((t for t in (bool, int, float, str) if t is kind or t in getattr(kind, "__args__", ())), None)
 
 
-def build_model(preset: str | None, model: str | None, options: dict[str, Any]) -> Any:
-    """The model that the options choose; None among them means not given."""
+def build_model(preset: str | None, model: str | None, options: dict[str, Any], build: Any = None) -> Any:
+    """The model that the options choose, made by `build` (CausalLM); None among them means not given."""
     from te_models.model import CausalLM  # noqa: PLC0415
 
     if (preset is None) == (model is None):
         raise click.UsageError("give either --preset NAME or --model DIR")
     given = {name: _plain(name, value) for name, value in options.items() if value is not None}
     if model is not None:
-        return CausalLM.from_pretrained(model, **given)
+        return CausalLM.from_pretrained(model, build=build, **given)
     assert preset is not None
-    return CausalLM.from_preset(preset, **given)
+    return CausalLM.from_preset(preset, build=build, **given)
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -270,7 +272,8 @@ def finetune(preset: str | None, model: str | None, **options: Any) -> None:
     own = {name: options.pop(name) for name in names}
     if options["recipe"] is None and model is None:
         options["recipe"] = "bf16"
-    run(lambda: build_model(preset, model, options), model_folder=model, label=preset, train=train, **own)
+    build = functools.partial(build_model, preset, model, options)
+    run(build, device=options["device"], model_folder=model, label=preset, train=train, **own)
 
 
 @cli.command(cls=Sections)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from rich.console import Console
 
 from te_models.checkpoints import Checkpoints
 from te_models.data import check_vocabulary
+from te_models.distributed import Parallel, parallel, restarts
 from te_models.generate import continue_text
 from te_models.metrics import plot_losses, read_metrics
 from te_models.model import CausalLM
@@ -27,8 +30,9 @@ SAMPLE_PROMPT = "def "
 
 
 def finetune(
-    build: Callable[[], CausalLM],
+    build: Callable[[Callable[..., CausalLM]], CausalLM],
     *,
+    device: str | None = None,
     label: str | None = None,
     model_folder: str | None = None,
     data: str | None = None,
@@ -43,18 +47,38 @@ def finetune(
 ) -> Result:
     """Train what `build` returns; see `te-models finetune --help` for the arguments.
 
+    `build` is given what makes a CausalLM of a config, cut up over the processes where there are several. torchrun runs
+    this in each of them.
+
     Raises:
         ValueError: a mistake in what was asked for; nothing was written.
         Diverged: the loss became NaN or infinite.
+        LostPeer: another process of the run died.
     """
-    console = Console()
     config = TrainConfig(**train)
+    read = functools.partial(open_data, data, streaming=streaming, packing=packing, num_workers=data_workers)
+    with parallel(config, device) as shared:
+        return _finetune(build, read, shared, label, model_folder, tokenizer, out, resume, sample_tokens)
+
+
+def _finetune(
+    build: Callable[[Callable[..., CausalLM]], CausalLM],
+    read: Callable[..., Any],
+    shared: Parallel,
+    label: str | None,
+    model_folder: str | None,
+    tokenizer: str | None,
+    out: str | None,
+    resume: bool,
+    sample_tokens: int,
+) -> Result:
+    """`finetune` in one process of those that share the run."""
+    config, console = shared.config, Console(quiet=not shared.ranks.first)
+    own = dataclasses.replace(config, batch_size=shared.rows(config.batch_size))
     words = model_tokenizer(tokenizer, model_folder)
-    dataset, eval_batches = open_data(
-        data, words, config, streaming=streaming, packing=packing, num_workers=data_workers
-    )
+    dataset, eval_batches = read(words, own, rank=shared.data_rank, world_size=shared.data_world)
     torch.manual_seed(config.seed)
-    model = build()
+    model = build(shared.build)
     check_vocabulary(words, model.config.vocab_size)
     if config.seq_len > model.config.max_position_embeddings:
         raise ValueError(
@@ -62,8 +86,9 @@ def finetune(
             f"{model.config.max_position_embeddings}: lower it or raise --max-position-embeddings"
         )
     folder = Path(out or f"runs/{label or Path(model_folder or 'model').name}-{model.recipe.name}")
+    resume = resume or (restarts() > 0 and Checkpoints(folder / "checkpoints").latest() is not None)
     start = _starting_step(folder, resume, config)
-    console.print(summary(model, dataset, config, start), highlight=False)
+    console.print(summary(model, dataset, config, start, shared.describe()), highlight=False)
     with progress(console, config, start) as tell:
         trainer = Trainer(
             model=model,
@@ -73,21 +98,25 @@ def finetune(
             out=folder,
             documents=words.documents(),
             on_step=tell,
+            parallel=shared,
         )
         try:
             result = trainer.run(resume=resume)
         finally:
             if isinstance(dataset, StreamingDataset):
                 dataset.close()
-    curve = _draw(folder, model.recipe.name)
+    curve = _draw(folder, model.recipe.name) if shared.ranks.first else ""
     if result.interrupted:
         console.print(f"interrupted: step {result.step} is saved; the same command with --resume goes on from it")
         return result
     console.print(outcome(result), highlight=False)
     console.print(f"[dim] loss curve[/dim] {curve}", highlight=False)
-    if sample_tokens:
+    if sample_tokens and (shared.sharded or shared.ranks.first):
         room = model.config.max_position_embeddings - len(words.encode(SAMPLE_PROMPT))
-        text = continue_text(model, words, SAMPLE_PROMPT, min(sample_tokens, room), do_sample=True, seed=config.seed)
+        graph = {"cuda_graph": False} if shared.sharded else {}  # collectives are not captured
+        text = continue_text(
+            model, words, SAMPLE_PROMPT, min(sample_tokens, room), do_sample=True, seed=config.seed, **graph
+        )
         console.print("\n[bold]sample[/bold]")
         console.print(text, markup=False, highlight=False)
     return result

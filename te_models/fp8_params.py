@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.recipe import Recipe
+from te_models.sharded import put
 
 E4M3_MAX = 448.0
 SCHEMES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")
@@ -56,13 +57,13 @@ def clear_states(model: nn.Module) -> None:
 
 @torch.no_grad()
 def write_weight(parameter: Any, value: Tensor) -> None:
-    """Give a parameter its values; an FP8 weight also keeps them, on the CPU, for the optimizer's master.
+    """Give a parameter its values, or its piece of them; an FP8 weight also keeps them, on the CPU, for the optimizer's master.
 
     Under DelayedScaling the scale is first taken from the values, where Transformer Engine casts the first ones with
     scale 1, into the subnormals (section 10).
     """
     if not is_quantized(parameter):
-        parameter.copy_(value)
+        put(parameter, value)
         return
     value = value.detach().to(parameter.dtype)
     quantizer = parameter._quantizer

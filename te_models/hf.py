@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from te_models.durable import first_line, readable, replacing_folder, write_file
 from te_models.formats import CheckpointError, list_some, open_safetensors, read_json, render_json, render_safetensors
 from te_models.fp8_params import plain, write_weight
 from te_models.hf_families import TOP, Family, Rows, family_for, family_of, row_blocks
+from te_models.sharded import local, put
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
@@ -264,10 +266,20 @@ def _fill(parameters: dict[str, torch.Tensor], places: Mapping[str, Place], shar
     for name, rows in filled.items():
         if rows < len(parameters[name]):
             parameters[name].zero_()
+    left = Counter(place.name for place in places.values())
+    wholes: dict[str, Tensor] = {}  # of parameters that lie in pieces on several ranks, until all their rows are there
     for shard in shards:
         for name, tensor in open_safetensors(shard).items():
-            if name in places:
-                places[name].load(parameters[places[name].name], tensor)
+            if name not in places:
+                continue
+            target = places[name].name
+            parameter = parameters[target]
+            if local(parameter) is not parameter:
+                parameter = wholes.setdefault(target, torch.zeros(parameter.shape, dtype=parameter.dtype))
+            places[name].load(parameter, tensor)
+            left[target] -= 1
+            if not left[target] and target in wholes:
+                put(parameters[target], wholes.pop(target))
 
 
 def write_hugging_face(

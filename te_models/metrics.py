@@ -12,7 +12,11 @@ from typing import Any
 class MetricsLog:
     """metrics.jsonl of a run, written line by line; opening it at step N drops what was logged after N."""
 
-    def __init__(self, path: Path, after_step: int = 0) -> None:
+    def __init__(self, path: Path | None, after_step: int = 0) -> None:
+        """`path` None: nothing is written, as on every process of a run but the first."""
+        self.file = None
+        if path is None:
+            return
         kept = [row for row in read_metrics(path) if row["step"] <= after_step] if path.exists() else []
         fresh = path.with_suffix(".tmp")
         fresh.write_text("".join(json.dumps(row) + "\n" for row in kept))
@@ -21,11 +25,13 @@ class MetricsLog:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one step; it must have a "step"."""
-        self.file.write(json.dumps(dict(row)) + "\n")
+        if self.file is not None:
+            self.file.write(json.dumps(dict(row)) + "\n")
 
     def close(self) -> None:
         """Close the file."""
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

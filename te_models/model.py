@@ -62,6 +62,8 @@ class CausalLM(nn.Module):
         compile: fuse the operations between the GEMMs with torch.compile (on CUDA devices).
         fused: RoPE, attention and gate as one operation (te_models.kernels.attention_core), Triton on CUDA devices.
         initialize: False leaves the parameters without values, for a loader that fills them.
+        materialize: False leaves them on the meta device, for te_models.distributed, which cuts them up before they take
+            memory.
         tp_mesh: the ranks that share this model, a DeviceMesh of one dimension; each builds it (te_models.tensor_parallel).
         sequence_parallel: divide the rows between those ranks too, where no GEMM needs all of them.
         recipe_fields: any field of the recipe, such as `amax_history_len=16` or `num_layers_at_end_in_bf16=2`.
@@ -83,6 +85,7 @@ class CausalLM(nn.Module):
         compile: bool = True,
         fused: bool = False,
         initialize: bool = True,
+        materialize: bool = True,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
         **recipe_fields: Any,
@@ -100,8 +103,9 @@ class CausalLM(nn.Module):
         if fp8_params:
             check_recipe(self.recipe)
         self.compiled = compile and device.type == "cuda"
+        self.amax_group: Any = None  # the processes that share their amaxes (DelayedScaling); None: all there are
 
-        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        factory: dict[str, Any] = dict(device=device if materialize else torch.device("meta"), dtype=dtype)
         self.kernels = get_kernels(compile, device)
         self.embed_tokens = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **factory)
         self.layers = nn.ModuleList()
@@ -121,7 +125,7 @@ class CausalLM(nn.Module):
         self._mark_fp8_blocks()
         self.tp.mark(self)
         clear_states(self)
-        if initialize and device.type != "meta":
+        if initialize and factory["device"].type != "meta":
             self.init_weights()
 
     @torch.no_grad()
@@ -287,7 +291,7 @@ class CausalLM(nn.Module):
             return
         training = self.training and torch.is_grad_enabled()
         guard = frozen_fp8_state(self) if self.recipe.stateful and not training else contextlib.nullcontext()
-        with guard, self.te.autocast(enabled=True, recipe=self.te_recipe):
+        with guard, self.te.autocast(enabled=True, recipe=self.te_recipe, amax_reduction_group=self.amax_group):
             yield
 
     def set_recipe(self, recipe: str | Path | Recipe | Any, **recipe_fields: Any) -> None:
@@ -436,13 +440,18 @@ class CausalLM(nn.Module):
         write_pretrained(self, folder, format)
 
     @classmethod
-    def from_preset(cls, name: str, **options: Any) -> CausalLM:
-        """A freshly initialised model: fields of the config and of the recipe and CausalLM's own keywords, mixed."""
+    def from_preset(cls, name: str, *, build: Callable[..., CausalLM] | None = None, **options: Any) -> CausalLM:
+        """A freshly initialised model: fields of the config and of the recipe and CausalLM's own keywords, mixed.
+
+        `build`, here and in `from_pretrained`, makes it in place of CausalLM (te_models.distributed.Parallel.build).
+        """
         shape, rest = _split(options)
-        return cls(get_preset(name, **shape), **rest)
+        return (build or cls)(get_preset(name, **shape), **rest)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **options: Any) -> CausalLM:
+    def from_pretrained(
+        cls, folder: str | Path, *, build: Callable[..., CausalLM] | None = None, **options: Any
+    ) -> CausalLM:
         """The model in `folder`, of te-models or of Hugging Face, or the one of that name on the Hugging Face hub.
 
         Its own recipe (BF16 for one of Hugging Face) is used unless `recipe=` says another; further keywords as in
@@ -451,7 +460,7 @@ class CausalLM(nn.Module):
 
         The folder is checked whole before a model is built; a damaged one is a ValueError.
         """
-        return read_pretrained(cls, folder, options)
+        return read_pretrained(build or cls, folder, options)
 
 
 def _leave_out_tie(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -469,7 +478,9 @@ def _restore_tie(model: nn.Module, state: dict[str, Any], prefix: str, *others: 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config's fields, and the rest; a name that is neither the config's, the recipe's nor CausalLM's is an error."""
     config = config_fields()
-    own = {name for name in inspect.signature(CausalLM).parameters if name not in ("config", "initialize")}
+    own = {
+        name for name in inspect.signature(CausalLM).parameters if name not in ("config", "initialize", "materialize")
+    }
     known = {*config, *recipe_fields(), *own - {"recipe_fields"}}
     for name in options:
         if name not in known:

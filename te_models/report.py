@@ -21,8 +21,10 @@ from te_models.train import Result
 from te_models.train_config import TrainConfig
 
 
-def summary(model: CausalLM, dataset: TokenDataset | StreamingDataset, config: TrainConfig, start: int) -> Table:
-    """The configuration in force, before the first step."""
+def summary(
+    model: CausalLM, dataset: TokenDataset | StreamingDataset, config: TrainConfig, start: int, processes: str = ""
+) -> Table:
+    """The configuration in force, before the first step; `processes` says how several of them share the run."""
     plan = model.plan()
     recipe = ", ".join(f"{k}={v}" for k, v in model.recipe.to_dict().items() if k not in ("name", "scheme"))
     table = Table(title="te-models finetune", title_justify="left", title_style="bold", box=None, show_header=False)
@@ -42,6 +44,7 @@ def summary(model: CausalLM, dataset: TokenDataset | StreamingDataset, config: T
         "tokens a step": f"{config.tokens_per_step:,} ({config.batch_size} x {config.seq_len} tokens"
         f" x {config.gradient_accumulation} micro-batches)",
         "data": dataset.describe(),
+        "processes": processes or "one",
         "steps": f"{start + 1} to {config.steps}" if start else f"{config.steps}",
     }
     for name, value in rows.items():

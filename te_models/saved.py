@@ -48,13 +48,15 @@ FORMATS = ("te", "hf")
 
 
 def model_content(
-    model: Any, masters: Mapping[int, Tensor] | None = None
+    model: Any, masters: Mapping[int, Tensor] | None = None, parts: bool = False
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """The tensors and documents that make up a saved model, as te_models.state.save_folder takes them.
 
     `masters` gives the values of FP8 primary weights by the id of the parameter; without one, they are dequantized.
+    `parts`: of parameters that several ranks share, this rank's parts (for te_models.dist_state).
     """
-    tensors = {"model": gather_state(model, weights(model, masters))}
+    own = weights(model, masters)
+    tensors = {"model": own if parts else gather_state(model, own)}
     if state := fp8_state(model) if model.recipe.stateful else {}:
         tensors["fp8_state"] = {name: tensor.clone() for name, tensor in state.items()}  # the next forward writes to it
     if codes := weight_codes(model):

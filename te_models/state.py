@@ -54,7 +54,7 @@ __all__ = [
 FORMAT_VERSION = 1
 MAX_SHARD_BYTES = 5 * 2**30
 MANIFEST = "manifest.json"
-_INDEX = ".safetensors.index.json"
+INDEX = ".safetensors.index.json"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,63}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
@@ -107,7 +107,7 @@ class _Source:
         """The names of the tensor groups and of the documents."""
         groups, documents = set(), set()
         for file in self.files:
-            for names, suffix in ((groups, ".safetensors"), (groups, _INDEX), (documents, ".json")):
+            for names, suffix in ((groups, ".safetensors"), (groups, INDEX), (documents, ".json")):
                 name = file.removesuffix(suffix)
                 if name != file and _NAME.fullmatch(name):
                     names.add(name)
@@ -370,8 +370,7 @@ def _load(source: _Source, names: Iterable[str] | None, optional: Iterable[str])
 def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Writes prepared content as the folder `path`; see `save_folder`."""
     path = Path(os.path.realpath(path))
-    if strangers := _strangers(path):
-        raise ValueError(f"{path} holds what te-models did not save ({list_some(strangers)}); choose another folder")
+    refuse_strangers(path)
     with replacing_folder(path) as folder:
         _write_files(folder, content, max_shard_bytes)
 
@@ -385,15 +384,17 @@ def _unmatched(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     return sorted(name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
 
 
-def _strangers(path: Path) -> list[str]:
-    """Files at `path` that no save put there, and that replacing it would therefore lose."""
-    if not path.is_dir():
-        return [path.name] if path.exists() else []
-    try:
-        saved = {MANIFEST, *_read_manifest(path).files}
-    except (CheckpointError, OSError):
-        saved = set()
-    return sorted(set(os.listdir(path)) - saved)
+def refuse_strangers(path: Path) -> None:
+    """Raises ValueError if there are files at `path` that no save put there, which replacing it would lose."""
+    strangers = [path.name] if path.exists() else []
+    if path.is_dir():
+        try:
+            saved = {MANIFEST, *_read_manifest(path).files}
+        except (CheckpointError, OSError):
+            saved = set()
+        strangers = sorted(set(os.listdir(path)) - saved)
+    if strangers:
+        raise ValueError(f"{path} holds what te-models did not save ({list_some(strangers)}); choose another folder")
 
 
 def _write_files(folder: Path, content: Content, max_shard_bytes: int) -> None:
@@ -401,19 +402,30 @@ def _write_files(folder: Path, content: Content, max_shard_bytes: int) -> None:
     for group, tensors in content.tensors.items():
         shards = _shard(group, tensors, max_shard_bytes)
         for file, members in shards.items():
-            files[file] = _record(folder / file, render_safetensors(members))
+            files[file] = record(folder / file, render_safetensors(members))
         if len(shards) > 1:
             total = sum(tensor.nbytes for tensor in tensors.values())
             weight_map = {name: file for file, members in shards.items() for name in members}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            files[group + _INDEX] = _record(folder / (group + _INDEX), [render_json(index, group + _INDEX)])
+            files[group + INDEX] = write_index(folder, group, weight_map, total)
+    finish_folder(folder, files, content)
+
+
+def write_index(folder: Path, group: str, weight_map: Mapping[str, str], total_size: int) -> dict[str, Any]:
+    """Writes the index of a group in several files (name -> file); returns its entry for the manifest."""
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
+    return record(folder / (group + INDEX), [render_json(index, group + INDEX)])
+
+
+def finish_folder(folder: Path, files: Mapping[str, Mapping[str, Any]], content: Content) -> None:
+    """Writes the documents, and the manifest that makes the folder whole; `files` are the entries of those written."""
+    files = dict(files)
     for name, text in content.documents.items():
-        files[f"{name}.json"] = _record(folder / f"{name}.json", [text])
+        files[f"{name}.json"] = record(folder / f"{name}.json", [text])
     manifest = {"format": FORMAT_VERSION, "versions": _versions(), "files": files, "aliases": content.aliases}
     write_file(folder / MANIFEST, [render_json(manifest | {"digest": _digest(manifest)}, MANIFEST)])
 
 
-def _record(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+def record(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Writes a file and returns its entry for the manifest."""
     return asdict(_File(*write_file(path, chunks)))
 
@@ -479,7 +491,7 @@ def _read_manifest(folder: Path, links: bool = False) -> _Source:
 
 def _read_group(source: _Source, group: str) -> dict[str, Tensor]:
     """All tensors of a group, memory-mapped, ties included."""
-    weight_map = None if f"{group}.safetensors" in source.files else _read_index(source, group + _INDEX)
+    weight_map = None if f"{group}.safetensors" in source.files else _read_index(source, group + INDEX)
     shards = sorted(set(weight_map.values())) if weight_map is not None else [f"{group}.safetensors"]
     with ThreadPoolExecutor() as pool:
         paths = list(pool.map(source.checked, shards))
@@ -490,7 +502,7 @@ def _read_group(source: _Source, group: str) -> dict[str, Tensor]:
             tensors[name], places[name] = tensor, path.name
     if weight_map is not None and places != weight_map:
         wrong = sorted(name for name in places.keys() | weight_map if places.get(name) != weight_map.get(name))
-        raise CheckpointError(f"{source.folder / (group + _INDEX)} and its files disagree about {list_some(wrong)}")
+        raise CheckpointError(f"{source.folder / (group + INDEX)} and its files disagree about {list_some(wrong)}")
     for alias, name in source.aliases.get(group, {}).items():
         if alias in tensors or name not in places:
             raise CheckpointError(f"{source.folder / MANIFEST} is damaged: {alias} cannot be another name of {name}")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from te_models.collectives import all_gather, all_reduce
 from te_models.config import ModelConfig
 from te_models.fp8_params import is_quantized, plain, write_weight
 from te_models.recipe import Recipe
+from te_models.sharded import filling, whole
 
 Sections = tuple[tuple[int, int], ...]  # (rows in use, rows stored) of each part of a fused weight
 
@@ -179,14 +180,15 @@ class TensorParallel:
         Every rank draws all random numbers, so that a model starts with the same values on any number of ranks. An FP8
         weight is quantized once all its values are there.
         """
-        whole = self.size == 1 or not is_sharded(name)
-        if whole and not is_quantized(target):
-            yield target
+        complete = self.size == 1 or not is_sharded(name)
+        if complete and not is_quantized(target):
+            with nullcontext(target) if device is not None else filling(target) as values:
+                yield values
             return
-        shape = target.shape if whole else whole_shape(name, target.shape, config, self.size)
+        shape = target.shape if complete else whole_shape(name, target.shape, config, self.size)
         full = torch.empty(shape, dtype=target.dtype, device=device or target.device)
         yield full
-        write_weight(target, full if whole else shard(name, full, config, self))
+        write_weight(target, full if complete else shard(name, full, config, self))
 
     def check_same_random_state(self, device: torch.device) -> None:
         """Raise if the ranks would draw different random numbers for the parameters that they share."""
@@ -264,7 +266,7 @@ def gather_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dict[
     found = {}
     for name, tensor in state.items():
         if is_sharded(name):
-            parts = all_gather(tensor.detach()[None], model.tp.group)
+            parts = all_gather(whole(tensor.detach())[None], model.tp.group)
             tensor = unshard(name, list(parts.unbind()), model.config, model.tp)
         found[name] = tensor
     return found

@@ -21,11 +21,14 @@ from torch import Tensor, nn
 
 from te_models.checkpoints import Checkpoints
 from te_models.data import TokenDataset
+from te_models.dist_state import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
+from te_models.distributed import Parallel, reshard
 from te_models.durable import SaveError
 from te_models.formats import render_json
 from te_models.metrics import MetricsLog
 from te_models.model import CausalLM
 from te_models.optim import build_optimizer
+from te_models.optim.master import MasterWeights
 from te_models.saved import load_training_state, model_content
 from te_models.state import flatten_state
 from te_models.streaming import StreamingDataset
@@ -63,6 +66,7 @@ class Trainer:
     out: Path
     documents: dict[str, Any] = field(default_factory=dict)  # further JSON for each checkpoint, such as the tokenizer
     on_step: Callable[[dict[str, Any]], None] = lambda row: None
+    parallel: Parallel = field(default_factory=Parallel)  # how processes share the run; by default there is one
 
     def __post_init__(self) -> None:
         config = self.config
@@ -74,24 +78,35 @@ class Trainer:
             config.optimizer_options,
             config.optimizer_offload,
         )
-        self.checkpoints = Checkpoints(self.out / "checkpoints", keep_last=self.config.keep_last)
+        if self.parallel.sharded:
+            self.optimizer.gradient_norm = self.parallel.gradient_norm  # type: ignore[union-attr]
+        self.train_model = self.parallel.wrap(self.model)
+        kind = ShardedCheckpoints if self.parallel.ranks.world > 1 else Checkpoints
+        self.checkpoints = kind(self.out / "checkpoints", keep_last=self.config.keep_last)
+        if isinstance(self.checkpoints, ShardedCheckpoints):
+            self.checkpoints.ranks, self.checkpoints.model = self.parallel.ranks, self.model
+            self.checkpoints.names = self._optimizer_names()
         # A tokenizer takes a second to render, which no step has to wait for.
         self.documents = {name: render_json(document, name) for name, document in self.documents.items()}
+        self.stopped: Callable[[], bool] = lambda: False  # whether this process was asked to stop
+        self.stopping = False  # whether any was, as all of them learnt in the last step
         self.result = Result()
 
     def run(self, resume: bool = False) -> Result:
         """Train to `config.steps`, from the newest checkpoint in `out` if `resume`; returns what it ended with."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        torch.manual_seed(self.config.seed)
+        torch.manual_seed(self.config.seed + self.parallel.data_rank)
         if resume:
             self.restore()
-        log = MetricsLog(self.out / "metrics.jsonl", after_step=self.result.step)
+        first = self.parallel.ranks.first
+        if first:
+            self.out.mkdir(parents=True, exist_ok=True)
+        log = MetricsLog(self.out / "metrics.jsonl" if first else None, after_step=self.result.step)
         batches = iter(self.dataset)
-        with contextlib.closing(log), self._background_saves(), _stop_signals() as stopped:
+        with contextlib.closing(log), self._background_saves(), _stop_signals() as self.stopped:
             if not self.result.step:
-                self.result.first_eval_loss = self.result.eval_loss = evaluate(self.model, self.eval_batches)
+                self.result.first_eval_loss = self.result.eval_loss = self._evaluate()
             self._reset_peak_memory()
-            while self.result.step < self.config.steps and not stopped():
+            while self.result.step < self.config.steps and not self.stopping:
                 row = self._step(batches)
                 log.write(row)
                 self.on_step(row)
@@ -119,13 +134,16 @@ class Trainer:
         self.model.train()
         total = torch.zeros((), device=self.model.device)
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
-        cache = config.cache_fp8_weights and config.gradient_accumulation > 1
-        for number, batch in enumerate(micro_batches):
-            first = number == 0 if cache else None
-            batch = _to(batch, self.model.device)
-            loss = self.model(**batch, is_first_microbatch=first, return_logits=False).loss
-            (loss / config.gradient_accumulation).backward()
-            total += loss.detach() / config.gradient_accumulation
+        weights = self.parallel.weights([_counted(batch) for batch in micro_batches], self.model.device)
+        cache = config.cache_fp8_weights and config.gradient_accumulation > 1 and not self.parallel.sharded
+        for number, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
+            options = dict(is_first_microbatch=number == 0 if cache else None, return_logits=False)
+            with self.parallel.micro_batch(self.train_model, last=batch is micro_batches[-1]):
+                loss = self.train_model(**_to(batch, self.model.device), **options).loss
+                loss = loss * weight / config.gradient_accumulation
+                loss.backward()
+            total += loss.detach()
+        total, self.stopping = self.parallel.mean_and_any(total, self.stopped())
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
         row = {"step": step, "loss": total.item(), "grad_norm": norm.item(), "learning_rate": learning_rate}
         if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
@@ -136,25 +154,36 @@ class Trainer:
         row["tokens_per_second"] = config.tokens_per_step / (time.perf_counter() - start)
         self.result.step, self.result.loss = step, row["loss"]
         if (config.eval_every and step % config.eval_every == 0) or step == config.steps:
-            row["eval_loss"] = self.result.eval_loss = evaluate(self.model, self.eval_batches)
+            row["eval_loss"] = self.result.eval_loss = self._evaluate()
         self._note_speed(row["tokens_per_second"])
-        if config.save_every and len(self.speeds) == 1:
+        if config.save_every and len(self.speeds) == 1 and self.parallel.ranks.world == 1:
             self.checkpoints.reserve(*self._content())
         return row
 
+    def _evaluate(self) -> float:
+        return evaluate(self.model, self.eval_batches, self.parallel.sum)
+
     def save(self, blocking: bool = True) -> None:
-        """Write a checkpoint of everything the next step depends on; not blocking: in the background, once it is copied."""
-        path = self.checkpoints.save(self.result.step, *self._content(), blocking=blocking, copy_later=not blocking)
-        self.result.checkpoint = str(path)
+        """Write a checkpoint of everything the next step depends on; not blocking: in the background, once it is copied.
+
+        Several processes save together, and wait for each other.
+        """
+        later = not blocking and self.parallel.ranks.world == 1
+        options = dict(blocking=False, copy_later=True) if later else {}
+        self.result.checkpoint = str(self.checkpoints.save(self.result.step, *self._content(), **options))
 
     def _content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """The tensors and documents of a checkpoint."""
-        tensors, documents = model_content(self.model, self.optimizer.masters_by_id())
+        reshard(self.model)
+        shared_amaxes(self.model, self.parallel.ranks.world)
+        tensors, documents = model_content(self.model, self.optimizer.masters_by_id(), parts=self.parallel.sharded)
         state = {
             "optimizer": self.optimizer.state_dict(),
             "dataset": self.dataset.state_dict(),
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state(self.model.device) if self.model.device.type == "cuda" else None,
+            "rng": self._random_states(torch.get_rng_state()),
+            "cuda_rng": self._random_states(torch.cuda.get_rng_state(self.model.device))
+            if self.model.device.type == "cuda"
+            else None,
             "result": asdict(self.result),
         }
         tensors["training"], documents["training"] = flatten_state(state)
@@ -166,12 +195,31 @@ class Trainer:
         if newest is None:
             raise ValueError(f"nothing to resume: {self.out} has no checkpoint; start without --resume")
         state = load_training_state(self.model, newest)
-        self.optimizer.load_state_dict(state["optimizer"])
+        saved = state["optimizer"]
+        if self.parallel.sharded:
+            assert isinstance(self.optimizer, MasterWeights)
+            saved = cut_optimizer_state(saved, self.optimizer.masters, self.model, self._optimizer_names())
+        self.optimizer.load_state_dict(saved)
         self.dataset.load_state_dict(state["dataset"])
-        torch.set_rng_state(state["rng"])
+        torch.set_rng_state(self._own(state["rng"]))
         if state["cuda_rng"] is not None and self.model.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"], self.model.device)
+            torch.cuda.set_rng_state(self._own(state["cuda_rng"]), self.model.device)
         self.result = Result(**state["result"])
+
+    def _optimizer_names(self) -> list[str]:
+        """The names of the optimizer's parameters, in its order."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return [names[id(parameter)] for parameter in self.optimizer.parameters]
+
+    def _random_states(self, own: Tensor) -> Tensor:
+        """The random states of all ranks, a row each; of a process alone its own, not in a row."""
+        if self.parallel.ranks.world == 1:
+            return own
+        return torch.tensor(self.parallel.ranks.gather(own.tolist()), dtype=torch.uint8)
+
+    def _own(self, states: Tensor) -> Tensor:
+        """This rank's random state among those saved, which may be of another number of ranks."""
+        return states if states.dim() == 1 else states[self.parallel.ranks.rank % len(states)].clone()
 
     def _note_speed(self, tokens_per_second: float) -> None:
         """Tokens a second as the median of the steps so far in this process; the first ones compile and warm up."""
@@ -188,7 +236,8 @@ class Trainer:
     def _diagnosis(self, row: dict[str, Any], micro_batches: list[Batch]) -> str:
         """One line: the step, and the first layer whose output is not finite."""
         what = "loss" if not math.isfinite(row["loss"]) else "gradient norm"
-        where = next(filter(None, (first_bad_module(self.model, batch) for batch in micro_batches)), None)
+        own = [first_bad_module(self.model, batch) for batch in micro_batches]  # all, as every rank must take part
+        where = next(filter(None, sum(self.parallel.ranks.gather(own), [])), None)
         place = f"the first layer with such values is {where}" if where else "every forward value is finite"
         return (
             f"step {row['step']}: the {what} is {row['loss'] if what == 'loss' else row['grad_norm']}; {place}. The weights "
@@ -197,18 +246,23 @@ class Trainer:
 
 
 @torch.no_grad()
-def evaluate(model: CausalLM, batches: list[Batch]) -> float:
-    """Mean cross-entropy, nats a counted token, over `batches`; leaves the training state as it was."""
+def evaluate(
+    model: CausalLM, batches: list[Batch], reduce: Callable[[Tensor], Tensor] = lambda totals: totals
+) -> float:
+    """Mean cross-entropy, nats a counted token, over `batches`; leaves the training state as it was.
+
+    `reduce` sums over the processes that evaluate other batches, as many each.
+    """
     was_training = model.training
     model.eval()
-    total, count = torch.zeros((), dtype=torch.float64, device=model.device), 0
+    totals = torch.zeros(2, dtype=torch.float64, device=model.device)  # loss, tokens
     for batch in batches:
-        counted = int((batch["labels"][:, 1:] != -100).sum())
-        if counted:
-            total += model(**_to(batch, model.device), return_logits=False).loss.double() * counted
-            count += counted
+        counted = _counted(batch)
+        loss = model(**_to(batch, model.device), return_logits=False).loss.double() * counted
+        totals += torch.stack([loss, torch.full_like(loss, counted)])
     model.train(was_training)
-    return (total / count).item() if count else math.nan
+    total, count = reduce(totals).tolist()
+    return total / count if count else math.nan
 
 
 @torch.no_grad()
@@ -233,6 +287,11 @@ def first_bad_module(model: CausalLM, batch: Batch) -> str | None:
         for hook in hooks:
             hook.remove()
     return found[0] if found else None
+
+
+def _counted(batch: Batch) -> int:
+    """The tokens of a batch whose loss counts."""
+    return int((batch["labels"][:, 1:] != -100).sum())
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:

@@ -7,10 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from te_models.errors import unknown
+
+PARALLEL = ("none", "ddp", "fsdp", "tp", "fsdp+tp")
+AT_LEAST_ONE = ("steps", "batch_size", "seq_len", "keep_last", "collective_timeout")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How to train. Sizes in sequences and tokens, intervals in optimizer steps (0: never)."""
+    """How to train. Sizes in sequences and tokens, intervals in optimizer steps (0: never).
+
+    `batch_size` counts the sequences of all processes together, so that a run is the same on any number of them.
+    """
 
     steps: int = 300
     batch_size: int = 8
@@ -30,16 +38,26 @@ class TrainConfig:
     save_every: int = 0
     keep_last: int = 2
     seed: int = 0
+    parallel: str = "none"  # none, ddp, fsdp, tp or fsdp+tp: how the processes that torchrun starts share the work
+    tensor_parallel_size: int = 0  # processes that share each layer under fsdp+tp
+    sequence_parallel: bool = False  # tp: divide the tokens between layers too
+    reshard_after_forward: bool = True  # fsdp: drop gathered weights after forward and gather them again in backward
+    prefetch_blocks: int = 1  # fsdp: how many blocks ahead weights are gathered
+    reduce_dtype: str = "float32"  # fsdp: in what gradients are summed over the processes, float32 or bfloat16
+    collective_timeout: int = 60  # seconds after which a process that no longer answers ends the run
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value, least = getattr(self, f.name), 1 if f.name in ("steps", "batch_size", "seq_len", "keep_last") else 0
+            value, least = getattr(self, f.name), 1 if f.name in AT_LEAST_ONE else 0
             if not isinstance(f.default, (int, float)):
                 continue
             if not least <= value < math.inf:
                 raise ValueError(f"{f.name}={value} is out of range: give {least} or more")
         if not self.gradient_accumulation:
             raise ValueError("gradient_accumulation=0 is out of range: give 1 or more")
+        for name, choices in dict(parallel=PARALLEL, reduce_dtype=("float32", "bfloat16")).items():
+            if getattr(self, name) not in choices:
+                raise unknown(name, getattr(self, name), choices)
 
     @property
     def tokens_per_step(self) -> int:

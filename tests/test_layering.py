@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = [  # a module may import from earlier lines only; modules of one line do not import each other
-    {"errors", "durable", "matmul", "environment", "collectives"},
+    {"errors", "durable", "matmul", "environment", "collectives", "ranks", "sharded"},
     {"config", "recipe", "train_config", "formats", "tokenizer", "chat"},
     {"presets", "state", "extra_state", "data", "hf_families", "memory", "fp8_params"},
     {"checkpoints", "blocks"},
@@ -29,6 +29,7 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"optim.te_adam"},
     {"optim", "generate", "plan", "capacity", "metrics", "saved"},
     {"model"},
+    {"distributed", "dist_state"},
     {"train", "lora", "roofline", "verify"},
     {"peers"},
     {"bench"},

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from te_models.fp8_params import is_quantized, new_master
 from te_models.optim.groups import Part
 from te_models.optim.packing import pack, unpack
+from te_models.sharded import local
 
 CHUNK = 2**28  # parameters updated at a time
 
@@ -57,6 +58,8 @@ class MasterWeights:
         for part, view in views.items():
             self._views[id(part.parameter)].append((part, view))
         self.optimizers = build([{**group, "params": [views[part] for part in group["params"]]} for group in groups])
+        # te_models.distributed puts another one here where gradients lie in pieces on several ranks.
+        self.gradient_norm: Callable[[list[nn.Parameter]], Tensor] = gradient_norm
         self._shrink: Tensor | None = None  # what the next step multiplies gradients with
 
     @property
@@ -75,7 +78,7 @@ class MasterWeights:
 
         Returns their norm before clipping, FP32 scalar. In BF16 the norm itself would be off by up to 1/256.
         """
-        norm = gradient_norm(self.parameters)
+        norm = self.gradient_norm(self.parameters)
         self._shrink = clip_factor(norm, max_norm)
         return norm
 
@@ -92,7 +95,7 @@ class MasterWeights:
                     view.grad = None
             copies = [(p, m) for p, m in chunk if m is not p and not is_quantized(p)]
             if copies:
-                torch._foreach_copy_([p for p, _ in copies], [m for _, m in copies])
+                torch._foreach_copy_([local(p) for p, _ in copies], [local(m) for _, m in copies])
             for parameter, master in chunk:
                 if is_quantized(parameter):
                     parameter.quantize_(master.to(parameter.device))  # type: ignore[attr-defined]
@@ -122,7 +125,8 @@ class MasterWeights:
                 view.grad = part.of(gradient)
             gradients.append(gradient)
         if self._shrink is not None:
-            torch._foreach_mul_(gradients, self._shrink.to(gradients[0].device))
+            pieces = [local(gradient) for gradient in gradients]
+            torch._foreach_mul_(pieces, self._shrink.to(pieces[0].device))
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizers' state as plain tensors, and the masters that are copies, in the order of the groups."""

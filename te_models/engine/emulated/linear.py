@@ -125,7 +125,8 @@ def _save(ctx: Any, inp: Tensor, x: Any, weight: Tensor, w: Any, wgrad: bool, dg
     call: _Call = ctx.call
     if call.fp8 and (call.override == "high_precision" or (call.override is None and call.module.save_original_input)):
         x = inp
-    if call.fp8 and call.override == "high_precision":
+    requantized = call.override is None and call.module._is_fsdp2  # in backward, from the weight that is gathered again
+    if call.fp8 and (call.override == "high_precision" or requantized):
         w = weight
     if wgrad and x is not inp and isinstance(x, QuantizedTensorStorage):
         rowwise = call.override is not None or call.module.parallelism.rowwise_only(call.input_quantizer)
@@ -161,6 +162,9 @@ def _fp8_backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None, .
     flat = grad if isinstance(grad, QuantizedTensorStorage) else grad.reshape(-1, grad.shape[-1])
     dy: Any = parallel.gather_gradient(flat, call.grad_output_quantizer)
     if dgrad:
+        if not isinstance(w, QuantizedTensorStorage):
+            call.weight_quantizer.set_usage(rowwise=True, columnwise=True)
+            w = call.weight_quantizer(w)
         w.update_usage(columnwise_usage=True)
         dx = parallel.reduce_input_gradient(gemm(dy, w, (False, True), None, call.dtype, call.splits[1]))
     if wgrad:
@@ -391,8 +395,8 @@ class Linear(TransformerEngineBaseModule):
         if isinstance(weight, QuantizedTensor):
             weight.update_usage(rowwise_usage=True)  # type: ignore[attr-defined]
             return weight
-        call.weight_quantizer.set_usage(rowwise=True, columnwise=columnwise)
-        if call.first_microbatch is None:
+        call.weight_quantizer.set_usage(rowwise=True, columnwise=columnwise and not self._is_fsdp2)
+        if call.first_microbatch is None or self._is_fsdp2:
             return call.weight_quantizer(weight)
         cached = self._fp8_workspaces.get("weight")
         usable = cached is not None and (cached.get_usages()["columnwise"] or not columnwise)

@@ -72,6 +72,7 @@ class TransformerEngineBaseModule(nn.Module):
         self.activation_dtype: torch.dtype | None = None
         self.fp8 = self.fp8_calibration = self.fp8_initialized = self.fp8_meta_tensors_initialized = False
         state = FP8GlobalStateManager.quantization_state
+        self._is_fsdp2 = False  # set by who cuts the parameters up; Transformer Engine looks for it by itself
         self.primary_weights_in_fp8 = state.fp8_parameters
         self.preserve_high_precision_init_val = state.high_precision_init_val
         # Delayed scaling under activation checkpointing: (checkpoint, history, scale) of each first pass, oldest first.

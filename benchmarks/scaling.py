@@ -1,0 +1,178 @@
+"""Tokens a second on several GPUs against one, under FSDP2 (or DDP), and what a larger number of GPUs would give on paper.
+
+    torchrun --nproc-per-node 2 benchmarks/scaling.py run --preset gated-1b --batch-size 8 --seq-len 2048
+    torchrun --nproc-per-node 4 benchmarks/scaling.py run --preset llama-3.1-8b --batch-size 1 --seq-len 8192
+    python benchmarks/scaling.py estimate
+
+`run` first times one GPU alone (the same program in a group of one, on every process at once, so that all GPUs are as warm
+as in the second part; skipped with --no-alone where a model does not fit), then all of them together, and adds a row to
+results/scaling_h200.json on GPUs. A step is forward, backward and the optimizer, on random tokens. `estimate` computes the
+table in docs/scaling.md from measured figures; it measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from environment import environment
+
+from te_models.distributed import Parallel, parallel
+from te_models.presets import get_preset
+from te_models.train import Trainer
+from te_models.train_config import TrainConfig
+
+RESULTS = Path(__file__).parent / "results" / "scaling_h200.json"
+
+
+class RandomTokens:
+    """Batches of random tokens: the speed of data is not what is measured."""
+
+    def __init__(self, vocabulary: int, batch: int, length: int) -> None:
+        ids = torch.randint(0, vocabulary, (batch, length))
+        self.batch = {"input_ids": ids, "labels": ids}
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        return self.batch
+
+
+def step_seconds(
+    shared: Parallel, args: argparse.Namespace, shape: dict[str, int], amax_group: Any = None
+) -> dict[str, float]:
+    """The median seconds of a training step, and the peak memory of this process in GiB."""
+    config = replace(shared.config, batch_size=args.batch_size * shared.data_world, seq_len=args.seq_len)
+    shared = replace(shared, config=config)
+    preset = get_preset(args.preset, **shape)
+    recipe = dict(recipe=args.recipe, activation_checkpointing=args.activation_checkpointing)
+    model = shared.build(preset, device=shared.device or args.device, **recipe)
+    model.amax_group = amax_group or model.amax_group
+    model.te.FP8GlobalStateManager.reset()  # of the model before, which Transformer Engine would go on reducing for
+    data: Any = RandomTokens(preset.vocab_size, args.batch_size, args.seq_len)
+    run = Trainer(model, data, [], config, Path("unused"), parallel=shared)
+    cuda = model.device.type == "cuda"
+    times = []
+    for number in range(args.warm_up + args.steps):
+        if cuda and number == args.warm_up:
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        run._step(data)  # it reads the loss, so the device has finished
+        times.append(time.perf_counter() - begin)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    return {"seconds": statistics.median(times[args.warm_up :]), "peak_gib": round(peak, 2)}
+
+
+def run(args: argparse.Namespace) -> None:
+    """Time one process alone and all together, and report."""
+    shape = {name: int(value) for name, _, value in (item.partition("=") for item in args.shape)}
+    fields = dict(reshard_after_forward=args.reshard, prefetch_blocks=args.prefetch, reduce_dtype=args.reduce_dtype)
+    config = TrainConfig(parallel=args.parallel, collective_timeout=600, eval_every=0, steps=10**6, **fields)
+    with parallel(config, args.device) as shared:
+        alone = None
+        if args.alone:
+            own, _ = dist.new_subgroups(group_size=1)
+            alone = step_seconds(Parallel(device=shared.device), args, shape, own)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        together = step_seconds(shared, args, shape)
+        slowest = max(shared.ranks.gather(together["seconds"]))
+        if shared.ranks.first:
+            report(args, shared, alone, {**together, "seconds": slowest})
+
+
+def report(args: argparse.Namespace, shared: Parallel, alone: Any, together: dict[str, float]) -> None:
+    """Print the row and, on GPUs, add it to the results."""
+    tokens = args.batch_size * args.seq_len
+    row: dict[str, Any] = {name: value for name, value in vars(args).items() if name not in ("command", "function")}
+    row |= {"processes": shared.ranks.world, "tokens_per_second_each": round(tokens / together["seconds"])}
+    row |= {"ms_a_step": round(1e3 * together["seconds"], 2), "peak_gib": together["peak_gib"]}
+    if alone is not None:
+        row["tokens_per_second_alone"] = round(tokens / alone["seconds"])
+        row["kept"] = round(alone["seconds"] / together["seconds"], 4)
+    print(json.dumps(row))
+    if shared.device is not None and shared.device.type == "cuda":
+        before = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+        RESULTS.write_text(json.dumps({"environment": environment(), "rows": [*before, row]}, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the estimate rests on. Bandwidths in bytes a second that one GPU sends and receives."""
+
+    compute: float = 0.1875  # measured: s, gated-1b forward and backward, DelayedScaling, one H200, 8 x 2048 tokens
+    contention: float = (
+        0.030  # measured: s more on two GPUs, where all sending could hide: copies, and SMs that NCCL takes
+    )
+    parameters: float = 1.243e9  # gated-1b
+    gather_bytes: int = 2  # BF16 weights, gathered for forward and again for backward of every micro-batch
+    reduce_bytes: int = 4  # FP32 gradients, summed once a step
+    node: int = 8
+    inside: float = 360e9  # assumed: NVLink, 80 % of an H200's 450 GB/s a direction (data sheet)
+    between: float = 40e9  # assumed: InfiniBand, 80 % of the 50 GB/s a direction of a 400 Gb/s card a GPU
+    hop: float = 5e-6  # assumed: s for one step of a ring between nodes
+    collectives: int = 21  # 20 blocks and the rest, each gathered twice and reduced once
+
+
+def estimate(gpus: int, micro_batches: int, a: Assumptions) -> dict[str, float]:
+    """Seconds a step and the share of one GPU's speed kept, with all sending hidden behind computing and with none.
+
+    A ring over N moves (N - 1) / N of the bytes through each GPU at the bandwidth of its slowest link, in N - 1 hops of
+    which those between nodes count.
+    """
+    share, nodes = (gpus - 1) / gpus, -(-gpus // a.node)
+    volume = a.parameters * share * (2 * a.gather_bytes * micro_batches + a.reduce_bytes)
+    hops = a.collectives * (2 * micro_batches + 1) * (nodes - 1) * a.hop
+    sending = volume / (a.inside if nodes == 1 else a.between) + hops
+    alone = a.compute * micro_batches
+    compute = alone + a.contention * micro_batches
+    return {"sending": sending, "best": alone / max(compute, sending), "worst": alone / (compute + sending)}
+
+
+def print_estimate(args: argparse.Namespace) -> None:
+    """The table of docs/scaling.md."""
+    a = Assumptions()
+    print("| GPUs | micro-batches a step | sending, ms | kept, all of it hidden | kept, none of it hidden |")
+    print("|---|---|---|---|---|")
+    for micro_batches in (1, 8):
+        for gpus in (2, 8, 64, 256, 1000):
+            row = estimate(gpus, micro_batches, a)
+            print(
+                f"| {gpus:,} | {micro_batches} | {1e3 * row['sending']:,.0f} | {row['best']:.2f} | {row['worst']:.2f} |"
+            )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("estimate").set_defaults(function=print_estimate)
+    one = commands.add_parser("run")
+    one.set_defaults(function=run)
+    one.add_argument("--preset", default="gated-1b")
+    one.add_argument("--shape", nargs="*", default=[], metavar="FIELD=N", help="fields of the config to change")
+    one.add_argument("--recipe", default="delayed")
+    one.add_argument("--parallel", default="fsdp", choices=["ddp", "fsdp"])
+    one.add_argument("--batch-size", type=int, default=8, help="sequences of each process")
+    one.add_argument("--seq-len", type=int, default=2048)
+    one.add_argument("--activation-checkpointing", default="none")
+    one.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True)
+    one.add_argument("--prefetch", type=int, default=1)
+    one.add_argument("--reduce-dtype", default="float32")
+    one.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True)
+    one.add_argument("--warm-up", type=int, default=5)
+    one.add_argument("--steps", type=int, default=12)
+    one.add_argument("--device", default=None if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    os.environ.setdefault("WORLD_SIZE", "0")
+    args.function(args)
+
+
+if __name__ == "__main__":
+    main()

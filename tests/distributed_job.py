@@ -1,0 +1,134 @@
+"""Run by tests/test_distributed.py in each of several processes: the cases one after the other, so that one start serves all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import te_models.engine.emulated as emulated
+from te_models.data import Document, TokenDataset
+from te_models.distributed import Parallel, meshes, parallel, reshard
+from te_models.fp8_state import fp8_state
+from te_models.metrics import read_metrics
+from te_models.presets import get_preset
+from te_models.sharded import local
+from te_models.tokenizer import load_tokenizer
+from te_models.train import Diverged, Result, Trainer
+from te_models.train_config import TrainConfig
+
+SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2)
+TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(40)]
+ANSWERS = [
+    Document("yes " * (1 + 7 * (i % 4)), prompt="how many legs has an animal? " * (1 + i % 3)) for i in range(40)
+]
+
+
+def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
+    """The run of a case, in this process's share of it."""
+    case = dict(case)
+    emulated.FP8GlobalStateManager.reset()
+    torch.manual_seed(5)
+    recipe, mode = case.pop("recipe", "bf16"), case.pop("mode", "none")
+    dtype, tied = getattr(torch, case.pop("dtype", "float32")), case.pop("tied", True)
+    documents = ANSWERS if case.pop("answers", False) else TEXT
+    fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=2, learning_rate=3e-3)
+    config = TrainConfig(**{**fields, **case})
+    shared = replace(shared, kind=config.parallel, config=config)
+    if config.parallel in ("tp", "fsdp+tp"):
+        shared.dp, shared.tp = meshes(config, torch.device("cpu"))
+    history = dict(amax_history_len=4) if recipe == "delayed" else {}
+    model = shared.build(
+        get_preset("gated-nano", **SHAPE, tie_word_embeddings=tied),
+        recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode, **history,
+    )  # fmt: skip
+    words, share = load_tokenizer(None), dict(rank=shared.data_rank, world_size=shared.data_world)
+    sizes: dict[str, Any] = dict(batch_size=shared.rows(config.batch_size), seed=0, **share)
+    data = TokenDataset(documents[:30], words, config.seq_len, **sizes)
+    held_out = TokenDataset(documents[30:], words, config.seq_len, shuffle=False, **sizes)
+    return Trainer(model, data, held_out.eval_batches(2), config, out, parallel=shared)
+
+
+def outcome(run: Trainer, result: Result) -> dict[str, Any]:
+    """What a test compares: the curves, and what each rank holds of scales."""
+    reshard(run.model)
+    shared = run.parallel
+    scales = {n: t.tolist() for n, t in fp8_state(run.model).items()}
+    held = sum(local(p).numel() for p in run.model.parameters())
+    rows = read_metrics(run.out / "metrics.jsonl") if shared.ranks.first else []
+    return dict(
+        losses=[row["loss"] for row in rows],
+        norms=[row["grad_norm"] for row in rows],
+        eval_loss=result.eval_loss,
+        step=result.step,
+        interrupted=result.interrupted,
+        scales=shared.ranks.gather(scales),
+        held=shared.ranks.gather(held),
+    )
+
+
+def stop_one(run: Trainer, rank: int) -> Trainer:
+    """Process `rank` alone is sent SIGTERM after step 2."""
+
+    def kill(row: dict[str, Any]) -> None:
+        if row["step"] == 2 and run.parallel.ranks.rank == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run.on_step = kill
+    return run
+
+
+def poison_one(run: Trainer, rank: int) -> Trainer:
+    """A weight of process `rank` alone becomes NaN after step 2."""
+
+    def poison(row: dict[str, Any]) -> None:
+        if row["step"] == 2 and run.parallel.ranks.rank == rank:
+            with torch.no_grad():
+                local(run.model.layers[2].mlp.down_proj.weight)[0, 0] = float("nan")
+
+    run.on_step = poison
+    return run
+
+
+def run_case(shared: Parallel, root: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
+    """One case; `resume` names the folder whose oldest checkpoint it continues, `stop` and `poison` a rank."""
+    case = dict(case)
+    source, stop, poison = (case.pop(key, None) for key in ("resume", "stop", "poison"))
+    out = root / name
+    if source is not None:
+        shared.ranks.from_first(lambda: continue_from(root / source, out))
+    run = make_trainer(shared, out, case)
+    run = run if stop is None else stop_one(run, stop)
+    run = run if poison is None else poison_one(run, poison)
+    try:
+        return outcome(run, run.run(resume=source is not None))
+    except Diverged as error:
+        return dict(errors=shared.ranks.gather(str(error)))
+
+
+def continue_from(source: Path, out: Path) -> None:
+    """A copy of a run as it was at its oldest checkpoint."""
+    shutil.copytree(source, out)
+    for later in sorted((out / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(later)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    root = Path(sys.argv[1])
+    cases = json.loads((root / sys.argv[2]).read_text())
+    with parallel(TrainConfig(parallel="ddp"), "cpu") as shared:
+        results = {name: run_case(shared, root, name, case) for name, case in cases.items()}
+        if shared.ranks.first:
+            (root / f"{sys.argv[2]}.out").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
