@@ -5,14 +5,17 @@ STAMP := .venv/.installed
 OUT ?= runs/first-light
 RECIPE ?= current
 
-.PHONY: finetune test test-gpu check format clean
+.PHONY: finetune test test-slow test-gpu check format clean
 
 finetune: $(STAMP)  ## fine-tune gated-nano in FP8 on Python's own documentation and sources
 	rm -rf $(OUT)
 	$(RUN)/te-models finetune --preset gated-nano --recipe $(RECIPE) --out $(OUT)
 
 test: $(STAMP)  ## the test suite
-	$(RUN)/python -m pytest -q -n 2
+	$(RUN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
+
+test-slow: $(STAMP)  ## long runs, which continuous integration adds
+	$(RUN)/python -m pytest -q -n 2 --dist loadgroup -m slow
 
 test-gpu:  ## on a machine with a GPU and Transformer Engine, in its own Python
 	$(PYTHON) -m pytest -q -m gpu

@@ -18,10 +18,10 @@ from typing import Any
 
 import click
 import torch
-from environment import environment
 from torch.nn.attention import SDPBackend
 
 from te_models import CausalLM
+from te_models.environment import environment
 from te_models.fp8_params import plain, weight_codes
 from te_models.fp8_state import fp8_state
 from te_models.kernels import attention

@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from environment import environment
 
 import te_models.engine.emulated as te
 from te_models.engine.emulated import recipe as R
 from te_models.engine.emulated.fused import fused
+from te_models.environment import environment
 
 SHAPES = ((512, 1024, 1024), (8192, 4096, 4096))  # rows, in, out
 RECIPES: dict[str, R.Recipe | None] = {

@@ -68,7 +68,7 @@ def cli() -> None:
 def run(models: str, recipes: str, batches: str, prompt: int, budget: float, tiny: bool, read: bool,
         out: Path | None) -> None:  # fmt: skip
     """Measure every model under every recipe and batch, transformers beside it."""
-    from environment import environment
+    from te_models.environment import environment
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not tiny:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import environment
 
 from te_models import CausalLM
 from te_models.data import TokenDataset, load_documents, split_documents
+from te_models.environment import environment
 from te_models.tokenizer import load_tokenizer
 from te_models.train import Trainer
 from te_models.train_config import TrainConfig

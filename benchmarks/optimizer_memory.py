@@ -20,11 +20,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from environment import environment
 from rich.console import Console
 from rich.table import Table
 
 from te_models import CausalLM
+from te_models.environment import environment
 from te_models.optim import build_optimizer, muon8bit
 from te_models.optim.packing import pack, state_bytes
 

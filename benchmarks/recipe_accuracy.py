@@ -44,7 +44,7 @@ MANTISSA_BITS = {"BF16": 7, "E4M3": 3, "E4M3/E5M2": 3, "E2M1": 1}  # of the form
 @click.option("--out", type=click.Path(path_type=Path), help="Where the JSON goes.")
 def main(model: str | None, steps: int, data: str | None, batches: int, out: Path | None) -> None:
     """Measure every recipe, print the table, write the JSON."""
-    from environment import environment
+    from te_models.environment import environment
 
     with tempfile.TemporaryDirectory() as folder:
         if model is None:

@@ -20,10 +20,10 @@ from typing import Any
 
 import click
 import torch
-from environment import environment
 
 from te_models import CausalLM
 from te_models.checkpoints import Checkpoints
+from te_models.environment import environment
 from te_models.optim import build_optimizer
 from te_models.saved import model_content
 from te_models.state import flatten_state

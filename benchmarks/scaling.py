@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from environment import environment
 
 from te_models.distributed import Parallel, parallel
+from te_models.environment import environment
 from te_models.presets import get_preset
 from te_models.train import Trainer
 from te_models.train_config import TrainConfig

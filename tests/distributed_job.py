@@ -1,4 +1,4 @@
-"""Run by tests/test_distributed.py in each of several processes: the cases one after the other, so that one start serves all."""
+"""Run by tests/test_many_processes.py in each of several processes: the cases one after the other, so that one start serves all."""
 
 from __future__ import annotations
 

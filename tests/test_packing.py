@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from te_models import CausalLM
+from te_models.checkpointing import Recompute
 from te_models.data import Document, TokenDataset
 from te_models.kernels.attention import attention_mask
 from te_models.tokenizer import ByteTokenizer
+from te_models.tokens import Tokens, describe
 
 LENGTHS = ((5, 1, 18), (24,), (3, 9, 2, 10))  # of the documents in each window
 SHAPES: dict[str, dict[str, Any]] = {
@@ -110,10 +112,15 @@ def test_mask_and_window_stay_inside_a_document() -> None:
 def test_positions_count_from_the_start_of_each_document() -> None:
     """RoPE is relative, so no logit of FP32 would tell; the BF16 rounding of its tables would."""
     model, (ids, documents) = build(), packed()
-    together = model._tokens(*ids.shape, None, None, documents)
+
+    def described(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> Tokens:
+        recompute = Recompute("none", model.te, model.te_recipe)
+        return describe(model.config, tokens, None, None, documents, recompute, model.dtype)
+
+    together = described(ids, documents)
     for row, place, own in alone(ids):
-        assert torch.equal(together.cos[row, place], model._tokens(*own.shape, None, None, None).cos)
-    assert model._tokens(*ids.shape, None, None, None).masks == {None: None}, "without documents: the causal kernel"
+        assert torch.equal(together.cos[row, place], described(own).cos)
+    assert described(ids).masks == {None: None}, "without documents: the causal kernel"
 
 
 def test_what_cannot_go_with_documents_is_an_error() -> None:

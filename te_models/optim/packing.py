@@ -9,12 +9,13 @@ import importlib
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def pack(value: Any) -> Any:
     """A plain tensor, number or dict of plain tensors in place of a state's value."""
-    if is_traceable_wrapper_subclass(value):
+    if is_traceable_wrapper_subclass(value) and not isinstance(value, DTensor):
         names, _ = value.__tensor_flatten__()
         return {name: getattr(value, name) for name in names}
     return value

@@ -295,7 +295,10 @@ class NVFP4Quantizer(Quantizer):
                 codes, scale, amax = self._cast_columns(x)
             fields["columnwise_data"] = pack_rows(codes).view(*lead[:-1], lead[-1] // 2, last).movedim(-1, 0)
             scale = pad_to(scale.repeat_interleave(shared, 1).t(), 128, 4)
-            fields |= {"columnwise_scale_inv": scale, "amax_columnwise": amax}
+            fields |= {
+                "columnwise_scale_inv": scale,
+                "amax_columnwise": amax.clone(),
+            }  # a tensor of its own, as in Transformer Engine
         return fields
 
     @property

@@ -25,6 +25,8 @@ from te_models.metrics import read_metrics
 from te_models.state import load_folder
 from te_models.train_config import TrainConfig
 
+pytestmark = pytest.mark.xdist_group("processes")  # one start serves all cases of a file
+
 JOB = Path(__file__).with_name("distributed_job.py")
 # What is left between one process and several is the order of FP32 sums, and now and then an FP8 code that it tips over.
 # Under delayed scaling one process sees the whole batch where the others see micro-batches: FP8 sums over tokens, which
@@ -222,11 +224,12 @@ CLI = ["finetune", "--preset", "gated-nano", "--hidden-size", "64", "--intermedi
 
 
 def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(tmp_path: Path) -> None:
+    texts, run = tmp_path / "texts", tmp_path / "run"
+    texts.mkdir()
     for name in ("text", "more"):
-        (tmp_path / f"{name}.txt").write_text(f"hello {name}, " * 400)
-    run = tmp_path / "run"
+        (texts / f"{name}.txt").write_text(f"hello {name}, " * 400)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += ["--standalone", "-m", "te_models", *CLI, "--parallel", "fsdp", "--data", str(tmp_path)]
+    command += ["--standalone", "-m", "te_models", *CLI, "--parallel", "fsdp", "--data", str(texts)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(JOB.parents[1])}
     with (tmp_path / "log").open("w") as log:
         job = subprocess.Popen([*command, "--out", str(run)], stdout=log, stderr=log, env=env)
