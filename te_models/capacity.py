@@ -167,6 +167,7 @@ def plan_memory(
     gpus: int = 1,
     gradient_accumulation: int = 1,
     dtype_bytes: int = 2,
+    logits: bool = False,
     compile: bool = True,
 ) -> MemoryPlan:
     """The predicted memory of training a model of this shape on a GPU; nothing is built and no GPU is needed.
@@ -180,6 +181,7 @@ def plan_memory(
         gpus: processes among which FSDP2 shares weights, gradients and optimizer state.
         gradient_accumulation: micro-batches a step; from two on, gradients are held during the forward.
         dtype_bytes: of parameters and activations.
+        logits: whether the forward returns them; the Trainer's does not (`return_logits=False`), and they never exist.
         compile: whether the operations between the GEMMs are compiled.
 
     Raises:
@@ -204,6 +206,7 @@ def plan_memory(
         activation_checkpointing=int(activation_checkpointing) if every else activation_checkpointing,
         gpus=gpus,
         held_gradients=gradient_accumulation > 1,
+        logits=logits,
         compile=compile,
         dtype_bytes=dtype_bytes,
     )

@@ -25,6 +25,7 @@ from te_models.recipe import Recipe
 FP32, INT64 = 4, 8
 # Parameters whose gradients te_models/optim/master.py holds in FP32 at a time.
 UPDATE_CHUNK = 2**28
+HEAD_CHUNK = 2**28  # bytes of FP32 logits at a time (te_models/kernels/head.py)
 CUBLAS_WORKSPACE = 2**25 + 1024  # Transformer Engine's, on Hopper and newer (get_cublas_workspace_size_bytes)
 
 
@@ -148,7 +149,8 @@ class Training:
 
     `batch_size` sequences of `seq_len` tokens go through one GPU at a time; `gpus` share weights, gradients and optimizer
     (FSDP2, a unit a block). `held_gradients`: gradients are there before the forward, as from the second micro-batch of
-    an accumulation on. `compile` and `cuda` choose the kernels; `dtype_bytes` is that of parameters and activations.
+    an accumulation on. `logits`: they are returned, so all of them exist. `compile` and `cuda` choose the kernels;
+    `dtype_bytes` is that of parameters and activations.
     """
 
     batch_size: int = 8
@@ -157,6 +159,7 @@ class Training:
     activation_checkpointing: str | int = "none"
     gpus: int = 1
     held_gradients: bool = False
+    logits: bool = True
     compile: bool = True
     cuda: bool = True
     dtype_bytes: int = 2
@@ -320,6 +323,8 @@ class _Tape:
     def head(self) -> list[Step]:
         """The final norm, lm_head and the loss."""
         c = self.config
+        if not self.training.logits and not (self.recipe.quantized and self.recipe.lm_head == "fp8"):
+            return [self.norm("norm")._replace(produces=self.stream, scratch=0), self.fused_head()]
         width = self.tokens * c.vocab_size
         logits, fp32 = width * self.element, width * FP32
         if self.training.compile:  # keeps logits, a maximum and a sum a row, and the targets
@@ -336,6 +341,21 @@ class _Tape:
             *padding,
             loss,
         ]
+
+    def fused_head(self) -> Step:
+        """kernels/head.py makes both gradients in the forward, a chunk of logits at a time, and keeps those alone.
+
+        The FP32 sum of the weight's gradient, one product to be added to it and the chunk are there in the forward;
+        they are counted as scratch, so far as the backward's own copies do not take their place.
+        """
+        c, size = self.config, self.config.vocab_size * self.config.hidden_size
+        own, weight = self.tokens * c.hidden_size * self.element, size * self.element
+        chunk = min(self.tokens, max(256, HEAD_CHUNK // (FP32 * c.vocab_size))) * c.vocab_size
+        forward = 2 * FP32 * size + chunk * (2 * self.element + (0 if self.training.compile else 3 * FP32))
+        return Step(
+            "head and loss", own + weight, produces=self.stream, weights=weight, of_logits=True,
+            scratch=max(0, forward - self.stream - weight),
+        )  # fmt: skip
 
     def regions(self) -> Iterator[Region]:
         """The whole forward; what is recomputed in backward is as te_models/checkpointing.py has it."""

@@ -54,7 +54,7 @@ CASES: list[tuple[str, str | int, dict[str, Any]]] = [
 ]
 
 
-def saved_bytes(model: CausalLM, ids: torch.Tensor) -> int:
+def saved_bytes(model: CausalLM, ids: torch.Tensor, logits: bool = True) -> int:
     """Bytes that autograd keeps after a forward: each storage once, parameters not, each copy of FP8 codes by itself.
 
     The emulated engine's two copies of a weight are views of one buffer; on a GPU they are two buffers.
@@ -72,7 +72,7 @@ def saved_bytes(model: CausalLM, ids: torch.Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(ids, labels=ids.clone())
+        model(ids, labels=ids.clone(), return_logits=logits)
     return sum(found.values())
 
 
@@ -98,6 +98,16 @@ def test_activations_are_what_autograd_keeps(
         assert saved_bytes(model, torch.randint(0, 288, rows)) == expected
 
 
+@pytest.mark.parametrize("rows", [(2, 64), (1, 23)], ids=["whole", "padded"])
+@pytest.mark.parametrize("recipe", ["bf16", "current"])
+def test_a_head_without_logits_keeps_two_gradients(recipe: str, rows: tuple[int, int]) -> None:
+    model = CausalLM.from_preset("gated-nano", **SHAPE, recipe=recipe, engine="emulated", device="cpu")
+    size = dict(batch_size=rows[0], seq_len=rows[1], logits=False, compile=False, cuda=False)
+    with exact_gemm(0):
+        found = saved_bytes(model, torch.randint(0, 288, rows), logits=False)
+    assert found == kept_bytes(model.config, model.recipe, Training(**size))
+
+
 def measured() -> dict[str, tuple[MemoryPlan, int]]:
     """Name -> the plan of a run on one H200, and the peak that it measured."""
     found = {}
@@ -108,13 +118,13 @@ def measured() -> dict[str, tuple[MemoryPlan, int]]:
         for row in rows:
             # The benchmark has no optimizer and zeroes gradients without freeing them.
             plan = plan_memory(get_preset(preset, **fields), get_recipe(row["recipe"]), **size, optimizer=None,
-                               activation_checkpointing=row["mode"], gradient_accumulation=2)  # fmt: skip
+                               activation_checkpointing=row["mode"], gradient_accumulation=2, logits=True)  # fmt: skip
             found[f"{name}, {row['recipe']}, {row['mode']}"] = plan, row["peak"]
     light = json.loads((RESULTS / "first_light_h200.json").read_text())
     for name, result in light["recipes"].items():
         run = light["run"]
         plan = plan_memory(get_preset(run["preset"]), get_recipe(name), batch_size=run["batch_size"],
-                           seq_len=run["seq_len"])  # fmt: skip
+                           seq_len=run["seq_len"], logits=True)  # fmt: skip
         found[f"{run['preset']}, {name}, AdamW"] = plan, result["peak_memory"]
     return found
 
@@ -219,7 +229,7 @@ def test_everything_is_freed_by_the_end_of_backward() -> None:
 
 def test_held_gradients_are_added_to_one_by_one() -> None:
     """Then each step's new gradient is there for a moment only, beside the one that it is added to."""
-    plan = nano()
+    plan = nano(logits=True)
     regions = list(_Tape(plan.config, plan.recipe, plan.training).regions())
     made = list(_walk(regions, Memory(), plan.training))
     held = list(_walk(regions, Memory(), replace(plan.training, held_gradients=True)))
