@@ -4,12 +4,13 @@ RUN := .venv/bin
 STAMP := .venv/.installed
 OUT ?= runs/first-light
 RECIPE ?= current
+STEPS ?= 250
 
 .PHONY: finetune test test-slow test-gpu check format clean
 
 finetune: $(STAMP)  ## fine-tune gated-nano in FP8 on Python's own documentation and sources
 	rm -rf $(OUT)
-	$(RUN)/te-models finetune --preset gated-nano --recipe $(RECIPE) --out $(OUT)
+	$(RUN)/te-models finetune --preset gated-nano --recipe $(RECIPE) --steps $(STEPS) --out $(OUT)
 
 test: $(STAMP)  ## the test suite
 	$(RUN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow"

@@ -291,7 +291,7 @@ class NVFP4Quantizer(Quantizer):
             fields["rowwise_data"] = pack(codes).view(*lead, last // 2)
             fields |= {"rowwise_scale_inv": pad_to(scale.repeat_interleave(shared, 0), 128, 4), "amax_rowwise": amax}
         if columnwise:
-            if codes is None or scale is None or not self._same_codes:
+            if codes is None or scale is None or amax is None or not self._same_codes:
                 codes, scale, amax = self._cast_columns(x)
             fields["columnwise_data"] = pack_rows(codes).view(*lead[:-1], lead[-1] // 2, last).movedim(-1, 0)
             scale = pad_to(scale.repeat_interleave(shared, 1).t(), 128, 4)
