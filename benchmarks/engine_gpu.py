@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from engine_cpu import RECIPES
 
 import te_models.engine.emulated as te
 from te_models.engine.emulated import recipe as R
@@ -24,14 +25,6 @@ from te_models.engine.emulated.fused import fused
 from te_models.environment import environment
 
 SHAPES = ((512, 1024, 1024), (8192, 4096, 4096))  # rows, in, out
-RECIPES: dict[str, R.Recipe | None] = {
-    "bf16": None,
-    "delayed": R.DelayedScaling(),
-    "current": R.Float8CurrentScaling(),
-    "blockwise": R.Float8BlockScaling(),
-    "mxfp8": R.MXFP8BlockScaling(),
-    "nvfp4": R.NVFP4BlockScaling(),
-}
 
 
 def passes(rows: int, n_in: int, n_out: int) -> dict[str, Callable[[], None]]:

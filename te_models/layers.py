@@ -78,10 +78,9 @@ class GatedAttention(nn.Module):
         return self.o_proj(pad_rows(out, len(qkvg)), **tokens.weights)
 
     def _fusible(self, tokens: Tokens) -> bool:
-        """Whether the model asked for one operation and this layer and these tokens are what it computes."""
-        config = self.config
-        plain = tokens.cache is None and tokens.real is None and tokens.masks.get(config.window(self.layer)) is None
-        return self.operations is not None and plain and not config.qk_norm and config.rotary_size == config.head_dim
+        """Whether the model asked for one operation, and these tokens need no mask but the causal one."""
+        masked = tokens.real is not None or tokens.masks.get(self.config.window(self.layer)) is not None
+        return self.operations is not None and tokens.cache is None and not masked
 
     def _fused(self, qkvg: Tensor, tokens: Tokens) -> Tensor:
         """As `_mixed`, in one operation."""

@@ -105,6 +105,9 @@ class CausalLM(nn.Module):
         self.compiled = compile and device.type == "cuda"
         self.amax_group: Any = None  # the processes that share their amaxes (DelayedScaling); None: all there are
 
+        if fused and (config.qk_norm or config.rotary_size != config.head_dim):
+            raise ValueError("fused=True knows neither qk_norm nor a partial_rotary_factor below 1: leave it out here")
+
         factory: dict[str, Any] = dict(device=device if materialize else torch.device("meta"), dtype=dtype)
         self.kernels = get_kernels(compile, device)
         self.embed_tokens = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **factory)

@@ -97,6 +97,12 @@ def test_a_model_with_it_is_the_model_without(recipe: str, gate: str, mode: str)
     assert (slopes[0] - slopes[1]).norm() < 1e-4 * slopes[0].norm()
 
 
+@pytest.mark.parametrize("fields", [dict(qk_norm=True), dict(partial_rotary_factor=0.5)], ids=str)
+def test_what_it_does_not_compute_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="fused=True knows neither"):
+        CausalLM.from_preset("gated-nano", fused=True, device="meta", engine="emulated", **fields)
+
+
 INTERPRETED = """
 import torch
 from te_models.kernels.attention_core import PLAIN

@@ -57,9 +57,9 @@ def test_list_names_every_preset_and_recipe(capsys: pytest.CaptureFixture) -> No
 
 @pytest.mark.parametrize("preset", list_presets())
 def test_plan_shows_any_preset_at_once(preset: str, capsys: pytest.CaptureFixture) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert main(["plan", "--preset", preset, "--recipe", "delayed", "--num-layers-at-end-in-bf16", "2"]) == 0
-    assert time.perf_counter() - start < 5, "the plan of a model needs no memory for it"
+    assert time.process_time() - start < 5, "the plan of a model needs no memory for it"
     out = capsys.readouterr().out
     assert "E4M3/E5M2 DelayedScaling" in out and "num_layers_at_end_in_bf16 = 2" in out
 

@@ -256,7 +256,7 @@ def test_refuses_in_one_line_without_running(name: str, tmp_path: Any, monkeypat
     data = HOSTILE[name]()
     monkeypatch.chdir(tmp_path)
     tracemalloc.start()
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         with pytest.raises(CheckpointError) as caught:
             read_extra_state(data)
@@ -264,7 +264,7 @@ def test_refuses_in_one_line_without_running(name: str, tmp_path: Any, monkeypat
     finally:
         tracemalloc.stop()
     assert "\n" not in str(caught.value)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert peak < 8 * 2**20
     assert list(tmp_path.iterdir()) == []
 

@@ -340,10 +340,10 @@ JSON: dict[str, bytes] = {
 
 
 def quickly_refused(folder: Path, **options: Any) -> str:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(CheckpointError) as caught:
         load_folder(folder, **options)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
