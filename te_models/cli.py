@@ -22,6 +22,7 @@ from te_models.recipe import get_recipe, list_recipes, recipe_fields
 from te_models.train_config import TrainConfig
 
 TRAIN_FIELDS = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
+TRAIN_HELP = {f.name: f.metadata["help"] for f in dataclasses.fields(TrainConfig)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -224,7 +225,7 @@ def train_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for name, default in reversed(TRAIN_FIELDS.items()):
         flag = f"--{name.replace('_', '-')}"
         flag = f"{flag}/--no-{flag[2:]}" if isinstance(default, bool) else flag
-        command = click.option(flag, default=default, show_default=True)(command)
+        command = click.option(flag, default=default, show_default=True, help=TRAIN_HELP[name])(command)
     return command
 
 

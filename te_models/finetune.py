@@ -18,6 +18,7 @@ from te_models.distributed import Parallel, parallel, restarts
 from te_models.generate import continue_text
 from te_models.metrics import plot_losses, read_metrics
 from te_models.model import CausalLM
+from te_models.optim import resolve_options
 from te_models.report import outcome, progress, summary
 from te_models.saved import tokenizer_of
 from te_models.streaming import StreamingDataset
@@ -56,6 +57,9 @@ def finetune(
         LostPeer: another process of the run died.
     """
     config = TrainConfig(**train)
+    resolve_options(
+        config.optimizer, config.optimizer_options
+    )  # a mistake in them should cost nobody the reading of data
     read = functools.partial(open_data, data, streaming=streaming, packing=packing, num_workers=data_workers)
     with parallel(config, device) as shared:
         return _finetune(build, read, shared, label, model_folder, tokenizer, out, resume, sample_tokens)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from te_models.errors import unknown
 
 PARALLEL = ("none", "ddp", "fsdp", "tp", "fsdp+tp")
 AT_LEAST_ONE = ("steps", "batch_size", "seq_len", "keep_last", "collective_timeout")
+
+
+def _field(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,31 +24,39 @@ class TrainConfig:
     `batch_size` counts the sequences of all processes together, so that a run is the same on any number of them.
     """
 
-    steps: int = 300
-    batch_size: int = 8
-    seq_len: int = 256
-    gradient_accumulation: int = 1
-    cache_fp8_weights: bool = True  # quantize the weights once a step, not once a micro-batch
-    optimizer: str = "adamw"
-    optimizer_options: str | Mapping[str, Any] = ""  # "name=value,name=value" or a dict: see docs/optimizers.md
-    optimizer_offload: bool = False  # masters and optimizer state in the CPU's memory
-    learning_rate: float = 1e-3
-    final_learning_rate: float = 0.1  # as a share of learning_rate, reached by a cosine at the last step
-    warmup_steps: int = 20
-    weight_decay: float = 0.1
-    clip_grad_norm: float = 1.0
-    eval_every: int = 50
-    eval_batches: int = 8
-    save_every: int = 0
-    keep_last: int = 2
-    seed: int = 0
-    parallel: str = "none"  # none, ddp, fsdp, tp or fsdp+tp: how the processes that torchrun starts share the work
-    tensor_parallel_size: int = 0  # processes that share each layer under fsdp+tp
-    sequence_parallel: bool = False  # tp: divide the tokens between layers too
-    reshard_after_forward: bool = True  # fsdp: drop gathered weights after forward and gather them again in backward
-    prefetch_blocks: int = 1  # fsdp: how many blocks ahead weights are gathered
-    reduce_dtype: str = "float32"  # fsdp: in what gradients are summed over the processes, float32 or bfloat16
-    collective_timeout: int = 60  # seconds after which a process that no longer answers ends the run
+    steps: int = _field(300, "Optimizer steps.")
+    batch_size: int = _field(8, "Sequences of a micro-batch, of all processes together.")
+    seq_len: int = _field(256, "Tokens of a sequence.")
+    gradient_accumulation: int = _field(1, "Micro-batches of a step.")
+    cache_fp8_weights: bool = _field(True, "Quantize the weights once a step, not once a micro-batch.")
+    optimizer: str = _field("adamw", "One of adamw, adamw8bit, adamwfp8, te-adam, muon, muon8bit or galore.")
+    optimizer_options: str | Mapping[str, Any] = _field(
+        "", 'As "name=value,name=value", in Python also a dict: docs/optimizers.md.'
+    )
+    optimizer_offload: bool = _field(False, "Masters and optimizer state in the CPU's memory.")
+    learning_rate: float = _field(1e-3, "The highest, after the warm-up.")
+    final_learning_rate: float = _field(0.1, "As a share of it, reached by a cosine at the last step.")
+    warmup_steps: int = _field(20, "Steps of linear warm-up.")
+    weight_decay: float = _field(0.1, "Of matrices.")
+    clip_grad_norm: float = _field(1.0, "The largest norm of the gradient; 0: not clipped.")
+    eval_every: int = _field(50, "Steps between evaluations; 0: at the end alone.")
+    eval_batches: int = _field(8, "Batches of an evaluation.")
+    save_every: int = _field(0, "Steps between checkpoints; 0: at the end alone.")
+    keep_last: int = _field(2, "Checkpoints that are kept.")
+    seed: int = _field(0, "Of weights, data order and sampling.")
+    parallel: str = _field(
+        "none", "One of none, ddp, fsdp, tp, fsdp+tp: how the processes that torchrun starts share the work."
+    )
+    tensor_parallel_size: int = _field(0, "With fsdp+tp: processes that share each layer.")
+    sequence_parallel: bool = _field(False, "With tp: divide the tokens between layers too.")
+    reshard_after_forward: bool = _field(
+        True, "With fsdp: drop gathered weights after forward and gather them again in backward."
+    )
+    prefetch_blocks: int = _field(1, "With fsdp: how many blocks ahead weights are gathered.")
+    reduce_dtype: str = _field(
+        "float32", "With fsdp: in what gradients are summed over the processes, float32 or bfloat16."
+    )
+    collective_timeout: int = _field(60, "Seconds after which a process that no longer answers ends the run.")
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -125,10 +125,8 @@ def build_optimizer(
     Raises:
         ValueError: an unknown name or option, a value out of range, or a package that is missing.
     """
-    if name not in OPTIMIZERS:
-        raise unknown("optimizer", name, OPTIMIZERS)
-    choice = OPTIMIZERS[name]
     values = resolve_options(name, options)
+    choice = OPTIMIZERS[name]
     kind = {"optimizer": name, **values}
     found = groups(model, weight_decay, choice.matrices)
     if name == "te-adam" and getattr(model, "engine", None) == "native":
@@ -141,6 +139,8 @@ def build_optimizer(
 
 def resolve_options(name: str, options: str | Mapping[str, Any]) -> dict[str, Any]:
     """All options of the optimizer `name`, those given over the defaults, each of its default's type."""
+    if name not in OPTIMIZERS:
+        raise unknown("optimizer", name, OPTIMIZERS)
     known = OPTIMIZERS[name].options
     values = {key: default[0] if isinstance(default, tuple) else default for key, default in known.items()}
     given = options if isinstance(options, Mapping) else dict(_pairs(options))
