@@ -188,6 +188,7 @@ def test_two_processes_go_on_where_one_stopped(two: dict[str, Any], one: dict[st
     assert found["norms"] == pytest.approx(one["norms"], rel=CLOSE["delayed"])
 
 
+@pytest.mark.slow
 def test_four_processes_too(root: Path, one: dict[str, Any]) -> None:
     """Where most of them hold no row of a small parameter, and where they go on from what one saved."""
     for found in start(root, 4, FOUR, "four-processes").values():
@@ -223,6 +224,7 @@ CLI = ["finetune", "--preset", "gated-nano", "--hidden-size", "64", "--intermedi
        "--batch-size", "2", "--eval-every", "0", "--sample-tokens", "0", "--save-every", "5", "--steps", "60"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(tmp_path: Path) -> None:
     texts, run = tmp_path / "texts", tmp_path / "run"
     texts.mkdir()
