@@ -24,9 +24,9 @@ import torch
 from te_models import CausalLM
 from te_models.checkpoints import Checkpoints
 from te_models.environment import environment
+from te_models.nested_state import flatten_state
 from te_models.optim import build_optimizer
 from te_models.saved import model_content
-from te_models.state import flatten_state
 
 
 def seconds(action: Callable[..., Any], *args: Any, **options: Any) -> float:

@@ -48,12 +48,8 @@ def plot_losses(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]], tit
 
     With several runs a second panel shows each one's smoothed loss against the first's, in percent.
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  optional, and slow to import
-    except ImportError:
-        raise ValueError("drawing the loss curve needs matplotlib: pip install 'te-models[train]'") from None
     smooth = {label: _smooth([row["loss"] for row in rows]) for label, rows in runs.items()}
-    figure = Figure(figsize=(8, 4.5 if len(runs) == 1 else 6.5), dpi=130, layout="constrained")
+    figure = _figure((8, 4.5 if len(runs) == 1 else 6.5))
     axes = figure.subplots(min(2, len(runs)), 1, sharex=True, squeeze=False, height_ratios=(2, 1)[: len(runs)])[:, 0]
     first = next(iter(smooth.values()))
     for number, (label, rows) in enumerate(runs.items()):
@@ -77,21 +73,15 @@ def plot_losses(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]], tit
     for panel in axes:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    fresh = path.with_suffix(".tmp.png")
-    figure.savefig(fresh)
-    os.replace(fresh, path)
+    _write(figure, path)
 
 
 def plot_bench(path: Path, result: Mapping[str, Any], title: str) -> None:
     """Draw what te_models.bench measured: milliseconds a step, with quartiles, and peak memory where it is known."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  optional, and slow to import
-    except ImportError:
-        raise ValueError("drawing the figures needs matplotlib: pip install 'te-models[train]'") from None
     rows = result["rows"]
     memory = [row["peak_gib"] for row in rows]
     panels = 1 if None in memory else 2
-    figure = Figure(figsize=(4 + 4 * panels, 1.6 + 0.4 * len(rows)), dpi=130, layout="constrained")
+    figure = _figure((4 + 4 * panels, 1.6 + 0.4 * len(rows)))
     axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
     names = [row["name"] for row in rows]
     colors = ["C0" if name.startswith("te-models") else "0.6" for name in names]
@@ -112,6 +102,20 @@ def plot_bench(path: Path, result: Mapping[str, Any], title: str) -> None:
     for panel in axes:
         panel.margins(x=0.15)
         panel.spines[["top", "right"]].set_visible(False)
+    _write(figure, path)
+
+
+def _figure(size: tuple[float, float]) -> Any:
+    """An empty figure of so many inches."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415  optional, and slow to import
+    except ImportError:
+        raise ValueError("drawing needs matplotlib: pip install 'te-models[train]'") from None
+    return Figure(figsize=size, dpi=130, layout="constrained")
+
+
+def _write(figure: Any, path: Path) -> None:
+    """The figure as a PNG, which is there as a whole or not at all."""
     fresh = path.with_suffix(".tmp.png")
     figure.savefig(fresh)
     os.replace(fresh, path)

@@ -38,8 +38,9 @@ from te_models.hf import (
     read_hugging_face,
     write_hugging_face,
 )
+from te_models.nested_state import unflatten_state
 from te_models.recipe import Recipe, recipe_fields, recipe_from_dict
-from te_models.state import MANIFEST, CheckpointError, Folder, load_folder, match, save_folder, unflatten_state
+from te_models.state import MANIFEST, CheckpointError, Folder, load_folder, match, save_folder
 from te_models.te_checkpoint import TECheckpoint, read_te_checkpoint, te_files
 from te_models.tensor_parallel import gather_state, shard_state
 

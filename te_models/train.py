@@ -27,10 +27,10 @@ from te_models.durable import SaveError
 from te_models.formats import render_json
 from te_models.metrics import MetricsLog
 from te_models.model import CausalLM
+from te_models.nested_state import flatten_state
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
 from te_models.saved import load_training_state, model_content
-from te_models.state import flatten_state
 from te_models.streaming import StreamingDataset
 from te_models.train_config import TrainConfig
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from te_models.state import CheckpointError, flatten_state, load_folder, match, save_folder, unflatten_state
+from te_models.nested_state import flatten_state, unflatten_state
+from te_models.state import CheckpointError, load_folder, match, save_folder
 
 WANTED = {"a": torch.empty(2, 3, device="meta"), "b": torch.empty(4, dtype=torch.bfloat16, device="meta")}
 

@@ -19,13 +19,13 @@ from te_models import CausalLM
 from te_models.data import Document, TokenDataset
 from te_models.layers import GatedAttention
 from te_models.metrics import read_metrics
+from te_models.nested_state import flatten_state
 from te_models.optim import OPTIMIZERS, build_optimizer, master, muon8bit, resolve_options
 from te_models.optim.galore import leading_directions
 from te_models.optim.groups import groups, parts
 from te_models.optim.muon8bit import Muon8bit, dequantize, orthogonalize, quantize
 from te_models.optim.packing import state_bytes
 from te_models.saved import load_training_state
-from te_models.state import flatten_state
 from te_models.tokenizer import load_tokenizer
 from te_models.train import Diverged, Trainer
 from te_models.train_config import TrainConfig

@@ -227,4 +227,4 @@ def _layout(x: Any) -> dict[str, tuple[int, tuple[int, int] | None, tuple[int, i
             "_rowwise_data": (0, None, None), "_rowwise_scale_inv": (0, (m, k // 16), (128, 4)),
             "_columnwise_data": (1, None, None), "_columnwise_scale_inv": (1, (k, m // 16), (128, 4)),
         }  # fmt: skip
-    raise NotImplementedError(f"{type(x).__name__} cannot be gathered: use sequence_parallel=False")
+    raise TypeError(f"{type(x).__name__} cannot be gathered: use sequence_parallel=False")
