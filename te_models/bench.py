@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from te_models.config import ModelConfig
+from te_models.engine import get_engine
 from te_models.environment import environment
 from te_models.errors import unknown
+from te_models.graphed import GraphedStep
 from te_models.model import CausalLM
 from te_models.peers import PEERS, Step, peer_step
 from te_models.recipe import EDGES, SCHEMES, get_recipe, recipe_fields
@@ -27,9 +29,12 @@ from te_models.roofline import Roofline, model_flops, roofline, timed
 # What may follow a recipe after a "+": one row a way to run it. Later ones add to earlier ones.
 WAYS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
+    "plain": {"fused": False},
     "eager": {"compile": False},
     "selective": {"activation_checkpointing": "selective"},
     "full": {"activation_checkpointing": "full"},
+    "fp8_params": {"fp8_params": True},
+    "graph": {"cuda_graph": True},
 }
 
 
@@ -66,8 +71,12 @@ def parse(recipe: str) -> tuple[str, dict[str, Any]]:
     return name, {key: value for way in ways for key, value in WAYS[way].items()}
 
 
-def model_step(model: CausalLM, ids: torch.Tensor) -> Step:
-    """One forward and backward of `model` on ids [B, S], predicting each next token; returns the loss."""
+def model_step(ids: torch.Tensor, config: ModelConfig, cuda_graph: bool = False, **options: Any) -> Step:
+    """One forward and backward of CausalLM(config, **options) on ids [B, S], predicting each next token; the loss."""
+    model = CausalLM(config, **options)
+    if cuda_graph:
+        graphed = GraphedStep(model)
+        return lambda: graphed(input_ids=ids, labels=ids)
 
     def step() -> torch.Tensor:
         for parameter in model.parameters():
@@ -93,7 +102,7 @@ def builders(
         recipe, ways = parse(text)
         own = {name: value for name, value in options.items() if _applies(name, recipe)}
         given: dict[str, Any] = {**own, **ways, "device": ids.device, "recipe": recipe}
-        made[f"te-models {text}"] = lambda given=given: model_step(CausalLM(config, **given), ids)
+        made[f"te-models {text}"] = lambda given=given: model_step(ids, config, **given)
     return made
 
 
@@ -127,6 +136,7 @@ def bench(
         tell: told what is going on, line by line.
         options: CausalLM's own, such as `engine` and recipe fields.
     """
+    get_engine("auto", device)  # Transformer Engine before any use of cuDNN: its copy of that must be loaded first
     torch._dynamo.config.recompile_limit = 64  # every variant compiles the same functions for its own shapes
     ids = torch.randint(0, config.vocab_size, (batch_size, seq_len), generator=torch.Generator().manual_seed(0))
     ids = ids.to(device)

@@ -58,11 +58,11 @@ class Recompute:
             return self._recomputed(block, block, x, *args)
         return block(x, *args)
 
-    def part(self, owner: nn.Module, function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+    def part(self, owner: nn.Module, function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
         """function(x, *args), part of a block with the linears of `owner`, recomputed in backward under "selective"."""
         return self._recomputed(owner, function, x, *args) if self.mode == "selective" else function(x, *args)
 
-    def _recomputed(self, owner: nn.Module, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    def _recomputed(self, owner: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
         def contexts() -> tuple[Any, Any]:
             if not self.te.FP8GlobalStateManager.is_fp8_enabled():
                 return contextlib.nullcontext(), contextlib.nullcontext()

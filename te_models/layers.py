@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from te_models.config import ModelConfig
 from te_models.kernels import Kernels
 from te_models.kernels.attention import causal_attention
-from te_models.kernels.attention_core import Heads, Operations, attention_core
+from te_models.kernels.attention_core import Heads, attention_core
 from te_models.tensor_parallel import TensorParallel
 from te_models.tokens import Tokens
 
@@ -55,7 +55,6 @@ class GatedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.layer, self.kernels, self.tp = config, layer, kernels, tp
-        self.operations: Operations | None = None  # set by the model if attention is to be one operation
         self.heads = Heads(
             config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.attention_gate
         )
@@ -72,7 +71,7 @@ class GatedAttention(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [N, D] -> [N, D]."""
-        qkvg = self.qkvg_proj(x, **tokens.weights)
+        qkvg = self.kernels.linear(self.qkvg_proj, x, **tokens.weights)
         out = self._fused(qkvg, tokens) if self._fusible(tokens) else self._mixed(qkvg, tokens)
         # Rows of all ranks, where x has this rank's alone.
         return self.o_proj(pad_rows(out, len(qkvg)), **tokens.weights)
@@ -80,13 +79,13 @@ class GatedAttention(nn.Module):
     def _fusible(self, tokens: Tokens) -> bool:
         """Whether the model asked for one operation, and these tokens need no mask but the causal one."""
         masked = tokens.real is not None or tokens.masks.get(self.config.window(self.layer)) is not None
-        return self.operations is not None and tokens.cache is None and not masked
+        return self.kernels.attention is not None and tokens.cache is None and not masked
 
     def _fused(self, qkvg: Tensor, tokens: Tokens) -> Tensor:
         """As `_mixed`, in one operation."""
-        assert self.operations is not None
+        assert self.kernels.attention is not None
         cos, sin = (tokens.cos, tokens.sin) if self.config.has_rope(self.layer) else (None, None)
-        return attention_core(qkvg, cos, sin, tokens.batch, tokens.seq, self.heads, self.operations)
+        return attention_core(qkvg, cos, sin, tokens.batch, tokens.seq, self.heads, self.kernels.attention)
 
     def _mixed(self, qkvg: Tensor, tokens: Tokens) -> Tensor:
         """qkvg [N, Q] -> the input of o_proj [B*S, A*H]."""
@@ -135,11 +134,11 @@ class SwiGLU(nn.Module):
 
     def hidden(self, x: Tensor, **weights: bool | None) -> Tensor:
         """x [N, D] -> the input of down_proj [N, F]."""
-        return self.kernels.swiglu(self.gate_up_proj(x, **weights))
+        return self.kernels.swiglu(self.kernels.linear(self.gate_up_proj, x, **weights), self.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, D] -> [N, D]."""
-        return self.down_proj(self.hidden(x))
+        return self.kernels.linear(self.down_proj, self.hidden(x))
 
 
 class Block(nn.Module):
@@ -155,7 +154,7 @@ class Block(nn.Module):
         self, config: ModelConfig, layer: int, te: ModuleType, kernels: Kernels, tp: TensorParallel, **factory: Any
     ) -> None:
         super().__init__()
-        self.tp = tp
+        self.kernels, self.tp = kernels, tp
         self.fp8_enabled = te.FP8GlobalStateManager.is_fp8_enabled
         self.in_fp8 = False  # set by the model, which knows its recipe
         self.input_layernorm = te.RMSNorm(config.hidden_size, **norm_options(config), **factory)
@@ -170,12 +169,20 @@ class Block(nn.Module):
                 "an FP8 block ran outside the model's autocast: it was called by itself, or recomputed by a checkpoint "
                 "round it; use activation_checkpointing='full' instead"
             )
-        x = x + self.self_attn(self.tp.norm(self.input_layernorm, x, self.tp.scatters), tokens)
-        hidden = tokens.recompute.part(self.mlp, self._mlp_hidden, x, tokens)
-        return x + self.mlp.down_proj(hidden, **tokens.weights)
+        h, x = self._normed(self.input_layernorm, x, self.self_attn.qkvg_proj)
+        x = x + self.self_attn(h, tokens)
+        hidden, x = tokens.recompute.part(self.mlp, self._mlp_hidden, x, tokens)
+        return x + self.kernels.linear(self.mlp.down_proj, hidden, **tokens.weights)
 
-    def _mlp_hidden(self, x: Tensor, tokens: Tokens) -> Tensor:
-        return self.mlp.hidden(self.tp.norm(self.post_attention_layernorm, x, self.tp.scatters), **tokens.weights)
+    def _mlp_hidden(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        h, x = self._normed(self.post_attention_layernorm, x, self.mlp.gate_up_proj)
+        return self.mlp.hidden(h, **tokens.weights), x
+
+    def _normed(self, norm: nn.Module, x: Tensor, consumer: nn.Module) -> tuple[Tensor, Tensor]:
+        """The input of the te.Linear `consumer`, and x again."""
+        if self.tp.size > 1:
+            return self.tp.norm(norm, x, self.tp.scatters), x
+        return self.kernels.norm(norm, x, consumer)
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:

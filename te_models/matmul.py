@@ -24,6 +24,14 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: torch.dtype 
     return (a @ b).to(dtype)
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total [M, N] FP32 += a [M, K] @ b [K, N], summed in FP32: on a GPU within the GEMM, where the sum passes by anyway."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += matmul(a, b, dtype=torch.float32)
+
+
 @functools.cache
 def _has_units(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions for products of `dtype`."""

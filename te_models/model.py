@@ -29,7 +29,7 @@ from te_models.fp8_params import check_recipe, clear_states, relink, same_codes
 from te_models.fp8_state import convert_scales, fp8_state, frozen_fp8_state, load_fp8_state
 from te_models.generate import Prompts, generate, stream
 from te_models.hf import Origin
-from te_models.kernels import attention_operations, get_kernels
+from te_models.kernels import PLAIN, get_kernels
 from te_models.kernels.attention import attention_kernel
 from te_models.kernels.head import linear_cross_entropy
 from te_models.layers import Block, linear, norm_options, pad_rows
@@ -60,7 +60,8 @@ class CausalLM(nn.Module):
         activation_checkpointing: "none", "selective", "full" or an integer N (see te_models.checkpointing).
         fp8_params: keep the weights of the FP8 layers as FP8 codes alone (see te_models.fp8_params).
         compile: fuse the operations between the GEMMs with torch.compile (on CUDA devices).
-        fused: RoPE, attention and gate as one operation (te_models.kernels.attention_core), Triton on CUDA devices.
+        fused: attention with RoPE and gate as one operation, where its heads allow it, and FP8 handed from module to module,
+            where the engine can (te_models.kernels); None: on CUDA devices.
         initialize: False leaves the parameters without values, for a loader that fills them.
         materialize: False leaves them on the meta device, for te_models.distributed, which cuts them up before they take
             memory.
@@ -83,7 +84,7 @@ class CausalLM(nn.Module):
         activation_checkpointing: str | int = "none",
         fp8_params: bool = False,
         compile: bool = True,
-        fused: bool = False,
+        fused: bool | None = None,
         initialize: bool = True,
         materialize: bool = True,
         tp_mesh: DeviceMesh | None = None,
@@ -105,17 +106,15 @@ class CausalLM(nn.Module):
         self.compiled = compile and device.type == "cuda"
         self.amax_group: Any = None  # the processes that share their amaxes (DelayedScaling); None: all there are
 
-        if fused and (config.qk_norm or config.rotary_size != config.head_dim):
-            raise ValueError("fused=True knows neither qk_norm nor a partial_rotary_factor below 1: leave it out here")
-
         factory: dict[str, Any] = dict(device=device if materialize else torch.device("meta"), dtype=dtype)
-        self.kernels = get_kernels(compile, device)
+        self.fused = (device.type == "cuda" if fused is None else fused) and self.tp.size == 1
+        whole = not config.qk_norm and config.rotary_size == config.head_dim
+        self.kernels = get_kernels(self.te, device, compile=compile, fused=self.fused, attention=whole)
         self.embed_tokens = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **factory)
         self.layers = nn.ModuleList()
         for layer in range(config.num_hidden_layers):
             with self._weights(in_fp8=layer in self.fp8_layers):
                 block = Block(self.local_config, layer, self.te, self.kernels, self.tp, **factory)
-            block.self_attn.operations = attention_operations(device) if fused else None
             self.layers.append(block)
         self.norm = self.te.RMSNorm(config.hidden_size, **norm_options(config), **factory)
         with self._weights(in_fp8=self._head_in_fp8 and not config.tie_word_embeddings):
@@ -296,6 +295,19 @@ class CausalLM(nn.Module):
         guard = frozen_fp8_state(self) if self.recipe.stateful and not training else contextlib.nullcontext()
         with guard, self.te.autocast(enabled=True, recipe=self.te_recipe, amax_reduction_group=self.amax_group):
             yield
+
+    @contextlib.contextmanager
+    def unfused(self) -> Iterator[None]:
+        """Inside, the model runs with plain kernels and passes BF16 between its modules."""
+        owners = [module for module in self.modules() if hasattr(module, "kernels")]
+        before = self.kernels
+        for owner in owners:
+            owner.kernels = PLAIN  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for owner in owners:
+                owner.kernels = before  # type: ignore[assignment]
 
     def set_recipe(self, recipe: str | Path | Recipe | Any, **recipe_fields: Any) -> None:
         """Swap the recipe of the live model. Weights and gradients stay; the next forward runs under the new one.

@@ -8,6 +8,7 @@ checkpoint, so a resumed run continues with the same bits.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import signal
 import time
@@ -25,6 +26,7 @@ from te_models.dist_state import ShardedCheckpoints, cut_optimizer_state, shared
 from te_models.distributed import Parallel, reshard
 from te_models.durable import SaveError
 from te_models.formats import render_json
+from te_models.graphed import GraphedStep, obstacle
 from te_models.metrics import MetricsLog
 from te_models.model import CausalLM
 from te_models.nested_state import flatten_state
@@ -35,6 +37,8 @@ from te_models.streaming import StreamingDataset
 from te_models.train_config import TrainConfig
 
 Batch = dict[str, Tensor]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -81,6 +85,7 @@ class Trainer:
         if self.parallel.sharded:
             self.optimizer.gradient_norm = self.parallel.gradient_norm  # type: ignore[union-attr]
         self.train_model = self.parallel.wrap(self.model)
+        self.graphed = self._graphed()
         kind = ShardedCheckpoints if self.parallel.ranks.world > 1 else Checkpoints
         self.checkpoints = kind(self.out / "checkpoints", keep_last=self.config.keep_last)
         if isinstance(self.checkpoints, ShardedCheckpoints):
@@ -137,9 +142,13 @@ class Trainer:
         weights = self.parallel.weights([_counted(batch) for batch in micro_batches], self.model.device)
         cache = config.cache_fp8_weights and config.gradient_accumulation > 1 and not self.parallel.sharded
         for number, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
+            inputs = _to(batch, self.model.device)
+            if self.graphed is not None:
+                total += self.graphed(**inputs)
+                continue
             options = dict(is_first_microbatch=number == 0 if cache else None, return_logits=False)
             with self.parallel.micro_batch(self.train_model, last=batch is micro_batches[-1]):
-                loss = self.train_model(**_to(batch, self.model.device), **options).loss
+                loss = self.train_model(**inputs, **options).loss
                 loss = loss * weight / config.gradient_accumulation
                 loss.backward()
             total += loss.detach()
@@ -159,6 +168,18 @@ class Trainer:
         if config.save_every and len(self.speeds) == 1 and self.parallel.ranks.world == 1:
             self.checkpoints.reserve(*self._content())
         return row
+
+    def _graphed(self) -> GraphedStep | None:
+        """The step as a CUDA graph, if the run wants one and can have it."""
+        if not self.config.cuda_graph:
+            return None
+        reason = obstacle(self.train_model)
+        if self.config.gradient_accumulation > 1:
+            reason = "gradients are accumulated"
+        if reason:
+            log.info("no CUDA graph of the step: %s", reason)
+            return None
+        return GraphedStep(self.model)
 
     def _evaluate(self) -> float:
         return evaluate(self.model, self.eval_batches, self.parallel.sum)

@@ -29,6 +29,7 @@ class TrainConfig:
     seq_len: int = _field(256, "Tokens of a sequence.")
     gradient_accumulation: int = _field(1, "Micro-batches of a step.")
     cache_fp8_weights: bool = _field(True, "Quantize the weights once a step, not once a micro-batch.")
+    cuda_graph: bool = _field(True, "Replay forward and backward as one CUDA graph, where they can be captured.")
     optimizer: str = _field("adamw", "One of adamw, adamw8bit, adamwfp8, te-adam, muon, muon8bit or galore.")
     optimizer_options: str | Mapping[str, Any] = _field(
         "", 'As "name=value,name=value", in Python also a dict: docs/optimizers.md.'

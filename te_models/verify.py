@@ -247,8 +247,9 @@ def _met_in_training(model: CausalLM, batch_size: int, seq_len: int) -> dict[str
     try:
         model.activation_checkpointing = "none"  # a recompute would be a second forward
         hooks = [linear.register_forward_hook(keep) for linear, _ in met.values()]
-        loss = model.train()(ids, labels=ids).loss
-        torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+        with model.unfused():  # fused, a linear may get codes already
+            loss = model.train()(ids, labels=ids).loss
+            torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
     finally:
         model.train(training)
         model.activation_checkpointing = mode

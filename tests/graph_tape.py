@@ -29,9 +29,9 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
-        self.generators: list[torch.Generator] = []
+        self.generators = [torch.default_generator]
         self.replays = 0
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._before: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -43,7 +43,8 @@ class Tape(TorchDispatchMode):
                 known = [known.initial_seed() for known in self.generators]  # torch wraps a generator anew each time
                 assert generator.initial_seed() in known, "a generator that the graph does not know"
         for tensor in mutated(func, args, kwargs):
-            self._before.setdefault(tensor.data_ptr(), (tensor, tensor.clone()))
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            self._before.setdefault(key, (tensor, tensor.clone()))
         result = func(*args, **kwargs)
         self.calls.append((func, args, kwargs, [t for t in tree_leaves(result) if isinstance(t, Tensor)]))
         return result
@@ -56,12 +57,18 @@ class Tape(TorchDispatchMode):
         states = [generator.get_state() for generator in self.generators]
         with self:
             yield
-        for tensor, value in self._before.values():
+        for tensor, value in reversed(
+            self._before.values()
+        ):  # of views that overlap, the first one's value is the oldest
             tensor.copy_(value)
         for generator, state in zip(self.generators, states, strict=True):
             generator.set_state(state)
 
     def replay(self) -> None:
+        with torch._C._AutoDispatchBelowAutograd():  # what was recorded lies below it, backward included
+            self._replay()
+
+    def _replay(self) -> None:
         self.replays += 1
         for func, args, kwargs, results in self.calls:
             name = func.overloadpacket.__name__
@@ -83,7 +90,7 @@ def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def pretend_cuda(patch: Any) -> list[Tape]:
-    """Let te_models.decode capture on the CPU: `patch` is pytest's monkeypatch; returns the tapes that are made."""
+    """Let te_models.decode and te_models.graphed capture on the CPU: `patch` is pytest's monkeypatch; returns the tapes that are made."""
     tapes: list[Tape] = []
 
     def graph() -> Tape:

@@ -98,9 +98,15 @@ def test_a_model_with_it_is_the_model_without(recipe: str, gate: str, mode: str)
 
 
 @pytest.mark.parametrize("fields", [dict(qk_norm=True), dict(partial_rotary_factor=0.5)], ids=str)
-def test_what_it_does_not_compute_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="fused=True knows neither"):
-        CausalLM.from_preset("gated-nano", fused=True, device="meta", engine="emulated", **fields)
+def test_what_it_does_not_compute_is_put_together(fields: dict[str, Any]) -> None:
+    losses = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        place = dict(device="cpu", engine="emulated", num_hidden_layers=1, dtype=torch.float32)
+        model = CausalLM.from_preset("gated-nano", fused=fused, **place, **fields)
+        ids = torch.randint(0, 256, (2, 11), generator=torch.Generator().manual_seed(1))
+        losses.append(model(ids, labels=ids).loss.item())
+    assert losses[0] == losses[1]
 
 
 INTERPRETED = """

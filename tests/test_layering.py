@@ -18,7 +18,7 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     },  # one layer as seen from outside; the emulated engine's files order themselves
     {"engine"},
     {"kernels.elementwise", "kernels.attention", "kernels.attention_core", "kernels.head"},
-    {"kernels.attention_core_triton"},
+    {"kernels.attention_core_triton", "kernels.handover"},
     {"kernels", "hf"},
     {"fp8_state", "checkpointing", "tensor_parallel", "cache", "rope", "te_checkpoint"},
     {"tokens", "decode"},
@@ -29,7 +29,7 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"optim.te_adam"},
     {"optim", "generate", "plan", "capacity", "metrics", "saved"},
     {"model"},
-    {"distributed", "dist_state"},
+    {"distributed", "dist_state", "graphed"},
     {"train", "lora", "roofline", "verify"},
     {"peers"},
     {"bench"},
@@ -41,6 +41,7 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
 LAYER = {name: number for number, names in enumerate(ORDER) for name in names}
 ONLY_IN = {
     "transformer_engine": {"engine.native"},
+    "transformer_engine_torch": {"engine.native"},
     "click": {"cli"},
     "jinja2": {"chat"},
     "peft": {"lora"},

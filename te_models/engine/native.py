@@ -10,7 +10,10 @@ import contextlib
 from importlib.metadata import version
 from typing import Any
 
+import torch
 import transformer_engine.pytorch as _te
+import transformer_engine_torch as tex
+from torch import Tensor
 from transformer_engine.common import recipe
 from transformer_engine.pytorch import (
     DType,
@@ -29,8 +32,10 @@ from transformer_engine.pytorch import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
+from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.optimizers import FusedAdam
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_align_size_for_quantization
+from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
 
 __version__ = version("transformer-engine")
 if tuple(int(part) for part in __version__.split(".")[:2]) < (2, 9):
@@ -47,7 +52,7 @@ __all__ = [
     "DType", "FP8GlobalStateManager", "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer",
     "FusedAdam", "Linear", "MXFP8Quantizer", "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "autocast",
     "checkpoint", "fp8_autocast", "get_align_size_for_quantization",
-    "get_default_recipe", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
+    "get_default_recipe", "handover", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
     "is_nvfp4_available", "quantized_model_init", "recipe", "reset_fp8_state", "restored_recompute",
     "drop_cached_weights",
 ]  # fmt: skip
@@ -84,3 +89,80 @@ def reset_fp8_state(module: Any) -> None:
 def drop_cached_weights(module: Any) -> None:
     """Forget the weight codes that a te.Linear keeps for is_first_microbatch=False."""
     module._fp8_workspaces.clear()
+
+
+def _input_quantizer(linear: Any) -> Any:
+    """What quantizes this te.Linear's input, for use outside it; None where it takes BF16, or is not a te.Linear.
+
+    Scale and amax are the module's own. Block scaling is left to the module: it gains nothing from a kernel before it.
+    """
+    if not (isinstance(linear, Linear) and FP8GlobalStateManager.is_fp8_enabled()):
+        return None
+    linear.init_fp8_metadata(num_gemms=1)  # else there is no quantizer before the module's first forward
+    own = linear.quantizers["scaling_fwd"][0]
+    if not isinstance(own, (Float8Quantizer, Float8CurrentScalingQuantizer)):
+        return None
+    quantizer = own.copy()
+    quantizer.internal = False  # autograd can pass on tensors, not Transformer Engine's bare storages
+    quantizer.set_usage(rowwise=True, columnwise=linear.weight.requires_grad)
+    return quantizer
+
+
+class _Norm(torch.autograd.Function):
+    """RMSNorm that writes FP8; its backward adds the gradient of the residual stream in the same kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, module: Any, quantizer: Any) -> tuple[Tensor, Tensor]:
+        """x [N, D] -> (y [N, D], x)."""
+        ctx.zero_centered = module.zero_centered_gamma
+        y, _, scale = tex.rmsnorm_fwd(x, weight, module.eps, None, quantizer, TE_DType[x.dtype], 0, ctx.zero_centered)
+        ctx.save_for_backward(x, weight, scale)
+        return y, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradients of x, by both ways, and of the weight."""
+        x, weight, scale = ctx.saved_tensors
+        dy, dx = dy.contiguous(), dx.contiguous()
+        dx, dweight = tex.rmsnorm_bwd_add(dy, x, dx, scale, weight, 0, ctx.zero_centered)
+        return dx, dweight, None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    """SwiGLU that writes FP8."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, quantizer: Any) -> Tensor:
+        """gate_up [N, 2F] -> [N, F]."""
+        ctx.save_for_backward(gate_up)
+        return tex.swiglu(gate_up, quantizer)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradient of gate_up."""
+        (gate_up,) = ctx.saved_tensors
+        return tex.dswiglu(dy.contiguous(), gate_up, None), None
+
+
+def _norm(module: Any, x: Tensor, consumer: Any) -> tuple[Tensor, Tensor]:
+    """kernels.handover.norm."""
+    if not torch.is_grad_enabled():
+        return module(x), x
+    return _Norm.apply(x, module.weight, module, _input_quantizer(consumer))
+
+
+def _swiglu(gate_up: Tensor, consumer: Any) -> Tensor:
+    """kernels.handover.swiglu."""
+    quantizer = _input_quantizer(consumer) if torch.is_grad_enabled() else None
+    return _SwiGLU.apply(gate_up, quantizer)
+
+
+def _linear(module: Any, x: Tensor, **options: Any) -> Tensor:
+    """kernels.handover.linear."""
+    y = module(x, **options)
+    if isinstance(x, QuantizedTensor) and module.weight.requires_grad:
+        x.update_usage(rowwise_usage=False, columnwise_usage=True)  # as te.Linear does with what it quantized itself
+    return y
+
+
+handover = {"norm": _norm, "swiglu": _swiglu, "linear": _linear}

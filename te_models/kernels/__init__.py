@@ -1,8 +1,9 @@
-"""The operations between the GEMMs: plain PyTorch functions, and the same compiled for a GPU.
+"""The operations round the GEMMs: plain PyTorch functions, and their fast twins for a GPU.
 
 Launching each elementwise operation by itself makes FP8 slower than compiled BF16 (241 against 229 ms a step at 1B on
 an H200), so a GPU gets the compiled twins by default; on a CPU there is nothing to win and compilation takes longer
-than a small run.
+than a small run. `fused` goes further: attention with all that lies round it is one operation
+(kernels/attention_core.py), and te modules hand each other FP8 (kernels/handover.py).
 """
 
 from __future__ import annotations
@@ -10,37 +11,54 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from te_models.kernels import attention_core, elementwise, head
+from te_models.kernels import attention_core, elementwise, handover, head
 
 
 class Kernels(NamedTuple):
-    """One implementation of every operation between the GEMMs; signatures as in kernels/elementwise.py and kernels/head.py."""
+    """One implementation of every operation that is not a GEMM.
 
-    rope: Callable[..., torch.Tensor]
-    gate: Callable[..., torch.Tensor]
-    swiglu: Callable[..., torch.Tensor]
-    cross_entropy: Callable[..., torch.Tensor]
+    Signatures: kernels/elementwise.py for rope, gate and cross_entropy, kernels/head.py for loss_and_gradient, and
+    kernels/handover.py for norm, swiglu and linear. `attention` None: attention is put together from the others.
+    """
+
+    rope: Callable[..., Tensor]
+    gate: Callable[..., Tensor]
+    cross_entropy: Callable[..., Tensor]
     loss_and_gradient: Callable[..., Any]
+    norm: Callable[..., tuple[Tensor, Tensor]] = handover.norm
+    swiglu: Callable[..., Tensor] = handover.swiglu
+    linear: Callable[..., Tensor] = handover.linear
+    attention: attention_core.Operations | None = None
 
 
-PLAIN = Kernels(
-    elementwise.rope, elementwise.gate, elementwise.swiglu, elementwise.cross_entropy, head.loss_and_gradient
-)
+PLAIN = Kernels(elementwise.rope, elementwise.gate, elementwise.cross_entropy, head.loss_and_gradient)
 
 
 @functools.cache
 def compiled_kernels() -> Kernels:
     """The same operations, each one fused kernel forward and one backward (torch.compile)."""
-    return Kernels(*(torch.compile(fn) for fn in PLAIN))
+    swiglu = torch.compile(elementwise.swiglu)
+    rope, gate, cross_entropy, loss_and_gradient = (torch.compile(fn) for fn in PLAIN[:4])
+    return Kernels(
+        rope, gate, cross_entropy, loss_and_gradient, swiglu=lambda gate_up, consumer: swiglu(gate_up)
+    )  # whose consumer is no business of the compiler
 
 
-def get_kernels(compile: bool, device: torch.device) -> Kernels:
-    """The compiled operations on a CUDA device if asked for, else the plain ones."""
-    return compiled_kernels() if compile and device.type == "cuda" else PLAIN
+def get_kernels(te: ModuleType, device: torch.device, *, compile: bool, fused: bool, attention: bool) -> Kernels:
+    """What a model runs with: compiled on a CUDA device if asked for; `fused` adds what the engine `te` has beyond that.
+
+    `attention`: whether the model's attention is one that attention_core computes.
+    """
+    kernels = compiled_kernels() if compile and device.type == "cuda" else PLAIN
+    if not fused:
+        return kernels
+    return kernels._replace(attention=attention_operations(device) if attention else None, **te.handover)
 
 
 def attention_operations(device: torch.device) -> attention_core.Operations:

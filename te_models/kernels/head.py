@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.matmul import matmul
+from te_models.matmul import add_product, matmul
 
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 
@@ -34,7 +34,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dx is not None and dlogits is not None:
                 dx[part] = matmul(dlogits, weight)
             if dw is not None and dlogits is not None:
-                dw += matmul(dlogits.t(), x[part], dtype=torch.float32)
+                add_product(dw, dlogits.t(), x[part])
         ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
         return total
 

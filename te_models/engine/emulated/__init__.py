@@ -6,6 +6,8 @@ FP8 codes, scales and amax histories are equal to it in every bit; so are GEMM r
 sets, and beyond it up to the order of accumulation.
 """
 
+from typing import Any
+
 from te_models.engine.emulated import recipe
 from te_models.engine.emulated.autocast import (
     FP8GlobalStateManager,
@@ -42,7 +44,10 @@ __all__ = [
     "Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "Linear", "MXFP8Quantizer", "MXFP8Tensor",
     "NVFP4Quantizer", "NVFP4Tensor", "QuantizedTensor", "QuantizerRole", "RMSNorm", "autocast", "checkpoint",
     "drop_cached_weights", "exact_gemm",
-    "fp8_autocast", "fp8_model_init", "get_align_size_for_quantization", "get_default_recipe", "is_fp8_available",
-    "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "quantized_model_init", "recipe",
+    "fp8_autocast", "fp8_model_init", "get_align_size_for_quantization", "get_default_recipe", "handover",
+    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "quantized_model_init", "recipe",
     "reset_fp8_state", "restored_recompute", "set_support",
 ]  # fmt: skip
+
+# te_models.kernels.handover: nothing of it here, each module computes what Transformer Engine's computes by itself.
+handover: dict[str, Any] = {}

@@ -1,0 +1,121 @@
+"""A training step as a CUDA graph: the same losses, gradients and scales as eager steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from te_models import CausalLM, list_recipes
+from te_models.engine import get_engine
+from te_models.fp8_state import fp8_state
+from te_models.graphed import WARM_UP, GraphedStep, obstacle
+from tests.graph_tape import pretend_cuda
+
+SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
+SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=64)
+STEPS = WARM_UP + 3
+
+
+def build(recipe: str, **options: Any) -> CausalLM:
+    torch.manual_seed(1)
+    place = dict(device="cpu", engine="emulated", recipe=recipe)
+    return CausalLM.from_preset("gated-nano", **{**place, **SHAPE, **options}).train()
+
+
+def batch(step: int, rows: int = 2) -> torch.Tensor:
+    return torch.randint(0, 256, (rows, 16), generator=torch.Generator().manual_seed(step))
+
+
+def trained(model: CausalLM, step: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of STEPS steps of SGD, an evaluation among them; the weights and scales after them."""
+    losses = []
+    for number in range(STEPS):
+        ids = batch(number).to(model.device)
+        torch.manual_seed(number)  # for stochastic rounding
+        losses.append(step(input_ids=ids, labels=ids).item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.1 * parameter.grad
+            model.eval()(batch(99).to(model.device))
+            model.train()
+    return losses, {**model.state_dict(), **fp8_state(model)}
+
+
+def eager(model: CausalLM) -> Any:
+    def step(**inputs: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        loss = model(**inputs, return_logits=False).loss
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def same(model: CausalLM, other: CausalLM, exactly: bool = True) -> None:
+    wanted, got = trained(model, eager(model)), trained(other, GraphedStep(other))
+    assert got[0] == (wanted[0] if exactly else pytest.approx(wanted[0], rel=1e-3))
+    assert len(set(wanted[0])) == STEPS
+    tensors = {name: value for name, value in wanted[1].items() if isinstance(value, torch.Tensor)}
+    assert tensors.keys() == {name for name, value in got[1].items() if isinstance(value, torch.Tensor)}
+    if exactly:
+        assert [name for name, value in tensors.items() if not torch.equal(value, got[1][name])] == []
+
+
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_replayed_steps_are_the_eager_ones(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tapes = pretend_cuda(monkeypatch)
+    monkeypatch.setattr("te_models.graphed.obstacle", lambda model: None)
+    same(build(recipe), build(recipe))
+    assert tapes[0].replays == STEPS - WARM_UP
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["native", "emulated"])
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_replayed_steps_are_the_eager_ones_on_a_gpu(recipe: str, engine: str) -> None:
+    te = get_engine("native", torch.device("cuda"))[0]
+    if engine == "native" and recipe in ("mxfp8", "nvfp4") and not te.is_mxfp8_available():
+        pytest.skip("this GPU runs neither MXFP8 nor NVFP4")
+    place = dict(device="cuda", engine=engine)
+    same(build(recipe, **place), build(recipe, **place), exactly=False)  # cuBLAS may sum in another order
+
+
+def test_what_a_graph_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("delayed")
+    with pytest.raises(ValueError, match="it is on cpu"):
+        GraphedStep(model)
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr("te_models.graphed.obstacle", lambda model: None)
+    step = GraphedStep(model)
+    ids = batch(0)
+    step(input_ids=ids, labels=ids)
+    with pytest.raises(ValueError, match="input_ids has shape .3, 16., in the first call .2, 16."):
+        step(input_ids=batch(0, rows=3), labels=batch(0, rows=3))
+    with pytest.raises(ValueError, match="document_ids has shape"):
+        step(input_ids=ids, labels=ids, document_ids=torch.zeros_like(ids))
+    with pytest.raises(ValueError, match="attention_mask"):
+        GraphedStep(model)(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids))
+    model.eval()
+    with pytest.raises(ValueError, match="call model.train"):
+        step(input_ids=ids, labels=ids)
+    model.train().set_recipe("current")
+    with pytest.raises(ValueError, match="recipe has changed"):
+        step(input_ids=ids, labels=ids)
+
+
+def test_obstacles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CausalLM, "device", torch.device("cuda"))
+    model = build("delayed")
+    assert obstacle(model) is None
+    assert "wrapped" in str(obstacle(nn.Sequential(model)))
+    model.activation_checkpointing = "selective"
+    assert "checkpointing" in str(obstacle(model))
+    model.activation_checkpointing = "none"
+    model.layers[0].extra = nn.Dropout(0.1)
+    assert "dropout" in str(obstacle(model))
+    model.layers[0].extra = nn.Dropout(0.0)
+    assert obstacle(model) is None
