@@ -35,6 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "full": {"activation_checkpointing": "full"},
     "fp8_params": {"fp8_params": True},
     "graph": {"cuda_graph": True},
+    "no_edges": {"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0},
 }
 
 
@@ -185,11 +186,12 @@ def _floor(
     config: ModelConfig, batch: int, seq: int, recipes: Sequence[str], device: torch.device, options: dict[str, Any]
 ) -> Roofline | None:
     """The roofline of the first FP8 recipe; None on a CPU or where all is BF16."""
-    quantized = [name for name in (parse(text)[0] for text in recipes) if name != "bf16"]
+    quantized = [(name, ways) for name, ways in map(parse, recipes) if name != "bf16"]
     if device.type != "cuda" or not quantized:
         return None
-    fields = {name: value for name, value in options.items() if name != "engine" and _applies(name, quantized[0])}
-    on_meta = CausalLM(config, recipe=quantized[0], device="meta", engine="emulated", **fields)
+    recipe, ways = quantized[0]
+    fields = {name: value for name, value in {**options, **ways}.items() if name in EDGES}
+    on_meta = CausalLM(config, recipe=recipe, device="meta", engine="emulated", **fields)
     return roofline(config, batch, seq, len(on_meta.fp8_layers), device)
 
 

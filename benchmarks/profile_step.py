@@ -1,0 +1,99 @@
+"""Where the time of one training step goes on a GPU: kernels by kind, in milliseconds.
+
+python benchmarks/profile_step.py gated-1b delayed --batch-size 8 --seq-len 2048 --out benchmarks/results/profile.json
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import click
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from te_models.bench import model_step, parse
+from te_models.environment import environment
+from te_models.presets import get_preset
+
+# The first row whose words are all in a kernel's name says of what kind it is.
+KINDS: list[tuple[str, tuple[str, ...]]] = [
+    ("attention", ("sdpa",)),
+    ("attention", ("cudnn", "flash")),
+    ("attention", ("fmha",)),
+    ("FP8 GEMM", ("e4m3",)),
+    ("FP8 GEMM", ("e5m2",)),
+    ("GEMM", ("gemm",)),
+    ("GEMM", ("nvjet",)),
+    ("RMSNorm", ("rmsnorm",)),
+    ("RMSNorm", ("normalization",)),
+    ("SwiGLU backward", ("dgated",)),
+    ("SwiGLU", ("gated",)),
+    ("RoPE", ("_rotate_kernel",)),
+    ("gate", ("_gate",)),
+    ("cast and transpose", ("cast_transpose",)),
+    ("cast and transpose", ("transpose",)),
+    ("cast", ("cast",)),
+    ("scale update", ("amax",)),
+    ("compiled", ("triton",)),
+    ("elementwise", ("elementwise",)),
+    ("copy", ("memcpy",)),
+]
+
+
+def kind(name: str) -> str:
+    """What kind of kernel this is; nvjet's FP8 GEMMs are told by their operand types (qq)."""
+    lower = name.lower()
+    if lower.startswith("nvjet"):
+        return "FP8 GEMM" if "qq" in lower.split("_")[1] else "BF16 GEMM"
+    return next((kind for kind, words in KINDS if all(word in lower for word in words)), "other")
+
+
+@click.command()
+@click.argument("preset")
+@click.argument("recipe")
+@click.option("--batch-size", default=8)
+@click.option("--seq-len", default=2048)
+@click.option("--layers", type=int, help="num_hidden_layers")
+@click.option("--kv-heads", type=int, help="num_key_value_heads")
+@click.option("--steps", default=3)
+@click.option("--out", type=click.Path(path_type=Path))
+def main(preset: str, recipe: str, batch_size: int, seq_len: int, layers: int | None, kv_heads: int | None,
+         steps: int, out: Path | None) -> None:  # fmt: skip
+    """RECIPE as in `te-models bench`, such as delayed+plain."""
+    shape = dict(num_hidden_layers=layers, num_key_value_heads=kv_heads)
+    config = get_preset(preset, **{name: value for name, value in shape.items() if value})
+    name, ways = parse(recipe)
+    ids = torch.randint(0, config.vocab_size, (batch_size, seq_len), device="cuda")
+    step = model_step(ids, config, recipe=name, **ways)
+    for _ in range(5):
+        step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    times: dict[str, float] = defaultdict(float)
+    kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            milliseconds = event.device_time / 1e3 / steps
+            times[kind(event.name)] += milliseconds
+            kernels[event.name][0] += milliseconds
+            kernels[event.name][1] += 1
+    for label, value in sorted(times.items(), key=lambda item: -item[1]):
+        print(f"{label:22} {value:8.2f} ms")
+    print(f"{'all kernels':22} {sum(times.values()):8.2f} ms")
+    top = sorted(kernels.items(), key=lambda item: -item[1][0])[:40]
+    for label, (value, count) in top:
+        print(f"{value:8.3f} ms {count // steps:5} x  {label[:110]}")
+    if out is not None:
+        rows = [dict(kernel=label, ms=value, launches=count / steps) for label, (value, count) in top]
+        settings = dict(preset=preset, recipe=recipe, batch_size=batch_size, seq_len=seq_len, **shape)
+        document = dict(environment=environment(), settings=settings, ms=dict(times), kernels=rows)
+        out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
