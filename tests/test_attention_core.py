@@ -124,6 +124,7 @@ for name, heads in LAYOUTS.items():
             q, k, v, gate = heads.split(own[: BATCH * SEQ], BATCH)
             ops.rotate(q, q, cos, sin, False)
             ops.rotate(k, k, cos, sin, True)
+            ops.copy(k, v)
             found = [own]
             if gate is not None:
                 dgate = torch.full_like(gate.contiguous(), 7.0)

@@ -36,6 +36,7 @@ def build(request: pytest.FixtureRequest) -> Any:
     def make(recipe: str = "current", **options: Any) -> CausalLM:
         torch.manual_seed(1)
         place = dict(engine=request.param, device="cuda" if request.param == "native" else "cpu", compile=False)
+        place["fused"] = False  # a linear with adapters takes BF16, so the others must for outputs to be equal
         return CausalLM.from_preset("gated-nano", recipe=recipe, **{**SHAPE, **place, **options})
 
     return make

@@ -16,6 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_models.config import ModelConfig
+
+
+def can_fuse(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether attention_core computes this model's attention: not with QK-norm or RoPE on a part of the channels.
+
+    On CUDA devices it is cuDNN's, for 16-bit heads of up to 128 channels, and Triton's, for powers of two.
+    """
+    size = config.head_dim
+    if config.qk_norm or config.rotary_size != size:
+        return False
+    return device.type != "cuda" or (dtype.itemsize == 2 and 16 <= size <= 128 and size & (size - 1) == 0)
+
 
 class Heads(NamedTuple):
     """How the columns of qkvg divide: [q: query*dim | k: key*dim | v: key*dim | gate]."""
@@ -43,6 +56,7 @@ class Operations(NamedTuple):
     """The elementwise parts; tensors [B, S, heads, H] of any strides whose channels lie together."""
 
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor, bool], None]
+    copy: Callable[[Tensor, Tensor], None]
     gate: Callable[[Tensor, Tensor], Tensor]
     gate_backward: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -58,6 +72,11 @@ def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> N
     out.copy_(x.float() * cos + (-turned if inverse else turned))
 
 
+def copy(x: Tensor, out: Tensor) -> None:
+    """Write x into `out`."""
+    out.copy_(x)
+
+
 def gate(x: Tensor, logits: Tensor) -> Tensor:
     """x [B, S, A, H] * sigmoid(logits [B, S, A, H or 1]), contiguous, computed in FP32."""
     return (x.float() * torch.sigmoid(logits.float())).to(x.dtype).contiguous()
@@ -71,7 +90,7 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
     return (dy.float() * opening).to(dy.dtype).contiguous()
 
 
-PLAIN = Operations(rotate, gate, gate_backward)
+PLAIN = Operations(rotate, copy, gate, gate_backward)
 
 
 class _AttentionCore(torch.autograd.Function):
@@ -119,12 +138,12 @@ class _AttentionCore(torch.autograd.Function):
         )
         dq, dk, dv = (t.transpose(1, 2) for t in slopes)
         if cos is None:
-            gq.copy_(dq)
-            gk.copy_(dk)
+            ops.copy(dq, gq)
+            ops.copy(dk, gk)
         else:
             ops.rotate(dq, gq, cos, sin, True)
             ops.rotate(dk, gk, cos, sin, True)
-        gv.copy_(dv)
+        ops.copy(dv, gv)
         return grad, None, None, None, None, None, None
 
 

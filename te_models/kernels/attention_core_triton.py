@@ -39,6 +39,22 @@ def _rotate_kernel(
 
 
 @triton.jit
+def _copy_kernel(
+    x, out,
+    x_batch, x_seq, x_head, out_batch, out_seq, out_head,
+    seq, heads,
+    dim: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, place = token // seq, token % seq
+    head = part * block + tl.arange(0, block)[:, None]
+    channel = tl.arange(0, dim)[None, :]
+    inside = (head < heads) & (channel >= 0)
+    value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside)
+    tl.store(out + batch * out_batch + place * out_seq + head * out_head + channel, value, inside)
+
+
+@triton.jit
 def _gate_kernel(
     x, logits, out,
     x_batch, x_seq, x_head, g_batch, g_seq, g_head,
@@ -93,6 +109,13 @@ def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> N
     )  # fmt: skip
 
 
+def copy(x: Tensor, out: Tensor) -> None:
+    """attention_core.copy."""
+    batch, seq, heads, dim = x.shape
+    grid = (batch * seq, triton.cdiv(heads, HEADS))
+    _copy_kernel[grid](x, out, *x.stride()[:3], *out.stride()[:3], seq, heads, dim=dim, block=HEADS)
+
+
 def gate(x: Tensor, logits: Tensor) -> Tensor:
     """attention_core.gate."""
     batch, seq, heads, dim = x.shape
@@ -137,4 +160,4 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
     return dx
 
 
-TRITON = Operations(rotate, gate, gate_backward)
+TRITON = Operations(rotate, copy, gate, gate_backward)
