@@ -31,7 +31,6 @@ from te_models.generate import Prompts, generate, stream
 from te_models.hf import Origin
 from te_models.kernels import PLAIN, get_kernels
 from te_models.kernels.attention import attention_kernel
-from te_models.kernels.attention_core import can_fuse
 from te_models.kernels.head import linear_cross_entropy
 from te_models.layers import Block, linear, norm_options, pad_rows
 from te_models.plan import Plan, PlanRow
@@ -109,8 +108,7 @@ class CausalLM(nn.Module):
 
         factory: dict[str, Any] = dict(device=device if materialize else torch.device("meta"), dtype=dtype)
         self.fused = (device.type == "cuda" if fused is None else fused) and self.tp.size == 1
-        whole = self.fused and can_fuse(config, device, dtype)
-        self.kernels = get_kernels(self.te, device, compile=compile, fused=self.fused, attention=whole)
+        self.kernels = get_kernels(self.te, device, compile=compile, fused=self.fused)
         self.embed_tokens = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **factory)
         self.layers = nn.ModuleList()
         for layer in range(config.num_hidden_layers):

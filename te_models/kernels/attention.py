@@ -11,8 +11,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # cuDNN is 1.65x FlashAttention-2 forward and backward on an H200 at head_dim 128, S 2048 (350 against 212 TFLOP/s).
 CUDA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# For small heads and short sequences, where cuDNN has nothing to win and training in it read outside of its tensors.
+SMALL_ORDER = CUDA_ORDER[1:]
 # For one query a row under a mask: FlashAttention takes no mask, and cuDNN would plan anew for every cache length.
 DECODE_ORDER = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def suits_cudnn(seq: int, size: int, dtype: torch.dtype) -> bool:
+    """Whether cuDNN's kernel is the one for `seq` queries of `size` channels a head."""
+    return dtype.itemsize == 2 and size in (64, 128) and seq >= 128
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -25,7 +32,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     options: dict[str, Any] = dict(
         attn_mask=mask, is_causal=mask is None and q.shape[-2] > 1, enable_gqa=q.shape[1] != k.shape[1]
     )
-    return _attention(q, k, v, CUDA_ORDER, options)
+    order = CUDA_ORDER if suits_cudnn(q.shape[-2], q.shape[-1], q.dtype) else SMALL_ORDER
+    return _attention(q, k, v, order, options)
 
 
 def _decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

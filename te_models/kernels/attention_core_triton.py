@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.kernels.attention_core import Operations
+from te_models.engine.handover_triton import Codes, new_codes, note_inverse, store_codes
+from te_models.kernels.attention_core import CodeOperations, Operations
 
 HEADS = 8  # heads a program
+TOKENS = 128  # tokens a program of those that write codes, each of one head
 
 
 @triton.jit
@@ -160,4 +162,111 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
     return dx
 
 
-TRITON = Operations(rotate, copy, gate, gate_backward)
+@triton.jit
+def _tile(x, x_batch, x_seq, x_head, rows, seq, block: tl.constexpr, width: tl.constexpr):
+    """Rows of this program's tile, which are inside, and pointers to `width` channels of its head in x [B, S, heads, H]."""
+    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    row = (i // seq) * x_batch + (i % seq) * x_seq + tl.program_id(1) * x_head
+    return i, (i < rows)[:, None], x + row[:, None] + tl.arange(0, width)[None, :]
+
+
+@triton.jit
+def _gate_codes_kernel(
+    x, logits, codes, transposed, scale, amax, scale_inv,
+    x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+    rows, seq, width, first,
+    gated: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    i, inside, at = _tile(x, x_batch, x_seq, x_head, rows, seq, block, dim)
+    value = tl.load(at, inside, 0.0).to(tl.float32)
+    if gated:
+        i, inside, gate = _tile(logits, g_batch, g_seq, g_head, rows, seq, block, dim)
+        value *= tl.sigmoid(tl.load(gate, inside, 0.0).to(tl.float32))
+    s, j = tl.load(scale), first + tl.program_id(1) * dim + tl.arange(0, dim)
+    store_codes(value, s, i, j, rows, width, codes, transposed, width, amax, E5M2)
+    note_inverse(s, scale_inv)
+
+
+@triton.jit
+def _rotate_codes_kernel(
+    x, cos, sin, codes, transposed, scale, amax, scale_inv,
+    x_batch, x_seq, x_head, table_batch, table_seq,
+    rows, seq, width, first, sign,
+    half: tl.constexpr, block: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    i, inside, at = _tile(x, x_batch, x_seq, x_head, rows, seq, block, half)
+    angle = ((i // seq) * table_batch + (i % seq) * table_seq)[:, None] + tl.arange(0, half)[None, :]
+    one, two = tl.load(at, inside, 0.0).to(tl.float32), tl.load(at + half, inside, 0.0).to(tl.float32)
+    c, s = tl.load(cos + angle, inside, 0.0).to(tl.float32), tl.load(sin + angle, inside, 0.0).to(tl.float32) * sign
+    factor, j = tl.load(scale), first + tl.program_id(1) * 2 * half + tl.arange(0, half)
+    store_codes(one * c - two * s, factor, i, j, rows, width, codes, transposed, width, amax, E5M2)
+    store_codes(two * c + one * s, factor, i, j + half, rows, width, codes, transposed, width, amax, E5M2)
+    note_inverse(factor, scale_inv)
+
+
+@triton.jit
+def _gate_backward_codes_kernel(
+    dy, x, logits, dx, codes, transposed, scale, amax, scale_inv,
+    dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch, dx_seq, dx_head,
+    rows, seq, width, first,
+    dim: tl.constexpr, block: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    i, inside, at = _tile(dy, dy_batch, dy_seq, dy_head, rows, seq, block, dim)
+    slope = tl.load(at, inside, 0.0).to(tl.float32)
+    i, inside, at = _tile(x, x_batch, x_seq, x_head, rows, seq, block, dim)
+    value = tl.load(at, inside, 0.0).to(tl.float32)
+    i, inside, at = _tile(logits, g_batch, g_seq, g_head, rows, seq, block, dim)
+    opening = tl.sigmoid(tl.load(at, inside, 0.0).to(tl.float32))
+    i, inside, at = _tile(dx, dx_batch, dx_seq, dx_head, rows, seq, block, dim)
+    tl.store(at, (slope * opening).to(dx.dtype.element_ty), mask=inside)
+    s, j = tl.load(scale), first + tl.program_id(1) * dim + tl.arange(0, dim)
+    change = slope * value * opening * (1 - opening)
+    store_codes(change, s, i, j, rows, width, codes, transposed, width, amax, E5M2)
+    note_inverse(s, scale_inv)
+
+
+Place = tuple[Tensor, Tensor, bool]  # scale, amax, E5M2
+
+
+def _of(codes: Codes, place: Place) -> tuple[Tensor, ...]:
+    """What a kernel is told of where it writes."""
+    return codes.codes, codes.transposed, *place[:2], codes.scale_inv
+
+
+def gate_codes(codes: Codes, place: Place, first: int, x: Tensor, logits: Tensor | None) -> None:
+    """attention_core.gate, or x itself where there are no logits, as codes."""
+    batch, seq, heads, dim = x.shape
+    gate = x if logits is None else logits
+    _gate_codes_kernel[(triton.cdiv(batch * seq, TOKENS), heads)](
+        x, gate, *_of(codes, place), *x.stride()[:3], *gate.stride()[:3],
+        batch * seq, seq, codes.codes.shape[1], first,
+        gated=logits is not None, dim=dim, block=TOKENS, E5M2=place[2], num_warps=8,
+    )  # fmt: skip
+
+
+def rotate_codes(codes: Codes, place: Place, first: int, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
+    """attention_core.rotate as codes."""
+    batch, seq, heads, dim = x.shape
+    table = (cos.stride(0) if cos.ndim == 3 else 0, cos.stride(-2))
+    _rotate_codes_kernel[(triton.cdiv(batch * seq, TOKENS), heads)](
+        x, cos, sin, *_of(codes, place), *x.stride()[:3], *table,
+        batch * seq, seq, codes.codes.shape[1], first, -1.0 if inverse else 1.0,
+        half=dim // 2, block=TOKENS, E5M2=place[2], num_warps=8,
+    )  # fmt: skip
+
+
+def gate_backward_codes(codes: Codes, place: Place, first: int, dy: Tensor, x: Tensor, logits: Tensor) -> Tensor:
+    """attention_core.gate_backward, with the gradient for the logits as codes."""
+    batch, seq, heads, dim = x.shape
+    dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
+    strides = [stride for tensor in (dy, x, logits, dx) for stride in tensor.stride()[:3]]
+    _gate_backward_codes_kernel[(triton.cdiv(batch * seq, TOKENS), heads)](
+        dy, x, logits, dx, *_of(codes, place), *strides, batch * seq, seq, codes.codes.shape[1], first,
+        dim=dim, block=TOKENS, E5M2=place[2], num_warps=8,
+    )  # fmt: skip
+    return dx
+
+
+TRITON = Operations(
+    rotate, copy, gate, gate_backward, CodeOperations(new_codes, gate_codes, rotate_codes, gate_backward_codes)
+)
