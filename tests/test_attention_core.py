@@ -21,7 +21,7 @@ LAYOUTS = {
     "headwise": Heads(6, 3, 4, "headwise"),
     "none": Heads(4, 1, 16, "none"),
 }
-BATCH, SEQ, PADDING = 2, 5, 3
+BATCH, SEQ, PADDING = 2, 6, 4  # whole groups of four rows
 
 
 def projection(heads: Heads, dtype: torch.dtype = torch.float64) -> torch.Tensor:

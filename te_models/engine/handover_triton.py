@@ -3,8 +3,10 @@
 On Hopper a GEMM wants the contraction last in both operands, so forward reads the codes as they are and the weight's
 gradient reads them transposed. Casting afterwards costs a BF16 round trip, and a transpose of its own costs another pass.
 Each function takes a delayed scale (FP32 [1]) and raises `amax` (FP32 [1]) to that of its FP32 result; codes are uint8.
+N is a multiple of 4: the codes of four rows are one word, so that what is transposed are words, not bytes.
 
-Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1).
+Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), which has no instruction for the conversion: there, it
+is made of integers.
 """
 
 from __future__ import annotations
@@ -20,8 +22,13 @@ from te_models.engine.emulated.triton_kernels import _encode
 
 ROWS, COLUMNS = 128, 64  # of a tile; the transposed store then writes 128 bytes in a row
 NORM_ROWS, NORM_COLUMNS = 32, 256  # of which a program goes through all columns
-# The interpreter's own conversion to FP8 loses the carry from the mantissa into the exponent.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_CONVERT = (
+    "{ .reg .b16 low, high; cvt.rn.satfinite.FORMx2.f32 low, $2, $1; "
+    "cvt.rn.satfinite.FORMx2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+)
+_E4M3 = tl.constexpr(_CONVERT.replace("FORM", "e4m3"))
+_E5M2 = tl.constexpr(_CONVERT.replace("FORM", "e5m2"))
 
 
 class Codes(NamedTuple):
@@ -33,30 +40,34 @@ class Codes(NamedTuple):
 
 
 @triton.jit
-def store_codes(value, scale, i, j, rows, columns, codes, transposed, stride, amax, E5M2: tl.constexpr):
-    """Quantize a tile of FP32 values at rows i and columns j of [rows, columns] into both copies."""
-    j = j.to(tl.int64)
-    inside = (i < rows)[:, None] & (j < columns)[None, :]
-    value = tl.where(inside, value, 0.0)
-    largest: tl.constexpr = 57344.0 if E5M2 else 448.0
-    tl.atomic_max(amax, tl.max(tl.max(tl.abs(value), 1), 0))
+def _encode4(a, b, c, d, E5M2: tl.constexpr):
+    """The codes of four FP32 tensors as one of int32, a's in the lowest byte."""
     if INTERPRETED:
-        code = _encode(value * scale, E5M2)
+        a, b = _encode(a, E5M2).to(tl.int32), _encode(b, E5M2).to(tl.int32)
+        c, d = _encode(c, E5M2).to(tl.int32), _encode(d, E5M2).to(tl.int32)
+        word = a | (b << 8) | (c << 16) | (d << 24)
     else:
-        scaled = tl.clamp(value * scale, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
-        code = (scaled.to(tl.float8e5) if E5M2 else scaled.to(tl.float8e4nv)).to(tl.uint8, bitcast=True)
-    tl.store(codes + i[:, None] * stride + j[None, :], code, mask=inside)
-    tl.store(
-        transposed + j[:, None] * rows + i[None, :], tl.trans(code), mask=(j < columns)[:, None] & (i < rows)[None, :]
-    )
+        # Triton's own cast to FP8 (3.6) mixes up elements where the result is transposed.
+        asm: tl.constexpr = _E5M2 if E5M2 else _E4M3
+        word = tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    return word
 
 
 @triton.jit
-def _place(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Row and column numbers of this program's tile."""
-    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    return i, j
+def store_codes(a, b, c, d, scale, i, j, rows, columns, codes, transposed, stride, amax, E5M2: tl.constexpr):
+    """Quantize FP32 tiles, which are rows i, i + 1, i + 2 and i + 3 (i a multiple of 4) of columns j, into both copies."""
+    i, j = i.to(tl.int64), j.to(tl.int64)
+    inside = (i < rows)[:, None] & (j < columns)[None, :]
+    largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+    bits = tl.max(tl.max(tl.where(inside, largest, 0.0), 1), 0).to(tl.int32, bitcast=True)  # ordered like magnitudes
+    tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
+    word = _encode4(a * scale, b * scale, c * scale, d * scale, E5M2)
+    at = codes + i[:, None] * stride + j[None, :]
+    for row in tl.static_range(4):
+        tl.store(at + row * stride, (word >> (8 * row)).to(tl.uint8), mask=inside)
+    words = transposed.to(tl.pointer_type(tl.int32), bitcast=True)
+    place = j[:, None] * (rows // 4) + (i // 4)[None, :]
+    tl.store(words + place, tl.trans(word), mask=(j < columns)[:, None] & (i < rows)[None, :])
 
 
 @triton.jit
@@ -67,17 +78,45 @@ def note_inverse(scale, scale_inv):
 
 
 @triton.jit
+def _place(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The first rows of this program's groups of four, and its columns."""
+    i = tl.program_id(0).to(tl.int64) * ROWS + 4 * tl.arange(0, ROWS // 4)
+    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    return i, j
+
+
+@triton.jit
+def _load(x, i, j, rows, columns, stride):
+    """x at rows i and columns j, in FP32."""
+    inside = (i < rows)[:, None] & (j < columns)[None, :]
+    return tl.load(x + i[:, None] * stride + j[None, :], inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _swiglu(gate_up, i, j, rows, columns):
+    gate = _load(gate_up, i, j, rows, columns, 2 * columns)
+    return gate * tl.sigmoid(gate) * _load(gate_up + columns, i, j, rows, columns, 2 * columns)
+
+
+@triton.jit
 def _swiglu_kernel(
     gate_up, codes, transposed, scale, amax, scale_inv, rows, columns,
     E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     i, j = _place(ROWS, COLUMNS)
-    inside = (i < rows)[:, None] & (j < columns)[None, :]
-    at = gate_up + i[:, None] * (2 * columns) + j[None, :]
-    gate, up = tl.load(at, inside, 0.0).to(tl.float32), tl.load(at + columns, inside, 0.0).to(tl.float32)
+    a, b = _swiglu(gate_up, i, j, rows, columns), _swiglu(gate_up, i + 1, j, rows, columns)
+    c, d = _swiglu(gate_up, i + 2, j, rows, columns), _swiglu(gate_up, i + 3, j, rows, columns)
     s = tl.load(scale)
-    store_codes(gate * tl.sigmoid(gate) * up, s, i, j, rows, columns, codes, transposed, columns, amax, E5M2)
+    store_codes(a, b, c, d, s, i, j, rows, columns, codes, transposed, columns, amax, E5M2)
     note_inverse(s, scale_inv)
+
+
+@triton.jit
+def _dswiglu(dy, gate_up, i, j, rows, columns):
+    gate = _load(gate_up, i, j, rows, columns, 2 * columns)
+    up = _load(gate_up + columns, i, j, rows, columns, 2 * columns)
+    slope, opening = _load(dy, i, j, rows, columns, columns), tl.sigmoid(gate)
+    return slope * up * opening * (1 + gate * (1 - opening)), slope * gate * opening
 
 
 @triton.jit
@@ -86,15 +125,14 @@ def _dswiglu_kernel(
     E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     i, j = _place(ROWS, COLUMNS)
-    inside = (i < rows)[:, None] & (j < columns)[None, :]
-    at = gate_up + i[:, None] * (2 * columns) + j[None, :]
-    gate, up = tl.load(at, inside, 0.0).to(tl.float32), tl.load(at + columns, inside, 0.0).to(tl.float32)
-    slope = tl.load(dy + i[:, None] * columns + j[None, :], inside, 0.0).to(tl.float32)
-    s, opening = tl.load(scale), tl.sigmoid(gate)
-    dgate = slope * up * opening * (1 + gate * (1 - opening))
-    store_codes(dgate, s, i, j, rows, columns, codes, transposed, 2 * columns, amax, E5M2)
+    a, e = _dswiglu(dy, gate_up, i, j, rows, columns)
+    b, f = _dswiglu(dy, gate_up, i + 1, j, rows, columns)
+    c, g = _dswiglu(dy, gate_up, i + 2, j, rows, columns)
+    d, h = _dswiglu(dy, gate_up, i + 3, j, rows, columns)
+    s = tl.load(scale)
+    store_codes(a, b, c, d, s, i, j, rows, columns, codes, transposed, 2 * columns, amax, E5M2)
     half = transposed + rows.to(tl.int64) * columns
-    store_codes(slope * gate * opening, s, i, j, rows, columns, codes + columns, half, 2 * columns, amax, E5M2)
+    store_codes(e, f, g, h, s, i, j, rows, columns, codes + columns, half, 2 * columns, amax, E5M2)
     note_inverse(s, scale_inv)
 
 
@@ -103,7 +141,8 @@ def _norm_kernel(
     x, delta, total, weight, rstd, codes, transposed, scale, amax, scale_inv, rows, columns, eps,
     ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    i = first + tl.arange(0, ROWS)
     squares = tl.zeros((ROWS,), tl.float32)
     for start in range(0, columns, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
@@ -115,19 +154,24 @@ def _norm_kernel(
             tl.store(total + at, value, mask=inside)
         value = value.to(tl.float32)
         squares += tl.sum(value * value, 1)
-    inverse = 1 / tl.sqrt_rn(squares / columns + eps)
-    tl.store(rstd + i, inverse, mask=i < rows)
+    tl.store(rstd + i, 1 / tl.sqrt_rn(squares / columns + eps), mask=i < rows)
     s = tl.load(scale)
     tl.debug_barrier()  # what is read back below was written above
+    i = first + 4 * tl.arange(0, ROWS // 4)
+    source = total if ADD else x
+    a, b = tl.load(rstd + i, i < rows, 0.0), tl.load(rstd + i + 1, i < rows, 0.0)
+    c, d = tl.load(rstd + i + 2, i < rows, 0.0), tl.load(rstd + i + 3, i < rows, 0.0)
     for start in range(0, columns, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
-        inside = (i < rows)[:, None] & (j < columns)[None, :]
-        at = i[:, None] * columns + j[None, :]
-        value = tl.load((total if ADD else x) + at, inside, 0.0).to(tl.float32)
-        gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)
+        gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)[None, :]
         gamma = 1 + gamma if ZERO_CENTERED else gamma
-        y = value * inverse[:, None] * gamma[None, :]
-        store_codes(y, s, i, j, rows, columns, codes, transposed, columns, amax, E5M2)
+        store_codes(
+            _load(source, i, j, rows, columns, columns) * a[:, None] * gamma,
+            _load(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma,
+            _load(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma,
+            _load(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma,
+            s, i, j, rows, columns, codes, transposed, columns, amax, E5M2,
+        )  # fmt: skip
     note_inverse(s, scale_inv)
 
 

@@ -163,11 +163,22 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
 
 
 @triton.jit
-def _tile(x, x_batch, x_seq, x_head, rows, seq, block: tl.constexpr, width: tl.constexpr):
-    """Rows of this program's tile, which are inside, and pointers to `width` channels of its head in x [B, S, heads, H]."""
-    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    row = (i // seq) * x_batch + (i % seq) * x_seq + tl.program_id(1) * x_head
-    return i, (i < rows)[:, None], x + row[:, None] + tl.arange(0, width)[None, :]
+def _rows(x, i, batch_stride, seq_stride, head_stride, seq):
+    """Pointers [rows, 1] to this program's head at tokens i of x [B, S, heads, H]."""
+    return (x + (i // seq) * batch_stride + (i % seq) * seq_stride + tl.program_id(1) * head_stride)[:, None]
+
+
+@triton.jit
+def _read(pointers, channel, inside):
+    return tl.load(pointers + channel[None, :], inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _gated(x, logits, i, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated: tl.constexpr):
+    value = _read(_rows(x, i, x_batch, x_seq, x_head, seq), channel, inside)
+    if gated:
+        value *= tl.sigmoid(_read(_rows(logits, i, g_batch, g_seq, g_head, seq), channel, inside))
+    return value
 
 
 @triton.jit
@@ -177,14 +188,25 @@ def _gate_codes_kernel(
     rows, seq, width, first,
     gated: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    i, inside, at = _tile(x, x_batch, x_seq, x_head, rows, seq, block, dim)
-    value = tl.load(at, inside, 0.0).to(tl.float32)
-    if gated:
-        i, inside, gate = _tile(logits, g_batch, g_seq, g_head, rows, seq, block, dim)
-        value *= tl.sigmoid(tl.load(gate, inside, 0.0).to(tl.float32))
-    s, j = tl.load(scale), first + tl.program_id(1) * dim + tl.arange(0, dim)
-    store_codes(value, s, i, j, rows, width, codes, transposed, width, amax, E5M2)
+    i, channel = tl.program_id(0).to(tl.int64) * block + 4 * tl.arange(0, block // 4), tl.arange(0, dim)
+    inside = (i < rows)[:, None]
+    a = _gated(x, logits, i, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    b = _gated(x, logits, i + 1, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    c = _gated(x, logits, i + 2, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    d = _gated(x, logits, i + 3, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    s, j = tl.load(scale), first + tl.program_id(1) * dim + channel
+    store_codes(a, b, c, d, s, i, j, rows, width, codes, transposed, width, amax, E5M2)
     note_inverse(s, scale_inv)
+
+
+@triton.jit
+def _rotated(x, cos, sin, i, x_batch, x_seq, x_head, table_batch, table_seq, seq, sign, inside, half: tl.constexpr):
+    channel = tl.arange(0, half)
+    at = _rows(x, i, x_batch, x_seq, x_head, seq)
+    angle = ((i // seq) * table_batch + (i % seq) * table_seq)[:, None]
+    one, two = _read(at, channel, inside), _read(at + half, channel, inside)
+    c, s = _read(cos + angle, channel, inside), _read(sin + angle, channel, inside) * sign
+    return one * c - two * s, two * c + one * s
 
 
 @triton.jit
@@ -194,14 +216,29 @@ def _rotate_codes_kernel(
     rows, seq, width, first, sign,
     half: tl.constexpr, block: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    i, inside, at = _tile(x, x_batch, x_seq, x_head, rows, seq, block, half)
-    angle = ((i // seq) * table_batch + (i % seq) * table_seq)[:, None] + tl.arange(0, half)[None, :]
-    one, two = tl.load(at, inside, 0.0).to(tl.float32), tl.load(at + half, inside, 0.0).to(tl.float32)
-    c, s = tl.load(cos + angle, inside, 0.0).to(tl.float32), tl.load(sin + angle, inside, 0.0).to(tl.float32) * sign
-    factor, j = tl.load(scale), first + tl.program_id(1) * 2 * half + tl.arange(0, half)
-    store_codes(one * c - two * s, factor, i, j, rows, width, codes, transposed, width, amax, E5M2)
-    store_codes(two * c + one * s, factor, i, j + half, rows, width, codes, transposed, width, amax, E5M2)
-    note_inverse(factor, scale_inv)
+    i = tl.program_id(0).to(tl.int64) * block + 4 * tl.arange(0, block // 4)
+    inside = (i < rows)[:, None]
+    a, e = _rotated(x, cos, sin, i, x_batch, x_seq, x_head, table_batch, table_seq, seq, sign, inside, half)
+    b, f = _rotated(x, cos, sin, i + 1, x_batch, x_seq, x_head, table_batch, table_seq, seq, sign, inside, half)
+    c, g = _rotated(x, cos, sin, i + 2, x_batch, x_seq, x_head, table_batch, table_seq, seq, sign, inside, half)
+    d, h = _rotated(x, cos, sin, i + 3, x_batch, x_seq, x_head, table_batch, table_seq, seq, sign, inside, half)
+    s, j = tl.load(scale), first + tl.program_id(1) * 2 * half + tl.arange(0, half)
+    store_codes(a, b, c, d, s, i, j, rows, width, codes, transposed, width, amax, E5M2)
+    store_codes(e, f, g, h, s, i, j + half, rows, width, codes, transposed, width, amax, E5M2)
+    note_inverse(s, scale_inv)
+
+
+@triton.jit
+def _gate_slopes(
+    dy, x, logits, dx, i, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch, dx_seq,
+    dx_head, seq, channel, inside,
+):  # fmt: skip
+    slope = _read(_rows(dy, i, dy_batch, dy_seq, dy_head, seq), channel, inside)
+    value = _read(_rows(x, i, x_batch, x_seq, x_head, seq), channel, inside)
+    opening = tl.sigmoid(_read(_rows(logits, i, g_batch, g_seq, g_head, seq), channel, inside))
+    at = _rows(dx, i, dx_batch, dx_seq, dx_head, seq) + channel[None, :]
+    tl.store(at, (slope * opening).to(dx.dtype.element_ty), mask=inside & (channel >= 0)[None, :])
+    return slope * value * opening * (1 - opening)
 
 
 @triton.jit
@@ -211,17 +248,18 @@ def _gate_backward_codes_kernel(
     rows, seq, width, first,
     dim: tl.constexpr, block: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    i, inside, at = _tile(dy, dy_batch, dy_seq, dy_head, rows, seq, block, dim)
-    slope = tl.load(at, inside, 0.0).to(tl.float32)
-    i, inside, at = _tile(x, x_batch, x_seq, x_head, rows, seq, block, dim)
-    value = tl.load(at, inside, 0.0).to(tl.float32)
-    i, inside, at = _tile(logits, g_batch, g_seq, g_head, rows, seq, block, dim)
-    opening = tl.sigmoid(tl.load(at, inside, 0.0).to(tl.float32))
-    i, inside, at = _tile(dx, dx_batch, dx_seq, dx_head, rows, seq, block, dim)
-    tl.store(at, (slope * opening).to(dx.dtype.element_ty), mask=inside)
-    s, j = tl.load(scale), first + tl.program_id(1) * dim + tl.arange(0, dim)
-    change = slope * value * opening * (1 - opening)
-    store_codes(change, s, i, j, rows, width, codes, transposed, width, amax, E5M2)
+    i, channel = tl.program_id(0).to(tl.int64) * block + 4 * tl.arange(0, block // 4), tl.arange(0, dim)
+    inside = (i < rows)[:, None]
+    a = _gate_slopes(dy, x, logits, dx, i, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    b = _gate_slopes(dy, x, logits, dx, i + 1, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    c = _gate_slopes(dy, x, logits, dx, i + 2, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    d = _gate_slopes(dy, x, logits, dx, i + 3, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    s, j = tl.load(scale), first + tl.program_id(1) * dim + channel
+    store_codes(a, b, c, d, s, i, j, rows, width, codes, transposed, width, amax, E5M2)
     note_inverse(s, scale_inv)
 
 
