@@ -30,6 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "eager": {"compile": False},
     "selective": {"activation_checkpointing": "selective"},
     "full": {"activation_checkpointing": "full"},
+    "offload": {"activation_offload": True},
 }
 
 

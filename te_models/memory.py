@@ -14,7 +14,7 @@ Shapes as in te_models/layers.py: N tokens padded to the recipe's rows, T = B*S 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -107,10 +107,14 @@ class Step(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Steps that run one after the other; `kept` is the size of their input if they are recomputed, else None."""
+    """Steps that run one after the other; `kept` is the size of their input if they are recomputed, else None.
+
+    `block` is the number of the block that they are a part of, None outside.
+    """
 
     steps: list[Step]
     kept: int | None = None
+    block: int | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,8 @@ class Training:
 
     `batch_size` sequences of `seq_len` tokens go through one GPU at a time; `gpus` share weights, gradients and optimizer
     (FSDP2, a unit a block). `held_gradients`: gradients are there before the forward, as from the second micro-batch of
-    an accumulation on. `logits`: they are returned, so all of them exist. `compile` and `cuda` choose the kernels;
+    an accumulation on. `activation_offload`: blocks keep theirs on the host. `logits`: they are returned, so all of them
+    exist. `compile` and `cuda` choose the kernels;
     `dtype_bytes` is that of parameters and activations.
     """
 
@@ -157,6 +162,7 @@ class Training:
     seq_len: int = 256
     optimizer: str | None = "adamw"
     activation_checkpointing: str | int = "none"
+    activation_offload: bool = False
     gpus: int = 1
     held_gradients: bool = False
     logits: bool = True
@@ -369,28 +375,47 @@ class _Tape:
         for layer in range(c.num_hidden_layers):
             attention, hidden, down = self.block(layer)
             if mode == "full" or (isinstance(mode, int) and layer % mode == 0):
-                yield Region(attention + hidden + down, kept=self.stream)
+                yield Region(attention + hidden + down, kept=self.stream, block=layer)
             else:
-                yield Region(attention)
-                yield Region(hidden, kept=self.stream if mode == "selective" else None)
-                yield Region(down)
+                yield Region(attention, block=layer)
+                yield Region(hidden, kept=self.stream if mode == "selective" else None, block=layer)
+                yield Region(down, block=layer)
         yield Region(self.head())
 
 
-def _after_forward(now: Memory, region: Region) -> Memory:
-    """With what the region's forward leaves behind."""
+def _after_forward(now: Memory, region: Region, activations: bool = True, copies: bool = True) -> Memory:
+    """With what the region's forward leaves behind, or one part of it."""
     if region.kept is not None:
-        return now.plus(activations=region.kept)
+        return now.plus(activations=region.kept * activations)
     logits = sum(step.saved for step in region.steps if step.of_logits)
     saved = sum(step.saved for step in region.steps) - logits
-    return now.plus(activations=saved, logits=logits, fp8_weight_copies=sum(step.copies for step in region.steps))
+    weights = sum(step.copies for step in region.steps)
+    return now.plus(activations=saved * activations, logits=logits, fp8_weight_copies=weights * copies)
 
 
-def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Memory]:
-    """The memory during each step's backward, from the loss down to the embedding."""
+def _away(config: ModelConfig, training: Training) -> set[int]:
+    """The blocks whose activations are on the host after the forward: all but the last one (te_models/offload.py).
+
+    What stays of them, storages of up to 1 MiB, is not counted.
+    """
+    return set(range(config.num_hidden_layers - 1)) if training.activation_offload else set()
+
+
+def _walk(regions: list[Region], now: Memory, training: Training, away: Collection[int] = ()) -> Iterator[Memory]:
+    """The memory during each step's backward, from the loss down to the embedding; the blocks `away` are on the host.
+
+    FP8 copies of weights go there too, unless they are kept for the next micro-batch. A block's first backward brings the
+    block below.
+    """
+    shared, away = training.held_gradients, set(away)
     for region in regions:
-        now = _after_forward(now, region)
+        here = region.block not in away
+        now = _after_forward(now, region, here, here or shared)
     for region in reversed(regions):
+        if region.block is not None and (below := region.block - 1) in away:
+            away.remove(below)
+            for other in regions:
+                now = _after_forward(now, other, True, not shared) if other.block == below else now
         where = "activations"
         if region.kept is not None:
             where = "recomputed"
@@ -465,7 +490,8 @@ def _delayed_state(config: ModelConfig, recipe: Recipe) -> int:
 def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> list[Memory]:
     """The three moments of a step that can be its peak: the loss's backward, the worst one below it, the update."""
     standing = _standing(config, recipe, training)
-    loss, *rest = _walk(list(_Tape(config, recipe, training).regions()), standing, training)
+    regions = list(_Tape(config, recipe, training).regions())
+    loss, *rest = _walk(regions, standing, training, _away(config, training))
     worst = max(rest, key=lambda memory: memory.total)
     moments = [replace(loss, moment="loss"), replace(worst, moment=f"backward of {worst.moment}")]
     if training.optimizer is not None:
@@ -480,4 +506,13 @@ def kept_bytes(config: ModelConfig, recipe: Recipe, training: Training) -> int:
     empty = Memory()
     for region in _Tape(config, recipe, training).regions():
         empty = _after_forward(empty, region)
+    return empty.total
+
+
+def host_bytes(config: ModelConfig, recipe: Recipe, training: Training) -> int:
+    """What of it `activation_offload` has on the host."""
+    away, empty = _away(config, training), Memory()
+    for region in _Tape(config, recipe, training).regions():
+        if region.block in away:
+            empty = _after_forward(empty, region, copies=not training.held_gradients)
     return empty.total
