@@ -13,7 +13,7 @@ from rich.text import Text
 
 from te_models.config import ModelConfig
 from te_models.errors import unknown
-from te_models.memory import OPTIMIZERS, Memory, Training, host_bytes, memory_moments, model_parameters
+from te_models.memory import OPTIMIZERS, Memory, Training, kept_bytes, memory_moments, model_parameters
 from te_models.recipe import Recipe
 
 GPUS = {"24 GB": 24, "48 GB": 48, "80 GB": 80, "141 GB": 141}  # sizes as sold: 10^9 bytes
@@ -44,7 +44,7 @@ class MemoryPlan:
     @property
     def host(self) -> int:
         """Bytes of host memory that activation offload takes, for each GPU; pinned."""
-        return host_bytes(self.config, self.recipe, self.training)
+        return kept_bytes(self.config, self.recipe, self.training, on_host=True)
 
     def fits(self, gigabytes: float) -> bool:
         """Whether the peak, with 5 % to spare, fits on a GPU sold with so many gigabytes (10^9 bytes)."""

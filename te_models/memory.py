@@ -14,7 +14,7 @@ Shapes as in te_models/layers.py: N tokens padded to the recipe's rows, T = B*S 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -109,12 +109,13 @@ class Step(NamedTuple):
 class Region(NamedTuple):
     """Steps that run one after the other; `kept` is the size of their input if they are recomputed, else None.
 
-    `block` is the number of the block that they are a part of, None outside.
+    `block` is the number of their block, if any; `away` says whether what they keep is on the host after the forward.
     """
 
     steps: list[Step]
     kept: int | None = None
     block: int | None = None
+    away: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,7 @@ class Training:
     `batch_size` sequences of `seq_len` tokens go through one GPU at a time; `gpus` share weights, gradients and optimizer
     (FSDP2, a unit a block). `held_gradients`: gradients are there before the forward, as from the second micro-batch of
     an accumulation on. `activation_offload`: blocks keep theirs on the host. `logits`: they are returned, so all of them
-    exist. `compile` and `cuda` choose the kernels;
-    `dtype_bytes` is that of parameters and activations.
+    exist. `compile` and `cuda` choose the kernels; `dtype_bytes` is that of parameters and activations.
     """
 
     batch_size: int = 8
@@ -374,12 +374,14 @@ class _Tape:
         yield Region([embedding._replace(scratch=table) if tied else embedding._replace(weights=table)])
         for layer in range(c.num_hidden_layers):
             attention, hidden, down = self.block(layer)
+            # What stays of a block (te_models/offload.py), storages of up to 1 MiB, is not counted.
+            place = (layer, self.training.activation_offload and layer < c.num_hidden_layers - 1)
             if mode == "full" or (isinstance(mode, int) and layer % mode == 0):
-                yield Region(attention + hidden + down, kept=self.stream, block=layer)
+                yield Region(attention + hidden + down, self.stream, *place)
             else:
-                yield Region(attention, block=layer)
-                yield Region(hidden, kept=self.stream if mode == "selective" else None, block=layer)
-                yield Region(down, block=layer)
+                yield Region(attention, None, *place)
+                yield Region(hidden, self.stream if mode == "selective" else None, *place)
+                yield Region(down, None, *place)
         yield Region(self.head())
 
 
@@ -393,24 +395,15 @@ def _after_forward(now: Memory, region: Region, activations: bool = True, copies
     return now.plus(activations=saved * activations, logits=logits, fp8_weight_copies=weights * copies)
 
 
-def _away(config: ModelConfig, training: Training) -> set[int]:
-    """The blocks whose activations are on the host after the forward: all but the last one (te_models/offload.py).
+def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Memory]:
+    """The memory during each step's backward, from the loss down to the embedding.
 
-    What stays of them, storages of up to 1 MiB, is not counted.
+    A block's first backward brings the block below back from the host. FP8 copies of weights go there too, unless the
+    next micro-batch uses them.
     """
-    return set(range(config.num_hidden_layers - 1)) if training.activation_offload else set()
-
-
-def _walk(regions: list[Region], now: Memory, training: Training, away: Collection[int] = ()) -> Iterator[Memory]:
-    """The memory during each step's backward, from the loss down to the embedding; the blocks `away` are on the host.
-
-    FP8 copies of weights go there too, unless they are kept for the next micro-batch. A block's first backward brings the
-    block below.
-    """
-    shared, away = training.held_gradients, set(away)
+    shared, away = training.held_gradients, {region.block for region in regions if region.away}
     for region in regions:
-        here = region.block not in away
-        now = _after_forward(now, region, here, here or shared)
+        now = _after_forward(now, region, not region.away, shared or not region.away)
     for region in reversed(regions):
         if region.block is not None and (below := region.block - 1) in away:
             away.remove(below)
@@ -490,8 +483,7 @@ def _delayed_state(config: ModelConfig, recipe: Recipe) -> int:
 def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> list[Memory]:
     """The three moments of a step that can be its peak: the loss's backward, the worst one below it, the update."""
     standing = _standing(config, recipe, training)
-    regions = list(_Tape(config, recipe, training).regions())
-    loss, *rest = _walk(regions, standing, training, _away(config, training))
+    loss, *rest = _walk(list(_Tape(config, recipe, training).regions()), standing, training)
     worst = max(rest, key=lambda memory: memory.total)
     moments = [replace(loss, moment="loss"), replace(worst, moment=f"backward of {worst.moment}")]
     if training.optimizer is not None:
@@ -501,18 +493,11 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     return moments
 
 
-def kept_bytes(config: ModelConfig, recipe: Recipe, training: Training) -> int:
-    """What autograd holds between forward and backward: activations, logits and FP8 copies of weights."""
+def kept_bytes(config: ModelConfig, recipe: Recipe, training: Training, on_host: bool = False) -> int:
+    """What autograd holds between forward and backward, activations, logits and FP8 copies of weights, wherever it is;
+    `on_host`: what of it `activation_offload` has there."""
     empty = Memory()
     for region in _Tape(config, recipe, training).regions():
-        empty = _after_forward(empty, region)
-    return empty.total
-
-
-def host_bytes(config: ModelConfig, recipe: Recipe, training: Training) -> int:
-    """What of it `activation_offload` has on the host."""
-    away, empty = _away(config, training), Memory()
-    for region in _Tape(config, recipe, training).regions():
-        if region.block in away:
-            empty = _after_forward(empty, region, copies=not training.held_gradients)
+        if region.away or not on_host:
+            empty = _after_forward(empty, region, copies=not (on_host and training.held_gradients))
     return empty.total
