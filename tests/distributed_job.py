@@ -38,7 +38,6 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     emulated.FP8GlobalStateManager.reset()
     torch.manual_seed(5)
     recipe, mode, offloaded = case.pop("recipe", "bf16"), case.pop("mode", "none"), case.pop("offload", False)
-    offload.SMALL = 0  # tiny tensors are moved too
     dtype, tied = getattr(torch, case.pop("dtype", "float32")), case.pop("tied", True)
     documents = ANSWERS if case.pop("answers", False) else TEXT
     fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=2, learning_rate=3e-3)
@@ -125,6 +124,7 @@ def continue_from(source: Path, out: Path) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    offload.SMALL = 0  # tiny tensors are moved too
     root = Path(sys.argv[1])
     cases = json.loads((root / sys.argv[2]).read_text())
     with parallel(TrainConfig(parallel="ddp"), "cpu") as shared:
