@@ -36,6 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp8_params": {"fp8_params": True},
     "graph": {"cuda_graph": True},
     "no_edges": {"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0},
+    "offload": {"activation_offload": True},
 }
 
 

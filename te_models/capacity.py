@@ -13,7 +13,7 @@ from rich.text import Text
 
 from te_models.config import ModelConfig
 from te_models.errors import unknown
-from te_models.memory import OPTIMIZERS, Memory, Training, memory_moments, model_parameters
+from te_models.memory import OPTIMIZERS, Memory, Training, kept_bytes, memory_moments, model_parameters
 from te_models.recipe import Recipe
 
 GPUS = {"24 GB": 24, "48 GB": 48, "80 GB": 80, "141 GB": 141}  # sizes as sold: 10^9 bytes
@@ -40,6 +40,11 @@ class MemoryPlan:
     def peak(self) -> Memory:
         """The moment that takes most: what torch.cuda.max_memory_allocated will say, within 5 %."""
         return max(self.moments, key=lambda memory: memory.total)
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory that activation offload takes, for each GPU; pinned."""
+        return kept_bytes(self.config, self.recipe, self.training, on_host=True)
 
     def fits(self, gigabytes: float) -> bool:
         """Whether the peak, with 5 % to spare, fits on a GPU sold with so many gigabytes (10^9 bytes)."""
@@ -80,6 +85,7 @@ class MemoryPlan:
             "recipe": self.recipe.to_dict(),
             "training": asdict(self.training),
             "moments": {memory.moment: {**memory.parts(), "total": memory.total} for memory in self.moments},
+            "host": self.host,
             "peak": {"moment": self.peak.moment, "total": self.peak.total},
             "fits": {name: self.fits(size) for name, size in GPUS.items()},
             "largest_batch": {
@@ -94,7 +100,7 @@ class MemoryPlan:
         about = (
             f"{self.config.num_parameters:,} parameters, recipe {self.recipe.name}, {t.batch_size} x {t.seq_len:,} tokens{each}, "
             f"{t.optimizer or 'no optimizer'}, activation checkpointing {t.activation_checkpointing}, {t.gpus} GPU"
-            f"{'s (FSDP)' if each else ''}"
+            f"{'s (FSDP)' if each else ''}{f', {_gib(self.host)} GiB on the host' if self.host else ''}"
         )
         lines: list[Any] = [about, ""]
         for title, table in (
@@ -164,6 +170,7 @@ def plan_memory(
     seq_len: int = 256,
     optimizer: str | None = "adamw",
     activation_checkpointing: str | int = "none",
+    activation_offload: bool = False,
     gpus: int = 1,
     gradient_accumulation: int = 1,
     dtype_bytes: int = 2,
@@ -178,6 +185,7 @@ def plan_memory(
         seq_len: tokens of each.
         optimizer: a row of te_models.memory.OPTIMIZERS; None for forward and backward alone.
         activation_checkpointing: "none", "selective", "full" or every N-th block.
+        activation_offload: whether blocks keep their activations on the host (te_models.offload).
         gpus: processes among which FSDP2 shares weights, gradients and optimizer state.
         gradient_accumulation: micro-batches a step; from two on, gradients are held during the forward.
         dtype_bytes: of parameters and activations.
@@ -204,6 +212,7 @@ def plan_memory(
         seq_len=seq_len,
         optimizer=optimizer,
         activation_checkpointing=int(activation_checkpointing) if every else activation_checkpointing,
+        activation_offload=activation_offload,
         gpus=gpus,
         held_gradients=gradient_accumulation > 1,
         logits=logits,

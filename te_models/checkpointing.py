@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from te_models.errors import unknown
+from te_models.offload import Offload
 
 MODES = ("none", "selective", "full")
 
@@ -46,14 +47,28 @@ class Recompute:
     Made at the start of the pass, before any scale can change; `te_recipe` is the recipe of the FP8 blocks (None: BF16).
     """
 
-    def __init__(self, mode: str | int, te: ModuleType, te_recipe: Any, first_microbatch: bool | None = None) -> None:
+    def __init__(
+        self,
+        mode: str | int,
+        te: ModuleType,
+        te_recipe: Any,
+        first_microbatch: bool | None = None,
+        offload: Offload | None = None,
+    ) -> None:
         """`first_microbatch` is what te.Linear is told of its weight's FP8 copy: True makes and keeps it, False uses the
-        one kept, None makes it and keeps nothing."""
+        one kept, None makes it and keeps nothing. `offload` takes what blocks keep to the host (te_models.offload)."""
         self.mode, self.te, self.te_recipe = mode if torch.is_grad_enabled() else "none", te, te_recipe
         self.first_microbatch = first_microbatch
+        self.offload = offload if torch.is_grad_enabled() else None
 
     def block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
         """block(x, *args), recomputed in backward if the mode says so of block number `layer`."""
+        if self.offload is None:
+            return self._block(block, layer, x, *args)
+        with self.offload.block(layer, block, args):
+            return self._block(block, layer, x, *args)
+
+    def _block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
         if self.mode == "full" or (isinstance(self.mode, int) and layer % self.mode == 0):
             return self._recomputed(block, block, x, *args)
         return block(x, *args)

@@ -168,6 +168,7 @@ def list_command() -> None:
 @click.option("--gradient-accumulation", default=TRAIN_FIELDS["gradient_accumulation"], show_default=True)
 @click.option("--optimizer", default=TRAIN_FIELDS["optimizer"], show_default=True)
 @click.option("--activation-checkpointing", default="none", show_default=True, metavar="MODE")
+@click.option("--activation-offload/--no-activation-offload", default=False)
 @click.option("--gpus", default=1, show_default=True, help="Among how many FSDP shares the model.")
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of tables.")
 def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **options: Any) -> None:
@@ -237,6 +238,12 @@ def train_options(command: Callable[..., Any]) -> Callable[..., Any]:
     show_default=True,
     metavar="MODE",
     help="none, selective, full or N: every N-th block.",
+)
+@click.option(
+    "--activation-offload/--no-activation-offload",
+    default=False,
+    show_default=True,
+    help="What blocks keep for backward waits in the CPU's memory.",
 )
 @click.option("--compile/--no-compile", default=True, help="Fuse elementwise operations (on a GPU).", show_default=True)
 @click.option(

@@ -107,10 +107,15 @@ class Step(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Steps that run one after the other; `kept` is the size of their input if they are recomputed, else None."""
+    """Steps that run one after the other; `kept` is the size of their input if they are recomputed, else None.
+
+    `block` is the number of their block, if any; `away` says whether what they keep is on the host after the forward.
+    """
 
     steps: list[Step]
     kept: int | None = None
+    block: int | None = None
+    away: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,14 +154,15 @@ class Training:
 
     `batch_size` sequences of `seq_len` tokens go through one GPU at a time; `gpus` share weights, gradients and optimizer
     (FSDP2, a unit a block). `held_gradients`: gradients are there before the forward, as from the second micro-batch of
-    an accumulation on. `logits`: they are returned, so all of them exist. `compile` and `cuda` choose the kernels;
-    `dtype_bytes` is that of parameters and activations.
+    an accumulation on. `activation_offload`: blocks keep theirs on the host. `logits`: they are returned, so all of them
+    exist. `compile` and `cuda` choose the kernels; `dtype_bytes` is that of parameters and activations.
     """
 
     batch_size: int = 8
     seq_len: int = 256
     optimizer: str | None = "adamw"
     activation_checkpointing: str | int = "none"
+    activation_offload: bool = False
     gpus: int = 1
     held_gradients: bool = False
     logits: bool = True
@@ -369,29 +375,41 @@ class _Tape:
         yield Region([embedding._replace(scratch=table) if tied else embedding._replace(weights=table)])
         for layer in range(c.num_hidden_layers):
             attention, hidden, down = self.block(layer)
+            # What stays of a block (te_models/offload.py), storages of up to 1 MiB, is not counted.
+            place = (layer, self.training.activation_offload and layer < c.num_hidden_layers - 1)
             if mode == "full" or (isinstance(mode, int) and layer % mode == 0):
-                yield Region(attention + hidden + down, kept=self.stream)
+                yield Region(attention + hidden + down, self.stream, *place)
             else:
-                yield Region(attention)
-                yield Region(hidden, kept=self.stream if mode == "selective" else None)
-                yield Region(down)
+                yield Region(attention, None, *place)
+                yield Region(hidden, self.stream if mode == "selective" else None, *place)
+                yield Region(down, None, *place)
         yield Region(self.head())
 
 
-def _after_forward(now: Memory, region: Region) -> Memory:
-    """With what the region's forward leaves behind."""
+def _after_forward(now: Memory, region: Region, activations: bool = True, copies: bool = True) -> Memory:
+    """With what the region's forward leaves behind, or one part of it."""
     if region.kept is not None:
-        return now.plus(activations=region.kept)
+        return now.plus(activations=region.kept * activations)
     logits = sum(step.saved for step in region.steps if step.of_logits)
     saved = sum(step.saved for step in region.steps) - logits
-    return now.plus(activations=saved, logits=logits, fp8_weight_copies=sum(step.copies for step in region.steps))
+    weights = sum(step.copies for step in region.steps)
+    return now.plus(activations=saved * activations, logits=logits, fp8_weight_copies=weights * copies)
 
 
 def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Memory]:
-    """The memory during each step's backward, from the loss down to the embedding."""
+    """The memory during each step's backward, from the loss down to the embedding.
+
+    A block's first backward brings the block below back from the host. FP8 copies of weights go there too, unless the
+    next micro-batch uses them.
+    """
+    shared, away = training.held_gradients, {region.block for region in regions if region.away}
     for region in regions:
-        now = _after_forward(now, region)
+        now = _after_forward(now, region, not region.away, shared or not region.away)
     for region in reversed(regions):
+        if region.block is not None and (below := region.block - 1) in away:
+            away.remove(below)
+            for other in regions:
+                now = _after_forward(now, other, True, not shared) if other.block == below else now
         where = "activations"
         if region.kept is not None:
             where = "recomputed"
@@ -476,9 +494,11 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     return moments
 
 
-def kept_bytes(config: ModelConfig, recipe: Recipe, training: Training) -> int:
-    """What autograd holds between forward and backward: activations, logits and FP8 copies of weights."""
+def kept_bytes(config: ModelConfig, recipe: Recipe, training: Training, on_host: bool = False) -> int:
+    """What autograd holds between forward and backward, activations, logits and FP8 copies of weights, wherever it is;
+    `on_host`: what of it `activation_offload` has there."""
     empty = Memory()
     for region in _Tape(config, recipe, training).regions():
-        empty = _after_forward(empty, region)
+        if region.away or not on_host:
+            empty = _after_forward(empty, region, copies=not (on_host and training.held_gradients))
     return empty.total

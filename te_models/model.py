@@ -33,6 +33,7 @@ from te_models.kernels import PLAIN, get_kernels
 from te_models.kernels.attention import attention_kernel
 from te_models.kernels.head import linear_cross_entropy
 from te_models.layers import Block, linear, norm_options, pad_rows
+from te_models.offload import HostMemory, Offload
 from te_models.plan import Plan, PlanRow
 from te_models.presets import get_preset
 from te_models.recipe import Recipe, get_recipe, recipe_fields
@@ -58,6 +59,7 @@ class CausalLM(nn.Module):
         device: where the parameters live; None is the first CUDA device if there is one, else the CPU.
         dtype: of parameters and activations.
         activation_checkpointing: "none", "selective", "full" or an integer N (see te_models.checkpointing).
+        activation_offload: what a block keeps for its backward waits in the host's memory meanwhile (te_models.offload).
         fp8_params: keep the weights of the FP8 layers as FP8 codes alone (see te_models.fp8_params).
         compile: fuse the operations between the GEMMs with torch.compile (on CUDA devices).
         fused: attention with RoPE and gate as one operation, where its heads allow it, and FP8 handed from module to module,
@@ -82,6 +84,7 @@ class CausalLM(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         activation_checkpointing: str | int = "none",
+        activation_offload: bool = False,
         fp8_params: bool = False,
         compile: bool = True,
         fused: bool | None = None,
@@ -96,6 +99,7 @@ class CausalLM(nn.Module):
         self.tp = TensorParallel(tp_mesh, sequence_parallel)
         self.local_config = self.tp.local(config)
         self.activation_checkpointing = check_mode(activation_checkpointing)
+        self.activation_offload, self.host_memory = activation_offload, HostMemory()
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         _, self.engine, self.engine_reason = get_engine(engine, device)
         self.recipe = self._checked(get_recipe(recipe, **recipe_fields))
@@ -220,7 +224,8 @@ class CausalLM(nn.Module):
         """
         refuse_foreign_recompute(self.recipe.stateful)
         batch, seq = input_ids.shape
-        recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe, is_first_microbatch)
+        offload = Offload(self.host_memory, len(self.layers), input_ids.device) if self.activation_offload else None
+        recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe, is_first_microbatch, offload)
         tokens = describe(self.config, input_ids, cache, attention_mask, document_ids, recompute, self.dtype)
         x = self.embed_tokens(input_ids).flatten(0, 1)
         x = x if tokens.real is None else x * tokens.real
@@ -418,6 +423,7 @@ class CausalLM(nn.Module):
         recipe, dtype and activation checkpointing are used unless said otherwise.
         """
         options.setdefault("activation_checkpointing", self.activation_checkpointing)
+        options.setdefault("activation_offload", self.activation_offload)
         options.setdefault("dtype_bytes", self.dtype.itemsize)
         return plan_memory(self.config, self.recipe, batch_size=batch_size, seq_len=seq_len, **options)
 

@@ -37,7 +37,8 @@ def summary(
         f"{plan.count('BF16')} in BF16",
         "attention": f"{model.attention_kernel()}, {model.config.attention_gate} gate",
         "compile": "elementwise operations" if model.compiled else "off",
-        "activation checkpointing": str(model.activation_checkpointing),
+        "activation checkpointing": f"{model.activation_checkpointing}"
+        f"{', the rest in the memory of the CPU' if model.activation_offload else ''}",
         "optimizer": f"{config.optimizer}, learning rate {config.learning_rate:g}"
         f"{f', {config.optimizer_options}' if config.optimizer_options else ''}"
         f"{', state in the memory of the CPU' if config.optimizer_offload else ''}",

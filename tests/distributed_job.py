@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import te_models.engine.emulated as emulated
+from te_models import offload
 from te_models.data import Document, TokenDataset
 from te_models.distributed import Parallel, meshes, parallel, reshard
 from te_models.fp8_state import fp8_state
@@ -36,7 +37,7 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     case = dict(case)
     emulated.FP8GlobalStateManager.reset()
     torch.manual_seed(5)
-    recipe, mode = case.pop("recipe", "bf16"), case.pop("mode", "none")
+    recipe, mode, offloaded = case.pop("recipe", "bf16"), case.pop("mode", "none"), case.pop("offload", False)
     dtype, tied = getattr(torch, case.pop("dtype", "float32")), case.pop("tied", True)
     documents = ANSWERS if case.pop("answers", False) else TEXT
     fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=2, learning_rate=3e-3)
@@ -47,7 +48,8 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     history = dict(amax_history_len=4) if recipe == "delayed" else {}
     model = shared.build(
         get_preset("gated-nano", **SHAPE, tie_word_embeddings=tied),
-        recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode, **history,
+        recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode,
+        activation_offload=offloaded, **history,
     )  # fmt: skip
     words, share = load_tokenizer(None), dict(rank=shared.data_rank, world_size=shared.data_world)
     sizes: dict[str, Any] = dict(batch_size=shared.rows(config.batch_size), seed=0, **share)
@@ -122,6 +124,7 @@ def continue_from(source: Path, out: Path) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    offload.SMALL = 0  # tiny tensors are moved too
     root = Path(sys.argv[1])
     cases = json.loads((root / sys.argv[2]).read_text())
     with parallel(TrainConfig(parallel="ddp"), "cpu") as shared:

@@ -11,7 +11,7 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"config", "recipe", "train_config", "formats", "tokenizer", "chat"},
     {"presets", "state", "nested_state", "extra_state", "data", "hf_families", "memory", "fp8_params"},
     {"checkpoints", "blocks"},
-    {"streaming"},
+    {"streaming", "offload"},
     {"engine.emulated"},  # one layer as seen from outside; its files order themselves
     {"engine.handover_triton"},
     {"engine.native"},

@@ -51,6 +51,7 @@ SPECIAL = {
     "saved-ddp": dict(parallel="ddp", recipe="delayed", dtype="bfloat16", steps=4, save_every=2),
     "resharded": dict(parallel="fsdp", recipe="delayed"),
     "resharded-full": dict(parallel="fsdp", recipe="delayed", mode="full"),
+    "resharded-offload": dict(parallel="fsdp", recipe="delayed", offload=True),
     "stopped": dict(parallel="fsdp", stop=1, steps=50),
     "poisoned-ddp": dict(parallel="ddp", recipe="delayed", poison=1),
     "poisoned-fsdp": dict(parallel="fsdp", recipe="current", poison=1, gradient_accumulation=2),
@@ -155,9 +156,10 @@ def test_fsdp_holds_half_the_parameters(two: dict[str, Any]) -> None:
 
 def test_resharded_weights_are_quantized_again_in_backward(two: dict[str, Any]) -> None:
     """As Transformer Engine does: with the scales of after the forward, so the curves are near, not the same; and
-    activation checkpointing changes no bit of them."""
+    neither activation checkpointing nor offload changes a bit of them."""
     found, kept = two["resharded"], two["fsdp-delayed"]
-    assert found["losses"] == two["resharded-full"]["losses"] and found["scales"] == two["resharded-full"]["scales"]
+    for other in (two["resharded-full"], two["resharded-offload"]):
+        assert found["losses"] == other["losses"] and found["scales"] == other["scales"]
     assert found["losses"][0] == kept["losses"][0] and found["norms"][1] != kept["norms"][1]
     assert found["losses"] == pytest.approx(kept["losses"], rel=CLOSE["delayed"])
 
