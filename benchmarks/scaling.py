@@ -51,7 +51,7 @@ def step_seconds(
     config = replace(shared.config, batch_size=args.batch_size * shared.data_world, seq_len=args.seq_len)
     shared = replace(shared, config=config)
     preset = get_preset(args.preset, **shape)
-    recipe = dict(recipe=args.recipe, activation_checkpointing=args.activation_checkpointing)
+    recipe = dict(recipe=args.recipe, activation_checkpointing=args.activation_checkpointing, fp8_params=args.fp8_params)
     model = shared.build(preset, device=shared.device or args.device, **recipe)
     model.amax_group = amax_group or model.amax_group
     model.te.FP8GlobalStateManager.reset()  # of the model before, which Transformer Engine would go on reducing for
@@ -158,6 +158,7 @@ def main() -> None:
     one.add_argument("--preset", default="gated-1b")
     one.add_argument("--shape", nargs="*", default=[], metavar="FIELD=N", help="fields of the config to change")
     one.add_argument("--recipe", default="delayed")
+    one.add_argument("--fp8-params", action=argparse.BooleanOptionalAction, default=False, help="gather weights in FP8")
     one.add_argument("--parallel", default="fsdp", choices=["ddp", "fsdp"])
     one.add_argument("--batch-size", type=int, default=8, help="sequences of each process")
     one.add_argument("--seq-len", type=int, default=2048)

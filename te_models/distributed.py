@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from te_models.config import ModelConfig
+from te_models.fp8_params import make_shards
 from te_models.model import CausalLM
 from te_models.ranks import Ranks
 from te_models.sharded import local
@@ -91,9 +92,11 @@ class Parallel:
         """A CausalLM, cut up where FSDP is on; arguments as CausalLM's."""
         if self.device is not None:
             options["device"] = self.device
-        if self.ranks.world > 1 and options.get("fp8_params"):
-            raise ValueError("FP8 primary weights are for one process so far: leave out --fp8-params, or --parallel")
         fsdp = self.kind.startswith("fsdp")
+        if self.ranks.world > 1 and options.get("fp8_params") and self.kind != "fsdp":
+            raise ValueError(
+                f"FP8 primary weights are for one process or --parallel fsdp, not {self.kind}: leave out --fp8-params"
+            )
         if self.tp is not None:
             options |= dict(tp_mesh=self.tp, sequence_parallel=self.config.sequence_parallel)
         model = CausalLM(config, **options, initialize=initialize and not fsdp, materialize=not fsdp)
@@ -103,6 +106,9 @@ class Parallel:
             shard(model, self)
             model.to_empty(device=self.device)  # type: ignore[arg-type]
             model.tp.mark(model)
+            if model.fp8_params:
+                assert self.dp is not None
+                make_shards(model, self.dp.get_group())
             if initialize:
                 model.init_weights()
         return model

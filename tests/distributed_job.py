@@ -38,6 +38,7 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     torch.manual_seed(5)
     recipe, mode = case.pop("recipe", "bf16"), case.pop("mode", "none")
     dtype, tied = getattr(torch, case.pop("dtype", "float32")), case.pop("tied", True)
+    options = dict(fp8_params=case.pop("fp8_params", False))
     documents = ANSWERS if case.pop("answers", False) else TEXT
     fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=2, learning_rate=3e-3)
     config = TrainConfig(**{**fields, **case})
@@ -47,7 +48,7 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     history = dict(amax_history_len=4) if recipe == "delayed" else {}
     model = shared.build(
         get_preset("gated-nano", **SHAPE, tie_word_embeddings=tied),
-        recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode, **history,
+        recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode, **options, **history,
     )  # fmt: skip
     words, share = load_tokenizer(None), dict(rank=shared.data_rank, world_size=shared.data_world)
     sizes: dict[str, Any] = dict(batch_size=shared.rows(config.batch_size), seed=0, **share)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_models.fp8_params import is_quantized, new_master
+from te_models.fp8_params import is_quantized, new_master, take_master
 from te_models.optim.groups import Part
 from te_models.optim.packing import pack, unpack
 from te_models.sharded import local
@@ -98,7 +98,7 @@ class MasterWeights:
                 torch._foreach_copy_([local(p) for p, _ in copies], [local(m) for _, m in copies])
             for parameter, master in chunk:
                 if is_quantized(parameter):
-                    parameter.quantize_(master.to(parameter.device))  # type: ignore[attr-defined]
+                    take_master(parameter, master)
         self._shrink = None
 
     def _chunks(self) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:

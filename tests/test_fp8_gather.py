@@ -1,0 +1,194 @@
+"""FP8 primary weights under FSDP2: codes travel, one scale serves all ranks, and the run is the one of a single process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_job import SHAPE, continue_from, make_trainer, outcome, run_case
+from ranks import run_ranks
+from test_many_processes import CLOSE, alone
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from te_models import CausalLM
+from te_models.distributed import Parallel, meshes
+from te_models.engine.emulated import Float8Quantizer
+from te_models.fp8_params import quantized, weight_codes
+from te_models.presets import get_preset
+from te_models.ranks import Ranks
+from te_models.sharded import whole
+from te_models.state import load_folder
+from te_models.train import Trainer
+from te_models.train_config import TrainConfig
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+FSDP = dict(parallel="fsdp", fp8_params=True)
+RUNS: dict[str, dict[str, Any]] = {
+    "delayed": dict(FSDP, recipe="delayed"),
+    "current": dict(FSDP, recipe="current"),
+    "kept": dict(FSDP, recipe="delayed", reshard_after_forward=False),
+    "recomputed": dict(FSDP, recipe="delayed", mode="full"),
+    "accumulating": dict(FSDP, recipe="current", gradient_accumulation=2, tied=False, reshard_after_forward=False),
+}
+SAVED = dict(FSDP, recipe="delayed", dtype="bfloat16", steps=4, save_every=2)
+RESUMED = {"saved": SAVED, "resumed": dict(SAVED, resume="saved"), "from-one": dict(SAVED, resume="one")}
+
+
+def rank_job(rank: int, folder: str) -> None:
+    """In each process: all cases, one after the other, and what only the processes themselves can see."""
+    config, device = TrainConfig(parallel="fsdp"), torch.device("cpu")
+    shared = Parallel("fsdp", Ranks(dist.group.WORLD), device, *meshes(config, device), config)
+    found = {name: run_case(shared, Path(folder), name, case) for name, case in {**RUNS, **RESUMED}.items()}
+    for recipe in ("delayed", "current"):
+        found[f"born-{recipe}"] = born(shared, Path(folder), dict(FSDP, recipe=recipe, steps=2))
+    if rank == 0:
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+
+
+def born(shared: Parallel, root: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """A fresh model's codes, what training it sends, and its codes against a cast of the whole masters after it."""
+    run = make_trainer(shared, root / f"born-{case['recipe']}", case)
+    fresh = {name: whole(codes).tolist() for name, codes in weight_codes(run.model).items()}
+    sent: list[int] = []
+    gather = dist.all_gather_single
+
+    def counted(out: Any, own: Any, *args: Any, **options: Any) -> Any:
+        sent.append(own.nbytes)
+        return gather(out, own, *args, **options)
+
+    dist.all_gather_single = counted
+    try:
+        shared.ranks.gather(run.run().loss)
+    finally:
+        dist.all_gather_single = gather
+    return dict(fresh=fresh, sent=sorted(set(sent)), wrong=differing(run), transposes=transposes(run.model))
+
+
+def differing(run: Trainer) -> int:
+    """How many codes and scales differ from those that one process makes of the whole masters, with the same scale."""
+    masters, wrong = run.optimizer.masters_by_id(), 0
+    for parameter in run.model.parameters():
+        if (fp8 := quantized(parameter)) is None:
+            continue
+        master, scale = whole(masters[id(parameter)]), fp8._scale_inv.reciprocal()
+        if isinstance(fp8._quantizer, Float8Quantizer):
+            scale = fp8._quantizer.scale
+            wrong += int(fp8._scale_inv != scale.reciprocal())
+        else:
+            wrong += int(abs(scale * master.abs().max() - 448) > 1e-3)
+        expected = Float8Quantizer(scale, torch.zeros(1), fp8._fp8_dtype)(master)._data
+        wrong += int((gathered(fp8._data) != expected).sum())
+    return wrong
+
+
+def gathered(own: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    return torch.cat(parts)
+
+
+def transposes(model: CausalLM) -> int:
+    """How many gathered weights still hold the transposed copy that backward made."""
+    held = [module._get_fsdp_state()._fsdp_param_group for module in (*model.layers, model)]  # type: ignore[operator]
+    gathered = [getattr(p, "_unsharded_param", None) for group in held for p in group.fsdp_params]
+    fp8 = [p for p in gathered if p is not None and hasattr(p, "_transpose")]
+    assert fp8
+    return sum(p._transpose is not None for p in fp8)
+
+
+def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any]:
+    """What one process gets for the case."""
+    run = make_trainer(Parallel(), out, alone(case))
+    return outcome(run, run.run(resume=resume))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gather")
+
+
+@pytest.fixture(scope="module")
+def two(root: Path) -> dict[str, Any]:
+    solo(root / "one", SAVED)
+    run_ranks(rank_job, root, 2)
+    return json.loads((root / "found.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "accumulating"])
+def test_two_processes_compute_what_one_does(name: str, two: dict[str, Any], tmp_path: Path) -> None:
+    expected, found = solo(tmp_path, RUNS[name]), two[name]
+    for what in ("losses", "norms"):
+        assert found[what] == pytest.approx(expected[what], rel=CLOSE[RUNS[name]["recipe"]]), what
+
+
+@pytest.mark.parametrize("name", ["kept", "recomputed"])
+def test_neither_gathering_again_nor_recomputing_changes_a_bit(name: str, two: dict[str, Any]) -> None:
+    """Codes are made once a step, where BF16 weights are quantized again in backward, with other scales."""
+    assert two[name] == two["delayed"]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_codes_are_those_of_one_process_in_every_bit(recipe: str, two: dict[str, Any], tmp_path: Path) -> None:
+    case = {**FSDP, "recipe": recipe}
+    del case["parallel"]
+    fresh = weight_codes(make_trainer(Parallel(), tmp_path, case).model)
+    assert {name: codes.tolist() for name, codes in fresh.items()} == two[f"born-{recipe}"]["fresh"]
+    assert two[f"born-{recipe}"]["wrong"] == 0
+
+
+def test_a_block_sends_a_byte_a_parameter(two: dict[str, Any]) -> None:
+    model = CausalLM(get_preset("gated-nano", **SHAPE, tie_word_embeddings=True), device="cpu", dtype=torch.float32)
+    matrices, vectors = (sum(p.numel() for p in model.layers[1].parameters() if p.dim() == dim) for dim in (2, 1))
+    plain = 4 * (matrices + vectors)  # a block at an end of the model, which stays as it is
+    rest = 4 * sum(p.numel() for p in (model.embed_tokens.weight, model.norm.weight))  # type: ignore[union-attr,misc]
+    assert two["born-delayed"]["sent"] == sorted(size // 2 for size in (matrices + 4 * vectors, rest, plain))
+
+
+def test_no_transposed_copy_outlives_its_backward(two: dict[str, Any]) -> None:
+    assert two["born-delayed"]["transposes"] == 0
+
+
+def test_resumed_by_as_many_it_is_the_same_run_to_the_bit(two: dict[str, Any], root: Path) -> None:
+    assert two["resumed"] == two["saved"]
+    whole_, resumed = (load_folder(root / n / "checkpoints" / "step-00000004", ["model", "training", "fp8_state", "fp8_weights"])
+                       for n in ("saved", "resumed"))  # fmt: skip
+    for group, tensors in whole_.tensors.items():
+        assert tensors and tensors.keys() == resumed.tensors[group].keys()
+        assert all(torch.equal(tensor, resumed.tensors[group][name]) for name, tensor in tensors.items()), group
+
+
+def test_any_number_of_processes_goes_on_from_any_other(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
+    continue_from(root / "saved", tmp_path / "run")
+    found = solo(tmp_path / "run", SAVED, resume=True)
+    assert found["losses"][:2] == two["saved"]["losses"][:2]
+    assert found["losses"] == pytest.approx(two["saved"]["losses"], rel=CLOSE["delayed"])
+    one = solo(tmp_path / "one", SAVED)
+    assert two["from-one"]["losses"][:2] == one["losses"][:2]
+    assert two["from-one"]["losses"] == pytest.approx(one["losses"], rel=CLOSE["delayed"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("ddp", dict(recipe="delayed"), "one process or --parallel fsdp, not ddp"),
+        ("fsdp", dict(recipe="blockwise"), "need one scale a weight, which recipe 'blockwise' does not have"),
+        ("fsdp", dict(recipe="current", world=3), "cannot be shared evenly by 3 processes"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused_in_one_line(kind: str, options: dict[str, Any], reason: str) -> None:
+    world = options.pop("world", 2)
+    store = FakeStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=world)
+    try:
+        config = TrainConfig(parallel=kind)
+        shared = Parallel(
+            kind, Ranks(dist.group.WORLD), torch.device("cpu"), *meshes(config, torch.device("cpu")), config
+        )
+        with pytest.raises(ValueError, match=reason) as found:
+            shared.build(get_preset("gated-nano", **SHAPE), fp8_params=True, **options)
+        assert "\n" not in str(found.value)
+    finally:
+        dist.destroy_process_group()
