@@ -51,7 +51,9 @@ def step_seconds(
     config = replace(shared.config, batch_size=args.batch_size * shared.data_world, seq_len=args.seq_len)
     shared = replace(shared, config=config)
     preset = get_preset(args.preset, **shape)
-    recipe = dict(recipe=args.recipe, activation_checkpointing=args.activation_checkpointing, fp8_params=args.fp8_params)
+    recipe = dict(
+        recipe=args.recipe, activation_checkpointing=args.activation_checkpointing, fp8_params=args.fp8_params
+    )
     model = shared.build(preset, device=shared.device or args.device, **recipe)
     model.amax_group = amax_group or model.amax_group
     model.te.FP8GlobalStateManager.reset()  # of the model before, which Transformer Engine would go on reducing for

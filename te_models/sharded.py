@@ -33,6 +33,14 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def shares(like: Tensor) -> list[int]:
+    """How many rows of a DTensor each rank holds."""
+    assert isinstance(like, DTensor)
+    count, world = len(like), like.device_mesh.size()
+    most = -(-count // world)
+    return [min(most, max(0, count - rank * most)) for rank in range(world)]
+
+
 def piece(full: Tensor, like: Tensor) -> Tensor:
     """This rank's rows of `full`, cut as `like` is; nothing is sent, and nothing else of `full` is read."""
     if not isinstance(like, DTensor):

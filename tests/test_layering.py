@@ -23,7 +23,7 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"fp8_state", "checkpointing", "tensor_parallel", "cache", "rope", "te_checkpoint"},
     {"tokens", "decode"},
     {"layers"},
-    {"optim.lowbit", "optim.muon8bit", "optim.galore", "optim.groups"},
+    {"optim.lowbit", "optim.muon8bit", "optim.galore", "optim.groups", "optim.owners"},
     {"optim.packing"},
     {"optim.master"},
     {"optim.te_adam"},
