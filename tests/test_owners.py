@@ -13,6 +13,7 @@ from test_many_processes import alone
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from te_models.distributed import Parallel, check_launch, meshes
+from te_models.engine.emulated import DType, Float8CurrentScalingQuantizer
 from te_models.optim.owners import Owners
 from te_models.optim.packing import state_bytes
 from te_models.ranks import Ranks
@@ -24,7 +25,6 @@ pytest.importorskip("torchao")
 pytestmark = pytest.mark.xdist_group("processes")
 
 OPTIMIZERS = {
-    "adamw8bit": "",
     "adamwfp8": "",
     "muon": "",
     "muon8bit": "rest=adamw8bit",
@@ -34,7 +34,13 @@ FSDP: dict[str, Any] = dict(parallel="fsdp", clip_grad_norm=0.5)
 RUNS = {name: dict(FSDP, optimizer=name, optimizer_options=options) for name, options in OPTIMIZERS.items()}
 RUNS["fp8-weights"] = dict(RUNS["muon"], recipe="current", fp8_params=True)
 SAVED = dict(RUNS["muon8bit"], dtype="bfloat16", steps=4, save_every=2, recipe="current", fp8_params=True)
-RESUMED = {"saved": SAVED, "resumed": dict(SAVED, resume="saved"), "from-one": dict(SAVED, resume="one")}
+SAVED_FP32 = dict(RUNS["adamwfp8"], steps=4, save_every=2)
+RESUMED = {
+    "saved": SAVED,
+    "resumed": dict(SAVED, resume="saved"),
+    "from-one": dict(SAVED, resume="one"),
+    "from-one-fp32": dict(SAVED_FP32, resume="one-fp32"),
+}
 
 
 def rank_job(rank: int, folder: str) -> None:
@@ -65,7 +71,8 @@ def travelled(shared: Parallel) -> bool:
     back = owners.distribute(parameters, doubled, [p.dtype for p in parameters])
     same += [torch.equal(own, local(p).detach() * 2) for own, p in zip(back, parameters, strict=True)]
     everywhere = shared.ranks.gather([same, found])
-    return all(all(ok) for ok, _ in everywhere) and [sum(x) for x in zip(*(f for _, f in everywhere))] == [1, 1, 1]
+    owned = [sum(flags) for flags in zip(*(found for _, found in everywhere), strict=True)]
+    return all(all(same) for same, _ in everywhere) and owned == [1, 1, 1]
 
 
 def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any]:
@@ -82,6 +89,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(root: Path) -> dict[str, Any]:
     solo(root / "one", SAVED)
+    solo(root / "one-fp32", SAVED_FP32)
     run_ranks(rank_job, root, 2)
     return json.loads((root / "found.json").read_text())
 
@@ -115,14 +123,26 @@ def test_resumed_by_as_many_it_is_the_same_run_to_the_bit(two: dict[str, Any], r
             assert torch.equal(tensor, resumed.tensors[group][name]), name
 
 
+def test_a_checkpoint_has_the_codes_and_the_values_of_the_masters(two: dict[str, Any], root: Path) -> None:
+    saved = load_folder(root / "saved" / "checkpoints" / "step-00000004", ["model", "training", "fp8_weights"]).tensors
+    masters = [tensor for name, tensor in saved["training"].items() if name.startswith("optimizer.masters.")]
+    quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3)
+    codes = {name.removesuffix(".data"): t for name, t in saved["fp8_weights"].items() if name.endswith(".data")}
+    assert len(codes) == 8
+    for name, tensor in codes.items():
+        (master,) = [m for m in masters if torch.equal(m.bfloat16(), saved["model"][name])]
+        assert torch.equal(quantizer(master)._data, tensor), name
+
+
 def test_any_number_of_processes_goes_on_from_any_other(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
     continue_from(root / "saved", tmp_path / "run")
     found = solo(tmp_path / "run", SAVED, resume=True)
     assert found["losses"][:2] == two["saved"]["losses"][:2]
     assert found["losses"] == pytest.approx(two["saved"]["losses"], rel=1e-3)
-    one = solo(tmp_path / "one", SAVED)
-    assert two["from-one"]["losses"][:2] == one["losses"][:2]
-    assert two["from-one"]["losses"] == pytest.approx(one["losses"], rel=1e-3)
+    for name, case in (("one", SAVED), ("one-fp32", SAVED_FP32)):
+        one = solo(tmp_path / name, case)
+        assert two[f"from-{name}"]["losses"][:2] == one["losses"][:2]
+        assert two[f"from-{name}"]["losses"] == pytest.approx(one["losses"], rel=1e-3 if name == "one" else 1e-4)
 
 
 def test_what_cannot_be_divided_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from te_models.fp8_params import is_quantized, new_master, take_master
 from te_models.optim.groups import Part
 from te_models.optim.owners import Owners, placeholder
 from te_models.optim.packing import pack, unpack
-from te_models.sharded import local
+from te_models.sharded import local, pieces
 
 CHUNK = 2**28  # parameters updated at a time
 
@@ -137,8 +137,8 @@ class MasterWeights:
                 view.grad = part.of(gradient)
             gradients.append(gradient)
         if self._shrink is not None and gradients:
-            pieces = [local(gradient) for gradient in gradients]
-            torch._foreach_mul_(pieces, self._shrink.to(pieces[0].device))
+            own = [local(gradient) for gradient in gradients]
+            torch._foreach_mul_(own, self._shrink.to(own[0].device))
 
     def _gradients(self, chunk: list[tuple[nn.Parameter, Tensor]]) -> Iterable[Tensor | None]:
         """Each parameter's gradient, or whole where this rank owns it."""
@@ -209,8 +209,14 @@ class MasterWeights:
                 master.copy_(found) if found is not None else None
 
     def masters_by_id(self) -> dict[int, Tensor]:
-        """The FP32 values of each parameter, by its id; none where they lie whole with their owners."""
-        return {} if self.owners is not None else dict(zip(map(id, self.parameters), self.masters, strict=True))
+        """The FP32 values of each parameter, by its id; of those that owners keep, FP8 weights' alone, in pieces of
+        their nominal dtype."""
+        if self.owners is None:
+            return dict(zip(map(id, self.parameters), self.masters, strict=True))
+        fp8 = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if is_quantized(p)]
+        parameters = [p for p, _ in fp8]
+        own = self.owners.distribute(parameters, [m for _, m in fp8], [p.dtype for p in parameters])
+        return {id(p): pieces(values, p) for p, values in zip(parameters, own, strict=True)}
 
     def _stateful(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], Tensor]]:
         """Every tensor that an optimizer updates, with the optimizer and its group."""
