@@ -65,18 +65,12 @@ class FP8Shard(torch.Tensor):
     ) -> Any:
         """The engine's quantized tensor of all rows, at first; later `out` is the one given then, with fresh codes.
 
-        Only the codes as they lie outlast a layer's backward: a transposed copy, which some GPUs need there, is made
-        by te.Linear and dropped once it has served, since FSDP2 does not know of it and would not free it.
+        A transposed copy, which some GPUs need in backward, is te.Linear's to make and, under FSDP2, to drop.
         """
         whole = _empty(self.fp8, gathered[0], dtype) if out is None else out
         whole._data, whole._scale_inv = gathered[0], scale_inv
-        whole.update_usage(columnwise_usage=False)
-        if out is None:
-            return FP8Shard(whole), ()
-        if not getattr(out, "drops_transpose", False):
-            out.register_post_accumulate_grad_hook(_drop_transpose)
-            out.drops_transpose = True
-        return None
+        whole.update_usage(columnwise_usage=False)  # one of the codes before
+        return (FP8Shard(whole), ()) if out is None else None
 
 
 def _plain(value: Any) -> Any:
@@ -89,7 +83,3 @@ def _empty(shard: Any, codes: Tensor, dtype: torch.dtype) -> Any:
     if hasattr(quantizer, "with_amax_reduction"):
         quantizer.with_amax_reduction, quantizer.amax_reduction_group = False, None
     return quantizer.make_empty(codes.shape, dtype=dtype, device=codes.device)
-
-
-def _drop_transpose(parameter: Any) -> None:
-    parameter.update_usage(columnwise_usage=False)

@@ -64,7 +64,7 @@ def born(shared: Parallel, root: Path, case: dict[str, Any]) -> dict[str, Any]:
         shared.ranks.gather(run.run().loss)
     finally:
         dist.all_gather_single = gather
-    return dict(fresh=fresh, sent=sorted(set(sent)), wrong=differing(run), transposes=transposes(run.model))
+    return dict(fresh=fresh, sent=sorted(set(sent)), wrong=differing(run))
 
 
 def differing(run: Trainer) -> int:
@@ -88,15 +88,6 @@ def gathered(own: torch.Tensor) -> torch.Tensor:
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, own)
     return torch.cat(parts)
-
-
-def transposes(model: CausalLM) -> int:
-    """How many gathered weights still hold the transposed copy that backward made."""
-    held = [module._get_fsdp_state()._fsdp_param_group for module in (*model.layers, model)]  # type: ignore[operator]
-    gathered = [getattr(p, "_unsharded_param", None) for group in held for p in group.fsdp_params]
-    fp8 = [p for p in gathered if p is not None and hasattr(p, "_transpose")]
-    assert fp8
-    return sum(p._transpose is not None for p in fp8)
 
 
 def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any]:
@@ -145,10 +136,6 @@ def test_a_block_sends_a_byte_a_parameter(two: dict[str, Any]) -> None:
     plain = 4 * (matrices + vectors)  # a block at an end of the model, which stays as it is
     rest = 4 * sum(p.numel() for p in (model.embed_tokens.weight, model.norm.weight))  # type: ignore[union-attr,misc]
     assert two["born-delayed"]["sent"] == sorted(size // 2 for size in (matrices + 4 * vectors, rest, plain))
-
-
-def test_no_transposed_copy_outlives_its_backward(two: dict[str, Any]) -> None:
-    assert two["born-delayed"]["transposes"] == 0
 
 
 def test_resumed_by_as_many_it_is_the_same_run_to_the_bit(two: dict[str, Any], root: Path) -> None:

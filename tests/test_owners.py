@@ -95,10 +95,26 @@ def two(root: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_two_processes_compute_what_one_does(name: str, two: dict[str, Any], tmp_path: Path) -> None:
+def test_two_processes_compute_what_one_does(name: str, two: dict[str, Any], root: Path, tmp_path: Path) -> None:
     expected, found = solo(tmp_path, RUNS[name]), two[name]
     for what in ("losses", "norms"):
         assert found[what] == pytest.approx(expected[what], rel=1e-4), what
+    folders = (folder / "checkpoints" / "step-00000003" for folder in (tmp_path, root / name))
+    one, other = (load_folder(folder, ["training"]) for folder in folders)
+    assert one.documents["training"]["optimizer"] == other.documents["training"]["optimizer"]
+    shapes = [{n: (t.shape, t.dtype) for n, t in f.tensors["training"].items() if n != "rng"} for f in (one, other)]
+    assert shapes[0] == shapes[1]
+    assert size_of_moments(other) == pytest.approx(size_of_moments(one), rel=1e-2)
+
+
+def size_of_moments(folder: Any) -> dict[str, float]:
+    """The norm of all first and all second moments, of which clipping, unlike of an update, changes the size."""
+    sums: dict[str, float] = {}
+    for name, tensor in folder.tensors["training"].items():
+        kind = name.split(".")[-1]
+        if name.startswith("optimizer.state.") and tensor.is_floating_point() and tensor.dim() and kind != "projector":
+            sums[kind] = sums.get(kind, 0.0) + tensor.float().square().sum().item()
+    return {kind: total**0.5 for kind, total in sums.items()}
 
 
 def test_pieces_travel_in_every_bit(two: dict[str, Any]) -> None:
