@@ -1,5 +1,6 @@
 """FP8 primary weights under FSDP2: codes travel, one scale serves all ranks, and the run is the one of a single process."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from te_models import CausalLM
 from te_models.distributed import Parallel, meshes
-from te_models.engine.emulated import Float8Quantizer
+from te_models.engine.emulated import DType, Float8Quantizer
+from te_models.fp8_gather import FP8Shard
 from te_models.fp8_params import quantized, weight_codes
+from te_models.optim import build_optimizer
 from te_models.presets import get_preset
 from te_models.ranks import Ranks
 from te_models.sharded import whole
@@ -67,6 +70,40 @@ def born(shared: Parallel, root: Path, case: dict[str, Any]) -> dict[str, Any]:
     return dict(fresh=fresh, sent=sorted(set(sent)), wrong=differing(run))
 
 
+def gpu_job(rank: int, folder: str) -> None:
+    """On the engine of this process's device: losses with weights in pieces and whole, all ranks on the same batches."""
+    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    config, control = TrainConfig(parallel="fsdp"), Ranks(dist.new_group(backend="gloo"))
+    shared = Parallel("fsdp", control, device, *meshes(config, device), config)
+    for recipe, mode in itertools.product(("delayed", "current"), ("none", "full")):
+        options: dict[str, Any] = dict(recipe=recipe, fp8_params=True, activation_checkpointing=mode, device=device)
+        one, cut = (losses(build, options) for build in (CausalLM, shared.build))
+        assert cut == pytest.approx(one, rel=2e-3), (recipe, mode)
+
+
+def losses(build: Any, options: dict[str, Any], steps: int = 5) -> list[float]:
+    torch.manual_seed(3)
+    model = build(get_preset("gated-nano", **SHAPE), **options)
+    model.te.FP8GlobalStateManager.reset()
+    optimizer = build_optimizer("adamw", model, 3e-3, 0.1)
+    ids = torch.randint(0, 256, (steps, 2, 64), generator=torch.Generator().manual_seed(0)).to(model.device)
+    found = []
+    for batch in ids:
+        loss = model(batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_on_gpus_weights_in_pieces_train_as_whole_ones(ranks: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    run_ranks(gpu_job, tmp_path, ranks, "nccl")
+
+
 def differing(run: Trainer) -> int:
     """How many codes and scales differ from those that one process makes of the whole masters, with the same scale."""
     masters, wrong = run.optimizer.masters_by_id(), 0
@@ -106,6 +143,16 @@ def two(root: Path) -> dict[str, Any]:
     solo(root / "one", SAVED)
     run_ranks(rank_job, root, 2)
     return json.loads((root / "found.json").read_text())
+
+
+def test_a_shard_is_read_as_its_values_and_written_by_nobody() -> None:
+    fp8 = Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1), DType.kFloat8E4M3)(torch.randn(4, 16))
+    shard = FP8Shard(fp8)
+    assert torch.equal(shard * 2, fp8.dequantize() * 2) and torch.equal(
+        shard.view(-1) * 2, fp8.dequantize().view(-1) * 2
+    )
+    with pytest.raises(NotImplementedError, match="use te_models.fp8_params.write_weight"):
+        shard.add_(1)
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "accumulating"])
