@@ -26,13 +26,13 @@ pytestmark = pytest.mark.xdist_group("processes")
 
 OPTIMIZERS = {
     "adamwfp8": "",
-    "muon": "",
     "muon8bit": "rest=adamw8bit",
     "galore": "rank=8,refresh=2",
 }
 FSDP: dict[str, Any] = dict(parallel="fsdp", clip_grad_norm=0.5)
 RUNS = {name: dict(FSDP, optimizer=name, optimizer_options=options) for name, options in OPTIMIZERS.items()}
-RUNS["fp8-weights"] = dict(RUNS["muon"], recipe="current", fp8_params=True)
+MUON = dict(FSDP, optimizer="muon")
+RUNS["muon"] = dict(MUON, recipe="current", fp8_params=True)
 SAVED = dict(RUNS["muon8bit"], dtype="bfloat16", steps=4, save_every=2, recipe="current", fp8_params=True)
 SAVED_FP32 = dict(RUNS["adamwfp8"], steps=4, save_every=2)
 RESUMED = {
@@ -48,7 +48,7 @@ def rank_job(rank: int, folder: str) -> None:
     shared = Parallel("fsdp", Ranks(dist.group.WORLD), device, *meshes(config, device), config)
     with torch.compiler.set_stance("force_eager"):
         found = {name: run_case(shared, root, name, case) for name, case in {**RUNS, **RESUMED}.items()}
-        run = make_trainer(shared, root / "bytes", dict(RUNS["muon"], steps=1, eval_every=0))
+        run = make_trainer(shared, root / "bytes", dict(MUON, steps=1, eval_every=0))
         run.run()
     held = state_bytes([v for o in run.optimizer.optimizers for v in o.state.values()])  # type: ignore[union-attr]
     found["state"] = shared.ranks.gather(held)
@@ -123,7 +123,7 @@ def test_pieces_travel_in_every_bit(two: dict[str, Any]) -> None:
 
 def test_owners_share_the_state_out(two: dict[str, Any], tmp_path: Path) -> None:
     with torch.compiler.set_stance("force_eager"):
-        run = make_trainer(Parallel(), tmp_path, alone(dict(RUNS["muon"], steps=1, eval_every=0)))
+        run = make_trainer(Parallel(), tmp_path, alone(dict(MUON, steps=1, eval_every=0)))
         run.run()
     whole = state_bytes([v for o in run.optimizer.optimizers for v in o.state.values()])  # type: ignore[union-attr]
     assert sum(two["state"]) == pytest.approx(whole, abs=100) and max(two["state"]) < 0.55 * whole
