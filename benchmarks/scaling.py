@@ -51,7 +51,9 @@ def step_seconds(
     config = replace(shared.config, batch_size=args.batch_size * shared.data_world, seq_len=args.seq_len)
     shared = replace(shared, config=config)
     preset = get_preset(args.preset, **shape)
-    recipe = dict(recipe=args.recipe, activation_checkpointing=args.activation_checkpointing)
+    recipe = dict(
+        recipe=args.recipe, activation_checkpointing=args.activation_checkpointing, fp8_params=args.fp8_params
+    )
     model = shared.build(preset, device=shared.device or args.device, **recipe)
     model.amax_group = amax_group or model.amax_group
     model.te.FP8GlobalStateManager.reset()  # of the model before, which Transformer Engine would go on reducing for
@@ -111,7 +113,7 @@ class Assumptions:
         0.030  # measured: s more on two GPUs, where all sending could hide: copies, and SMs that NCCL takes
     )
     parameters: float = 1.243e9  # gated-1b
-    gather_bytes: int = 2  # BF16 weights, gathered for forward and again for backward of every micro-batch
+    gather_bytes: int = 2  # BF16 weights (1: FP8), gathered for forward and again for backward of every micro-batch
     reduce_bytes: int = 4  # FP32 gradients, summed once a step
     node: int = 8
     inside: float = 360e9  # assumed: NVLink, 80 % of an H200's 450 GB/s a direction (data sheet)
@@ -137,7 +139,7 @@ def estimate(gpus: int, micro_batches: int, a: Assumptions) -> dict[str, float]:
 
 def print_estimate(args: argparse.Namespace) -> None:
     """The table of docs/scaling.md."""
-    a = Assumptions()
+    a = Assumptions(gather_bytes=1 if args.fp8_params else 2)
     print("| GPUs | micro-batches a step | sending, ms | kept, all of it hidden | kept, none of it hidden |")
     print("|---|---|---|---|---|")
     for micro_batches in (1, 8):
@@ -152,12 +154,15 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("estimate").set_defaults(function=print_estimate)
+    paper = commands.add_parser("estimate")
+    paper.set_defaults(function=print_estimate)
+    paper.add_argument("--fp8-params", action="store_true", help="weights gathered in FP8, a byte a parameter")
     one = commands.add_parser("run")
     one.set_defaults(function=run)
     one.add_argument("--preset", default="gated-1b")
     one.add_argument("--shape", nargs="*", default=[], metavar="FIELD=N", help="fields of the config to change")
     one.add_argument("--recipe", default="delayed")
+    one.add_argument("--fp8-params", action=argparse.BooleanOptionalAction, default=False, help="gather weights in FP8")
     one.add_argument("--parallel", default="fsdp", choices=["ddp", "fsdp"])
     one.add_argument("--batch-size", type=int, default=8, help="sequences of each process")
     one.add_argument("--seq-len", type=int, default=2048)

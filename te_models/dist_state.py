@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from te_models.sharded import cut, local, whole
 from te_models.state import Content, finish_folder, prepare, record, refuse_strangers, write_index
 from te_models.tensor_parallel import gather_state, shard
 
-_OPTIMIZER = re.compile(r"optimizer\.(?:masters|state)\.(\d+)")
+_OPTIMIZER = re.compile(r"optimizer\.(masters|state)\.(\d+)")
 Plan = dict[str, dict[str, int]]  # group -> tensor name -> number of the file; process `number % world` writes it
 
 
@@ -44,6 +44,7 @@ class ShardedCheckpoints(Checkpoints):
     ranks: Ranks
     model: Any  # whose parameters, and an optimizer's state of them, are saved
     names: list[str]  # of the optimizer's parameters, in its order
+    fetch: Callable[[str, int, Tensor], Tensor] | None = None  # MasterWeights.fetch
 
     def save(
         self,
@@ -106,9 +107,11 @@ class ShardedCheckpoints(Checkpoints):
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         """All of a tensor, from its pieces (FSDP) and from the parts of all tensor-parallel ranks."""
-        tensor = whole(tensor)
-        if self.model.tp.size > 1 and (found := _OPTIMIZER.match(name)):
-            name = self.names[int(found[1])] if tensor.dim() else name
+        tensor, found = whole(tensor), _OPTIMIZER.match(name)
+        if found and self.fetch is not None:
+            tensor = self.fetch(found[1], int(found[2]), tensor)
+        if self.model.tp.size > 1 and found:
+            name = self.names[int(found[2])] if tensor.dim() else name
         return gather_state(self.model, {name: tensor})[name]
 
     def _write(

@@ -34,7 +34,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from te_models.config import ModelConfig
+from te_models.fp8_params import make_shards
 from te_models.model import CausalLM
+from te_models.optim.owners import Owners
 from te_models.ranks import Ranks
 from te_models.sharded import local
 from te_models.train_config import TrainConfig
@@ -91,9 +93,11 @@ class Parallel:
         """A CausalLM, cut up where FSDP is on; arguments as CausalLM's."""
         if self.device is not None:
             options["device"] = self.device
-        if self.ranks.world > 1 and options.get("fp8_params"):
-            raise ValueError("FP8 primary weights are for one process so far: leave out --fp8-params, or --parallel")
         fsdp = self.kind.startswith("fsdp")
+        if self.ranks.world > 1 and options.get("fp8_params") and self.kind != "fsdp":
+            raise ValueError(
+                f"FP8 primary weights are for one process or --parallel fsdp, not {self.kind}: leave out --fp8-params"
+            )
         if self.tp is not None:
             options |= dict(tp_mesh=self.tp, sequence_parallel=self.config.sequence_parallel)
         model = CausalLM(config, **options, initialize=initialize and not fsdp, materialize=not fsdp)
@@ -103,9 +107,19 @@ class Parallel:
             shard(model, self)
             model.to_empty(device=self.device)  # type: ignore[arg-type]
             model.tp.mark(model)
+            if model.fp8_params:
+                assert self.dp is not None
+                make_shards(model, self.dp.get_group())
             if initialize:
                 model.init_weights()
         return model
+
+    def owners(self) -> Callable[[list[nn.Parameter]], Owners] | None:
+        """What lets an optimizer that needs whole tensors work on parameters in pieces; None where nothing has to."""
+        if self.kind != "fsdp" or self.config.optimizer == "adamw":
+            return None
+        assert self.dp is not None
+        return lambda parameters: Owners(parameters, self.dp.get_group(), self.ranks)  # type: ignore[union-attr]
 
     def wrap(self, model: CausalLM) -> Callable[..., Any]:
         """What a training step calls instead of `model`."""
@@ -223,10 +237,17 @@ def check_launch(config: TrainConfig) -> None:
         raise ValueError(
             f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1"
         )
-    if config.parallel in ("fsdp", "tp", "fsdp+tp") and (config.optimizer != "adamw" or config.optimizer_offload):
+    if config.parallel in ("tp", "fsdp+tp") and config.optimizer != "adamw":
         raise ValueError(
-            f"--parallel {config.parallel} divides the optimizer's state, which is possible for adamw on the device alone: "
-            "leave out --optimizer and --optimizer-offload, or choose --parallel ddp"
+            f"--parallel {config.parallel} divides each layer, which is possible for adamw alone: leave out --optimizer, or "
+            "choose --parallel fsdp or ddp"
+        )
+    if config.parallel == "fsdp" and config.optimizer == "te-adam":
+        raise ValueError("te-adam updates whole parameters alone: with --parallel fsdp choose another --optimizer")
+    if config.parallel in ("fsdp", "tp", "fsdp+tp") and config.optimizer_offload:
+        raise ValueError(
+            f"--parallel {config.parallel} keeps the optimizer's state on the device: leave out --optimizer-offload, or choose "
+            "--parallel ddp"
         )
     if size and config.parallel != "fsdp+tp":
         raise ValueError("--tensor-parallel-size goes with --parallel fsdp+tp alone; tp uses all processes")

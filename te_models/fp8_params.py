@@ -4,6 +4,8 @@ Transformer Engine makes them under `quantized_model_init` (section 10 of its be
 step casts no weight. What an update must not lose lives in the optimizer's FP32 masters; after each step the codes are
 made again from those. A weight is written here and nowhere else: an ordinary in-place operation would quantize again
 what is already quantized, and an in-place operation on a slice of one would be lost.
+
+Under FSDP2 a parameter is a DTensor whose piece is an FP8Shard (te_models.fp8_gather).
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_models.fp8_gather import FP8Shard
 from te_models.recipe import Recipe
-from te_models.sharded import put
+from te_models.sharded import local, piece, pieces, put
 
 E4M3_MAX = 448.0
 SCHEMES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")
+# Those with one scale a weight, which all ranks can share; where blocks have scales, their rows would have to fit the cut.
+SHARDED_SCHEMES = SCHEMES[:2]
 # The fields of a recipe that say how a weight is quantized.
 WEIGHT_FIELDS = ("use_power_2_scales", "use_f32_scales", "w_block_scaling_dim", "enable_2d_quantization")
 # Transformer Engine's attributes that hold the codes and their inverse scales; a format has two or four of them.
@@ -39,14 +44,22 @@ def same_codes(one: Recipe, other: Recipe) -> bool:
     return one.scheme == other.scheme and all(one.fields.get(f) == other.fields.get(f) for f in WEIGHT_FIELDS)
 
 
+def quantized(parameter: Any) -> Any:
+    """The engine's quantized tensor that an FP8 primary weight is, or this rank's piece of it; None for another tensor."""
+    own = local(parameter)
+    own = own.fp8 if isinstance(own, FP8Shard) else own
+    return own if hasattr(own, "quantize_") else None
+
+
 def is_quantized(tensor: Any) -> bool:
     """Whether a parameter is an FP8 primary weight, of either engine."""
-    return hasattr(tensor, "quantize_")
+    return quantized(tensor) is not None
 
 
 def plain(tensor: Tensor) -> Tensor:
     """The tensor without its graph; the dequantized values of an FP8 weight, in its nominal dtype."""
-    return tensor.dequantize().detach() if is_quantized(tensor) else tensor.detach()
+    fp8 = quantized(tensor)
+    return tensor.detach() if fp8 is None else pieces(fp8.dequantize().detach(), tensor)
 
 
 def clear_states(model: nn.Module) -> None:
@@ -62,42 +75,52 @@ def write_weight(parameter: Any, value: Tensor) -> None:
     Under DelayedScaling the scale is first taken from the values, where Transformer Engine casts the first ones with
     scale 1, into the subnormals (section 10).
     """
-    if not is_quantized(parameter):
+    fp8 = quantized(parameter)
+    if fp8 is None:
         put(parameter, value)
         return
     value = value.detach().to(parameter.dtype)
-    quantizer = parameter._quantizer
+    quantizer = fp8._quantizer
     if _delayed(quantizer) and (amax := value.abs().amax().float()) > 0:
         quantizer.scale.fill_(E4M3_MAX / amax.item())
         quantizer.amax.zero_()
-    parameter.quantize_(value.to(parameter.device))
+    fp8.quantize_(piece(value, parameter).to(fp8.device))
     keep_initial_value(parameter, value)
+
+
+@torch.no_grad()
+def take_master(parameter: Any, master: Tensor) -> None:
+    """Give an FP8 weight the values of its master after a step."""
+    fp8 = quantized(parameter)
+    fp8.quantize_(local(master).to(fp8.device))
 
 
 def keep_initial_value(parameter: Any, value: Tensor) -> None:
     """Remember the values that an FP8 weight was made of, where Transformer Engine's optimizers look for them too."""
-    parameter._high_precision_init_val = value.detach().to("cpu", parameter.dtype)
+    own = piece(value, parameter).detach()
+    quantized(parameter)._high_precision_init_val = own.to("cpu", parameter.dtype, copy=own is not value)
 
 
 @torch.no_grad()
 def new_master(parameter: Any) -> Tensor:
     """The FP32 master of an FP8 weight: the values it was made of, if they are still kept, else the dequantized ones."""
-    value = parameter.get_high_precision_init_val() if hasattr(parameter, "get_high_precision_init_val") else None
+    fp8 = quantized(parameter)
+    value = getattr(fp8, "_high_precision_init_val", None)
     if value is None:
         return plain(parameter).float()
-    parameter.clear_high_precision_init_val()
-    return value.to(parameter.device, torch.float32, copy=True)
+    del fp8._high_precision_init_val
+    return pieces(value.to(fp8.device, torch.float32, copy=True), parameter)
 
 
 def weight_codes(model: nn.Module) -> dict[str, Tensor]:
     """Name -> live codes and inverse scales of every FP8 weight: `<weight>.data` uint8 [O, I] and `<weight>.scale_inv`
-    FP32 [1], or rowwise and columnwise ones where blocks have scales."""
+    FP32 [1], or rowwise and columnwise ones where blocks have scales. Codes are cut up as their weight is."""
     return {
-        f"{name}.{part}": tensor
+        f"{name}.{part}": pieces(tensor, parameter) if part == "data" else tensor
         for name, parameter in model.named_parameters()
-        if is_quantized(parameter)
+        if (fp8 := quantized(parameter)) is not None
         for part in _PARTS
-        if (tensor := getattr(parameter, f"_{part}", None)) is not None
+        if (tensor := getattr(fp8, f"_{part}", None)) is not None
     }
 
 
@@ -106,12 +129,12 @@ def load_codes(model: nn.Module, codes: Mapping[str, Tensor]) -> None:
     """Overwrite codes and inverse scales with `codes`, which fit (`weight_codes` says what does)."""
     live = weight_codes(model)
     for name, tensor in codes.items():
-        live[name].copy_(tensor)
-    parameters: dict[str, Any] = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        if f"{name}.data" in codes:  # the transposed copy, where there is one, is of the codes before
-            parameter.update_usage(columnwise_usage=False)
-            parameter.update_usage(columnwise_usage=True)
+        put(live[name], tensor)
+    for name, parameter in model.named_parameters():
+        fp8 = quantized(parameter)
+        if f"{name}.data" in codes and fp8.get_usages()["columnwise"]:  # the transposed copy is of the codes before
+            fp8.update_usage(columnwise_usage=False)
+            fp8.update_usage(columnwise_usage=True)
 
 
 @torch.no_grad()
@@ -121,12 +144,52 @@ def relink(model: nn.Module, built: Any) -> None:
     `built` is the engine's recipe object. Delayed scales are the caller's to bring along.
     """
     for module in _owners(model).values():
-        if "scaling_fwd" not in module.fp8_meta:
-            module.fp8_meta.update(recipe=built, num_gemms=1)
-            module.init_fp8_meta_tensors(built)
-        quantizer = module.quantizers["scaling_fwd"][1].copy()
-        quantizer.internal = False
-        module.weight._quantizer = quantizer
+        fp8, quantizer = quantized(module.weight), _weight_quantizer(module, built)
+        for name in ("columnwise_usage", "with_amax_reduction", "amax_reduction_group"):
+            if hasattr(fp8._quantizer, name):
+                setattr(quantizer, name, getattr(fp8._quantizer, name))
+        fp8._quantizer = quantizer
+
+
+@torch.no_grad()
+def make_shards(model: Any, group: Any) -> None:
+    """Let what FSDP2 left of the weights that are to be FP8 be FP8 codes, without values yet (`write_weight`).
+
+    `group` are the processes that share each weight, over which current scaling takes its amax.
+
+    Raises:
+        ValueError: the recipe gives blocks their own scales, or a weight's rows cannot be shared out evenly.
+    """
+    if model.recipe.scheme not in SHARDED_SCHEMES:
+        raise ValueError(
+            f"FP8 primary weights in pieces need one scale a weight, which recipe {model.recipe.name!r} does not have: choose "
+            "recipe='delayed' or 'current', or leave fp8_params out"
+        )
+    for name, module in model.named_modules():
+        if not (isinstance(module, model.te.Linear) and module.primary_weights_in_fp8):
+            continue
+        weight: Any = module.weight
+        if len(weight) % weight.device_mesh.size():
+            raise ValueError(
+                f"the {len(weight)} rows of {name}.weight cannot be shared evenly by {weight.device_mesh.size()} processes, as FP8 "
+                "primary weights have to be: change the number of processes, or leave fp8_params out"
+            )
+        quantizer, own = _weight_quantizer(module, model.te_recipe), local(weight)
+        quantizer.set_usage(rowwise=True, columnwise=False)
+        fp8 = quantizer.make_empty(own.shape, dtype=own.dtype, device=own.device)
+        if hasattr(quantizer, "with_amax_reduction"):
+            fp8._quantizer.with_amax_reduction, fp8._quantizer.amax_reduction_group = True, group
+        weight._local_tensor = FP8Shard(fp8)  # FSDP2 looks for it before the first forward
+
+
+def _weight_quantizer(module: Any, built: Any) -> Any:
+    """A quantizer for a module's FP8 weight, with the scale and the amax of the module where it has them."""
+    if "scaling_fwd" not in module.fp8_meta:
+        module.fp8_meta.update(recipe=built, num_gemms=1)
+        module.init_fp8_meta_tensors(built)
+    quantizer = module.quantizers["scaling_fwd"][1].copy()
+    quantizer.internal = False
+    return quantizer
 
 
 def _owners(model: nn.Module) -> dict[str, Any]:

@@ -104,6 +104,8 @@ def obstacle(model: Any) -> str | None:
         return f"it is on {model.device.type}"
     if model.activation_checkpointing != "none":
         return "activation checkpointing sets the random state, which a graph cannot"
+    if model.activation_offload:
+        return "activation offload copies to the host"
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         return "its dropout"
     if model.tp.size > 1 or torch.distributed.is_initialized():

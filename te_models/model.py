@@ -63,7 +63,8 @@ class CausalLM(nn.Module):
         fp8_params: keep the weights of the FP8 layers as FP8 codes alone (see te_models.fp8_params).
         compile: fuse the operations between the GEMMs with torch.compile (on CUDA devices).
         fused: attention with RoPE and gate as one operation, where its heads allow it, and FP8 handed from module to module,
-            where the engine can (te_models.kernels); None: on CUDA devices.
+            where the engine can (te_models.kernels); None: on CUDA devices, but not with activation_offload, which moves
+            no FP8 that was handed on.
         initialize: False leaves the parameters without values, for a loader that fills them.
         materialize: False leaves them on the meta device, for te_models.distributed, which cuts them up before they take
             memory.
@@ -111,7 +112,8 @@ class CausalLM(nn.Module):
         self.amax_group: Any = None  # the processes that share their amaxes (DelayedScaling); None: all there are
 
         factory: dict[str, Any] = dict(device=device if materialize else torch.device("meta"), dtype=dtype)
-        self.fused = (device.type == "cuda" if fused is None else fused) and self.tp.size == 1
+        fast = device.type == "cuda" and not activation_offload if fused is None else fused
+        self.fused = fast and self.tp.size == 1
         self.kernels = get_kernels(self.te, device, compile=compile, fused=self.fused)
         self.embed_tokens = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **factory)
         self.layers = nn.ModuleList()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +16,29 @@ from torch.distributed.tensor import DTensor, Shard
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor; the tensor itself if it is no DTensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    with torch.no_grad():  # to_local() would else make a view, for a gradient that nobody takes
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def pieces(own: Tensor, like: Tensor) -> Tensor:
+    """The tensor that is cut up as `like` is and of which this rank's piece is `own`."""
+    if not isinstance(like, DTensor):
+        return own
+    place: dict[str, Any] = dict(shape=like.shape, stride=like.stride(), run_check=False)
+    return DTensor.from_local(own, like.device_mesh, like.placements, **place)
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on every rank; for a DTensor that is a collective of the ranks that share it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shares(like: Tensor) -> list[int]:
+    """How many rows of a DTensor each rank holds."""
+    assert isinstance(like, DTensor)
+    count, world = len(like), like.device_mesh.size()
+    most = -(-count // world)
+    return [min(most, max(0, count - rank * most)) for rank in range(world)]
 
 
 def piece(full: Tensor, like: Tensor) -> Tensor:
@@ -39,10 +57,7 @@ def cut(full: Tensor, like: Tensor) -> Tensor:
     """`full` as a tensor of the same kind, device and cut as `like`, for the state that an optimizer keeps of it."""
     if not isinstance(like, DTensor) or full.shape != like.shape:
         return full
-    own = piece(full, like).to(like.to_local().device).clone()
-    return DTensor.from_local(
-        own, like.device_mesh, like.placements, run_check=False, shape=full.shape, stride=full.stride()
-    )
+    return pieces(piece(full, like).to(like.to_local().device).clone(), like)
 
 
 @torch.no_grad()

@@ -81,6 +81,7 @@ class Trainer:
             config.weight_decay,
             config.optimizer_options,
             config.optimizer_offload,
+            self.parallel.owners(),
         )
         if self.parallel.sharded:
             self.optimizer.gradient_norm = self.parallel.gradient_norm  # type: ignore[union-attr]
@@ -91,6 +92,7 @@ class Trainer:
         if isinstance(self.checkpoints, ShardedCheckpoints):
             self.checkpoints.ranks, self.checkpoints.model = self.parallel.ranks, self.model
             self.checkpoints.names = self._optimizer_names()
+            self.checkpoints.fetch = getattr(self.optimizer, "fetch", None)
         # A tokenizer takes a second to render, which no step has to wait for.
         self.documents = {name: render_json(document, name) for name, document in self.documents.items()}
         self.stopped: Callable[[], bool] = lambda: False  # whether this process was asked to stop
@@ -217,7 +219,7 @@ class Trainer:
             raise ValueError(f"nothing to resume: {self.out} has no checkpoint; start without --resume")
         state = load_training_state(self.model, newest)
         saved = state["optimizer"]
-        if self.parallel.sharded:
+        if self.parallel.sharded and self.parallel.owners() is None:
             assert isinstance(self.optimizer, MasterWeights)
             saved = cut_optimizer_state(saved, self.optimizer.masters, self.model, self._optimizer_names())
         self.optimizer.load_state_dict(saved)

@@ -39,6 +39,7 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     torch.manual_seed(5)
     recipe, mode, offloaded = case.pop("recipe", "bf16"), case.pop("mode", "none"), case.pop("offload", False)
     dtype, tied = getattr(torch, case.pop("dtype", "float32")), case.pop("tied", True)
+    options = dict(fp8_params=case.pop("fp8_params", False))
     documents = ANSWERS if case.pop("answers", False) else TEXT
     fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=2, learning_rate=3e-3)
     config = TrainConfig(**{**fields, **case})
@@ -49,7 +50,7 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     model = shared.build(
         get_preset("gated-nano", **SHAPE, tie_word_embeddings=tied),
         recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode,
-        activation_offload=offloaded, **history,
+        activation_offload=offloaded, **options, **history,
     )  # fmt: skip
     words, share = load_tokenizer(None), dict(rank=shared.data_rank, world_size=shared.data_world)
     sizes: dict[str, Any] = dict(batch_size=shared.rows(config.batch_size), seed=0, **share)

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = [  # a module may import from earlier lines only; modules of one line do not import each other
-    {"errors", "durable", "matmul", "environment", "collectives", "ranks", "sharded"},
+    {"errors", "durable", "matmul", "environment", "collectives", "ranks", "sharded", "fp8_gather"},
     {"config", "recipe", "train_config", "formats", "tokenizer", "chat"},
     {"presets", "state", "nested_state", "extra_state", "data", "hf_families", "memory", "fp8_params"},
     {"checkpoints", "blocks"},
@@ -23,7 +23,7 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"fp8_state", "checkpointing", "tensor_parallel", "cache", "rope", "te_checkpoint"},
     {"tokens", "decode"},
     {"layers"},
-    {"optim.lowbit", "optim.muon8bit", "optim.galore", "optim.groups"},
+    {"optim.lowbit", "optim.muon8bit", "optim.galore", "optim.groups", "optim.owners"},
     {"optim.packing"},
     {"optim.master"},
     {"optim.te_adam"},

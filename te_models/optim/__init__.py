@@ -19,6 +19,7 @@ from te_models.optim.galore import GaLore
 from te_models.optim.groups import groups
 from te_models.optim.master import MasterWeights
 from te_models.optim.muon8bit import Muon8bit
+from te_models.optim.owners import Owners
 from te_models.optim.te_adam import MOMENTS, TEAdam
 
 Groups = list[dict[str, Any]]
@@ -113,6 +114,7 @@ def build_optimizer(
     weight_decay: float,
     options: str | Mapping[str, Any] = "",
     offload: bool = False,
+    owners: Callable[[list[nn.Parameter]], Owners] | None = None,
 ) -> MasterWeights | TEAdam:
     """The optimizer called `name` over the model's trainable parameters.
 
@@ -121,6 +123,7 @@ def build_optimizer(
         lr, weight_decay: of every group; decay applies to matrices alone (te_models.optim.groups).
         options: the optimizer's own, as a dict or as "name=value,name=value".
         offload: keep masters and state in the CPU's memory and step there.
+        owners: as in MasterWeights.
 
     Raises:
         ValueError: an unknown name or option, a value out of range, or a package that is missing.
@@ -134,7 +137,7 @@ def build_optimizer(
             raise ValueError("optimizer 'te-adam' keeps its state on the GPU: use 'adamw' with optimizer_offload")
         return TEAdam(model.te, kind, found, lr, values)  # type: ignore[arg-type]
     keep = not values.get("stochastic_rounding", False)
-    return MasterWeights(kind, found, lambda parts: choice.build(lr, values, parts), keep=keep, offload=offload)
+    return MasterWeights(kind, found, lambda p: choice.build(lr, values, p), keep=keep, offload=offload, owners=owners)
 
 
 def resolve_options(name: str, options: str | Mapping[str, Any]) -> dict[str, Any]:

@@ -8,16 +8,18 @@ Gradients become FP32 a few parameters at a time, so that a step needs 1 GiB bes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from te_models.fp8_params import is_quantized, new_master
+from te_models.fp8_params import is_quantized, new_master, take_master
 from te_models.optim.groups import Part
+from te_models.optim.owners import Owners, placeholder
 from te_models.optim.packing import pack, unpack
-from te_models.sharded import local
+from te_models.sharded import local, pieces
 
 CHUNK = 2**28  # parameters updated at a time
 
@@ -35,6 +37,8 @@ class MasterWeights:
         build: makes the optimizers from the same groups with masters, or rows of them, as "params". Between them they
             update every one of those tensors.
         keep: False lets the optimizers work on the parameters themselves, whatever their dtype.
+        owners: makes, of the parameters, who updates which where they lie in pieces on several ranks; None: each rank
+            updates its pieces, which optimizers that work element by element can.
         offload: masters and state live in the CPU's memory, where the step then happens. (torchao's
             CPUOffloadOptimizer steps on gradients as backward leaves them, so it cannot clip by their common norm.)
     """
@@ -47,11 +51,17 @@ class MasterWeights:
         *,
         keep: bool = True,
         offload: bool = False,
+        owners: Callable[[list[nn.Parameter]], Owners] | None = None,
     ) -> None:
         parts: list[Part] = [part for group in groups for part in group["params"]]
         self.kind = kind
         self.parameters: list[nn.Parameter] = list({id(p.parameter): p.parameter for p in parts}.values())
-        self.masters = [_master(p, keep, offload) for p in self.parameters]
+        self.owners = owners(self.parameters) if owners is not None else None
+        if self.owners is None:
+            self.masters = [_master(p, keep, offload) for p in self.parameters]
+        else:
+            self.masters = [_owned_master(p, keep, self.owners) for p in self.parameters]
+        self._copied = [_is_copy(p, m, self.owners) for p, m in zip(self.parameters, self.masters, strict=True)]
         masters = dict(zip(map(id, self.parameters), self.masters, strict=True))
         views = {part: part.of(masters[id(part.parameter)]) for part in parts}
         self._views: dict[int, list[tuple[Part, Tensor]]] = {id(p): [] for p in self.parameters}
@@ -93,12 +103,13 @@ class MasterWeights:
                 parameter.grad = None
                 for _, view in self._views[id(parameter)]:
                     view.grad = None
-            copies = [(p, m) for p, m in chunk if m is not p and not is_quantized(p)]
+            values = self._values(chunk)
+            copies = [(p, v) for p, v in values if v is not p and not is_quantized(p)]
             if copies:
-                torch._foreach_copy_([local(p) for p, _ in copies], [local(m) for _, m in copies])
-            for parameter, master in chunk:
+                torch._foreach_copy_([local(p) for p, _ in copies], [local(v) for _, v in copies])
+            for parameter, value in values:
                 if is_quantized(parameter):
-                    parameter.quantize_(master.to(parameter.device))  # type: ignore[attr-defined]
+                    take_master(parameter, value)
         self._shrink = None
 
     def _chunks(self) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
@@ -117,44 +128,95 @@ class MasterWeights:
     def _hand_over(self, chunk: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Give the masters, or their rows, the gradients of their parameters in the masters' dtype, clipped."""
         gradients = []
-        for parameter, master in chunk:
-            assert parameter.grad is not None
-            gradient = parameter.grad.to(master)
+        for (parameter, master), found in zip(chunk, self._gradients(chunk), strict=True):
             parameter.grad = None
+            if found is None:  # another rank's to update
+                continue
+            gradient = found.to(master)
             for part, view in self._views[id(parameter)]:
                 view.grad = part.of(gradient)
             gradients.append(gradient)
-        if self._shrink is not None:
-            pieces = [local(gradient) for gradient in gradients]
-            torch._foreach_mul_(pieces, self._shrink.to(pieces[0].device))
+        if self._shrink is not None and gradients:
+            own = [local(gradient) for gradient in gradients]
+            torch._foreach_mul_(own, self._shrink.to(own[0].device))
+
+    def _gradients(self, chunk: list[tuple[nn.Parameter, Tensor]]) -> Iterable[Tensor | None]:
+        """Each parameter's gradient, or whole where this rank owns it."""
+        if self.owners is None:
+            return (p.grad for p, _ in chunk)
+        return self.owners.collect([p for p, _ in chunk], [local(p.grad) for p, _ in chunk])  # type: ignore[arg-type]
+
+    def _values(self, chunk: list[tuple[nn.Parameter, Tensor]]) -> list[tuple[nn.Parameter, Tensor]]:
+        """Each parameter with what it is now to be: its master, or this rank's piece of it."""
+        if self.owners is None:
+            return chunk
+        parameters = [p for p, _ in chunk]
+        dtypes = [torch.float32 if is_quantized(p) else p.dtype for p in parameters]
+        return list(zip(parameters, self.owners.distribute(parameters, [m for _, m in chunk], dtypes), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizers' state as plain tensors, and the masters that are copies, in the order of the groups."""
+        """The optimizers' state as plain tensors, and the masters that are copies, in the order of the groups.
+
+        Tensors that another rank owns have no values here: `fetch` brings them.
+        """
+        state = [
+            {name: pack(value) for name, value in optimizer.state.get(view, {}).items()}
+            for optimizer, _, view in self._stateful()
+        ]
+        if self.owners is not None:
+            state = self.owners.completed(state, self._owners_of("state"))
         return {
             "kind": self.kind,
-            "state": [
-                {name: pack(value) for name, value in optimizer.state.get(view, {}).items()}
-                for optimizer, _, view in self._stateful()
-            ],
-            "masters": [m.detach() for p, m in zip(self.parameters, self.masters, strict=True) if m is not p],
+            "state": state,
+            "masters": [m.detach() for m in compress(self.masters, self._copied)],
         }
+
+    def fetch(self, kind: str, index: int, tensor: Tensor) -> Tensor:
+        """On every rank, the values of a tensor of `state_dict()[kind][index]`, kind "state" or "masters"."""
+        return tensor if self.owners is None else self.owners.fetch(tensor, self._owners_of(kind)[index])
+
+    def _owners_of(self, kind: str) -> list[int]:
+        """The owner of each entry of `state_dict()[kind]`."""
+        assert self.owners is not None
+        if kind == "masters":
+            return [self.owners.of(parameter) for parameter in compress(self.parameters, self._copied)]
+        found = {id(view): p for p in self.parameters for _, view in self._views[id(p)]}
+        return [self.owners.of(found[id(view)]) for _, _, view in self._stateful()]
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave; a ValueError if it is of another optimizer or of other parameters."""
         check_kind(self.kind, state.get("kind"))
-        copies = [m for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
+        copies = list(compress(self.masters, self._copied))
         stateful = list(self._stateful())
         if [m.shape for m in state["masters"]] != [m.shape for m in copies] or len(state["state"]) != len(stateful):
             raise ValueError("the optimizer's state is of another model")
-        for (optimizer, group, view), saved in zip(stateful, state["state"], strict=True):
+        if self.owners is None:
+            mine = [True] * len(stateful), [True] * len(copies)
+        else:
+            mine = tuple([o == self.owners.rank for o in self._owners_of(kind)] for kind in ("state", "masters"))
+            self._take_parameters(self.owners)
+        for (optimizer, group, view), saved in compress(zip(stateful, state["state"], strict=True), mine[0]):
             optimizer.state[view] = {name: unpack(value, name, view, group) for name, value in saved.items()}
-        for master, saved in zip(copies, state["masters"], strict=True):
+        for master, saved in compress(zip(copies, state["masters"], strict=True), mine[1]):
             master.copy_(saved)
 
+    def _take_parameters(self, owners: Owners) -> None:
+        """Give owners the values that parameters have now, where these are all that is saved of them."""
+        for parameter, master, copied in zip(self.parameters, self.masters, self._copied, strict=True):
+            if not copied:
+                (found,) = owners.collect([parameter], [local(parameter)])
+                master.copy_(found) if found is not None else None
+
     def masters_by_id(self) -> dict[int, Tensor]:
-        """The FP32 values of each parameter, by its id."""
-        return dict(zip(map(id, self.parameters), self.masters, strict=True))
+        """The FP32 values of each parameter, by its id; of those that owners keep, FP8 weights' alone, in pieces of
+        their nominal dtype."""
+        if self.owners is None:
+            return dict(zip(map(id, self.parameters), self.masters, strict=True))
+        fp8 = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if is_quantized(p)]
+        parameters = [p for p, _ in fp8]
+        own = self.owners.distribute(parameters, [m for _, m in fp8], [p.dtype for p in parameters])
+        return {id(p): pieces(values, p) for p, values in zip(parameters, own, strict=True)}
 
     def _stateful(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], Tensor]]:
         """Every tensor that an optimizer updates, with the optimizer and its group."""
@@ -177,6 +239,19 @@ def _master(parameter: nn.Parameter, keep: bool, offload: bool) -> Tensor:
         master = parameter.detach().to("cpu", dtype, copy=True)
         return master.pin_memory() if parameter.is_cuda else master
     return parameter if parameter.dtype == dtype else parameter.detach().to(dtype)
+
+
+def _is_copy(parameter: nn.Parameter, master: Tensor, owners: Owners | None) -> bool:
+    """Whether the master knows what its parameter does not, so that both are saved."""
+    return master is not parameter if owners is None else is_quantized(parameter) or master.dtype != parameter.dtype
+
+
+def _owned_master(parameter: nn.Parameter, keep: bool, owners: Owners) -> Tensor:
+    """The whole tensor that the optimizer of the parameter's owner works on; a placeholder on other ranks."""
+    dtype = torch.float32 if keep else parameter.dtype
+    own = local(_master(parameter, keep, offload=False)).detach()
+    (found,) = owners.collect([parameter], [own])
+    return placeholder(parameter.shape, dtype, own.device) if found is None else found
 
 
 def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:

@@ -106,6 +106,7 @@ class TransformerEngineBaseModule(nn.Module):
         if recipe.custom() and old is not None and old.recipe is recipe:
             return
         device = getattr(self, self.weight_names[0]).device
+        device = torch.get_default_device() if device.type == "meta" else device
         state = make_state(recipe, fwd, self.get_quantizer_roles(fwd=fwd), device)
         self.fp8_meta[key] = state
         self.quantizers[key] = state.make_quantizers()
