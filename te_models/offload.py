@@ -89,7 +89,7 @@ class HostMemory:
             with torch.cuda.stream(self.stream):
                 yield
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> Any:
         """What to wait for until all copies so far are done; None: they are."""
         return None if self.stream is None else self.stream.record_event()
 
