@@ -27,6 +27,7 @@ import torch.distributed as dist
 from te_models.distributed import Parallel, parallel
 from te_models.environment import environment
 from te_models.presets import get_preset
+from te_models.roofline import model_flops
 from te_models.train import Trainer
 from te_models.train_config import TrainConfig
 
@@ -73,7 +74,7 @@ def step_seconds(
 
 def run(args: argparse.Namespace) -> None:
     """Time one process alone and all together, and report."""
-    shape = {name: int(value) for name, _, value in (item.partition("=") for item in args.shape)}
+    args.fields = shape = {name: int(value) for name, _, value in (item.partition("=") for item in args.shape)}
     fields = dict(reshard_after_forward=args.reshard, prefetch_blocks=args.prefetch, reduce_dtype=args.reduce_dtype)
     config = TrainConfig(parallel=args.parallel, collective_timeout=600, eval_every=0, steps=10**6, **fields)
     with parallel(config, args.device) as shared:
@@ -92,9 +93,13 @@ def run(args: argparse.Namespace) -> None:
 def report(args: argparse.Namespace, shared: Parallel, alone: Any, together: dict[str, float]) -> None:
     """Print the row and, on GPUs, add it to the results."""
     tokens = args.batch_size * args.seq_len
-    row: dict[str, Any] = {name: value for name, value in vars(args).items() if name not in ("command", "function")}
+    row: dict[str, Any] = {
+        name: value for name, value in vars(args).items() if name not in ("command", "function", "fields")
+    }
     row |= {"processes": shared.ranks.world, "tokens_per_second_each": round(tokens / together["seconds"])}
     row |= {"ms_a_step": round(1e3 * together["seconds"], 2), "peak_gib": together["peak_gib"]}
+    flops = model_flops(get_preset(args.preset, **args.fields), args.batch_size, args.seq_len)
+    row["model_tflops_each"] = round(flops / together["seconds"] / 1e12, 1)
     if alone is not None:
         row["tokens_per_second_alone"] = round(tokens / alone["seconds"])
         row["kept"] = round(alone["seconds"] / together["seconds"], 4)
