@@ -71,6 +71,23 @@ def test_it_learns_as_with_bf16_weights(recipe: str) -> None:
     assert ends[0] == pytest.approx(ends[1], rel=0.02)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_it_learns_on_transformer_engine_itself(recipe: str) -> None:
+    torch.manual_seed(3)
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, fp8_params=True, device="cuda", engine="native", **SHAPE)
+    assert quantized(model)
+    optimizer, losses = build_optimizer("adamw", model, lr=1e-2, weight_decay=0.1), []
+    for step in range(STEPS):
+        ids = batch(step).cuda()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.take_gradients(1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < sum(losses[:5]) - 1
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_weights_of_the_fp8_layers_and_no_others_are_codes(recipe: str) -> None:
     model = build(recipe)

@@ -424,7 +424,8 @@ def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
 
 LARGE = dict(vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8,
-             num_key_value_heads=4, max_position_embeddings=1024, device="cuda", engine="native")  # fmt: skip
+             num_key_value_heads=4, max_position_embeddings=1024, device="cuda", engine="native",
+             fused=False)  # fmt: skip
 
 
 def measured(recipe: str, offloaded: bool, mode: str | int) -> tuple[list[Tensor], int, int]:
