@@ -19,34 +19,31 @@ from te_models.presets import get_preset
 
 # The first row whose words are all in a kernel's name says of what kind it is.
 KINDS: list[tuple[str, tuple[str, ...]]] = [
-    ("attention", ("sdpa",)),
-    ("attention", ("cudnn", "flash")),
-    ("attention", ("fmha",)),
-    ("FP8 GEMM", ("e4m3",)),
-    ("FP8 GEMM", ("e5m2",)),
-    ("GEMM", ("gemm",)),
-    ("GEMM", ("nvjet",)),
+    ("attention", ("cudnn",)),
+    ("attention", ("flash",)),
+    ("BF16 GEMM", ("gemm",)),
+    ("RMSNorm backward and residual add", ("rmsnorm_bwd",)),
     ("RMSNorm", ("rmsnorm",)),
-    ("RMSNorm", ("normalization",)),
     ("SwiGLU backward", ("dgated",)),
     ("SwiGLU", ("gated",)),
     ("RoPE", ("_rotate_kernel",)),
     ("gate", ("_gate",)),
-    ("cast and transpose", ("cast_transpose",)),
-    ("cast and transpose", ("transpose",)),
-    ("cast", ("cast",)),
+    ("casts", ("cast_transpose",)),
+    ("transposes of codes", ("transpose",)),
     ("scale update", ("amax",)),
+    ("loss", ("log_softmax",)),
+    ("residual add", ("cudafunctor_add",)),
     ("compiled", ("triton",)),
-    ("elementwise", ("elementwise",)),
-    ("copy", ("memcpy",)),
+    ("copies", ("_copy_kernel",)),
+    ("copies", ("memcpy",)),
 ]
 
 
 def kind(name: str) -> str:
-    """What kind of kernel this is; nvjet's FP8 GEMMs are told by their operand types (qq)."""
+    """What kind of kernel this is; cuBLAS's own GEMMs (nvjet_sm90_qqtst_...) say by a letter an operand: q and r are FP8."""
     lower = name.lower()
     if lower.startswith("nvjet"):
-        return "FP8 GEMM" if "qq" in lower.split("_")[1] else "BF16 GEMM"
+        return "FP8 GEMM" if lower.split("_")[2].startswith("q") else "BF16 GEMM"
     return next((kind for kind, words in KINDS if all(word in lower for word in words)), "other")
 
 

@@ -176,6 +176,7 @@ def plan_memory(
     dtype_bytes: int = 2,
     logits: bool = False,
     compile: bool = True,
+    fused: bool = True,
 ) -> MemoryPlan:
     """The predicted memory of training a model of this shape on a GPU; nothing is built and no GPU is needed.
 
@@ -190,7 +191,7 @@ def plan_memory(
         gradient_accumulation: micro-batches a step; from two on, gradients are held during the forward.
         dtype_bytes: of parameters and activations.
         logits: whether the forward returns them; the Trainer's does not (`return_logits=False`), and they never exist.
-        compile: whether the operations between the GEMMs are compiled.
+        compile, fused: as CausalLM's.
 
     Raises:
         ValueError: for a value that no training could have.
@@ -217,6 +218,7 @@ def plan_memory(
         held_gradients=gradient_accumulation > 1,
         logits=logits,
         compile=compile,
+        fused=fused,
         dtype_bytes=dtype_bytes,
     )
     return MemoryPlan(config, recipe, training)

@@ -155,7 +155,7 @@ class Training:
     `batch_size` sequences of `seq_len` tokens go through one GPU at a time; `gpus` share weights, gradients and optimizer
     (FSDP2, a unit a block). `held_gradients`: gradients are there before the forward, as from the second micro-batch of
     an accumulation on. `activation_offload`: blocks keep theirs on the host. `logits`: they are returned, so all of them
-    exist. `compile` and `cuda` choose the kernels; `dtype_bytes` is that of parameters and activations.
+    exist. `compile`, `fused` and `cuda` choose the kernels; `dtype_bytes` is that of parameters and activations.
     """
 
     batch_size: int = 8
@@ -167,6 +167,7 @@ class Training:
     held_gradients: bool = False
     logits: bool = True
     compile: bool = True
+    fused: bool = True
     cuda: bool = True
     dtype_bytes: int = 2
 
@@ -221,6 +222,13 @@ class _Tape:
         """Whether attention runs on FP32 copies: kernels/attention.py on a CPU."""
         return not self.training.cuda and self.element < FP32
 
+    def fuses(self, layer: int) -> bool:
+        """Whether attention with RoPE and gate is one operation: kernels.attention_core.can_fuse, on CUDA devices."""
+        c, training, window = self.config, self.training, self.config.window(layer)
+        plain = not c.qk_norm and c.rotary_size == c.head_dim and (window is None or window >= training.seq_len)
+        cudnn = c.head_dim in (64, 128) and training.seq_len >= 128 and self.element == 2
+        return training.fused and training.cuda and not training.activation_offload and plain and cudnn
+
     def fp8(self, layer: int) -> bool:
         """Whether this layer runs inside the autocast."""
         last = self.config.num_hidden_layers - self.recipe.num_layers_at_end_in_bf16
@@ -268,8 +276,8 @@ class _Tape:
         attention = [
             self.norm("input_layernorm"),
             self.linear("qkvg_proj", config.hidden_size, config.qkvg_size, fp8),
-            *self.attention(layer),
-            *([] if ungated else [self.gate()]),
+            *([self.fused_attention()] if self.fuses(layer) else self.attention(layer)),
+            *([] if ungated or self.fuses(layer) else [self.gate()]),
             self.linear("o_proj", config.q_size, config.hidden_size, fp8, shared=shared, last=True),
         ]
         plain = not self.training.compile
@@ -284,6 +292,17 @@ class _Tape:
             hidden,
             [self.linear("down_proj", config.intermediate_size, config.hidden_size, fp8, last=True)],
         )
+
+    def fused_attention(self) -> Step:
+        """kernels/attention_core.py keeps the rotated projection, attention's output and one FP32 a query and head."""
+        c, T = self.config, self.tokens
+        q, kv = (T * size * self.element for size in (c.q_size, c.kv_size))
+        whole, summed = self.rows * c.qkvg_size * self.element, T * c.q_size * FP32  # dq is summed up in FP32
+        ungated = 0 if c.attention_gate == "none" else q  # the gradient of what the gate multiplies
+        return Step(
+            "attention", whole + q + T * c.num_attention_heads * FP32, consumes=q, produces=whole,
+            scratch=ungated + q + 2 * kv + summed,
+        )  # fmt: skip
 
     def attention(self, layer: int) -> list[Step]:
         """What lies between qkvg_proj and the gate, in the order of the forward.

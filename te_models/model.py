@@ -37,7 +37,7 @@ from te_models.offload import HostMemory, Offload
 from te_models.plan import Plan, PlanRow
 from te_models.presets import get_preset
 from te_models.recipe import Recipe, get_recipe, recipe_fields
-from te_models.saved import read_pretrained, write_pretrained
+from te_models.saved import read_pretrained, save_tie_once, write_pretrained
 from te_models.tensor_parallel import TensorParallel
 from te_models.tokens import Tokens, describe
 
@@ -126,8 +126,7 @@ class CausalLM(nn.Module):
             self.lm_head = linear(self.te, config.hidden_size, config.vocab_size, **factory)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-            self.register_state_dict_post_hook(_leave_out_tie)
-            self.register_load_state_dict_pre_hook(_restore_tie)
+            save_tie_once(self)
         self.origin = Origin()
         self._mark_fp8_blocks()
         self.tp.mark(self)
@@ -483,18 +482,6 @@ class CausalLM(nn.Module):
         The folder is checked whole before a model is built; a damaged one is a ValueError.
         """
         return read_pretrained(build or cls, folder, options)
-
-
-def _leave_out_tie(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A tied table is in a state_dict once, as in Hugging Face's files: safetensors, and with it transformers.Trainer,
-    saves no tensor under two names."""
-    del state[f"{prefix}lm_head.weight"]
-
-
-def _restore_tie(model: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """The other half of `_leave_out_tie`."""
-    if f"{prefix}embed_tokens.weight" in state:
-        state.setdefault(f"{prefix}lm_head.weight", state[f"{prefix}embed_tokens.weight"])
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -282,3 +282,19 @@ def load_training_state(model: Any, folder: Path) -> Any:
     state = unflatten_state(saved.tensors.get("training", {}), saved.documents["training"])
     restore_model(model, saved, recipe)
     return state
+
+
+def save_tie_once(model: nn.Module) -> None:
+    """Have a tied table in the model's state_dict once, as in Hugging Face's files: safetensors, and with it
+    transformers.Trainer, saves no tensor under two names."""
+    model.register_state_dict_post_hook(_leave_out_tie)
+    model.register_load_state_dict_pre_hook(_restore_tie)
+
+
+def _leave_out_tie(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    del state[f"{prefix}lm_head.weight"]
+
+
+def _restore_tie(model: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    if f"{prefix}embed_tokens.weight" in state:
+        state.setdefault(f"{prefix}lm_head.weight", state[f"{prefix}embed_tokens.weight"])

@@ -13,6 +13,7 @@ from te_models import CausalLM, get_recipe, list_presets, list_recipes
 from te_models.capacity import MemoryPlan, plan_memory
 from te_models.cli import main
 from te_models.engine.emulated.gemm import exact_gemm
+from te_models.kernels.attention_core import can_fuse
 from te_models.memory import (
     OPTIMIZERS,
     UPDATE_CHUNK,
@@ -118,23 +119,48 @@ def measured() -> dict[str, tuple[MemoryPlan, int]]:
         for row in rows:
             # The benchmark has no optimizer and zeroes gradients without freeing them.
             plan = plan_memory(get_preset(preset, **fields), get_recipe(row["recipe"]), **size, optimizer=None,
-                               activation_checkpointing=row["mode"], gradient_accumulation=2, logits=True)  # fmt: skip
+                               activation_checkpointing=row["mode"], gradient_accumulation=2, logits=True, fused=False)  # fmt: skip
             found[f"{name}, {row['recipe']}, {row['mode']}"] = plan, row["peak"]
     light = json.loads((RESULTS / "first_light_h200.json").read_text())
     for name, result in light["recipes"].items():
         run = light["run"]
         plan = plan_memory(get_preset(run["preset"]), get_recipe(name), batch_size=run["batch_size"],
-                           seq_len=run["seq_len"], logits=True)  # fmt: skip
+                           seq_len=run["seq_len"], logits=True, fused=False)  # fmt: skip
         found[f"{run['preset']}, {name}, AdamW"] = plan, result["peak_memory"]
+    for run in json.loads((RESULTS / "step_h200.json").read_text())["runs"]:
+        name, size = run["settings"]["preset"], {key: run["settings"][key] for key in ("batch_size", "seq_len")}
+        fields = dict(num_hidden_layers=4, num_key_value_heads=32) if "," in name else {}
+        for row in run["rows"]:
+            if not row["name"].startswith("te-models") or row["name"].endswith("+graph") or "removed_kernels" in row:
+                continue
+            recipe, *ways = row["name"].removeprefix("te-models ").split("+")
+            edges = {} if recipe == "bf16" else dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+            plan = plan_memory(get_preset(name.split(",")[0], **fields), get_recipe(recipe, **edges), **size,
+                               optimizer=None, logits=False, fused="plain" not in ways)  # fmt: skip
+            # Counted without what the variants before it hold, cuBLAS's workspace among that; given to 0.01 GiB.
+            peak = int((row["peak_gib"] + 0.005) * 2**30) + plan.peak.workspace
+            found[f"{name} {size}, {recipe} {ways}, run {run['run']}"] = plan, peak
     return found
 
 
 @pytest.mark.parametrize("name", measured())
 def test_measured_peaks(name: str) -> None:
-    """22 peaks of an H200: 5 % is promised, and what the allocator rounds up explains less than half a percent."""
+    """30 peaks of an H200: 5 % is promised, 1 % is said in memory.py; what the allocator rounds up is a part of that."""
     plan, peak = measured()[name]
-    assert plan.peak.total == pytest.approx(peak, rel=0.005)
+    assert plan.peak.total == pytest.approx(peak, rel=0.01)
     assert plan.peak.total < peak  # the allocator only ever adds
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, dict(head_dim=80), dict(qk_norm=True), dict(partial_rotary_factor=0.5)], ids=str
+)
+@pytest.mark.parametrize("seq_len", [64, 128])
+def test_attention_is_one_operation_where_the_kernels_say_so(seq_len: int, fields: dict[str, Any]) -> None:
+    config = get_preset("gated-350m", **fields)
+    for dtype in (torch.bfloat16, torch.float32):
+        training = Training(batch_size=1, seq_len=seq_len, dtype_bytes=dtype.itemsize)
+        found = _Tape(config, get_recipe("bf16"), training).fuses(0)
+        assert found == can_fuse(config, seq_len, torch.device("cuda"), dtype)
 
 
 @pytest.mark.parametrize("name", list_presets())
