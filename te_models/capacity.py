@@ -13,7 +13,8 @@ from rich.text import Text
 
 from te_models.config import ModelConfig
 from te_models.errors import unknown
-from te_models.memory import OPTIMIZERS, Memory, Training, kept_bytes, memory_moments, model_parameters
+from te_models.memory import Memory, Training, kept_bytes, memory_moments
+from te_models.parameter_bytes import OPTIMIZERS, model_parameters
 from te_models.recipe import Recipe
 
 GPUS = {"24 GB": 24, "48 GB": 48, "80 GB": 80, "141 GB": 141}  # sizes as sold: 10^9 bytes
@@ -184,7 +185,7 @@ def plan_memory(
         config, recipe: as of te_models.get_preset and te_models.get_recipe.
         batch_size: sequences of one micro-batch over all `gpus`, as in te_models.TrainConfig.
         seq_len: tokens of each.
-        optimizer: a row of te_models.memory.OPTIMIZERS; None for forward and backward alone.
+        optimizer: a row of te_models.parameter_bytes.OPTIMIZERS; None for forward and backward alone.
         activation_checkpointing: "none", "selective", "full" or every N-th block.
         activation_offload: whether blocks keep their activations on the host (te_models.offload).
         gpus: processes among which FSDP2 shares weights, gradients and optimizer state.

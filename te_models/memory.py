@@ -13,84 +13,21 @@ Shapes as in te_models/layers.py: N tokens padded to the recipe's rows, T = B*S 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from te_models.config import ModelConfig
 from te_models.errors import unknown
+from te_models.parameter_bytes import FP32, OPTIMIZERS, model_parameters
 from te_models.recipe import Recipe
 
-FP32, INT64 = 4, 8
+INT64 = 8
+
 # Parameters whose gradients te_models/optim/master.py holds in FP32 at a time.
 UPDATE_CHUNK = 2**28
 HEAD_CHUNK = 2**28  # bytes of FP32 logits at a time (te_models/kernels/head.py)
 CUBLAS_WORKSPACE = 2**25 + 1024  # Transformer Engine's, on Hopper and newer (get_cublas_workspace_size_bytes)
-
-
-class Parameter(NamedTuple):
-    """`count` matrices (or vectors) of one shape; a fused weight counts as the matrices that it is made of.
-
-    `kind` is "matrix" (of a block: what Muon and GaLore work on), "gate" (headwise), "table" (embedding, head) or "vector".
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    count: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of all of them."""
-        return self.count * math.prod(self.shape)
-
-
-def _adamw(p: Parameter) -> float:
-    return 4 + 4
-
-
-def _adamw_blocks(p: Parameter) -> float:
-    """torchao: two moments of a byte with an FP32 scale a block of 256; small or odd tensors stay in FP32."""
-    size = math.prod(p.shape)
-    return 2 * (1 + 4 / 256) if size >= 4096 and size % 256 == 0 else _adamw(p)
-
-
-def _muon(momentum: float) -> Callable[[Parameter], float]:
-    """One momentum for the matrices of blocks, AdamW for the rest (Jordan et al. 2024)."""
-    return lambda p: momentum if p.kind == "matrix" else _adamw(p)
-
-
-def _galore(p: Parameter, rank: int = 128) -> float:
-    """AdamW on gradients projected to `rank`, FP32 projector included (Zhao et al. 2024, arXiv 2403.03507)."""
-    if p.kind != "matrix" or min(p.shape) <= rank:
-        return _adamw(p)
-    return 4 * rank * (2 * max(p.shape) + min(p.shape)) / math.prod(p.shape)
-
-
-@dataclass(frozen=True)
-class OptimizerBytes:
-    """Bytes an element: `state` of the optimizer itself, `master` what makes a parameter that is not FP32 FP32."""
-
-    state: Callable[[Parameter], float]
-    what: str
-    master: int = 4
-
-    def of(self, parameters: list[Parameter], dtype_bytes: int) -> int:
-        """Bytes of all state and masters of `parameters`."""
-        master = self.master if dtype_bytes < FP32 else 0
-        return round(sum(p.numel * (self.state(p) + master) for p in parameters))
-
-
-# One row an optimizer, under the names of `--optimizer`.
-OPTIMIZERS: dict[str, OptimizerBytes] = {
-    "adamw": OptimizerBytes(_adamw, "two FP32 moments"),
-    "adamw8bit": OptimizerBytes(_adamw_blocks, "two 8-bit moments, FP32 scale a 256-element block"),
-    "adamwfp8": OptimizerBytes(_adamw_blocks, "two FP8 moments, FP32 scale a 256-element block"),
-    "te-adam": OptimizerBytes(lambda p: 2 + 2, "two BF16 moments; masters as the 16 bits that BF16 lacks", master=2),
-    "muon": OptimizerBytes(_muon(4), "FP32 momentum for matrices, AdamW for the rest"),
-    "muon8bit": OptimizerBytes(_muon(1 + 4 / 128), "INT8 momentum, FP32 scale a 128-element block; AdamW for the rest"),
-    "galore": OptimizerBytes(_galore, "AdamW on gradients of rank 128; AdamW for the rest"),
-}
 
 
 class Step(NamedTuple):
@@ -452,23 +389,6 @@ def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Me
 def _freed(now: Memory, part: str, size: int) -> Memory:
     """So many bytes less of the part called so."""
     return replace(now, **{part: getattr(now, part) - size})
-
-
-def model_parameters(config: ModelConfig) -> list[Parameter]:
-    """Every parameter of a CausalLM; vectors (norms, biases) as one."""
-    d, layers = config.hidden_size, config.num_hidden_layers
-    gate = "gate" if config.attention_gate == "headwise" else "matrix"
-    found = [
-        Parameter("table", (config.vocab_size, d), 1 if config.tie_word_embeddings else 2),
-        Parameter("matrix", (config.q_size, d), layers),
-        Parameter("matrix", (config.kv_size, d), 2 * layers),
-        Parameter(gate, (config.gate_size, d), layers if config.gate_size else 0),
-        Parameter("matrix", (d, config.q_size), layers),
-        Parameter("matrix", (config.intermediate_size, d), 2 * layers),
-        Parameter("matrix", (d, config.intermediate_size), layers),
-    ]
-    total = config.num_parameters + config.num_padding_parameters
-    return [*found, Parameter("vector", (total - sum(p.numel for p in found),), 1)]
 
 
 def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory:

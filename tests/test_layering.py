@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = [  # a module may import from earlier lines only; modules of one line do not import each other
     {"errors", "durable", "matmul", "environment", "collectives", "ranks", "sharded", "fp8_gather"},
     {"config", "recipe", "train_config", "formats", "tokenizer", "chat"},
+    {"parameter_bytes"},
     {"presets", "state", "nested_state", "extra_state", "data", "hf_families", "memory", "fp8_params"},
     {"checkpoints", "blocks"},
     {"streaming", "offload"},
@@ -54,7 +55,17 @@ ONLY_IN = {
     "torchao": {"optim.lowbit", "peers"},
     "pickle": set(),
 }
-NO_TORCH = {"errors", "config", "presets", "hf_families", "recipe", "train_config", "memory", "capacity"}
+NO_TORCH = {
+    "errors",
+    "config",
+    "presets",
+    "hf_families",
+    "recipe",
+    "train_config",
+    "memory",
+    "parameter_bytes",
+    "capacity",
+}
 
 
 def _name(path: Path) -> str:

@@ -14,18 +14,9 @@ from te_models.capacity import MemoryPlan, plan_memory
 from te_models.cli import main
 from te_models.engine.emulated.gemm import exact_gemm
 from te_models.kernels.attention_core import can_fuse
-from te_models.memory import (
-    OPTIMIZERS,
-    UPDATE_CHUNK,
-    Memory,
-    Parameter,
-    Training,
-    _Tape,
-    _walk,
-    kept_bytes,
-    model_parameters,
-)
+from te_models.memory import UPDATE_CHUNK, Memory, Training, _Tape, _walk, kept_bytes
 from te_models.nested_state import flatten_state
+from te_models.parameter_bytes import OPTIMIZERS, Parameter, model_parameters
 from te_models.presets import get_preset
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"

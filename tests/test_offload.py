@@ -221,7 +221,7 @@ def test_all_that_a_block_keeps_is_moved_once_and_none_of_it_stays(
     model = build(recipe, True, mode, **WIDE)
     watch = Watch(monkeypatch)
     loss = loss_of(model, 0, 2, 64, is_first_microbatch=True)  # so that FP8 weights are kept for the next one
-    training = Training(batch_size=2, seq_len=64, activation_checkpointing=mode, activation_offload=True, compile=False,
+    training = Training(batch_size=2, seq_len=64, activation_checkpointing=mode, activation_offload=True, compile=False, fused=False,
                         cuda=False, held_gradients=True)  # fmt: skip
     moved = sum(ref().size for _, ref in watch.moved)
     assert moved == kept_bytes(model.config, model.recipe, training, on_host=True) > 0
@@ -399,7 +399,7 @@ def test_the_plan_has_two_blocks_on_the_device_and_the_rest_on_the_host(recipe: 
     options = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0) if recipe == "current" else {}
     (without, plan) = (
         plan_memory(get_preset("gated-1b"), get_recipe(recipe, **options), seq_len=2048,
-                    gradient_accumulation=2, activation_checkpointing=mode, activation_offload=offloaded)
+                    gradient_accumulation=2, activation_checkpointing=mode, activation_offload=offloaded, fused=False)
         for offloaded in (False, True)
     )  # fmt: skip
     count = plan.config.num_hidden_layers - 1
@@ -444,7 +444,7 @@ def measured(recipe: str, offloaded: bool, mode: str | int) -> tuple[list[Tensor
     assert len(memory.free) == memory.pages and (memory.pages > 0) == offloaded
     assert all(page.is_pinned() for page in memory.free)
     training = Training(batch_size=4, seq_len=1024, activation_checkpointing=mode, held_gradients=True,
-                        activation_offload=True, compile=False)  # fmt: skip
+                        activation_offload=True, compile=False, fused=False)  # fmt: skip
     found = [loss.detach(), *(p.grad for p in model.parameters()), *fp8_state(model).values()]
     return [t.cpu() for t in found], peak, kept_bytes(model.config, model.recipe, training, on_host=True)
 
