@@ -10,15 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from te_models.config import ModelConfig
+    from te_models.graphed import GraphedStep
     from te_models.model import CausalLM
     from te_models.presets import get_preset, list_presets
     from te_models.recipe import Recipe, get_recipe, list_recipes
 
 __version__ = "0.1.0"
-__all__ = ["CausalLM", "ModelConfig", "Recipe", "get_preset", "get_recipe", "list_presets", "list_recipes"]
+__all__ = [
+    "CausalLM",
+    "GraphedStep",
+    "ModelConfig",
+    "Recipe",
+    "get_preset",
+    "get_recipe",
+    "list_presets",
+    "list_recipes",
+]
 
 _HOME = {
     "CausalLM": "te_models.model",
+    "GraphedStep": "te_models.graphed",
     "ModelConfig": "te_models.config",
     "Recipe": "te_models.recipe",
     "get_preset": "te_models.presets",

@@ -7,6 +7,7 @@ receive it as `te` and read the same with either. The choice is made once, here,
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 from types import ModuleType
 
@@ -16,6 +17,10 @@ from te_models.errors import unknown
 from te_models.recipe import SCHEMES, Recipe
 
 ENGINES = ("auto", "native", "emulated")
+OLDEST = (
+    2,
+    20,
+)  # the Transformer Engine that all has been measured with; 2.16 would have the names that native.py uses
 
 
 def get_engine(name: str = "auto", device: torch.device | str | None = None) -> tuple[ModuleType, str, str]:
@@ -65,4 +70,7 @@ def _native_missing(device: torch.device | str | None) -> str:
         return "there is no CUDA device"
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed (pip install 'te-models[te]')"
+    found = importlib.metadata.version("transformer-engine")
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+        return f"Transformer Engine {found} is older than {'.'.join(map(str, OLDEST))} (pip install -U 'te-models[te]')"
     return ""

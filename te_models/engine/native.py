@@ -22,6 +22,7 @@ from transformer_engine.pytorch import (
     Float8Quantizer,
     Linear,
     MXFP8Quantizer,
+    QuantizedTensor,
     RMSNorm,
     RotaryPositionEmbedding,
     TransformerLayer,
@@ -35,13 +36,8 @@ from transformer_engine.pytorch import (
 from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.optimizers import FusedAdam
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_align_size_for_quantization
-from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
 
 __version__ = version("transformer-engine")
-if tuple(int(part) for part in __version__.split(".")[:2]) < (2, 9):
-    raise ImportError(
-        f"te-models needs Transformer Engine 2.9 or newer, found {__version__}: pip install -U 'te-models[te]'"
-    )
 
 autocast = _te.autocast
 fp8_autocast = _te.fp8_autocast
