@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from te_models import CausalLM
-from te_models.kernels import elementwise
+from te_models.engine import emulated
+from te_models.kernels import PLAIN as PLAIN_KERNELS
+from te_models.kernels import elementwise, get_kernels
 from te_models.kernels.attention import causal_attention
 from te_models.kernels.attention_core import Heads, attention_core
 
@@ -107,6 +109,13 @@ def test_what_it_does_not_compute_is_put_together(fields: dict[str, Any]) -> Non
         ids = torch.randint(0, 256, (2, 11), generator=torch.Generator().manual_seed(1))
         losses.append(model(ids, labels=ids).loss.item())
     assert losses[0] == losses[1]
+
+
+def test_a_gpu_whose_cudnn_has_no_such_attention_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    kernels = get_kernels(emulated, torch.device("cuda"), compile=False, fused=True)
+    assert kernels == PLAIN_KERNELS
+    assert get_kernels(emulated, torch.device("cpu"), compile=False, fused=True).attention is not None
 
 
 INTERPRETED = """

@@ -58,8 +58,13 @@ def get_kernels(te: ModuleType, device: torch.device, *, compile: bool, fused: b
     return kernels._replace(attention=attention_operations(device), **te.handover)
 
 
-def attention_operations(device: torch.device) -> attention_core.Operations:
-    """The elementwise parts of attention_core: in Triton on a CUDA device, else plain PyTorch."""
+def attention_operations(device: torch.device) -> attention_core.Operations | None:
+    """The elementwise parts of attention_core: in Triton on a CUDA device, else plain PyTorch.
+
+    None on GPUs before Ampere, where cuDNN has no such attention.
+    """
     if device.type != "cuda":
         return attention_core.PLAIN
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return None
     return importlib.import_module("te_models.kernels.attention_core_triton").TRITON  # Triton comes with CUDA builds
