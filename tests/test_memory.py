@@ -122,7 +122,7 @@ def measured() -> dict[str, tuple[MemoryPlan, int]]:
         name, size = run["settings"]["preset"], {key: run["settings"][key] for key in ("batch_size", "seq_len")}
         fields = dict(num_hidden_layers=4, num_key_value_heads=32) if "," in name else {}
         for row in run["rows"]:
-            if not row["name"].startswith("te-models") or row["name"].endswith("+graph") or "removed_kernels" in row:
+            if not row["name"].startswith("te-models") or row["name"].endswith("+graph"):
                 continue
             recipe, *ways = row["name"].removeprefix("te-models ").split("+")
             edges = {} if recipe == "bf16" else dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
@@ -136,9 +136,9 @@ def measured() -> dict[str, tuple[MemoryPlan, int]]:
 
 @pytest.mark.parametrize("name", measured())
 def test_measured_peaks(name: str) -> None:
-    """30 peaks of an H200: 5 % is promised, 1 % is said in memory.py; what the allocator rounds up is a part of that."""
+    """Of 22 peaks what the allocator rounds up explains less than half a percent; of `bench`'s, 5 % is what is promised."""
     plan, peak = measured()[name]
-    assert plan.peak.total == pytest.approx(peak, rel=0.01)
+    assert plan.peak.total == pytest.approx(peak, rel=0.05 if ", run " in name else 0.005)
     assert plan.peak.total < peak  # the allocator only ever adds
 
 
