@@ -74,7 +74,7 @@ class GatedAttention(nn.Module):
         qkvg = self.kernels.linear(self.qkvg_proj, x, **tokens.weights)
         out = self._fused(qkvg, tokens) if self._fusible(qkvg, tokens) else self._mixed(qkvg, tokens)
         # Rows of all ranks, where x has this rank's alone.
-        return self.o_proj(pad_rows(out, len(qkvg)), **tokens.weights)
+        return self.kernels.linear(self.o_proj, pad_rows(out, len(qkvg)), **tokens.weights)
 
     def _fusible(self, qkvg: Tensor, tokens: Tokens) -> bool:
         """Whether the model asked for one operation, and these tokens need no mask but the causal one."""
@@ -86,7 +86,8 @@ class GatedAttention(nn.Module):
         """As `_mixed`, in one operation."""
         assert self.kernels.attention is not None
         cos, sin = (tokens.cos, tokens.sin) if self.config.has_rope(self.layer) else (None, None)
-        return attention_core(qkvg, cos, sin, tokens.batch, tokens.seq, self.heads, self.kernels.attention)
+        place = (tokens.batch, tokens.seq, self.heads, self.kernels.attention)
+        return attention_core(qkvg, cos, sin, *place, self.kernels.targets(self.qkvg_proj, self.o_proj))
 
     def _mixed(self, qkvg: Tensor, tokens: Tokens) -> Tensor:
         """qkvg [N, Q] -> the input of o_proj [B*S, A*H]."""
@@ -135,7 +136,8 @@ class SwiGLU(nn.Module):
 
     def hidden(self, x: Tensor, **weights: bool | None) -> Tensor:
         """x [N, D] -> the input of down_proj [N, F]."""
-        return self.kernels.swiglu(self.kernels.linear(self.gate_up_proj, x, **weights), self.down_proj)
+        gate_up = self.kernels.linear(self.gate_up_proj, x, **weights)
+        return self.kernels.swiglu(gate_up, self.gate_up_proj, self.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, D] -> [N, D]."""
@@ -170,20 +172,21 @@ class Block(nn.Module):
                 "an FP8 block ran outside the model's autocast: it was called by itself, or recomputed by a checkpoint "
                 "round it; use activation_checkpointing='full' instead"
             )
-        h, x = self._normed(self.input_layernorm, x, self.self_attn.qkvg_proj)
-        x = x + self.self_attn(h, tokens)
-        hidden, x = tokens.recompute.part(self.mlp, self._mlp_hidden, x, tokens)
+        h, x = self._normed(self.input_layernorm, x, None, self.self_attn.qkvg_proj)
+        mixed = self.self_attn(h, tokens)
+        hidden, x = tokens.recompute.part(self.mlp, self._mlp_hidden, x, mixed, tokens)
         return x + self.kernels.linear(self.mlp.down_proj, hidden, **tokens.weights)
 
-    def _mlp_hidden(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        h, x = self._normed(self.post_attention_layernorm, x, self.mlp.gate_up_proj)
+    def _mlp_hidden(self, x: Tensor, mixed: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        h, x = self._normed(self.post_attention_layernorm, x, mixed, self.mlp.gate_up_proj)
         return self.mlp.hidden(h, **tokens.weights), x
 
-    def _normed(self, norm: nn.Module, x: Tensor, consumer: nn.Module) -> tuple[Tensor, Tensor]:
-        """The input of the te.Linear `consumer`, and x again."""
+    def _normed(self, norm: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module) -> tuple[Tensor, Tensor]:
+        """The input of the te.Linear `consumer`, and x + delta."""
         if self.tp.size > 1:
+            x = x if delta is None else x + delta
             return self.tp.norm(norm, x, self.tp.scatters), x
-        return self.kernels.norm(norm, x, consumer)
+        return self.kernels.norm(norm, x, delta, consumer)
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:

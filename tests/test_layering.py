@@ -13,10 +13,9 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"presets", "state", "nested_state", "extra_state", "data", "hf_families", "memory", "fp8_params"},
     {"checkpoints", "blocks"},
     {"streaming", "offload"},
-    {
-        "engine.emulated",
-        "engine.native",
-    },  # one layer as seen from outside; the emulated engine's files order themselves
+    {"engine.emulated"},  # one layer as seen from outside; its files order themselves
+    {"engine.handover_triton"},
+    {"engine.native"},
     {"engine"},
     {"kernels.elementwise", "kernels.attention", "kernels.head"},
     {"kernels.attention_core", "kernels.handover"},
@@ -51,7 +50,7 @@ ONLY_IN = {
     "safetensors": {"state", "formats"},
     "matplotlib": {"metrics"},
     "rich": {"plan", "capacity", "verify", "report", "finetune", "cli"},
-    "triton": {"kernels.attention_core_triton", "engine.emulated.triton_kernels"},
+    "triton": {"kernels.attention_core_triton", "engine.handover_triton", "engine.emulated.triton_kernels"},
     "torchao": {"optim.lowbit", "peers"},
     "pickle": set(),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformer_engine.pytorch as _te
@@ -20,6 +20,7 @@ from transformer_engine.pytorch import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
+    Float8Tensor,
     Linear,
     MXFP8Quantizer,
     QuantizedTensor,
@@ -37,8 +38,10 @@ from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.optimizers import FusedAdam
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_align_size_for_quantization
 
-__version__ = version("transformer-engine")
+import te_models.engine.handover_triton as handover_triton
+from te_models.engine.handover_triton import Codes
 
+__version__ = version("transformer-engine")
 autocast = _te.autocast
 fp8_autocast = _te.fp8_autocast
 quantized_model_init = _te.quantized_model_init
@@ -87,15 +90,34 @@ def drop_cached_weights(module: Any) -> None:
     module._fp8_workspaces.clear()
 
 
-def _input_quantizer(linear: Any) -> Any:
-    """What quantizes this te.Linear's input, for use outside it; None where it takes BF16, or is not a te.Linear.
+class Target(NamedTuple):
+    """Where a kernel writes FP8 for a te.Linear, as its own quantizer would."""
 
-    Scale and amax are the module's own. Block scaling is left to the module: it gains nothing from a kernel before it.
+    quantizer: Any
+
+    @property
+    def place(self) -> tuple[Tensor, Tensor, bool]:
+        """The delayed scale and the amax to raise, FP32 [1] each, and whether the format is E5M2."""
+        return self.quantizer.scale, self.quantizer.amax, self.quantizer.dtype == DType.kFloat8E5M2
+
+    def tensor(self, codes: Codes, dtype: torch.dtype) -> Tensor:
+        """Transformer Engine's tensor of codes [N, K], which looks like one of `dtype`."""
+        return Float8Tensor(
+            shape=codes.codes.shape, dtype=dtype, data=codes.codes, data_transpose=codes.transposed,
+            fp8_scale_inv=codes.scale_inv, fp8_dtype=self.quantizer.dtype, quantizer=self.quantizer,
+            device=codes.codes.device,
+        )  # fmt: skip
+
+
+def _quantizer(linear: Any, direction: str) -> Any:
+    """What quantizes the input ("scaling_fwd") or the output's gradient ("scaling_bwd") of a te.Linear, for use outside it.
+
+    Scale and amax are the module's own. None where it takes BF16, and for block scaling, which gains nothing from this.
     """
     if not (isinstance(linear, Linear) and FP8GlobalStateManager.is_fp8_enabled()):
         return None
     linear.init_fp8_metadata(num_gemms=1)  # else there is no quantizer before the module's first forward
-    own = linear.quantizers["scaling_fwd"][0]
+    own = linear.quantizers[direction][0]
     if not isinstance(own, (Float8Quantizer, Float8CurrentScalingQuantizer)):
         return None
     quantizer = own.copy()
@@ -104,53 +126,87 @@ def _input_quantizer(linear: Any) -> Any:
     return quantizer
 
 
+def _target(quantizer: Any) -> Target | None:
+    """Where our own kernels write: delayed scaling alone, in which the scale is there before the values are."""
+    return Target(quantizer) if isinstance(quantizer, Float8Quantizer) and quantizer.columnwise_usage else None
+
+
+def _targets(producer: Any, consumer: Any) -> tuple[Target | None, Target | None]:
+    """kernels.handover.targets."""
+    if not torch.is_grad_enabled():
+        return None, None
+    gradient = _target(_quantizer(producer, "scaling_bwd"))
+    if gradient is not None and producer.use_bias:  # whose gradient is summed from BF16
+        gradient = None
+    return gradient, _target(_quantizer(consumer, "scaling_fwd"))
+
+
 class _Norm(torch.autograd.Function):
     """RMSNorm that writes FP8; its backward adds the gradient of the residual stream in the same kernel."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, module: Any, quantizer: Any) -> tuple[Tensor, Tensor]:
-        """x [N, D] -> (y [N, D], x)."""
-        ctx.zero_centered = module.zero_centered_gamma
-        y, _, scale = tex.rmsnorm_fwd(x, weight, module.eps, None, quantizer, TE_DType[x.dtype], 0, ctx.zero_centered)
-        ctx.save_for_backward(x, weight, scale)
-        return y, x.view_as(x)
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, module: Any, quantizer: Any
+    ) -> tuple[Tensor, Tensor]:
+        """x, delta [N, D] -> (y [N, D], x + delta)."""
+        ctx.zero_centered, ctx.both = module.zero_centered_gamma, delta is not None
+        if (target := _target(quantizer)) is not None:
+            norm = (weight, module.eps, ctx.zero_centered)
+            codes, total, inverse = handover_triton.norm(x, delta, *norm, *target.place)
+            y = target.tensor(codes, x.dtype)
+        else:
+            total = x if delta is None else x + delta
+            options = (TE_DType[x.dtype], 0, ctx.zero_centered)
+            y, _, inverse = tex.rmsnorm_fwd(total, weight, module.eps, None, quantizer, *options)
+        ctx.save_for_backward(total, weight, inverse)
+        return y, total.view_as(total) if delta is None else total
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradients of x, by both ways, and of the weight."""
-        x, weight, scale = ctx.saved_tensors
-        dy, dx = dy.contiguous(), dx.contiguous()
-        dx, dweight = tex.rmsnorm_bwd_add(dy, x, dx, scale, weight, 0, ctx.zero_centered)
-        return dx, dweight, None, None
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradients of x and delta, which are one tensor, and of the weight."""
+        total, weight, inverse = ctx.saved_tensors
+        dy, dtotal = dy.contiguous(), dtotal.contiguous()
+        dx, dweight = tex.rmsnorm_bwd_add(dy, total, dtotal, inverse, weight, 0, ctx.zero_centered)
+        return dx, dx if ctx.both else None, dweight, None, None
 
 
 class _SwiGLU(torch.autograd.Function):
-    """SwiGLU that writes FP8."""
+    """SwiGLU that writes FP8, and whose backward does."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, quantizer: Any) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, gradient: Target | None, quantizer: Any) -> Tensor:
         """gate_up [N, 2F] -> [N, F]."""
+        ctx.gradient = gradient
         ctx.save_for_backward(gate_up)
+        if (target := _target(quantizer)) is not None:
+            return target.tensor(handover_triton.swiglu(gate_up, *target.place), gate_up.dtype)
         return tex.swiglu(gate_up, quantizer)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """The gradient of gate_up."""
         (gate_up,) = ctx.saved_tensors
-        return tex.dswiglu(dy.contiguous(), gate_up, None), None
+        dy = dy.contiguous()
+        if ctx.gradient is not None:
+            codes = handover_triton.dswiglu(dy, gate_up, *ctx.gradient.place)
+            return ctx.gradient.tensor(codes, gate_up.dtype), None, None
+        return tex.dswiglu(dy, gate_up, None), None, None
 
 
-def _norm(module: Any, x: Tensor, consumer: Any) -> tuple[Tensor, Tensor]:
+def _norm(module: Any, x: Tensor, delta: Tensor | None, consumer: Any) -> tuple[Tensor, Tensor]:
     """kernels.handover.norm."""
-    if not torch.is_grad_enabled():
-        return module(x), x
-    return _Norm.apply(x, module.weight, module, _input_quantizer(consumer))
+    if torch.is_grad_enabled():
+        return _Norm.apply(x, delta, module.weight, module, _quantizer(consumer, "scaling_fwd"))
+    total = x if delta is None else x + delta
+    return module(total), total
 
 
-def _swiglu(gate_up: Tensor, consumer: Any) -> Tensor:
+def _swiglu(gate_up: Tensor, producer: Any, consumer: Any) -> Tensor:
     """kernels.handover.swiglu."""
-    quantizer = _input_quantizer(consumer) if torch.is_grad_enabled() else None
-    return _SwiGLU.apply(gate_up, quantizer)
+    if not torch.is_grad_enabled():
+        return tex.swiglu(gate_up, None)
+    gradient, _ = _targets(producer, consumer)
+    return _SwiGLU.apply(gate_up, gradient, _quantizer(consumer, "scaling_fwd"))
 
 
 def _linear(module: Any, x: Tensor, **options: Any) -> Tensor:
@@ -161,4 +217,4 @@ def _linear(module: Any, x: Tensor, **options: Any) -> Tensor:
     return y
 
 
-handover = {"norm": _norm, "swiglu": _swiglu, "linear": _linear}
+handover = {"norm": _norm, "swiglu": _swiglu, "linear": _linear, "targets": _targets}

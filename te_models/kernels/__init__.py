@@ -24,7 +24,7 @@ class Kernels(NamedTuple):
     """One implementation of every operation that is not a GEMM.
 
     Signatures: kernels/elementwise.py for rope, gate and cross_entropy, kernels/head.py for loss_and_gradient, and
-    kernels/handover.py for norm, swiglu and linear. `attention` None: attention is put together from the others.
+    kernels/handover.py for norm, swiglu, linear and targets. `attention` None: attention is put together from the others.
     """
 
     rope: Callable[..., Tensor]
@@ -34,6 +34,7 @@ class Kernels(NamedTuple):
     norm: Callable[..., tuple[Tensor, Tensor]] = handover.norm
     swiglu: Callable[..., Tensor] = handover.swiglu
     linear: Callable[..., Tensor] = handover.linear
+    targets: Callable[..., tuple[Any, Any]] = handover.targets
     attention: attention_core.Operations | None = None
 
 
@@ -46,8 +47,8 @@ def compiled_kernels() -> Kernels:
     swiglu = torch.compile(elementwise.swiglu)
     rope, gate, cross_entropy, loss_and_gradient = (torch.compile(fn) for fn in PLAIN[:4])
     return Kernels(
-        rope, gate, cross_entropy, loss_and_gradient, swiglu=lambda gate_up, consumer: swiglu(gate_up)
-    )  # whose consumer is no business of the compiler
+        rope, gate, cross_entropy, loss_and_gradient, swiglu=lambda gate_up, *modules: swiglu(gate_up)
+    )  # the modules are no business of the compiler
 
 
 def get_kernels(te: ModuleType, device: torch.device, *, compile: bool, fused: bool) -> Kernels:

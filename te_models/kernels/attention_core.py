@@ -53,12 +53,28 @@ class Heads(NamedTuple):
 
 
 class Operations(NamedTuple):
-    """The elementwise parts; tensors [B, S, heads, H] of any strides whose channels lie together."""
+    """The elementwise parts; tensors [B, S, heads, H] of any strides whose channels lie together.
+
+    `codes` None: they write no FP8.
+    """
 
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor, bool], None]
     copy: Callable[[Tensor, Tensor], None]
     gate: Callable[[Tensor, Tensor], Tensor]
     gate_backward: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    codes: CodeOperations | None = None
+
+
+class CodeOperations(NamedTuple):
+    """The last ones of forward and backward, writing codes [N, K] and transposed [K, N] from column `first` on.
+
+    Tensors as above; `place` is a target's (engine.native.Target). `new` makes codes to write to.
+    """
+
+    new: Callable[[int, int, torch.device], Any]
+    gate: Callable[..., None]  # (codes, place, first, x, logits or None)
+    rotate: Callable[..., None]  # (codes, place, first, x, cos, sin, inverse)
+    gate_backward: Callable[..., Tensor]  # (codes, place, first, dy, x, logits): the gradient for x
 
 
 def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
@@ -106,6 +122,7 @@ class _AttentionCore(torch.autograd.Function):
         rows: int,
         heads: Heads,
         ops: Operations,
+        targets: tuple[Any, Any],
     ) -> Tensor:
         """qkvg [N, Q] -> [B*S, A*H]; rotates q and k in place."""
         qkvg = qkvg.detach()  # autograd refuses changes to a view that another function returned; its producer is done
@@ -114,37 +131,69 @@ class _AttentionCore(torch.autograd.Function):
             ops.rotate(q, q, cos, sin, False)
             ops.rotate(k, k, cos, sin, False)
         out, *kept = _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        ctx.setting, ctx.plain = (batch, rows, heads, ops), [value for value in kept if not isinstance(value, Tensor)]
+        # Codes are for all rows and columns, and one value a head would need a sum over what its kernel has in parts.
+        whole = ops.codes is not None and not _has_filling(qkvg, rows, heads) and heads.gate != "headwise"
+        gradient, target = targets if whole else (None, None)
+        ctx.setting = (batch, rows, heads, ops, gradient)
+        ctx.plain = [value for value in kept if not isinstance(value, Tensor)]
         ctx.places = [isinstance(value, Tensor) for value in kept]
         ctx.save_for_backward(qkvg, cos, sin, out, *(value for value in kept if isinstance(value, Tensor)))
         mixed = out.transpose(1, 2)
+        if target is not None and ops.codes is not None:
+            codes = ops.codes.new(rows, heads.query * heads.dim, qkvg.device)
+            ops.codes.gate(codes, target.place, 0, mixed, logits)
+            return target.tensor(codes, qkvg.dtype)
         return (mixed if logits is None else ops.gate(mixed, logits)).reshape(rows, -1)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """The gradient of qkvg, made in one buffer."""
-        batch, rows, heads, ops = ctx.setting
+        batch, rows, heads, ops, target = ctx.setting
         qkvg, cos, sin, out, *tensors = ctx.saved_tensors
         plain, tensors = iter(ctx.plain), iter(tensors)
         kept = [next(tensors) if place else next(plain) for place in ctx.places]
-        grad = torch.zeros_like(qkvg) if _has_filling(qkvg, rows, heads) else torch.empty_like(qkvg)
         q, k, v, logits = heads.split(qkvg[:rows], batch)
+        dy, mixed = dy.view(batch, -1, heads.query, heads.dim), out.transpose(1, 2)
+
+        def slopes(dmixed: Tensor) -> list[Tensor]:
+            own = (dmixed.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out, kept)
+            return [t.transpose(1, 2) for t in _attention_backward(*own)]
+
+        if target is not None:
+            codes = ops.codes.new(*qkvg.shape, qkvg.device)
+            _write_codes(codes, target.place, heads, ops.codes, dy, mixed, logits, cos, sin, slopes)
+            return target.tensor(codes, qkvg.dtype), *[None] * 8
+        grad = torch.zeros_like(qkvg) if _has_filling(qkvg, rows, heads) else torch.empty_like(qkvg)
         gq, gk, gv, glogits = heads.split(grad[:rows], batch)
-        dy = dy.view(batch, -1, heads.query, heads.dim)
-        if logits is not None and glogits is not None:
-            dy = ops.gate_backward(dy, out.transpose(1, 2), logits, glogits)
-        slopes = _attention_backward(
-            dy.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out, kept
-        )
-        dq, dk, dv = (t.transpose(1, 2) for t in slopes)
-        if cos is None:
-            ops.copy(dq, gq)
-            ops.copy(dk, gk)
-        else:
-            ops.rotate(dq, gq, cos, sin, True)
-            ops.rotate(dk, gk, cos, sin, True)
+        dq, dk, dv = slopes(dy if logits is None else ops.gate_backward(dy, mixed, logits, glogits))
+        for slope, place in ((dq, gq), (dk, gk)):
+            if cos is None:
+                ops.copy(slope, place)
+            else:
+                ops.rotate(slope, place, cos, sin, True)
         ops.copy(dv, gv)
-        return grad, None, None, None, None, None, None
+        return grad, *[None] * 8
+
+
+def _write_codes(
+    codes: Any, place: Any, heads: Heads, ops: CodeOperations, dy: Tensor, mixed: Tensor, logits: Tensor | None,
+    cos: Tensor | None, sin: Tensor | None, slopes: Callable[[Tensor], list[Tensor]],
+) -> None:  # fmt: skip
+    """The backward's gradient [q | k | v | gate] as codes; `slopes` is attention's own backward."""
+    starts = [
+        0,
+        heads.query * heads.dim,
+        (heads.query + heads.key) * heads.dim,
+        (heads.query + 2 * heads.key) * heads.dim,
+    ]
+    dmixed = dy if logits is None else ops.gate_backward(codes, place, starts[3], dy, mixed, logits)
+    dq, dk, dv = slopes(dmixed)
+    for slope, first in ((dq, starts[0]), (dk, starts[1])):
+        if cos is None:
+            ops.gate(codes, place, first, slope, None)
+        else:
+            ops.rotate(codes, place, first, slope, cos, sin, True)
+    ops.gate(codes, place, starts[2], dv, None)
 
 
 def _has_filling(qkvg: Tensor, rows: int, heads: Heads) -> bool:
@@ -181,11 +230,13 @@ def _attention_backward(
 
 
 def attention_core(
-    qkvg: Tensor, cos: Tensor | None, sin: Tensor | None, batch: int, seq: int, heads: Heads, ops: Operations = PLAIN
-) -> Tensor:
+    qkvg: Tensor, cos: Tensor | None, sin: Tensor | None, batch: int, seq: int, heads: Heads, ops: Operations = PLAIN,
+    targets: tuple[Any, Any] = (None, None),
+) -> Tensor:  # fmt: skip
     """gate(attention(rope(q), rope(k), v)) of the projection qkvg [N, Q], N >= B*S; returns [B*S, A*H].
 
     cos, sin [S, H] or [B, S, H], None for a layer without RoPE. **Overwrites q and k in qkvg**, which only its producer may
-    hold besides: te.Linear does not keep its output.
+    hold besides: te.Linear does not keep its output. `targets` (kernels.handover.targets): where the gradient of qkvg and
+    the result may be written as FP8.
     """
-    return _AttentionCore.apply(qkvg, cos, sin, batch, batch * seq, heads, ops)
+    return _AttentionCore.apply(qkvg, cos, sin, batch, batch * seq, heads, ops, targets)

@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.kernels.attention_core import Operations
+from te_models.engine.handover_triton import Codes, new_codes, note_inverse, store_codes
+from te_models.kernels.attention_core import CodeOperations, Operations
 
 HEADS = 8  # heads a program
+TOKENS = 128  # tokens a program of those that write codes, each of one head
 
 
 @triton.jit
@@ -160,4 +162,152 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
     return dx
 
 
-TRITON = Operations(rotate, copy, gate, gate_backward)
+@triton.jit
+def _rows(x, i, batch_stride, seq_stride, head_stride, seq):
+    """Pointers [rows, 1] to this program's head at tokens i of x [B, S, heads, H]."""
+    return (x + (i // seq) * batch_stride + (i % seq) * seq_stride + tl.program_id(1) * head_stride)[:, None]
+
+
+@triton.jit
+def _read(pointers, channel, inside):
+    return tl.load(pointers + channel[None, :], inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _gated(x, logits, i, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated: tl.constexpr):
+    value = _read(_rows(x, i, x_batch, x_seq, x_head, seq), channel, inside)
+    if gated:
+        value *= tl.sigmoid(_read(_rows(logits, i, g_batch, g_seq, g_head, seq), channel, inside))
+    return value
+
+
+@triton.jit
+def _gate_codes_kernel(
+    x, logits, codes, transposed, scale, amax, scale_inv,
+    x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+    rows, seq, width, first,
+    gated: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    group, channel = tl.program_id(0).to(tl.int64) * (block // 4) + tl.arange(0, block // 4), tl.arange(0, dim)
+    i = 4 * group
+    inside = (i < rows)[:, None]
+    a = _gated(x, logits, i, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    b = _gated(x, logits, i + 1, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    c = _gated(x, logits, i + 2, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    d = _gated(x, logits, i + 3, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    s, j = tl.load(scale), first + tl.program_id(1) * dim + channel
+    store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, amax, E5M2)
+    note_inverse(s, scale_inv)
+
+
+@triton.jit
+def _rotated(x, cos, sin, i, x_batch, x_seq, x_head, table_batch, table_seq, seq, sign, inside, half: tl.constexpr):
+    channel = tl.arange(0, half)
+    at = _rows(x, i, x_batch, x_seq, x_head, seq)
+    angle = ((i // seq) * table_batch + (i % seq) * table_seq)[:, None]
+    one, two = _read(at, channel, inside), _read(at + half, channel, inside)
+    c, s = _read(cos + angle, channel, inside), _read(sin + angle, channel, inside) * sign
+    return one * c - two * s, two * c + one * s
+
+
+@triton.jit
+def _rotate_codes_kernel(
+    x, cos, sin, codes, transposed, scale, amax, scale_inv,
+    x_batch, x_seq, x_head, table_batch, table_seq,
+    rows, seq, width, first, sign,
+    half: tl.constexpr, block: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0).to(tl.int64) * (block // 4) + tl.arange(0, block // 4)
+    i = 4 * group
+    inside = (i < rows)[:, None]
+    a, e = _rotated(x, cos, sin, i, x_batch, x_seq, x_head, table_batch, table_seq, seq, sign, inside, half)
+    b, f = _rotated(x, cos, sin, i + 1, x_batch, x_seq, x_head, table_batch, table_seq, seq, sign, inside, half)
+    c, g = _rotated(x, cos, sin, i + 2, x_batch, x_seq, x_head, table_batch, table_seq, seq, sign, inside, half)
+    d, h = _rotated(x, cos, sin, i + 3, x_batch, x_seq, x_head, table_batch, table_seq, seq, sign, inside, half)
+    s, j = tl.load(scale), first + tl.program_id(1) * 2 * half + tl.arange(0, half)
+    store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, amax, E5M2)
+    store_codes(e, f, g, h, s, group, j + half, rows, width, codes, transposed, width, amax, E5M2)
+    note_inverse(s, scale_inv)
+
+
+@triton.jit
+def _gate_slopes(
+    dy, x, logits, dx, i, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch, dx_seq,
+    dx_head, seq, channel, inside,
+):  # fmt: skip
+    slope = _read(_rows(dy, i, dy_batch, dy_seq, dy_head, seq), channel, inside)
+    value = _read(_rows(x, i, x_batch, x_seq, x_head, seq), channel, inside)
+    opening = tl.sigmoid(_read(_rows(logits, i, g_batch, g_seq, g_head, seq), channel, inside))
+    at = _rows(dx, i, dx_batch, dx_seq, dx_head, seq) + channel[None, :]
+    tl.store(at, (slope * opening).to(dx.dtype.element_ty), mask=inside & (channel >= 0)[None, :])
+    return slope * value * opening * (1 - opening)
+
+
+@triton.jit
+def _gate_backward_codes_kernel(
+    dy, x, logits, dx, codes, transposed, scale, amax, scale_inv,
+    dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch, dx_seq, dx_head,
+    rows, seq, width, first,
+    dim: tl.constexpr, block: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    group, channel = tl.program_id(0).to(tl.int64) * (block // 4) + tl.arange(0, block // 4), tl.arange(0, dim)
+    i = 4 * group
+    inside = (i < rows)[:, None]
+    a = _gate_slopes(dy, x, logits, dx, i, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    b = _gate_slopes(dy, x, logits, dx, i + 1, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    c = _gate_slopes(dy, x, logits, dx, i + 2, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    d = _gate_slopes(dy, x, logits, dx, i + 3, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    s, j = tl.load(scale), first + tl.program_id(1) * dim + channel
+    store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, amax, E5M2)
+    note_inverse(s, scale_inv)
+
+
+Place = tuple[Tensor, Tensor, bool]  # scale, amax, E5M2
+
+
+def _of(codes: Codes, place: Place) -> tuple[Tensor, ...]:
+    """What a kernel is told of where it writes."""
+    return codes.codes, codes.transposed, *place[:2], codes.scale_inv
+
+
+def gate_codes(codes: Codes, place: Place, first: int, x: Tensor, logits: Tensor | None) -> None:
+    """attention_core.gate, or x itself where there are no logits, as codes."""
+    batch, seq, heads, dim = x.shape
+    gate = x if logits is None else logits
+    _gate_codes_kernel[(triton.cdiv(batch * seq, TOKENS), heads)](
+        x, gate, *_of(codes, place), *x.stride()[:3], *gate.stride()[:3],
+        batch * seq, seq, codes.codes.shape[1], first,
+        gated=logits is not None, dim=dim, block=TOKENS, E5M2=place[2], num_warps=8,
+    )  # fmt: skip
+
+
+def rotate_codes(codes: Codes, place: Place, first: int, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
+    """attention_core.rotate as codes."""
+    batch, seq, heads, dim = x.shape
+    table = (cos.stride(0) if cos.ndim == 3 else 0, cos.stride(-2))
+    _rotate_codes_kernel[(triton.cdiv(batch * seq, TOKENS), heads)](
+        x, cos, sin, *_of(codes, place), *x.stride()[:3], *table,
+        batch * seq, seq, codes.codes.shape[1], first, -1.0 if inverse else 1.0,
+        half=dim // 2, block=TOKENS, E5M2=place[2], num_warps=8,
+    )  # fmt: skip
+
+
+def gate_backward_codes(codes: Codes, place: Place, first: int, dy: Tensor, x: Tensor, logits: Tensor) -> Tensor:
+    """attention_core.gate_backward, with the gradient for the logits as codes."""
+    batch, seq, heads, dim = x.shape
+    dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
+    strides = [stride for tensor in (dy, x, logits, dx) for stride in tensor.stride()[:3]]
+    _gate_backward_codes_kernel[(triton.cdiv(batch * seq, TOKENS), heads)](
+        dy, x, logits, dx, *_of(codes, place), *strides, batch * seq, seq, codes.codes.shape[1], first,
+        dim=dim, block=TOKENS, E5M2=place[2], num_warps=8,
+    )  # fmt: skip
+    return dx
+
+
+TRITON = Operations(
+    rotate, copy, gate, gate_backward, CodeOperations(new_codes, gate_codes, rotate_codes, gate_backward_codes)
+)

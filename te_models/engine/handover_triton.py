@@ -1,0 +1,232 @@
+"""What comes before a te.Linear, written as the FP8 that it multiplies: codes, their transpose and the amax in one pass.
+
+On Hopper a GEMM wants the contraction last in both operands, so forward reads the codes as they are and the weight's
+gradient reads them transposed. Casting afterwards costs a BF16 round trip, and a transpose of its own costs another pass.
+Each function takes a delayed scale (FP32 [1]) and raises `amax` (FP32 [1]) to that of its FP32 result; codes are uint8.
+N is a multiple of 4: the codes of four rows are one word, so that what is transposed are words, not bytes.
+
+Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), which has no instruction for the conversion: there, it
+is made of integers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_models.engine.emulated.triton_kernels import _encode
+
+ROWS, COLUMNS = 128, 64  # of a tile; the transposed store then writes 128 bytes in a row
+NORM_ROWS, NORM_COLUMNS = 32, 256  # of which a program goes through all columns
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_CONVERT = (
+    "{ .reg .b16 low, high; cvt.rn.satfinite.FORMx2.f32 low, $2, $1; "
+    "cvt.rn.satfinite.FORMx2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+)
+_E4M3 = tl.constexpr(_CONVERT.replace("FORM", "e4m3"))
+_E5M2 = tl.constexpr(_CONVERT.replace("FORM", "e5m2"))
+
+
+class Codes(NamedTuple):
+    """codes [N, K], transposed [K, N], both uint8; scale_inv FP32 [1], what a code is worth."""
+
+    codes: Tensor
+    transposed: Tensor
+    scale_inv: Tensor
+
+
+@triton.jit
+def _encode4(a, b, c, d, E5M2: tl.constexpr):
+    """The codes of four FP32 tensors as one of int32, a's in the lowest byte."""
+    if INTERPRETED:
+        a, b = _encode(a, E5M2).to(tl.int32), _encode(b, E5M2).to(tl.int32)
+        c, d = _encode(c, E5M2).to(tl.int32), _encode(d, E5M2).to(tl.int32)
+        word = a | (b << 8) | (c << 16) | (d << 24)
+    else:
+        # Triton's own cast to FP8 (3.6) mixes up elements where the result is transposed.
+        asm: tl.constexpr = _E5M2 if E5M2 else _E4M3
+        word = tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    return word
+
+
+@triton.jit
+def store_codes(a, b, c, d, scale, group, j, rows, columns, codes, transposed, stride, amax, E5M2: tl.constexpr):
+    """Quantize FP32 tiles, the first, second, third and fourth rows of groups of four, of columns j, into both copies.
+
+    `group` is numbers that lie together: of 4 * group the compiler would not know that the words do, and would write them one
+    by one.
+    """
+    group, j = group.to(tl.int64), j.to(tl.int64)
+    i = 4 * group
+    inside = (i < rows)[:, None] & (j < columns)[None, :]
+    largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+    bits = tl.max(tl.max(tl.where(inside, largest, 0.0), 1), 0).to(tl.int32, bitcast=True)  # ordered like magnitudes
+    tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
+    word = _encode4(a * scale, b * scale, c * scale, d * scale, E5M2)
+    at = codes + i[:, None] * stride + j[None, :]
+    for row in tl.static_range(4):
+        tl.store(at + row * stride, (word >> (8 * row)).to(tl.uint8), mask=inside)
+    words = transposed.to(tl.pointer_type(tl.int32), bitcast=True)
+    place = j[:, None] * (rows // 4) + group[None, :]
+    tl.store(words + place, tl.trans(word), mask=(j < columns)[:, None] & (group < rows // 4)[None, :])
+
+
+@triton.jit
+def note_inverse(scale, scale_inv):
+    """Write what a code is worth, once."""
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+
+
+@triton.jit
+def _place(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The groups of four rows of this program's tile, and its columns."""
+    group = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    return group, j
+
+
+@triton.jit
+def _load(x, i, j, rows, columns, stride):
+    """x at rows i and columns j, in FP32."""
+    inside = (i < rows)[:, None] & (j < columns)[None, :]
+    return tl.load(x + i[:, None] * stride + j[None, :], inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _swiglu(gate_up, i, j, rows, columns):
+    gate = _load(gate_up, i, j, rows, columns, 2 * columns)
+    return gate * tl.sigmoid(gate) * _load(gate_up + columns, i, j, rows, columns, 2 * columns)
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_up, codes, transposed, scale, amax, scale_inv, rows, columns,
+    E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    group, j = _place(ROWS, COLUMNS)
+    i = 4 * group
+    a, b = _swiglu(gate_up, i, j, rows, columns), _swiglu(gate_up, i + 1, j, rows, columns)
+    c, d = _swiglu(gate_up, i + 2, j, rows, columns), _swiglu(gate_up, i + 3, j, rows, columns)
+    s = tl.load(scale)
+    store_codes(a, b, c, d, s, group, j, rows, columns, codes, transposed, columns, amax, E5M2)
+    note_inverse(s, scale_inv)
+
+
+@triton.jit
+def _dswiglu(dy, gate_up, i, j, rows, columns):
+    gate = _load(gate_up, i, j, rows, columns, 2 * columns)
+    up = _load(gate_up + columns, i, j, rows, columns, 2 * columns)
+    slope, opening = _load(dy, i, j, rows, columns, columns), tl.sigmoid(gate)
+    return slope * up * opening * (1 + gate * (1 - opening)), slope * gate * opening
+
+
+@triton.jit
+def _dswiglu_kernel(
+    dy, gate_up, codes, transposed, scale, amax, scale_inv, rows, columns,
+    E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    group, j = _place(ROWS, COLUMNS)
+    i = 4 * group
+    a, e = _dswiglu(dy, gate_up, i, j, rows, columns)
+    b, f = _dswiglu(dy, gate_up, i + 1, j, rows, columns)
+    c, g = _dswiglu(dy, gate_up, i + 2, j, rows, columns)
+    d, h = _dswiglu(dy, gate_up, i + 3, j, rows, columns)
+    s = tl.load(scale)
+    store_codes(a, b, c, d, s, group, j, rows, columns, codes, transposed, 2 * columns, amax, E5M2)
+    half = transposed + rows.to(tl.int64) * columns
+    store_codes(e, f, g, h, s, group, j, rows, columns, codes + columns, half, 2 * columns, amax, E5M2)
+    note_inverse(s, scale_inv)
+
+
+@triton.jit
+def _norm_kernel(
+    x, delta, total, weight, rstd, codes, transposed, scale, amax, scale_inv, rows, columns, eps,
+    ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    i = first + tl.arange(0, ROWS)
+    squares = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, columns, COLUMNS):
+        j = start + tl.arange(0, COLUMNS)
+        inside = (i < rows)[:, None] & (j < columns)[None, :]
+        at = i[:, None] * columns + j[None, :]
+        value = tl.load(x + at, inside, 0.0)
+        if ADD:
+            value = (value.to(tl.float32) + tl.load(delta + at, inside, 0.0).to(tl.float32)).to(x.dtype.element_ty)
+            tl.store(total + at, value, mask=inside)
+        value = value.to(tl.float32)
+        squares += tl.sum(value * value, 1)
+    tl.store(rstd + i, 1 / tl.sqrt_rn(squares / columns + eps), mask=i < rows)
+    s = tl.load(scale)
+    tl.debug_barrier()  # what is read back below was written above
+    group = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    i = 4 * group
+    source = total if ADD else x
+    a, b = tl.load(rstd + i, i < rows, 0.0), tl.load(rstd + i + 1, i < rows, 0.0)
+    c, d = tl.load(rstd + i + 2, i < rows, 0.0), tl.load(rstd + i + 3, i < rows, 0.0)
+    for start in range(0, columns, COLUMNS):
+        j = start + tl.arange(0, COLUMNS)
+        gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)[None, :]
+        gamma = 1 + gamma if ZERO_CENTERED else gamma
+        store_codes(
+            _load(source, i, j, rows, columns, columns) * a[:, None] * gamma,
+            _load(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma,
+            _load(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma,
+            _load(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma,
+            s, group, j, rows, columns, codes, transposed, columns, amax, E5M2,
+        )  # fmt: skip
+    note_inverse(s, scale_inv)
+
+
+def new_codes(rows: int, columns: int, device: torch.device) -> Codes:
+    """Codes [rows, columns] to be written to."""
+    codes, transposed = (
+        torch.empty(shape, dtype=torch.uint8, device=device) for shape in ((rows, columns), (columns, rows))
+    )
+    return Codes(codes, transposed, torch.empty(1, dtype=torch.float32, device=device))
+
+
+def swiglu(gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> Codes:
+    """silu(gate) * up of contiguous gate_up [N, 2F]: codes [N, F]."""
+    rows, columns = len(gate_up), gate_up.shape[1] // 2
+    out = new_codes(rows, columns, gate_up.device)
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
+    _swiglu_kernel[grid](
+        gate_up, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns,
+        E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def dswiglu(dy: Tensor, gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> Codes:
+    """The gradient of contiguous gate_up [N, 2F] for dy [N, F] of `swiglu`'s output: codes [N, 2F]."""
+    rows, columns = dy.shape
+    out = new_codes(rows, 2 * columns, dy.device)
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
+    _dswiglu_kernel[grid](
+        dy, gate_up, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns,
+        E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, scale: Tensor, amax: Tensor,
+    e5m2: bool,
+) -> tuple[Codes, Tensor, Tensor]:  # fmt: skip
+    """RMSNorm of x + delta (None: of x), contiguous [N, D]: codes [N, D], x + delta, and 1 / RMS, FP32 [N]."""
+    rows, columns = x.shape
+    out = new_codes(rows, columns, x.device)
+    total = x if delta is None else torch.empty_like(x)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    _norm_kernel[(triton.cdiv(rows, NORM_ROWS), 1)](
+        x, x if delta is None else delta, total, weight, rstd, out.codes, out.transposed, scale, amax, out.scale_inv,
+        rows, columns, eps,
+        ADD=delta is not None, ZERO_CENTERED=zero_centered, E5M2=e5m2, ROWS=NORM_ROWS, COLUMNS=NORM_COLUMNS, num_warps=8,
+    )  # fmt: skip
+    return out, total, rstd
