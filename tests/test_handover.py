@@ -32,17 +32,22 @@ def test_each_module_is_told_who_comes_next(monkeypatch: pytest.MonkeyPatch) -> 
     told: list[tuple[str, Any, Any]] = []
     streams: list[Tensor] = []
 
-    def norm(module: Any, x: Tensor, consumer: Any) -> tuple[Tensor, Tensor]:
+    def norm(module: Any, x: Tensor, delta: Tensor | None, consumer: Any) -> tuple[Tensor, Tensor]:
         told.append(("norm", module, consumer))
-        y, x = handover.norm(module, x, consumer)
+        assert (delta is None) == any(module is block.input_layernorm for block in model.layers)
+        y, x = handover.norm(module, x, delta, consumer)
         streams.append(x.clone())
         if x.requires_grad:
             streams[-1].retain_grad()
         return y, streams[-1]
 
-    def swiglu(gate_up: Tensor, consumer: Any) -> Tensor:
-        told.append(("swiglu", None, consumer))
-        return handover.swiglu(gate_up, consumer)
+    def swiglu(gate_up: Tensor, producer: Any, consumer: Any) -> Tensor:
+        told.append(("swiglu", producer, consumer))
+        return handover.swiglu(gate_up, producer, consumer)
+
+    def targets(producer: Any, consumer: Any) -> tuple[Any, Any]:
+        told.append(("targets", producer, consumer))
+        return handover.targets(producer, consumer)
 
     def linear(module: Any, x: Tensor, **options: Any) -> Tensor:
         told.append(("linear", module, None))
@@ -50,17 +55,19 @@ def test_each_module_is_told_who_comes_next(monkeypatch: pytest.MonkeyPatch) -> 
 
     place = dict(device="cpu", engine="emulated")
     plain = build("current", False, **place)
-    monkeypatch.setattr(emulated, "handover", dict(norm=norm, swiglu=swiglu, linear=linear))
+    monkeypatch.setattr(emulated, "handover", dict(norm=norm, swiglu=swiglu, linear=linear, targets=targets))
     model, ids = build("current", True, **place), batch("cpu", length=16)
     changed = model(ids, labels=ids).loss
     changed.backward()
     assert all(x.grad is not None for x in streams), "the residual stream goes on with what norm returned"
     expected = []
     for block in model.layers:
-        qkvg, up, down = block.self_attn.qkvg_proj, block.mlp.gate_up_proj, block.mlp.down_proj
+        qkvg, out, up = block.self_attn.qkvg_proj, block.self_attn.o_proj, block.mlp.gate_up_proj
+        down = block.mlp.down_proj
         expected += [("norm", block.input_layernorm, qkvg), ("linear", qkvg, None)]
+        expected += [("targets", qkvg, out), ("linear", out, None)]
         expected += [("norm", block.post_attention_layernorm, up), ("linear", up, None)]
-        expected += [("swiglu", None, down), ("linear", down, None)]
+        expected += [("swiglu", up, down), ("linear", down, None)]
     assert [entry for entry in told if entry[1] is not model.norm] == expected
     told.clear()
     with model.unfused():

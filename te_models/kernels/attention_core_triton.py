@@ -15,7 +15,9 @@ from te_models.engine.handover_triton import Codes, new_codes, note_inverse, sto
 from te_models.kernels.attention_core import CodeOperations, Operations
 
 HEADS = 8  # heads a program
-TOKENS = 128  # tokens a program of those that write codes, each of one head
+TOKENS = (
+    32  # tokens a program of those that write codes, each of one head, with four warps; 64 are as fast, 128 are not
+)
 
 
 @triton.jit
@@ -281,7 +283,7 @@ def gate_codes(codes: Codes, place: Place, first: int, x: Tensor, logits: Tensor
     _gate_codes_kernel[(triton.cdiv(batch * seq, TOKENS), heads)](
         x, gate, *_of(codes, place), *x.stride()[:3], *gate.stride()[:3],
         batch * seq, seq, codes.codes.shape[1], first,
-        gated=logits is not None, dim=dim, block=TOKENS, E5M2=place[2], num_warps=8,
+        gated=logits is not None, dim=dim, block=TOKENS, E5M2=place[2], num_warps=4,
     )  # fmt: skip
 
 
@@ -292,7 +294,7 @@ def rotate_codes(codes: Codes, place: Place, first: int, x: Tensor, cos: Tensor,
     _rotate_codes_kernel[(triton.cdiv(batch * seq, TOKENS), heads)](
         x, cos, sin, *_of(codes, place), *x.stride()[:3], *table,
         batch * seq, seq, codes.codes.shape[1], first, -1.0 if inverse else 1.0,
-        half=dim // 2, block=TOKENS, E5M2=place[2], num_warps=8,
+        half=dim // 2, block=TOKENS, E5M2=place[2], num_warps=4,
     )  # fmt: skip
 
 
@@ -303,7 +305,7 @@ def gate_backward_codes(codes: Codes, place: Place, first: int, dy: Tensor, x: T
     strides = [stride for tensor in (dy, x, logits, dx) for stride in tensor.stride()[:3]]
     _gate_backward_codes_kernel[(triton.cdiv(batch * seq, TOKENS), heads)](
         dy, x, logits, dx, *_of(codes, place), *strides, batch * seq, seq, codes.codes.shape[1], first,
-        dim=dim, block=TOKENS, E5M2=place[2], num_warps=8,
+        dim=dim, block=TOKENS, E5M2=place[2], num_warps=4,
     )  # fmt: skip
     return dx
 

@@ -1,6 +1,6 @@
 """FP8 written by the kernels of engine/handover_triton.py, against the plain operation and a cast of its FP32 result.
 
-Run by test_handover.py in Triton's interpreter, and by test_cuda.py on a GPU.
+Run by test_handover_codes.py in Triton's interpreter and on a GPU.
 """
 
 from __future__ import annotations
