@@ -20,8 +20,8 @@ from torch import Tensor
 
 from te_models.engine.emulated.triton_kernels import _encode
 
-ROWS, COLUMNS = 64, 64  # of a tile, for four warps: the fastest of fifteen on an H200
-NORM_ROWS, NORM_COLUMNS = 32, 256  # of which a program goes through all columns
+ROWS, COLUMNS = 32, 128  # of a tile, for four warps: the fastest of fifteen on an H200
+NORM_ROWS, NORM_COLUMNS = 32, 128  # of which a program goes through all columns
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _CONVERT = (
     "{ .reg .b16 low, high; cvt.rn.satfinite.FORMx2.f32 low, $2, $1; "
