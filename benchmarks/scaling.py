@@ -16,8 +16,8 @@ import argparse
 import json
 import os
 import statistics
-import time
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +62,10 @@ def step_seconds(
     run = Trainer(model, data, [], config, Path("unused"), parallel=shared)
     cuda = model.device.type == "cuda"
     times = []
-    for number in range(args.warm_up + args.steps):
+    for number, row in enumerate(islice(run._rows(data), args.warm_up + args.steps)):
         if cuda and number == args.warm_up:
             torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        run._step(data)  # it reads the loss, so the device has finished
-        times.append(time.perf_counter() - begin)
+        times.append(config.tokens_per_step / row["tokens_per_second"])
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
     return {"seconds": statistics.median(times[args.warm_up :]), "peak_gib": round(peak, 2)}
 
@@ -76,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
     """Time one process alone and all together, and report."""
     args.fields = shape = {name: int(value) for name, _, value in (item.partition("=") for item in args.shape)}
     fields = dict(reshard_after_forward=args.reshard, prefetch_blocks=args.prefetch, reduce_dtype=args.reduce_dtype)
-    config = TrainConfig(parallel=args.parallel, collective_timeout=600, eval_every=0, steps=10**6, **fields)
+    config = TrainConfig(parallel=args.parallel, collective_timeout=600, eval_every=0, save_every=0, steps=10**6, **fields)
     with parallel(config, args.device) as shared:
         alone = None
         if args.alone:

@@ -160,13 +160,12 @@ class Parallel:
             dist.all_reduce(values, group=self.dp.get_group())
         return values
 
-    def mean_and_any(self, value: Tensor, flag: bool) -> tuple[Tensor, bool]:
-        """The mean of a scalar over all processes, and whether any raised the flag; all of them learn the same."""
-        if self.ranks.world == 1:
-            return value, flag
+    def mean_and_any(self, value: Tensor, flag: bool) -> tuple[Tensor, Tensor]:
+        """The mean of a scalar over all processes, and how many raised the flag, as scalars on the device of `value`."""
         both = torch.stack([value, torch.full_like(value, flag)])
-        dist.all_reduce(both)
-        return both[0] / self.ranks.world, bool(both[1])
+        if self.ranks.world > 1:
+            dist.all_reduce(both)
+        return both[0] / self.ranks.world, both[1]
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """The norm of the whole gradient, which lies in pieces: squares summed over all processes, each element once."""

@@ -55,6 +55,18 @@ class Result:
     checkpoint: str | None = None
 
 
+@dataclass
+class Launched:
+    """A step that is queued: `values` [3] on the host, from `ready` on, are loss, gradient norm, and who is to stop."""
+
+    step: int
+    start: float
+    micro_batches: list[Batch]
+    values: Tensor
+    ready: torch.cuda.Event | None
+    row: dict[str, Any] = field(default_factory=dict)  # of metrics.jsonl, once the values have been read
+
+
 class Diverged(RuntimeError):
     """The loss or the gradient norm became NaN or infinite; the weights are still those of the step before."""
 
@@ -87,6 +99,9 @@ class Trainer:
             self.optimizer.gradient_norm = self.parallel.gradient_norm  # type: ignore[union-attr]
         self.train_model = self.parallel.wrap(self.model)
         self.graphed = self._graphed()
+        # Only where a step that went wrong can still be undone once the optimizer's kernels are queued.
+        self.ahead = self.model.device.type == "cuda" and self.optimizer.can_skip
+        self.checked_at = 0.0  # when the values of the last step were read
         kind = ShardedCheckpoints if self.parallel.ranks.world > 1 else Checkpoints
         self.checkpoints = kind(self.out / "checkpoints", keep_last=self.config.keep_last)
         if isinstance(self.checkpoints, ShardedCheckpoints):
@@ -113,8 +128,7 @@ class Trainer:
             if not self.result.step:
                 self.result.first_eval_loss = self.result.eval_loss = self._evaluate()
             self._reset_peak_memory()
-            while self.result.step < self.config.steps and not self.stopping:
-                row = self._step(batches)
+            for row in self._rows(batches):
                 log.write(row)
                 self.on_step(row)
                 if self.config.save_every and self.result.step % self.config.save_every == 0:
@@ -134,10 +148,36 @@ class Trainer:
             raise
         self.checkpoints.wait()
 
+    def _rows(self, batches: Iterator[Batch]) -> Iterator[dict[str, Any]]:
+        """Take steps until the run ends; the row of metrics.jsonl of each, evaluated when that is due.
+
+        Read at once, a step's loss would keep the host from queueing the optimizer and the next forward, and the device would
+        wait for both. `ahead`, it is read when the next backward is queued, but at once before an evaluation or a save.
+        """
+        step, launched = self.result.step, None
+        while step < self.config.steps and not self.stopping:
+            step += 1
+            before, launched = launched, self._launch(step, batches, launched)
+            if before is not None:
+                yield self._row(before)
+            if not self.ahead or self._pauses(step):
+                yield self._row(launched)
+                launched = None
+        if launched is not None:
+            yield self._row(launched)
+
     def _step(self, batches: Iterator[Batch]) -> dict[str, Any]:
-        """One optimizer step, and an evaluation when one is due; returns its row of metrics.jsonl."""
-        config, step, start = self.config, self.result.step + 1, time.perf_counter()
-        learning_rate = config.learning_rate_at(step)
+        """One step and its row."""
+        return self._row(self._launch(self.result.step + 1, batches, None))
+
+    def _pauses(self, step: int) -> bool:
+        """Whether something other than the next step comes after this one."""
+        every = (self.config.eval_every, self.config.save_every)
+        return step == self.config.steps or any(number and step % number == 0 for number in every)
+
+    def _launch(self, step: int, batches: Iterator[Batch], before: Launched | None) -> Launched:
+        """Queue one optimizer step. In between the step `before` is checked; without `ahead` this one is as well."""
+        config, start = self.config, time.perf_counter()
         self.model.train()
         total = torch.zeros((), device=self.model.device)
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
@@ -154,20 +194,44 @@ class Trainer:
                 loss = loss * weight / config.gradient_accumulation
                 loss.backward()
             total += loss.detach()
-        total, self.stopping = self.parallel.mean_and_any(total, self.stopped())
+        total, stops = self.parallel.mean_and_any(total, self.stopped())
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
-        row = {"step": step, "loss": total.item(), "grad_norm": norm.item(), "learning_rate": learning_rate}
-        if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
-            raise Diverged(self._diagnosis(row, micro_batches))
-        self.optimizer.set_learning_rate(learning_rate)
+        launched = Launched(step, start, micro_batches, *_to_host(torch.stack([total, norm.to(total), stops])))
+        if before is not None:
+            self._check(before)
+        if not self.ahead:
+            self._check(launched)
+        self.optimizer.set_learning_rate(config.learning_rate_at(step))
         self.checkpoints.copied()
+        if self.ahead:
+            self.optimizer.skip_if(~(total + norm).isfinite())  # type: ignore[union-attr]
         self.optimizer.step()
-        row["tokens_per_second"] = config.tokens_per_step / (time.perf_counter() - start)
+        return launched
+
+    def _check(self, launched: Launched) -> None:
+        """Wait for a step's values; raise if they are not finite, and note whether a process was asked to stop."""
+        if launched.row:
+            return
+        if launched.ready is not None:
+            launched.ready.synchronize()
+        loss, norm, stops = launched.values.tolist()
+        self.stopping = self.stopping or bool(stops)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise Diverged(self._diagnosis(launched.step, loss, norm, launched.micro_batches))
+        begin, self.checked_at = max(launched.start, self.checked_at), time.perf_counter()
+        rates = dict(learning_rate=self.config.learning_rate_at(launched.step))
+        rates |= dict(tokens_per_second=self.config.tokens_per_step / (self.checked_at - begin))
+        launched.row = dict(step=launched.step, loss=loss, grad_norm=norm, **rates)
+
+    def _row(self, launched: Launched) -> dict[str, Any]:
+        """A step's row, once its values are there, and with the evaluation if one is due."""
+        self._check(launched)
+        row, step = launched.row, launched.step
         self.result.step, self.result.loss = step, row["loss"]
-        if (config.eval_every and step % config.eval_every == 0) or step == config.steps:
+        if (self.config.eval_every and step % self.config.eval_every == 0) or step == self.config.steps:
             row["eval_loss"] = self.result.eval_loss = self._evaluate()
         self._note_speed(row["tokens_per_second"])
-        if config.save_every and len(self.speeds) == 1 and self.parallel.ranks.world == 1:
+        if self.config.save_every and len(self.speeds) == 1 and self.parallel.ranks.world == 1:
             self.checkpoints.reserve(*self._content())
         return row
 
@@ -256,14 +320,14 @@ class Trainer:
         if self.model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.model.device)
 
-    def _diagnosis(self, row: dict[str, Any], micro_batches: list[Batch]) -> str:
+    def _diagnosis(self, step: int, loss: float, norm: float, micro_batches: list[Batch]) -> str:
         """One line: the step, and the first layer whose output is not finite."""
-        what = "loss" if not math.isfinite(row["loss"]) else "gradient norm"
+        what = "loss" if not math.isfinite(loss) else "gradient norm"
         own = [first_bad_module(self.model, batch) for batch in micro_batches]  # all, as every rank must take part
         where = next(filter(None, sum(self.parallel.ranks.gather(own), [])), None)
         place = f"the first layer with such values is {where}" if where else "every forward value is finite"
         return (
-            f"step {row['step']}: the {what} is {row['loss'] if what == 'loss' else row['grad_norm']}; {place}. The weights "
+            f"step {step}: the {what} is {loss if what == 'loss' else norm}; {place}. The weights "
             "are those of the step before: try a lower --learning-rate, --recipe current, or more BF16 layers"
         )
 
@@ -318,7 +382,20 @@ def _counted(batch: Batch) -> int:
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the device; through pinned memory, since a copy from any other waits for all that is queued."""
+    if device.type == "cuda":
+        batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy on the host, and the event from which on it is there; None: it is."""
+    if not values.is_cuda:
+        return values, None
+    host, ready = torch.empty_like(values, device="cpu", pin_memory=True), torch.cuda.Event()
+    host.copy_(values, non_blocking=True)
+    ready.record()
+    return host, ready
 
 
 @contextlib.contextmanager

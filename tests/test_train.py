@@ -1,5 +1,6 @@
 """The training loop: it learns, resumes with the same bits, stops at a bad loss, and asks before it overwrites."""
 
+import copy
 import json
 import math
 import os
@@ -142,6 +143,50 @@ def test_a_bad_value_stops_the_run_and_names_step_and_layer(recipe: str, tmp_pat
     with pytest.raises(Diverged, match=r"step 4: the loss is nan; the first layer.* is layers\.2\.mlp\.down_proj\."):
         run.run()
     assert losses(tmp_path) and len(losses(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("recipe, fields", [("delayed", {}), ("bf16", dict(gradient_accumulation=2, save_every=3))])
+def test_reading_a_step_late_changes_nothing(recipe: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """As on a GPU, where the host must not wait for each step."""
+    runs = []
+    for ahead in (False, True):
+        run = trainer(tmp_path / str(ahead), recipe, shape=TINY, steps=8, seq_len=16, eval_every=4, **fields)
+        run.ahead, order = ahead, []
+        launch, run.on_step = run._launch, lambda row, order=order: order.append(row["step"])
+        run._launch = lambda step, *rest, order=order, launch=launch: (order.append(-step), launch(step, *rest))[1]  # type: ignore[method-assign]
+        run.run()
+        runs.append((run, order))
+    (plain, one_by_one), (late, order) = runs
+    assert one_by_one == [n for step in range(1, 9) for n in (-step, step)]
+    assert order[:4] == [-1, -2, 1, -3] and sorted(order) == sorted(one_by_one)
+    for step in (4, 8, *(range(3, 9, 3) if "save_every" in fields else ())):
+        assert order[order.index(-step) :].index(step) <= 2, "nothing else is queued before an evaluation or a save"
+    rows = [[{**r, "tokens_per_second": 0} for r in read_metrics(run.out / "metrics.jsonl")] for run in (plain, late)]
+    assert rows[0] == rows[1] and len(rows[0]) == 8
+    assert all(torch.equal(p, q) for p, q in zip(plain.model.parameters(), late.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_bad_step_read_late_changes_no_weight(clip: float, tmp_path: Path) -> None:
+    run = trainer(tmp_path, "delayed", shape=TINY, steps=8, seq_len=16, eval_every=0, clip_grad_norm=clip)
+    run.ahead, seen, step = True, [], run.optimizer.step
+
+    def recorded() -> None:
+        step()
+        seen.append(copy.deepcopy((list(run.model.parameters()), run.optimizer.state_dict())))
+
+    def poisoned(**batch: Any) -> Any:
+        output = run.model(**batch)
+        return output._replace(loss=output.loss * (math.nan if len(seen) == 2 else 1))
+
+    run.optimizer.step, run.train_model = recorded, poisoned  # type: ignore[method-assign]
+    with pytest.raises(Diverged, match="step 3: the loss is nan"):
+        run.run()
+    assert len(seen) == 3 and [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    (before, state), (after, later) = seen[1:]
+    assert all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(state["masters"], later["masters"], strict=True))
+    assert str(state["state"]) == str(later["state"])
 
 
 def test_masters_keep_updates_that_bf16_loses() -> None:

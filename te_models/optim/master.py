@@ -71,6 +71,8 @@ class MasterWeights:
         # te_models.distributed puts another one here where gradients lie in pieces on several ranks.
         self.gradient_norm: Callable[[list[nn.Parameter]], Tensor] = gradient_norm
         self._shrink: Tensor | None = None  # what the next step multiplies gradients with
+        fused = all(isinstance(o, torch.optim.AdamW) and o.defaults["fused"] for o in self.optimizers)
+        self.can_skip = fused and owners is None and not offload  # whether `skip_if` works
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -92,6 +94,14 @@ class MasterWeights:
         self._shrink = clip_factor(norm, max_norm)
         return norm
 
+    def skip_if(self, bad: Tensor) -> None:
+        """Have the next step change nothing if `bad` (bool scalar on the device), which the host need not know."""
+        self._tell_optimizers(bad.float())
+
+    def _tell_optimizers(self, bad: Tensor | None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.found_inf = bad  # type: ignore[attr-defined]  # where torch.amp.GradScaler says the same
+
     @torch.no_grad()
     def step(self) -> None:
         """One update from the parameters' gradients, which are then gone; parameters without one stay."""
@@ -111,6 +121,8 @@ class MasterWeights:
                 if is_quantized(parameter):
                     take_master(parameter, value)
         self._shrink = None
+        if self.can_skip:
+            self._tell_optimizers(None)
 
     def _chunks(self) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
         """The parameters that have a gradient with their masters, about CHUNK elements at a time."""

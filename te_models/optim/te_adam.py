@@ -30,6 +30,8 @@ CHUNK = 2**28  # parameters a group: FusedAdam widens the FP8 moments of a whole
 class TEAdam:
     """FusedAdam with the interface of te_models.optim.master.MasterWeights, on the native engine's parameters."""
 
+    can_skip = False
+
     def __init__(
         self, te: ModuleType, kind: dict[str, Any], groups: list[dict[str, Any]], lr: float, options: dict[str, Any]
     ) -> None:
