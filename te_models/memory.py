@@ -180,7 +180,8 @@ class _Tape:
     def linear(
         self, name: str, inputs: int, outputs: int, fp8: bool, *, shared: bool = False, last: bool = False
     ) -> Step:
-        """te.Linear keeps its input, in FP8 the columnwise copy alone, and in FP8 both copies of its weight.
+        """te.Linear keeps its input, in FP8 the columnwise copy alone, and in FP8 both copies of its weight; the columnwise
+        one alone where engine/native.py casts it.
 
         `shared`: somebody else keeps the unquantized input already. `last`: its output's gradient is the residual's, which
         goes on living. Its backward quantizes that gradient rowwise and columnwise.
@@ -202,6 +203,8 @@ class _Tape:
         w, dy = operand_bytes(self.recipe, outputs, inputs, "w"), operand_bytes(self.recipe, rows, outputs, "grad")
         if self.training.gpus > 1:  # Transformer Engine quantizes a weight sharded by FSDP2 again for its backward
             return step._replace(saved=x, scratch=dy + w)
+        if self.training.fused and self.training.cuda and self.recipe.stateful and not self.training.held_gradients:
+            w = operand_bytes(self.recipe, outputs, inputs, "w", "columnwise")
         return step._replace(saved=x, copies=w, scratch=dy)
 
     def block(self, layer: int) -> tuple[list[Step], list[Step], list[Step]]:

@@ -98,6 +98,20 @@ def _load(x, i, j, rows, columns, stride):
 
 
 @triton.jit
+def _cast_kernel(
+    x, codes, transposed, scale, amax, scale_inv, rows, columns,
+    E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    group, j = _place(ROWS, COLUMNS)
+    i = 4 * group
+    a, b = _load(x, i, j, rows, columns, columns), _load(x, i + 1, j, rows, columns, columns)
+    c, d = _load(x, i + 2, j, rows, columns, columns), _load(x, i + 3, j, rows, columns, columns)
+    s = tl.load(scale)
+    store_codes(a, b, c, d, s, group, j, rows, columns, codes, transposed, columns, amax, E5M2)
+    note_inverse(s, scale_inv)
+
+
+@triton.jit
 def _swiglu(gate_up, i, j, rows, columns):
     gate = _load(gate_up, i, j, rows, columns, 2 * columns)
     return gate * tl.sigmoid(gate) * _load(gate_up + columns, i, j, rows, columns, 2 * columns)
@@ -189,6 +203,17 @@ def new_codes(rows: int, columns: int, device: torch.device) -> Codes:
         torch.empty(shape, dtype=torch.uint8, device=device) for shape in ((rows, columns), (columns, rows))
     )
     return Codes(codes, transposed, torch.empty(1, dtype=torch.float32, device=device))
+
+
+def cast(x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> Codes:
+    """Contiguous x [N, K] itself, of any float dtype: codes [N, K], the bits of Transformer Engine's cast."""
+    rows, columns = x.shape
+    out = new_codes(rows, columns, x.device)
+    _cast_kernel[(triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))](
+        x, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns,
+        E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 def swiglu(gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> Codes:

@@ -109,15 +109,15 @@ class Target(NamedTuple):
         )  # fmt: skip
 
 
-def _quantizer(linear: Any, direction: str) -> Any:
-    """What quantizes the input ("scaling_fwd") or the output's gradient ("scaling_bwd") of a te.Linear, for use outside it.
+def _quantizer(linear: Any, direction: str, operand: int = 0) -> Any:
+    """What quantizes the input ("scaling_fwd"; operand 1: the weight) or the output's gradient ("scaling_bwd") of a te.Linear.
 
     Scale and amax are the module's own. None where it takes BF16, and for block scaling, which gains nothing from this.
     """
     if not (isinstance(linear, Linear) and FP8GlobalStateManager.is_fp8_enabled()):
         return None
     linear.init_fp8_metadata(num_gemms=1)  # else there is no quantizer before the module's first forward
-    own = linear.quantizers[direction][0]
+    own = linear.quantizers[direction][operand]
     if not isinstance(own, (Float8Quantizer, Float8CurrentScalingQuantizer)):
         return None
     quantizer = own.copy()
@@ -211,10 +211,27 @@ def _swiglu(gate_up: Tensor, producer: Any, consumer: Any) -> Tensor:
 
 def _linear(module: Any, x: Tensor, **options: Any) -> Tensor:
     """kernels.handover.linear."""
-    y = module(x, **options)
-    if isinstance(x, QuantizedTensor) and module.weight.requires_grad:
-        x.update_usage(rowwise_usage=False, columnwise_usage=True)  # as te.Linear does with what it quantized itself
+    weight = _cast_weight(module) if options.get("is_first_microbatch") is None else None
+    if weight is None:
+        y = module(x, **options)
+    else:
+        module._fp8_workspaces["weight"] = weight
+        y = module(x, **options | {"is_first_microbatch": False})  # which takes the weight from there
+        module._fp8_workspaces.clear()
+    for operand in (x if module.weight.requires_grad else None, weight):
+        if isinstance(operand, QuantizedTensor):  # of which backward reads the transposed copy alone
+            operand.update_usage(rowwise_usage=False, columnwise_usage=True)
     return y
+
+
+def _cast_weight(module: Any) -> Tensor | None:
+    """A te.Linear's weight in FP8; None where it is to be cast by the module, or is FP8 already."""
+    if not torch.is_grad_enabled() or isinstance(getattr(module, "weight", None), QuantizedTensor):
+        return None
+    target = _target(_quantizer(module, "scaling_fwd", 1))
+    if target is None or module.is_fsdp2:  # which casts again in backward
+        return None
+    return target.tensor(handover_triton.cast(module.weight.detach(), *target.place), module.weight.dtype)
 
 
 handover = {"norm": _norm, "swiglu": _swiglu, "linear": _linear, "targets": _targets}
