@@ -74,7 +74,9 @@ def run(args: argparse.Namespace) -> None:
     """Time one process alone and all together, and report."""
     args.fields = shape = {name: int(value) for name, _, value in (item.partition("=") for item in args.shape)}
     fields = dict(reshard_after_forward=args.reshard, prefetch_blocks=args.prefetch, reduce_dtype=args.reduce_dtype)
-    config = TrainConfig(parallel=args.parallel, collective_timeout=600, eval_every=0, save_every=0, steps=10**6, **fields)
+    config = TrainConfig(
+        parallel=args.parallel, collective_timeout=600, eval_every=0, save_every=0, steps=10**6, **fields
+    )
     with parallel(config, args.device) as shared:
         alone = None
         if args.alone:

@@ -212,12 +212,13 @@ def _swiglu(gate_up: Tensor, producer: Any, consumer: Any) -> Tensor:
 def _linear(module: Any, x: Tensor, **options: Any) -> Tensor:
     """kernels.handover.linear."""
     weight = _cast_weight(module) if options.get("is_first_microbatch") is None else None
-    if weight is None:
+    kept = getattr(module, "_fp8_workspaces", None)
+    try:
+        if weight is not None:
+            module._fp8_workspaces, options["is_first_microbatch"] = {"weight": weight}, False  # it takes it from there
         y = module(x, **options)
-    else:
-        module._fp8_workspaces["weight"] = weight
-        y = module(x, **options | {"is_first_microbatch": False})  # which takes the weight from there
-        module._fp8_workspaces.clear()
+    finally:
+        module._fp8_workspaces = kept
     for operand in (x if module.weight.requires_grad else None, weight):
         if isinstance(operand, QuantizedTensor):  # of which backward reads the transposed copy alone
             operand.update_usage(rowwise_usage=False, columnwise_usage=True)
