@@ -310,14 +310,18 @@ class _Tape:
     def fused_head(self) -> Step:
         """kernels/head.py makes both gradients in the forward, a chunk of logits at a time, and keeps those alone.
 
-        The FP32 sum of the weight's gradient and the chunk (on a CPU also a product to be added to that) are there in the
-        forward; they are counted as scratch, so far as the backward's own copies do not take their place.
+        Fused on a GPU, the chunk's gradient is written over its logits (kernels/head_triton.py). The FP32 sum of the weight's
+        gradient and the chunk (on a CPU also a product to be added to that) are there in the forward; they are counted as
+        scratch, so far as the backward's own copies do not take their place.
         """
         c, size = self.config, self.config.vocab_size * self.config.hidden_size
         own, weight = self.tokens * c.hidden_size * self.element, size * self.element
         chunk = min(self.tokens, max(256, HEAD_CHUNK // (FP32 * c.vocab_size))) * c.vocab_size
         sums = 1 if self.training.cuda else 2
-        forward = sums * FP32 * size + chunk * (2 * self.element + (0 if self.training.compile else 3 * FP32))
+        beside = self.element + (0 if self.training.compile else 3 * FP32)
+        if self.training.cuda and self.training.fused and not self.training.activation_offload:
+            beside = 0
+        forward = sums * FP32 * size + chunk * (self.element + beside)
         return Step(
             "head and loss", own + weight, produces=self.stream, weights=weight, of_logits=True,
             scratch=max(0, forward - self.stream - weight),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models import CausalLM
 from te_models.kernels.elementwise import cross_entropy
-from te_models.kernels.head import linear_cross_entropy
+from te_models.kernels.head import Kernel, linear_cross_entropy, loss_and_gradient
 
 DTYPES = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2**-8}
 
@@ -53,6 +56,48 @@ def test_a_frozen_input_gets_no_gradient(frozen: int) -> None:
     leaves[frozen].requires_grad_(False)
     linear_cross_entropy(*leaves).backward()
     assert leaves[frozen].grad is None and leaves[1 - frozen].grad is not None
+
+
+@pytest.mark.parametrize("frozen", [None, 0, 1])
+def test_a_retained_graph_gives_the_same_gradients_again(frozen: int | None) -> None:
+    leaves = inputs(torch.float32)
+    wanted = [leaf.requires_grad_(number != frozen) for number, leaf in enumerate(leaves[:2]) if number != frozen]
+    loss = linear_cross_entropy(*leaves) * 0.25
+    first, again = (torch.autograd.grad(loss, wanted, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    doubled = torch.autograd.grad(loss, wanted, torch.tensor(2.0))
+    assert all(torch.equal(2 * one, other) for one, other in zip(first, doubled, strict=True))
+
+
+def over_the_logits(
+    logits: torch.Tensor, targets: torch.Tensor, count: torch.Tensor, gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As kernels/head_triton.py does it."""
+    loss, slope = loss_and_gradient(logits, targets, count, gradient)
+    return loss, None if slope is None else logits.copy_(slope)
+
+
+@pytest.mark.parametrize("chunk", [8, None])
+def test_a_kernel_may_write_over_the_logits(chunk: int | None) -> None:
+    x, weight, targets = inputs(torch.float32)
+    plain, other = (linear_cross_entropy(x, weight, targets, chunk, k) for k in (loss_and_gradient, over_the_logits))
+    assert torch.equal(plain, other)
+    for one, two in zip(*(torch.autograd.grad(loss, (x, weight)) for loss in (plain, other)), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("kernel", [loss_and_gradient, over_the_logits])
+def test_one_chunk_of_logits_is_there_at_a_time(kernel: Kernel) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(logits: torch.Tensor, *arguments: Any) -> Any:
+        assert not any(reference() is not None for reference in alive)
+        loss, slope = kernel(logits, *arguments)
+        alive.extend(weakref.ref(tensor) for tensor in (logits, slope) if tensor is not None)
+        return loss, slope
+
+    linear_cross_entropy(*inputs(torch.float32), 8, watched)
+    assert len(alive) == 2 * 5
 
 
 class Largest(TorchDispatchMode):

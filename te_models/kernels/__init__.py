@@ -3,7 +3,8 @@
 Launching each elementwise operation by itself makes FP8 slower than compiled BF16 (241 against 229 ms a step at 1B on
 an H200), so a GPU gets the compiled twins by default; on a CPU there is nothing to win and compilation takes longer
 than a small run. `fused` goes further: attention with all that lies round it is one operation
-(kernels/attention_core.py), and te modules hand each other FP8 (kernels/handover.py).
+(kernels/attention_core.py), te modules hand each other FP8 (kernels/handover.py), and the head's loss writes its gradient
+over the logits (kernels/head_triton.py).
 """
 
 from __future__ import annotations
@@ -56,16 +57,19 @@ def get_kernels(te: ModuleType, device: torch.device, *, compile: bool, fused: b
     kernels = compiled_kernels() if compile and device.type == "cuda" else PLAIN
     if not fused:
         return kernels
-    return kernels._replace(attention=attention_operations(device), **te.handover)
+    return kernels._replace(**fused_operations(device), **te.handover)
 
 
-def attention_operations(device: torch.device) -> attention_core.Operations | None:
-    """The elementwise parts of attention_core: in Triton on a CUDA device, else plain PyTorch.
+def fused_operations(device: torch.device) -> dict[str, Any]:
+    """Fields of Kernels: attention_core's elementwise parts and the head's loss, in Triton on a CUDA device.
 
-    None on GPUs before Ampere, where cuDNN has no such attention.
+    On a CPU attention_core's plain parts; nothing on GPUs before Ampere, for which neither cuDNN's attention nor Triton is.
     """
     if device.type != "cuda":
-        return attention_core.PLAIN
+        return {"attention": attention_core.PLAIN}
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return None
-    return importlib.import_module("te_models.kernels.attention_core_triton").TRITON  # Triton comes with CUDA builds
+        return {}
+    core, loss = (
+        importlib.import_module(f"te_models.kernels.{name}") for name in ("attention_core_triton", "head_triton")
+    )  # Triton comes with CUDA builds
+    return {"attention": core.TRITON, "loss_and_gradient": loss.loss_and_gradient}

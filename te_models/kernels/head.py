@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_models.matmul import add_product, matmul
 
+# loss_and_gradient's signature. It may write the gradient over the logits and return their memory.
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 
 CHUNK_BYTES = 512 * 2**20  # of logits in FP32 at a time: 4,096 tokens of a vocabulary of 32,000
@@ -35,15 +36,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dx[part] = matmul(dlogits, weight)
             if dw is not None and dlogits is not None:
                 add_product(dw, dlogits.t(), x[part])
+            del logits, dlogits  # before the next chunk's are made
         ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Both gradients times the loss's own, which is 1 or 1 / gradient_accumulation."""
-        dx, dw = ctx.saved_tensors
-        scaled = [None if slope is None else slope * grad.to(slope.dtype) for slope in (dx, dw)]
-        return *scaled, None, None, None
+        slopes = [slope for slope in ctx.saved_tensors if slope is not None]
+        # One kernel for both, and not in place: a second backward through a retained graph reads them again.
+        scaled = iter(torch._foreach_mul(slopes, grad.to(slopes[0].dtype)))
+        return *(None if slope is None else next(scaled) for slope in ctx.saved_tensors), None, None, None
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
@@ -70,8 +73,8 @@ def linear_cross_entropy(
     x [T, D], weight [V, D], targets int64 [T], of which -100 does not count; an FP32 scalar, zero when no target counts.
     The logits are rounded to the dtype of x as a BF16 head rounds them, so the loss is cross_entropy's; the gradient of
     the weight is summed over the chunks in FP32. `chunk` None takes CHUNK_BYTES of FP32 logits; `kernel` is
-    loss_and_gradient or its compiled twin. (The idea of making the
-    gradient chunk by chunk in the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)
+    loss_and_gradient, its compiled twin, or the one of head_triton.py, which needs no second buffer for the gradient. (The
+    idea of making the gradient chunk by chunk in the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)
     """
     rows = chunk or max(256, CHUNK_BYTES // (4 * weight.shape[0]))
     return _LinearCrossEntropy.apply(x, weight, targets, rows, kernel)
