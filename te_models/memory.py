@@ -26,7 +26,7 @@ INT64 = 8
 
 # Parameters whose gradients te_models/optim/master.py holds in FP32 at a time.
 UPDATE_CHUNK = 2**28
-HEAD_CHUNK = 2**29  # bytes of FP32 logits at a time (te_models/kernels/head.py)
+HEAD_CHUNK = {True: 2**31, False: 2**28}  # cuda: logits at a time, counted in FP32 (te_models/kernels/head.py)
 CUBLAS_WORKSPACE = 2**25 + 1024  # Transformer Engine's, on Hopper and newer (get_cublas_workspace_size_bytes)
 
 
@@ -316,8 +316,9 @@ class _Tape:
         """
         c, size = self.config, self.config.vocab_size * self.config.hidden_size
         own, weight = self.tokens * c.hidden_size * self.element, size * self.element
-        chunk = min(self.tokens, max(256, HEAD_CHUNK // (FP32 * c.vocab_size))) * c.vocab_size
-        sums = 1 if self.training.cuda else 2
+        rows = min(self.tokens, max(256, HEAD_CHUNK[self.training.cuda] // (FP32 * c.vocab_size)))
+        chunk, sums = rows * c.vocab_size, 1 if self.training.cuda else 2
+        sums = 0 if rows == self.tokens else sums  # one chunk's product is the gradient
         beside = self.element + (0 if self.training.compile else 3 * FP32)
         if self.training.cuda and self.training.fused and not self.training.activation_offload:
             beside = 0

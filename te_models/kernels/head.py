@@ -13,7 +13,8 @@ from te_models.matmul import add_product, matmul
 # loss_and_gradient's signature. It may write the gradient over the logits and return their memory.
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 
-CHUNK_BYTES = 512 * 2**20  # of logits in FP32 at a time: 4,096 tokens of a vocabulary of 32,000
+# Logits that exist at a time, counted in FP32; on a GPU they are BF16, once, and each further chunk reads and writes the sum.
+CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -24,7 +25,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """See linear_cross_entropy."""
         wants = ctx.needs_input_grad[:2]
         dx = torch.empty_like(x) if wants[0] else None
-        dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants[1] else None
+        dw, sums = None, wants[1] and chunk < len(x)
+        if sums:
+            dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         count = (targets != -100).sum().clamp(min=1)
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         for start in range(0, len(x), chunk):
@@ -36,6 +39,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dx[part] = matmul(dlogits, weight)
             if dw is not None and dlogits is not None:
                 add_product(dw, dlogits.t(), x[part])
+            elif wants[1] and dlogits is not None:
+                dw = matmul(dlogits.t(), x)
             del logits, dlogits  # before the next chunk's are made
         ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
         return total
@@ -72,9 +77,9 @@ def linear_cross_entropy(
 
     x [T, D], weight [V, D], targets int64 [T], of which -100 does not count; an FP32 scalar, zero when no target counts.
     The logits are rounded to the dtype of x as a BF16 head rounds them, so the loss is cross_entropy's; the gradient of
-    the weight is summed over the chunks in FP32. `chunk` None takes CHUNK_BYTES of FP32 logits; `kernel` is
+    the weight is summed over the chunks in FP32. `chunk` None takes CHUNK_BYTES; `kernel` is
     loss_and_gradient, its compiled twin, or the one of head_triton.py, which needs no second buffer for the gradient. (The
     idea of making the gradient chunk by chunk in the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)
     """
-    rows = chunk or max(256, CHUNK_BYTES // (4 * weight.shape[0]))
+    rows = chunk or max(256, CHUNK_BYTES[x.device.type] // (4 * weight.shape[0]))
     return _LinearCrossEntropy.apply(x, weight, targets, rows, kernel)
