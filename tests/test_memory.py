@@ -108,6 +108,8 @@ def measured() -> dict[str, tuple[MemoryPlan, int]]:
         fields = dict(grid["shapes"][name])
         preset, size = fields.pop("preset"), dict(batch_size=fields.pop("batch"), seq_len=fields.pop("seq"))
         for row in rows:
+            if row["mode"] == "selective" and "fp8_params" not in row:
+                continue  # measured when that mode recomputed the whole MLP of every block
             # The benchmark has no optimizer and zeroes gradients without freeing them.
             plan = plan_memory(get_preset(preset, **fields), get_recipe(row["recipe"]), **size, optimizer=None,
                                activation_checkpointing=row["mode"], gradient_accumulation=2, logits=True, fused=False)  # fmt: skip
@@ -136,7 +138,7 @@ def measured() -> dict[str, tuple[MemoryPlan, int]]:
 
 @pytest.mark.parametrize("name", measured())
 def test_measured_peaks(name: str) -> None:
-    """Of 22 peaks what the allocator rounds up explains less than half a percent; of `bench`'s, 5 % is what is promised."""
+    """Of 16 peaks what the allocator rounds up explains less than half a percent; of `bench`'s, 5 % is what is promised."""
     plan, peak = measured()[name]
     assert plan.peak.total == pytest.approx(peak, rel=0.05 if ", run " in name else 0.005)
     assert plan.peak.total < peak  # the allocator only ever adds

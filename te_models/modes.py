@@ -1,0 +1,44 @@
+"""The modes of activation checkpointing, for those who plan with them and those who run them.
+
+    "none"       every activation is kept
+    "selective"  of the MLP of most blocks, neither the RMSNorm's output nor gate_up_proj's, which are made again
+    "full"       every block keeps its input alone
+    N            every N-th block keeps its input alone, the others everything
+"""
+
+from __future__ import annotations
+
+from te_models.errors import unknown
+
+MODES = ("none", "selective", "full")
+# Under "selective" one block in so many keeps gate_up_proj's output, in BF16 and in FP8: the GEMM that makes it again is
+# what the mode costs, and these are about as many as 0.70 of the activations of "none" allow at gated-1b. In BF16 they
+# are more, since there SwiGLU's output, a cheap one to make again, is kept by no block (docs/memory.md).
+KEPT_IN_BF16, KEPT_IN_FP8 = 2, 5
+
+
+def check_mode(mode: str | int) -> str | int:
+    """The mode, if it is one; a string of digits becomes an int (from the command line)."""
+    if isinstance(mode, str) and mode.isdigit():
+        mode = int(mode)
+    if mode in MODES or (isinstance(mode, int) and not isinstance(mode, bool) and mode > 0):
+        return mode
+    raise unknown("activation_checkpointing", mode, [*MODES, "a number N of blocks"])
+
+
+def recomputes_block(mode: str | int, layer: int) -> bool:
+    """Whether block number `layer` keeps its input alone."""
+    return mode == "full" or (isinstance(mode, int) and layer % mode == 0)
+
+
+def recomputes_mlp(mode: str | int, layer: int, fp8: bool) -> bool:
+    """Whether block number `layer` makes the input of SwiGLU again; the last of so many keeps it, needing it soonest."""
+    return mode == "selective" and (layer + 1) % (KEPT_IN_FP8 if fp8 else KEPT_IN_BF16) != 0
+
+
+def recomputes_product(mode: str | int, fp8: bool, offload: bool) -> bool:
+    """Whether blocks make SwiGLU's output again: te.Linear keeps it in BF16, in FP8 only its codes.
+
+    Not where activations go to the host anyway.
+    """
+    return mode == "selective" and not fp8 and not offload
