@@ -27,6 +27,7 @@ from te_models.held import remade
 from te_models.modes import recomputes_block, recomputes_mlp, recomputes_product
 from te_models.offload import Offload
 
+
 class Recompute:
     """The activation checkpointing of one forward pass.
 
@@ -110,8 +111,9 @@ class Recompute:
         self.first_microbatch = None if first is None else False
         for module, cache in caches:
             module._fp8_workspaces = cache
+        now = [tensor for state in states.values() for tensor in (state.scale, state.amax_history[0])]
         with torch.no_grad():
-            before = {name: (state.scale.clone(), state.amax_history[0].clone()) for name, state in states.items()}
+            before = [tensor.clone() for tensor in now]
             for name, state in states.items():
                 state.scale.copy_(scales[name]) if name in scales else state.scale.fill_(1.0)
         try:
@@ -126,9 +128,8 @@ class Recompute:
             for module, cache in kept:
                 module._fp8_workspaces = cache
             with torch.no_grad():
-                for name, state in states.items():
-                    state.scale.copy_(before[name][0])
-                    state.amax_history[0].copy_(before[name][1])
+                for tensor, value in zip(now, before, strict=True):
+                    tensor.copy_(value)
 
 
 def forward_states(owner: nn.Module) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The modes of activation checkpointing, for those who plan with them and those who run them.
 
-    "none"       every activation is kept
-    "selective"  of the MLP of most blocks, neither the RMSNorm's output nor gate_up_proj's, which are made again
-    "full"       every block keeps its input alone
-    N            every N-th block keeps its input alone, the others everything
+"none"       every activation is kept
+"selective"  of the MLP of most blocks, neither the RMSNorm's output nor gate_up_proj's, which are made again
+"full"       every block keeps its input alone
+N            every N-th block keeps its input alone, the others everything
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MODES = ("none", "selective", "full")
 # Under "selective" one block in so many keeps gate_up_proj's output, in BF16 and in FP8: the GEMM that makes it again is
 # what the mode costs, and these are about as many as 0.70 of the activations of "none" allow at gated-1b. In BF16 they
 # are more, since there SwiGLU's output, a cheap one to make again, is kept by no block (docs/memory.md).
-KEPT_IN_BF16, KEPT_IN_FP8 = 2, 5
+KEPT_IN_BF16, KEPT_IN_FP8 = 2, 6
 
 
 def check_mode(mode: str | int) -> str | int:

@@ -39,6 +39,12 @@ CASES: list[tuple[str, str | int, dict[str, Any]]] = [
     *((recipe, "none", {}) for recipe in list_recipes()),
     *(("current", mode, {}) for mode in ("selective", "full", 2)),
     *((recipe, "selective", {}) for recipe in ("bf16", "delayed", "nvfp4")),
+    *(
+        (recipe, "selective", dict(num_hidden_layers=7, num_layers_at_start_in_bf16=0))
+        for recipe in ("current", "mxfp8")
+    ),
+    ("bf16", "selective", VARIANTS["FP32"]),
+    ("mxfp8", "selective", dict(backward_override="high_precision")),
     *((recipe, "none", fields) for recipe in ("bf16", "current") for fields in VARIANTS.values()),
     *(("mxfp8", "none", dict(backward_override=how)) for how in ("high_precision", "dequantized")),
     ("blockwise", "none", dict(x_block_scaling_dim=2, w_block_scaling_dim=1)),
