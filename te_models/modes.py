@@ -1,7 +1,7 @@
-"""The modes of activation checkpointing, for those who plan with them and those who run them.
+"""The modes of activation checkpointing, for those who plan memory and those who run them::
 
 "none"       every activation is kept
-"selective"  of the MLP of most blocks, neither the RMSNorm's output nor gate_up_proj's, which are made again
+"selective"  most blocks make gate_up_proj's output and the RMSNorm's before it again; in BF16 all make SwiGLU's again
 "full"       every block keeps its input alone
 N            every N-th block keeps its input alone, the others everything
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 from te_models.errors import unknown
 
 MODES = ("none", "selective", "full")
-# Under "selective" one block in so many keeps gate_up_proj's output, in BF16 and in FP8: the GEMM that makes it again is
-# what the mode costs, and these are about as many as 0.70 of the activations of "none" allow at gated-1b. In BF16 they
-# are more, since there SwiGLU's output, a cheap one to make again, is kept by no block (docs/memory.md).
+# Under "selective" one block in so many keeps gate_up_proj's output: the GEMM that makes it again is what the mode costs,
+# and about so many blocks may keep it within 0.70 of the activations of "none" (tests/test_selective.py). In BF16 they are
+# more, since there SwiGLU's output, which is cheap to make again, is kept by no block.
 KEPT_IN_BF16, KEPT_IN_FP8 = 2, 6
 
 
