@@ -73,7 +73,7 @@ class Recompute:
 
     def remade(self, hidden: Tensor) -> contextlib.AbstractContextManager[None]:
         """Inside, the te.Linear that takes `hidden` from kernels.swiglu does not keep it, if the mode says so."""
-        if recomputes_product(self.mode, self._fp8, self.offload is not None):
+        if recomputes_product(self.mode, self._fp8):
             return remade(hidden)
         return contextlib.nullcontext()
 

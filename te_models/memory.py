@@ -332,14 +332,14 @@ class _Tape:
         for layer in range(c.num_hidden_layers):
             attention, hidden, down = self.block(layer)
             # What stays of a block (te_models/offload.py), storages of up to 1 MiB, is not counted.
-            offload, fp8 = self.training.activation_offload, self.fp8(layer)
-            place = (layer, offload and layer < c.num_hidden_layers - 1)
+            place = (layer, self.training.activation_offload and layer < c.num_hidden_layers - 1)
             if recomputes_block(mode, layer):
                 yield Region(attention + hidden + down, self.stream, *place)
                 continue
             yield Region(attention, None, *place)
+            fp8 = self.fp8(layer)
             kept = self.stream if recomputes_mlp(mode, layer, fp8) else None
-            if recomputes_product(mode, fp8, offload):  # for down_proj's backward, with which the recompute begins
+            if recomputes_product(mode, fp8):  # for down_proj's backward, with which the recompute begins
                 yield Region(hidden + [down[0]._replace(saved=0, scratch=down[0].saved)], kept, *place)
             else:
                 yield Region(hidden, kept, *place)

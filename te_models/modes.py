@@ -36,9 +36,6 @@ def recomputes_mlp(mode: str | int, layer: int, fp8: bool) -> bool:
     return mode == "selective" and (layer + 1) % (KEPT_IN_FP8 if fp8 else KEPT_IN_BF16) != 0
 
 
-def recomputes_product(mode: str | int, fp8: bool, offload: bool) -> bool:
-    """Whether blocks make SwiGLU's output again: te.Linear keeps it in BF16, in FP8 only its codes.
-
-    Not where activations go to the host anyway.
-    """
-    return mode == "selective" and not fp8 and not offload
+def recomputes_product(mode: str | int, fp8: bool) -> bool:
+    """Whether blocks make SwiGLU's output again: te.Linear keeps it in BF16, in FP8 only half as many bytes of codes."""
+    return mode == "selective" and not fp8
