@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from te_models.config import ModelConfig
-from te_models.errors import unknown
 from te_models.memory import Memory, Training, kept_bytes, memory_moments
+from te_models.modes import MODES, check_mode
 from te_models.parameter_bytes import OPTIMIZERS, model_parameters
 from te_models.recipe import Recipe
 
@@ -21,7 +21,6 @@ GPUS = {"24 GB": 24, "48 GB": 48, "80 GB": 80, "141 GB": 141}  # sizes as sold: 
 # Left free: the accuracy that the tests hold predictions to (5 %). CUDA's context lies in what a GPU has beyond its name:
 # 80 GB are 85.5 * 10^9 bytes on an H100, 141 GB are 150.8 * 10^9 on an H200.
 HEADROOM = 0.05
-MODES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -199,21 +198,16 @@ def plan_memory(
     """
     if batch_size < 1 or gpus < 1 or batch_size % gpus:
         raise ValueError(f"batch_size={batch_size} cannot be shared by gpus={gpus}: give a positive multiple of it")
-    if not (
-        activation_checkpointing in MODES or str(activation_checkpointing).isdigit() and int(activation_checkpointing)
-    ):
-        raise unknown("activation_checkpointing", activation_checkpointing, [*MODES, "a number N of blocks"])
     if seq_len > config.max_position_embeddings:
         raise ValueError(
             f"seq_len={seq_len} is longer than max_position_embeddings={config.max_position_embeddings}: lower it or raise "
             "that field"
         )
-    every = str(activation_checkpointing).isdigit()
     training = Training(
         batch_size=batch_size // gpus,
         seq_len=seq_len,
         optimizer=optimizer,
-        activation_checkpointing=int(activation_checkpointing) if every else activation_checkpointing,
+        activation_checkpointing=check_mode(activation_checkpointing),
         activation_offload=activation_offload,
         gpus=gpus,
         held_gradients=gradient_accumulation > 1,

@@ -1,11 +1,8 @@
 """Activation checkpointing: which activations are kept for backward and which are recomputed, under any recipe.
 
-A mode is a property of a forward pass, never a wrapper module, so parameter names and state_dict keys do not change:
-
-    "none"       every activation is kept
-    "selective"  each block recomputes its MLP up to the input of down_proj, which te.Linear keeps in FP8 anyway
-    "full"       every block keeps its input alone
-    N            every N-th block keeps its input alone, the others everything
+A mode (te_models/modes.py) is a property of a forward pass, never a wrapper module, so parameter names and state_dict
+keys do not change. Under "selective" a recompute makes an RMSNorm's output and, from it, gate_up_proj's again: SwiGLU's
+backward needs no more, and reads it where kernels.swiglu has saved it before anything else (te_models/held.py).
 
 The recompute is PyTorch's (torch.utils.checkpoint without reentrance: it restores random numbers, works with
 torch.autograd.grad, and checks that the second pass saves what the first one did). Around it this file gives each
@@ -26,19 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from te_models.errors import unknown
+from te_models.held import remade
+from te_models.modes import recomputes_block, recomputes_mlp, recomputes_product
 from te_models.offload import Offload
-
-MODES = ("none", "selective", "full")
-
-
-def check_mode(mode: str | int) -> str | int:
-    """The mode, if it is one; a string of digits becomes an int (from the command line)."""
-    if isinstance(mode, str) and mode.isdigit():
-        mode = int(mode)
-    if mode in MODES or (isinstance(mode, int) and not isinstance(mode, bool) and mode > 0):
-        return mode
-    raise unknown("activation_checkpointing", mode, [*MODES, "a number N of blocks"])
 
 
 class Recompute:
@@ -60,6 +47,7 @@ class Recompute:
         self.mode, self.te, self.te_recipe = mode if torch.is_grad_enabled() else "none", te, te_recipe
         self.first_microbatch = first_microbatch
         self.offload = offload if torch.is_grad_enabled() else None
+        self.layer = 0  # the block that runs
 
     def block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
         """block(x, *args), recomputed in backward if the mode says so of block number `layer`."""
@@ -69,17 +57,33 @@ class Recompute:
             return self._block(block, layer, x, *args)
 
     def _block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
-        if self.mode == "full" or (isinstance(self.mode, int) and layer % self.mode == 0):
+        self.layer = layer
+        if recomputes_block(self.mode, layer):
             return self._recomputed(block, block, x, *args)
         return block(x, *args)
 
-    def part(self, owner: nn.Module, function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-        """function(x, *args), part of a block with the linears of `owner`, recomputed in backward under "selective"."""
-        return self._recomputed(owner, function, x, *args) if self.mode == "selective" else function(x, *args)
+    def part(self, owner: nn.Module, function: Callable[..., Any], x: Tensor, delta: Tensor, *args: Any) -> Any:
+        """function(x, delta, *args), the MLP of the block that runs, up to SwiGLU's output, with the linears of `owner`.
+
+        Recomputed in backward if the mode says so, from x + delta, of which the function makes the same as of both.
+        """
+        if recomputes_mlp(self.mode, self.layer, self._fp8):
+            return self._recomputed(owner, function, x + delta, None, *args)
+        return function(x, delta, *args)
+
+    def remade(self, hidden: Tensor) -> contextlib.AbstractContextManager[None]:
+        """Inside, the te.Linear that takes `hidden` from kernels.swiglu does not keep it, if the mode says so."""
+        if recomputes_product(self.mode, self._fp8):
+            return remade(hidden)
+        return contextlib.nullcontext()
+
+    @property
+    def _fp8(self) -> bool:
+        return self.te.FP8GlobalStateManager.is_fp8_enabled()
 
     def _recomputed(self, owner: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
         def contexts() -> tuple[Any, Any]:
-            if not self.te.FP8GlobalStateManager.is_fp8_enabled():
+            if not self._fp8:
                 return contextlib.nullcontext(), contextlib.nullcontext()
             caches: list[tuple[Any, dict[str, Any]]] = []
             return self._noting_caches(owner, caches), self._as_in_first_pass(owner, forward_scales(owner), caches)
@@ -107,8 +111,9 @@ class Recompute:
         self.first_microbatch = None if first is None else False
         for module, cache in caches:
             module._fp8_workspaces = cache
+        now = [tensor for state in states.values() for tensor in (state.scale, state.amax_history[0])]
         with torch.no_grad():
-            before = {name: (state.scale.clone(), state.amax_history[0].clone()) for name, state in states.items()}
+            before = [tensor.clone() for tensor in now]
             for name, state in states.items():
                 state.scale.copy_(scales[name]) if name in scales else state.scale.fill_(1.0)
         try:
@@ -123,9 +128,8 @@ class Recompute:
             for module, cache in kept:
                 module._fp8_workspaces = cache
             with torch.no_grad():
-                for name, state in states.items():
-                    state.scale.copy_(before[name][0])
-                    state.amax_history[0].copy_(before[name][1])
+                for tensor, value in zip(now, before, strict=True):
+                    tensor.copy_(value)
 
 
 def forward_states(owner: nn.Module) -> dict[str, Any]:

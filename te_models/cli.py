@@ -237,7 +237,7 @@ def train_options(command: Callable[..., Any]) -> Callable[..., Any]:
     default="none",
     show_default=True,
     metavar="MODE",
-    help="none, selective, full or N: every N-th block.",
+    help="none, selective (most of each MLP), full or N: every N-th block.",
 )
 @click.option(
     "--activation-offload/--no-activation-offload",

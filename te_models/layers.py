@@ -175,9 +175,10 @@ class Block(nn.Module):
         h, x = self._normed(self.input_layernorm, x, None, self.self_attn.qkvg_proj)
         mixed = self.self_attn(h, tokens)
         hidden, x = tokens.recompute.part(self.mlp, self._mlp_hidden, x, mixed, tokens)
-        return x + self.kernels.linear(self.mlp.down_proj, hidden, **tokens.weights)
+        with tokens.recompute.remade(hidden):
+            return x + self.kernels.linear(self.mlp.down_proj, hidden, **tokens.weights)
 
-    def _mlp_hidden(self, x: Tensor, mixed: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def _mlp_hidden(self, x: Tensor, mixed: Tensor | None, tokens: Tokens) -> tuple[Tensor, Tensor]:
         h, x = self._normed(self.post_attention_layernorm, x, mixed, self.mlp.gate_up_proj)
         return self.mlp.hidden(h, **tokens.weights), x
 

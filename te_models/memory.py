@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from te_models.config import ModelConfig
 from te_models.errors import unknown
+from te_models.modes import recomputes_block, recomputes_mlp, recomputes_product
 from te_models.parameter_bytes import FP32, OPTIMIZERS, model_parameters
 from te_models.recipe import Recipe
 
@@ -220,12 +221,11 @@ class _Tape:
             *([] if ungated or self.fuses(layer) else [self.gate()]),
             self.linear("o_proj", config.q_size, config.hidden_size, fp8, shared=shared, last=True),
         ]
-        plain = not self.training.compile
         hidden = [
             self.norm("post_attention_layernorm"),
             self.linear("gate_up_proj", config.hidden_size, 2 * config.intermediate_size, fp8),
-            # Compiled: its input alone. Plain: silu(gate) too, and in backward gradients of the halves before their cat.
-            Step("swiglu", 2 * F + plain * F, consumes=F, produces=2 * F, scratch=plain * F),
+            # Plain: in backward the gradients of the halves before their cat.
+            Step("swiglu", 2 * F, consumes=F, produces=2 * F, scratch=0 if self.training.compile else 2 * F),
         ]
         return (
             attention,
@@ -329,7 +329,7 @@ class _Tape:
         )  # fmt: skip
 
     def regions(self) -> Iterator[Region]:
-        """The whole forward; what is recomputed in backward is as te_models/checkpointing.py has it."""
+        """The whole forward; what is recomputed in backward is as te_models/modes.py has it."""
         mode, c = self.training.activation_checkpointing, self.config
         tables = 2 * self.training.seq_len * c.rotary_size * self.element
         rotary = tables if any(c.has_rope(layer) for layer in range(c.num_hidden_layers)) else 0
@@ -341,11 +341,16 @@ class _Tape:
             attention, hidden, down = self.block(layer)
             # What stays of a block (te_models/offload.py), storages of up to 1 MiB, is not counted.
             place = (layer, self.training.activation_offload and layer < c.num_hidden_layers - 1)
-            if mode == "full" or (isinstance(mode, int) and layer % mode == 0):
+            if recomputes_block(mode, layer):
                 yield Region(attention + hidden + down, self.stream, *place)
+                continue
+            yield Region(attention, None, *place)
+            fp8 = self.fp8(layer)
+            kept = self.stream if recomputes_mlp(mode, layer, fp8) else None
+            if recomputes_product(mode, fp8):  # for down_proj's backward, with which the recompute begins
+                yield Region(hidden + [down[0]._replace(saved=0, scratch=down[0].saved)], kept, *place)
             else:
-                yield Region(attention, None, *place)
-                yield Region(hidden, self.stream if mode == "selective" else None, *place)
+                yield Region(hidden, kept, *place)
                 yield Region(down, None, *place)
         yield Region(self.head())
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_models.cache import KVCache
 from te_models.capacity import MemoryPlan, plan_memory
-from te_models.checkpointing import Recompute, check_mode, refuse_foreign_recompute
+from te_models.checkpointing import Recompute, refuse_foreign_recompute
 from te_models.config import ModelConfig, config_fields
 from te_models.engine import check_support, engine_module, get_engine
 from te_models.errors import unknown
@@ -33,6 +33,7 @@ from te_models.kernels import PLAIN, get_kernels
 from te_models.kernels.attention import attention_kernel
 from te_models.kernels.head import linear_cross_entropy
 from te_models.layers import Block, linear, norm_options, pad_rows
+from te_models.modes import check_mode
 from te_models.offload import HostMemory, Offload
 from te_models.plan import Plan, PlanRow
 from te_models.presets import get_preset
@@ -58,7 +59,7 @@ class CausalLM(nn.Module):
         engine: "auto" (native where a CUDA device and Transformer Engine are there, else emulated), "native", "emulated".
         device: where the parameters live; None is the first CUDA device if there is one, else the CPU.
         dtype: of parameters and activations.
-        activation_checkpointing: "none", "selective", "full" or an integer N (see te_models.checkpointing).
+        activation_checkpointing: "none", "selective", "full" or an integer N (see te_models.modes).
         activation_offload: what a block keeps for its backward waits in the host's memory meanwhile (te_models.offload).
         fp8_params: keep the weights of the FP8 layers as FP8 codes alone (see te_models.fp8_params).
         compile: fuse the operations between the GEMMs with torch.compile (on CUDA devices).

@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = [  # a module may import from earlier lines only; modules of one line do not import each other
-    {"errors", "durable", "matmul", "environment", "collectives", "ranks", "sharded", "fp8_gather"},
-    {"config", "recipe", "train_config", "formats", "tokenizer", "chat"},
+    {"errors", "durable", "matmul", "environment", "collectives", "ranks", "sharded", "fp8_gather", "held"},
+    {"config", "recipe", "train_config", "formats", "tokenizer", "chat", "modes"},
     {"parameter_bytes"},
     {"presets", "state", "nested_state", "extra_state", "data", "hf_families", "memory", "fp8_params"},
     {"checkpoints", "blocks"},
@@ -64,6 +64,7 @@ NO_TORCH = {
     "config",
     "presets",
     "hf_families",
+    "modes",
     "recipe",
     "train_config",
     "memory",

@@ -39,6 +39,12 @@ CASES: list[tuple[str, str | int, dict[str, Any]]] = [
     *((recipe, "none", {}) for recipe in list_recipes()),
     *(("current", mode, {}) for mode in ("selective", "full", 2)),
     *((recipe, "selective", {}) for recipe in ("bf16", "delayed", "nvfp4")),
+    *(
+        (recipe, "selective", dict(num_hidden_layers=7, num_layers_at_start_in_bf16=0))
+        for recipe in ("current", "mxfp8")
+    ),
+    ("bf16", "selective", VARIANTS["FP32"]),
+    ("mxfp8", "selective", dict(backward_override="high_precision")),
     *((recipe, "none", fields) for recipe in ("bf16", "current") for fields in VARIANTS.values()),
     *(("mxfp8", "none", dict(backward_override=how)) for how in ("high_precision", "dequantized")),
     ("blockwise", "none", dict(x_block_scaling_dim=2, w_block_scaling_dim=1)),
@@ -108,6 +114,8 @@ def measured() -> dict[str, tuple[int, int]]:
         fields = dict(grid["shapes"][name])
         preset, size = fields.pop("preset"), dict(batch_size=fields.pop("batch"), seq_len=fields.pop("seq"))
         for row in rows:
+            if row["mode"] == "selective" and "fp8_params" not in row:
+                continue  # measured when that mode recomputed the whole MLP of every block
             # The benchmark has no optimizer and zeroes gradients without freeing them.
             plan = plan_memory(get_preset(preset, **fields), get_recipe(row["recipe"]), **size, optimizer=None,
                                activation_checkpointing=row["mode"], gradient_accumulation=2, logits=True, fused=False)  # fmt: skip
@@ -138,7 +146,7 @@ def measured() -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("name", measured())
 def test_measured_peaks(name: str) -> None:
-    """Of 22 peaks what the allocator rounds up explains less than half a percent; of `bench`'s, 5 % is what is promised."""
+    """Of 16 peaks what the allocator rounds up explains less than half a percent; of `bench`'s, 5 % is what is promised."""
     predicted, peak = measured()[name]
     assert predicted == pytest.approx(peak, rel=0.05 if ", run " in name else 0.005)
     assert predicted < peak  # the allocator only ever adds

@@ -405,7 +405,11 @@ def test_the_plan_has_two_blocks_on_the_device_and_the_rest_on_the_host(recipe: 
     count = plan.config.num_hidden_layers - 1
     assert without.host == 0 < plan.host and f"{plan.host / 2**30:.2f} GiB on the host" in str(plan)
     saved = [a.total - b.total for a, b in zip(without.moments, plan.moments, strict=True)]
-    assert saved == [plan.host, plan.host * (count - 1) // count, 0]
+    assert saved[::2] == [plan.host, 0]
+    if mode == "selective":  # whose blocks keep unlike amounts, so that another one's backward is the worst
+        assert 0.9 * plan.host < saved[1] < plan.host
+    else:
+        assert saved[1] == plan.host * (count - 1) // count
     if recipe == "current":  # FP8 copies of weights that no next micro-batch wants go too
         once = plan_memory(plan.config, plan.recipe, seq_len=2048, activation_offload=True)
         assert once.host > plan.host and once.moments[0].fp8_weight_copies < plan.moments[0].fp8_weight_copies

@@ -40,6 +40,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_a
 
 import te_models.engine.handover_triton as handover_triton
 from te_models.engine.handover_triton import Codes
+from te_models.held import held, keep, kept
 
 __version__ = version("transformer-engine")
 autocast = _te.autocast
@@ -177,7 +178,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, gradient: Target | None, quantizer: Any) -> Tensor:
         """gate_up [N, 2F] -> [N, F]."""
         ctx.gradient = gradient
-        ctx.save_for_backward(gate_up)
+        keep(ctx, gate_up, again=lambda gate_up: tex.swiglu(gate_up, None))
         if (target := _target(quantizer)) is not None:
             return target.tensor(handover_triton.swiglu(gate_up, *target.place), gate_up.dtype)
         return tex.swiglu(gate_up, quantizer)
@@ -185,8 +186,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """The gradient of gate_up."""
-        (gate_up,) = ctx.saved_tensors
-        dy = dy.contiguous()
+        gate_up, dy = kept(ctx), dy.contiguous()
         if ctx.gradient is not None:
             codes = handover_triton.dswiglu(dy, gate_up, *ctx.gradient.place)
             return ctx.gradient.tensor(codes, gate_up.dtype), None, None
@@ -205,6 +205,7 @@ def _swiglu(gate_up: Tensor, producer: Any, consumer: Any) -> Tensor:
     """kernels.handover.swiglu."""
     if not torch.is_grad_enabled():
         return tex.swiglu(gate_up, None)
+    gate_up = held(gate_up)
     gradient, _ = _targets(producer, consumer)
     return _SwiGLU.apply(gate_up, gradient, _quantizer(consumer, "scaling_fwd"))
 

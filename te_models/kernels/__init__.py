@@ -45,11 +45,9 @@ PLAIN = Kernels(elementwise.rope, elementwise.gate, elementwise.cross_entropy, h
 @functools.cache
 def compiled_kernels() -> Kernels:
     """The same operations, each one fused kernel forward and one backward (torch.compile)."""
-    swiglu = torch.compile(elementwise.swiglu)
+    both = dict(forward=torch.compile(elementwise.swiglu), backward=torch.compile(elementwise.swiglu_backward))
     rope, gate, cross_entropy, loss_and_gradient = (torch.compile(fn) for fn in PLAIN[:4])
-    return Kernels(
-        rope, gate, cross_entropy, loss_and_gradient, swiglu=lambda gate_up, *modules: swiglu(gate_up)
-    )  # the modules are no business of the compiler
+    return Kernels(rope, gate, cross_entropy, loss_and_gradient, swiglu=functools.partial(handover.swiglu, **both))
 
 
 def get_kernels(te: ModuleType, device: torch.device, *, compile: bool, fused: bool) -> Kernels:

@@ -28,6 +28,13 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate_half) * up
 
 
+def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    """The gradient of swiglu's input [..., 2F] from that of its output `dy` [..., F]."""
+    gate_half, up = gate_up.chunk(2, dim=-1)
+    dgate = torch.ops.aten.silu_backward(dy * up, gate_half)
+    return torch.cat((dgate, dy * F.silu(gate_half)), dim=-1)
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy, FP32 scalar, of logits [T, V] against targets int64 [T]; targets of -100 do not count.
 

@@ -10,11 +10,15 @@ from the functions here by one rounding to BF16 that they do not make.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from te_models.held import held, keep, kept
 from te_models.kernels.elementwise import swiglu as silu_times_up
+from te_models.kernels.elementwise import swiglu_backward
 
 
 def norm(module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module) -> tuple[Tensor, Tensor]:
@@ -26,9 +30,31 @@ def norm(module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module
     return module(total), total
 
 
-def swiglu(gate_up: Tensor, producer: nn.Module, consumer: nn.Module) -> Tensor:
-    """silu(gate) * up of gate_up [N, 2F] = [gate | up]."""
-    return silu_times_up(gate_up)
+class _SwiGLU(torch.autograd.Function):
+    """SwiGLU from two functions, so that one may know where its input is saved (te_models/held.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+        """gate_up [N, 2F] -> [N, F]."""
+        keep(ctx, gate_up, forward)
+        ctx.make_gradient = backward
+        return forward(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradient of gate_up."""
+        return ctx.make_gradient(dy, kept(ctx)), None, None
+
+
+def swiglu(
+    gate_up: Tensor,
+    producer: nn.Module,
+    consumer: nn.Module,
+    forward: Callable[..., Tensor] = silu_times_up,
+    backward: Callable[..., Tensor] = swiglu_backward,
+) -> Tensor:
+    """silu(gate) * up of gate_up [N, 2F] = [gate | up], which is saved before that is computed."""
+    return _SwiGLU.apply(held(gate_up), forward, backward)
 
 
 def linear(module: nn.Module, x: Tensor, **options: Any) -> Tensor:

@@ -1,0 +1,41 @@
+"""The modes of activation checkpointing, for those who plan memory and those who run them::
+
+"none"       every activation is kept
+"selective"  most blocks make gate_up_proj's output and the RMSNorm's before it again; in BF16 all make SwiGLU's again
+"full"       every block keeps its input alone
+N            every N-th block keeps its input alone, the others everything
+"""
+
+from __future__ import annotations
+
+from te_models.errors import unknown
+
+MODES = ("none", "selective", "full")
+# Under "selective" one block in so many keeps gate_up_proj's output: the GEMM that makes it again is what the mode costs,
+# and about so many blocks may keep it within 0.70 of the activations of "none" (tests/test_selective.py). In BF16 they are
+# more, since there SwiGLU's output, which is cheap to make again, is kept by no block.
+KEPT_IN_BF16, KEPT_IN_FP8 = 2, 6
+
+
+def check_mode(mode: str | int) -> str | int:
+    """The mode, if it is one; a string of digits becomes an int (from the command line)."""
+    if isinstance(mode, str) and mode.isdigit():
+        mode = int(mode)
+    if mode in MODES or (isinstance(mode, int) and not isinstance(mode, bool) and mode > 0):
+        return mode
+    raise unknown("activation_checkpointing", mode, [*MODES, "a number N of blocks"])
+
+
+def recomputes_block(mode: str | int, layer: int) -> bool:
+    """Whether block number `layer` keeps its input alone."""
+    return mode == "full" or (isinstance(mode, int) and layer % mode == 0)
+
+
+def recomputes_mlp(mode: str | int, layer: int, fp8: bool) -> bool:
+    """Whether block number `layer` makes the input of SwiGLU again; the last of so many keeps it, needing it soonest."""
+    return mode == "selective" and (layer + 1) % (KEPT_IN_FP8 if fp8 else KEPT_IN_BF16) != 0
+
+
+def recomputes_product(mode: str | int, fp8: bool) -> bool:
+    """Whether blocks make SwiGLU's output again: te.Linear keeps it in BF16, in FP8 only half as many bytes of codes."""
+    return mode == "selective" and not fp8
