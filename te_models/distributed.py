@@ -148,7 +148,8 @@ class Parallel:
         if self.data_world == 1:
             return [1.0] * len(counts)
         assert self.dp is not None
-        own = torch.tensor(counts, dtype=torch.float64, device=device)
+        own = torch.tensor(counts, dtype=torch.float64)
+        own = (own.pin_memory() if device.type == "cuda" else own).to(device, non_blocking=True)  # nothing waits for it
         total = own.clone()
         dist.all_reduce(total, group=self.dp.get_group())
         return list((own * self.data_world / total.clamp(min=1)).float())

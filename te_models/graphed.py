@@ -7,10 +7,13 @@ had it, and gradients appear where the first step made them.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models.model import CausalLM
 
@@ -27,8 +30,10 @@ class GraphedStep:
     Each call makes the gradients anew (there is nothing to zero) and returns the loss, an FP32 scalar that the next call
     overwrites. The first calls run eagerly. Weights and FP8 state may be changed in place between calls.
 
+    Of a model that FSDP2 shares out, the gathers of weights and the reductions of gradients are in the graph too.
+
     Args:
-        model: on a CUDA device, trained by this process alone.
+        model: on a CUDA device.
 
     Raises:
         ValueError: for what cannot be captured (`obstacle` says why), and when a call's tensors have other shapes or names
@@ -45,11 +50,15 @@ class GraphedStep:
         self.stream: Any = torch.cuda.Stream(model.device)
         self.inputs: dict[str, Tensor] = {}
         self.gradients: list[Tensor | None] = []
-        self.loss = torch.empty(0)
+        self.loss, self.weight = torch.empty(0), torch.ones((), device=model.device)
 
-    def __call__(self, **batch: Tensor) -> Tensor:
-        """`batch`: CausalLM.forward's tensors, `input_ids` and `labels` among them; returns the loss."""
+    def __call__(self, weight: Tensor | float = 1.0, **batch: Tensor) -> Tensor:
+        """`batch`: CausalLM.forward's tensors, `input_ids` and `labels` among them; returns the loss.
+
+        `weight`: by what the loss is multiplied, on the model's device if it is a tensor.
+        """
         self._take(batch)
+        self.weight.copy_(weight) if isinstance(weight, Tensor) else self.weight.fill_(weight)
         for parameter in self.parameters:
             parameter.grad = None
         self.calls += 1
@@ -61,7 +70,10 @@ class GraphedStep:
             current.wait_stream(self.stream)
             return self.loss
         if self.calls == WARM_UP + 1:
-            with torch.cuda.graph(self.graph, stream=self.stream):
+            shared = isinstance(self.model, FSDPModule)
+            # Only this thread's calls are checked then: NCCL's watchdog asks for events in its own.
+            options: Any = dict(stream=self.stream, capture_error_mode="thread_local" if shared else "global")
+            with NoHostCopies() if shared else nullcontext(), torch.cuda.graph(self.graph, **options):
                 self._run()
             self.gradients = [parameter.grad for parameter in self.parameters]
         self.graph.replay()
@@ -70,7 +82,7 @@ class GraphedStep:
         return self.loss
 
     def _run(self) -> None:
-        loss = self.model(**self.inputs, return_logits=False).loss
+        loss = self.model(**self.inputs, return_logits=False).loss * self.weight
         loss.backward()
         self.loss = loss.detach()
 
@@ -99,7 +111,7 @@ class GraphedStep:
 def obstacle(model: Any) -> str | None:
     """Why this model's step cannot be captured in a CUDA graph; None if it can."""
     if not isinstance(model, CausalLM):
-        return "it is wrapped (by LoRA, FSDP or DDP)"
+        return "it is wrapped (by LoRA or DDP)"
     if model.device.type != "cuda":
         return f"it is on {model.device.type}"
     if model.activation_checkpointing != "none":
@@ -108,6 +120,42 @@ def obstacle(model: Any) -> str | None:
         return "activation offload copies to the host"
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         return "its dropout"
-    if model.tp.size > 1 or torch.distributed.is_initialized():
-        return "it shares its work with other processes"
+    if model.tp.size > 1:
+        return "tensor parallelism"
+    if model.fp8_params and isinstance(model, FSDPModule):
+        return "its FP8 weights are gathered with scales that each step makes anew"
     return None
+
+
+class NoHostCopies(TorchDispatchMode):
+    """FSDP2's copies between one buffer and many tensors as one copy each.
+
+    Its own kernels read the tensors' addresses from host memory that is somebody else's by the time of a replay.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.fsdp.split_with_sizes_copy.default:
+            return _split(*args, **kwargs)
+        if func is torch.ops.fsdp.chunk_cat.default:
+            return _chunk_cat(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _split(source: Tensor, sizes: list[int], dim: int = 0, *, out: list[Tensor]) -> None:
+    """Pieces of `source` of these sizes along `dim`, into the tensors `out`."""
+    for piece, tensor in zip(source.split(sizes, dim), out, strict=True):
+        tensor.copy_(piece)
+
+
+def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
+    """Each tensor in `num_chunks` chunks of its rows, the last ones short or missing, side by side in as many rows of `out`."""
+    assert dim == 0
+    first = 0
+    for tensor in tensors:
+        rows = -(-tensor.shape[0] // num_chunks)
+        size = rows * tensor[0].numel()
+        if tensor.shape[0] % num_chunks:
+            out[:, first : first + size].zero_()
+        for row, chunk in zip(out, tensor.split(rows), strict=False):
+            row[first : first + chunk.numel()].copy_(chunk.flatten())
+        first += size

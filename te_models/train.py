@@ -186,7 +186,7 @@ class Trainer:
         for number, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
             inputs = _to(batch, self.model.device)
             if self.graphed is not None:
-                total += self.graphed(**inputs)
+                total += self.graphed(weight=weight, **inputs)
                 continue
             options = dict(is_first_microbatch=number == 0 if cache else None, return_logits=False)
             with self.parallel.micro_batch(self.train_model, last=batch is micro_batches[-1]):

@@ -11,7 +11,7 @@ from torch import nn
 from te_models import CausalLM, list_recipes
 from te_models.engine import get_engine
 from te_models.fp8_state import fp8_state
-from te_models.graphed import WARM_UP, GraphedStep, obstacle
+from te_models.graphed import WARM_UP, GraphedStep, NoHostCopies, obstacle
 from tests.graph_tape import pretend_cuda
 
 SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
@@ -119,3 +119,23 @@ def test_obstacles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "dropout" in str(obstacle(model))
     model.layers[0].extra = nn.Dropout(0.0)
     assert obstacle(model) is None
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_copies_without_the_host_are_those_of_fsdp(ranks: int) -> None:
+    """Rows that divide, rows that do not, and fewer rows than ranks; gradients become FP32 on the way."""
+    shapes = [(4 * ranks, 6), (4 * ranks + 1, 2), (12 * ranks,), (1, 5)]
+    gradients = [torch.randn(shape).bfloat16() for shape in shapes]
+    width = sum(-(-t.shape[0] // ranks) * t[0].numel() for t in gradients)
+    wanted, found = torch.full((2, ranks, width), torch.nan)
+    torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=wanted)
+    with NoHostCopies():
+        torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=found)
+    assert torch.equal(wanted, found)
+    sizes = [3, width - 5, 2]
+    parts = [[torch.empty(ranks, size) for size in sizes] for _ in range(2)]
+    torch.ops.fsdp.split_with_sizes_copy(wanted, sizes, dim=1, out=parts[0])
+    with NoHostCopies():
+        torch.ops.fsdp.split_with_sizes_copy(wanted, sizes, dim=1, out=parts[1])
+        assert (torch.ones(2) + 1).tolist() == [2, 2], "everything else is as it is"
+    assert all(torch.equal(a, b) for a, b in zip(*parts, strict=True))
