@@ -229,7 +229,7 @@ class CausalLM(nn.Module):
         offload = Offload(self.host_memory, len(self.layers), input_ids.device) if self.activation_offload else None
         recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe, is_first_microbatch, offload)
         tokens = describe(self.config, input_ids, cache, attention_mask, document_ids, recompute, self.dtype)
-        x = self.embed_tokens(input_ids).flatten(0, 1)
+        x = self.kernels.embedding(self.embed_tokens, input_ids).flatten(0, 1)
         x = x if tokens.real is None else x * tokens.real
         if labels is None:
             kept = seq if logits_to_keep is None else min(logits_to_keep, seq)

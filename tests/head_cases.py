@@ -1,6 +1,6 @@
 """The loss of kernels/head_triton.py, against head.loss_and_gradient computed in FP64.
 
-Run by test_head_triton.py in Triton's interpreter and on a GPU.
+Run by test_triton_twins.py in Triton's interpreter and on a GPU.
 """
 
 from __future__ import annotations

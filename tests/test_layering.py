@@ -19,7 +19,7 @@ ORDER = [  # a module may import from earlier lines only; modules of one line do
     {"engine"},
     {"kernels.elementwise", "kernels.attention", "kernels.head"},
     {"kernels.attention_core", "kernels.handover"},
-    {"kernels.attention_core_triton", "kernels.head_triton"},
+    {"kernels.attention_core_triton", "kernels.head_triton", "kernels.embedding_triton"},
     {"kernels", "hf"},
     {"fp8_state", "checkpointing", "tensor_parallel", "cache", "rope", "te_checkpoint"},
     {"tokens", "decode"},
@@ -53,6 +53,7 @@ ONLY_IN = {
     "triton": {
         "kernels.attention_core_triton",
         "kernels.head_triton",
+        "kernels.embedding_triton",
         "engine.handover_triton",
         "engine.emulated.triton_kernels",
     },

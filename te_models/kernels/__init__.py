@@ -37,6 +37,7 @@ class Kernels(NamedTuple):
     linear: Callable[..., Tensor] = handover.linear
     targets: Callable[..., tuple[Any, Any]] = handover.targets
     attention: attention_core.Operations | None = None
+    embedding: Callable[..., Tensor] = elementwise.embedding
 
 
 PLAIN = Kernels(elementwise.rope, elementwise.gate, elementwise.cross_entropy, head.loss_and_gradient)
@@ -59,7 +60,7 @@ def get_kernels(te: ModuleType, device: torch.device, *, compile: bool, fused: b
 
 
 def fused_operations(device: torch.device) -> dict[str, Any]:
-    """Fields of Kernels: attention_core's elementwise parts and the head's loss, in Triton on a CUDA device.
+    """Fields of Kernels: attention_core's elementwise parts, the head's loss and the embedding, in Triton on a CUDA device.
 
     On a CPU attention_core's plain parts; nothing on GPUs before Ampere, for which neither cuDNN's attention nor Triton is.
     """
@@ -67,7 +68,7 @@ def fused_operations(device: torch.device) -> dict[str, Any]:
         return {"attention": attention_core.PLAIN}
     if torch.cuda.get_device_capability(device) < (8, 0):
         return {}
-    core, loss = (
-        importlib.import_module(f"te_models.kernels.{name}") for name in ("attention_core_triton", "head_triton")
+    core, loss, embedding = (
+        importlib.import_module(f"te_models.kernels.{name}_triton") for name in ("attention_core", "head", "embedding")
     )  # Triton comes with CUDA builds
-    return {"attention": core.TRITON, "loss_and_gradient": loss.loss_and_gradient}
+    return dict(attention=core.TRITON, loss_and_gradient=loss.loss_and_gradient, embedding=embedding.embedding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -33,6 +33,11 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     gate_half, up = gate_up.chunk(2, dim=-1)
     dgate = torch.ops.aten.silu_backward(dy * up, gate_half)
     return torch.cat((dgate, dy * F.silu(gate_half)), dim=-1)
+
+
+def embedding(module: nn.Module, ids: Tensor) -> Tensor:
+    """The rows of an nn.Embedding, or what is there in its place, for ids [...]: [..., D]."""
+    return module(ids)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss, dlogits = kernel(logits, targets[part], count, any(wants))
             total += loss
             if dx is not None and dlogits is not None:
-                dx[part] = matmul(dlogits, weight)
+                matmul(dlogits, weight, out=dx[part])
             if dw is not None and dlogits is not None:
                 add_product(dw, dlogits.t(), x[part])
             elif wants[1] and dlogits is not None:

@@ -1,4 +1,4 @@
-"""The head's loss in Triton, in its interpreter, which is chosen before Triton is imported, and on a GPU."""
+"""The head's loss and the embedding in Triton, in its interpreter, which is chosen before Triton is imported, and on a GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from te_models.engine import emulated
 from te_models.kernels import PLAIN, get_kernels
 
-CASES = Path(__file__).with_name("head_cases.py")
-COMMAND = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(CASES)]
+CASES = [str(Path(__file__).with_name(name)) for name in ("head_cases.py", "embedding_cases.py")]
+COMMAND = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *CASES]
 
 
 def run(environment: dict[str, str]) -> None:
@@ -38,7 +38,9 @@ def test_on_a_gpu() -> None:
 def test_a_gpu_runs_it_where_fused(monkeypatch: pytest.MonkeyPatch, compile: bool, fused: bool, device: str) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    found = get_kernels(emulated, torch.device(device), compile=compile, fused=fused).loss_and_gradient
+    kernels = get_kernels(emulated, torch.device(device), compile=compile, fused=fused)
+    assert ("triton" in kernels.embedding.__module__) == (fused and device == "cuda")
+    found = kernels.loss_and_gradient
     where = "te_models.kernels.head_triton" if fused and device == "cuda" else PLAIN.loss_and_gradient.__module__
     assert found.__module__ == where
     assert (found is PLAIN.loss_and_gradient) == (device == "cpu" or not (fused or compile))
