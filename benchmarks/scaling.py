@@ -49,7 +49,8 @@ def step_seconds(
     shared: Parallel, args: argparse.Namespace, shape: dict[str, int], amax_group: Any = None
 ) -> dict[str, float]:
     """The median seconds of a training step, and the peak memory of this process in GiB."""
-    config = replace(shared.config, batch_size=args.batch_size * shared.data_world, seq_len=args.seq_len)
+    sizes = dict(seq_len=args.seq_len, gradient_accumulation=args.accumulation)
+    config = replace(shared.config, batch_size=args.batch_size * shared.data_world, **sizes)
     shared = replace(shared, config=config)
     preset = get_preset(args.preset, **shape)
     recipe = dict(
@@ -67,7 +68,8 @@ def step_seconds(
             torch.cuda.reset_peak_memory_stats()
         times.append(config.tokens_per_step / row["tokens_per_second"])
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-    return {"seconds": statistics.median(times[args.warm_up :]), "peak_gib": round(peak, 2)}
+    found = {"seconds": statistics.median(times[args.warm_up :]), "peak_gib": round(peak, 2), "loss": row["loss"]}
+    return found | {"graph": run.graphed is not None}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -92,13 +94,13 @@ def run(args: argparse.Namespace) -> None:
 
 def report(args: argparse.Namespace, shared: Parallel, alone: Any, together: dict[str, float]) -> None:
     """Print the row and, on GPUs, add it to the results."""
-    tokens = args.batch_size * args.seq_len
+    tokens = args.batch_size * args.seq_len * args.accumulation
     row: dict[str, Any] = {
         name: value for name, value in vars(args).items() if name not in ("command", "function", "fields")
     }
     row |= {"processes": shared.ranks.world, "tokens_per_second_each": round(tokens / together["seconds"])}
-    row |= {"ms_a_step": round(1e3 * together["seconds"], 2), "peak_gib": together["peak_gib"]}
-    flops = model_flops(get_preset(args.preset, **args.fields), args.batch_size, args.seq_len)
+    row |= {"ms_a_step": round(1e3 * together["seconds"], 2), **{k: together[k] for k in ("peak_gib", "loss", "graph")}}
+    flops = model_flops(get_preset(args.preset, **args.fields), args.batch_size, args.seq_len) * args.accumulation
     row["model_tflops_each"] = round(flops / together["seconds"] / 1e12, 1)
     if alone is not None:
         row["tokens_per_second_alone"] = round(tokens / alone["seconds"])
@@ -171,6 +173,8 @@ def main() -> None:
     one.add_argument("--parallel", default="fsdp", choices=["ddp", "fsdp"])
     one.add_argument("--batch-size", type=int, default=8, help="sequences of each process")
     one.add_argument("--seq-len", type=int, default=2048)
+    one.add_argument("--accumulation", type=int, default=1, help="batches of each process a step")
+    one.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="capture forward and backward")
     one.add_argument("--activation-checkpointing", default="none")
     one.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True)
     one.add_argument("--prefetch", type=int, default=1)

@@ -70,10 +70,10 @@ class GraphedStep:
             current.wait_stream(self.stream)
             return self.loss
         if self.calls == WARM_UP + 1:
-            shared = isinstance(self.model, FSDPModule)
-            # Only this thread's calls are checked then: NCCL's watchdog asks for events in its own.
-            options: Any = dict(stream=self.stream, capture_error_mode="thread_local" if shared else "global")
-            with NoHostCopies() if shared else nullcontext(), torch.cuda.graph(self.graph, **options):
+            # Of several processes only this thread's calls are checked: NCCL's watchdog asks for events in its own.
+            checked = "thread_local" if torch.distributed.is_initialized() else "global"
+            copies = NoHostCopies() if isinstance(self.model, FSDPModule) else nullcontext()
+            with copies, torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode=checked):
                 self._run()
             self.gradients = [parameter.grad for parameter in self.parameters]
         self.graph.replay()
