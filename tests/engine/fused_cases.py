@@ -85,14 +85,16 @@ class TestQuantizers:
         plain, made = both(quantizer, x)
         for key, a, b in zip(plain._tensors, plain.get_data_tensors(), made.get_data_tensors(), strict=True):
             assert same(a, b), key
-        for columnwise in (False, True):
-            product = fused.operand(made, columnwise)
-            if product is not None:
+        if made.blocks(False) is None:
+            return
+        for order in ((False, True), (True, False)):
+            decoded = fused.decode(*(made.blocks(columnwise) for columnwise in order))
+            for values_, columnwise in zip(decoded, order, strict=True):
                 # The bits of a NaN are the processor's.
                 expected = plain.operand(columnwise).values.bfloat16()
-                assert torch.equal(product.isnan(), expected.isnan())
+                assert torch.equal(values_.isnan(), expected.isnan())
                 assert same(
-                    product.nan_to_num(0.0, torch.inf, -torch.inf), expected.nan_to_num(0.0, torch.inf, -torch.inf)
+                    values_.nan_to_num(0.0, torch.inf, -torch.inf), expected.nan_to_num(0.0, torch.inf, -torch.inf)
                 )
 
     @pytest.mark.parametrize("name", ["block1", "block2", "mxfp8", "mxfp8_2d"])
@@ -123,6 +125,13 @@ class TestQuantizers:
         assert len(plain._rowwise_scale_inv[0, :8].unique()) > 2
         assert all(same(a, b) for a, b in zip(plain.get_data_tensors(), made.get_data_tensors(), strict=True))
 
+    def test_more_elements_than_programs_for_the_amax(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fused, "_PARTS", 3)
+        x = torch.randn(5 * fused._BLOCK + 7)
+        for at in (0, 3 * fused._BLOCK, 5 * fused._BLOCK + 6):
+            x[at] = -100.0 - at
+            assert fused.amax(x).max() == 100 + at
+
     def test_the_amax_accumulates(self) -> None:
         quantizer = te.Float8Quantizer(torch.ones(1), torch.full((1,), 5.0), E4M3)
         quantizer(torch.tensor([[3.0, -torch.nan]]))
@@ -134,16 +143,24 @@ class TestQuantizers:
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("length", [1, 2, 5, 16])
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
-def test_update_of_delayed_scaling(length: int, algo: str) -> None:
+@pytest.mark.parametrize("reduced", [False, True])
+def test_update_of_delayed_scaling(length: int, algo: str, reduced: bool) -> None:
     g = torch.Generator().manual_seed(length)
     recipe = R.DelayedScaling(amax_history_len=length, amax_compute_algo=algo, margin=1)
-    history = torch.randn(length, 5, generator=g).abs()
+    states = [
+        (torch.randn(rows, n, generator=g).abs(), torch.rand(n, generator=g)) for rows, n in ((length, 5), (3, 2))
+    ]
+    history = states[0][0]
     history[0, 1], history[-1, 2], history[0, 3] = 0.0, torch.inf, 1e-42
-    scale, amax = torch.rand(5, generator=g), history[0].clone()
-    amax[4] = 0.0
-    expected = _update_fused(history, scale, amax, recipe, FP8_MAX[E4M3])
-    fused.update(history, scale, amax, algo == "most_recent", 1, FP8_MAX[E4M3])
-    assert same(expected[0], history) and same(expected[1], scale)
+    amaxes = torch.cat([history[0] for history, _ in states])
+    if reduced:
+        amaxes[4:6] = torch.tensor([0.0, 7.0])
+    expected = [
+        _update_fused(*state, amax, recipe, FP8_MAX[E4M3])
+        for state, amax in zip(states, amaxes.split([5, 2]), strict=True)
+    ]
+    fused.update(states, amaxes if reduced else None, algo == "most_recent", 1, FP8_MAX[E4M3])
+    assert all(same(a, b) for pairs in zip(expected, states, strict=True) for a, b in zip(*pairs, strict=True))
 
 
 @pytest.mark.usefixtures("on_cpu")

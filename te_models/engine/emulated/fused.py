@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.engine.emulated.numerics import FLT_MAX, FP8_MAX, INVERSE_MAX, DType
+from te_models.engine.emulated.numerics import INVERSE_MAX, DType
+from te_models.engine.emulated.tensors import Blocks
 
 _BLOCK = 4096
+_PARTS = 1024
 _TILE = 128
 _FLAT = {"num_warps": 8}
 _TILED = {"num_warps": 16}
@@ -53,57 +55,64 @@ def active(tensor: Tensor) -> bool:
 
 def _run(kernel: str, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any) -> None:
     """Launch a kernel on the device of its first argument."""
-    # No fused multiply-adds: they would round once where the plain functions round twice.
-    with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
-        getattr(kernels(), kernel)[grid](first, *arguments, enable_fp_fusion=False, **options)
+    launch = getattr(kernels(), kernel)[grid]
+    elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
+    with torch.cuda.device(first.device) if elsewhere else _HERE:
+        # No fused multiply-adds: they would round once where the plain functions round twice.
+        launch(first, *arguments, enable_fp_fusion=False, **options)
 
 
-def _blocks(n: int) -> tuple[int]:
-    return (-(-n // _BLOCK),)
+_HERE = contextlib.nullcontext()
+
+
+def _blocks(n: int) -> int:
+    return -(-n // _BLOCK)
 
 
 def _tiles(x: Tensor) -> tuple[int, int]:
-    return -(-x.shape[0] // _TILE), -(-x.shape[1] // _TILE)
+    rows, cols = x.shape
+    return -(-rows // _TILE), -(-cols // _TILE)
+
+
+def _codes(x: Tensor, wanted: bool = True) -> Tensor:
+    return torch.empty_like(x, dtype=torch.uint8) if wanted else x.new_empty(0, dtype=torch.uint8)
 
 
 def amax(x: Tensor) -> Tensor:
-    """numerics.amax as `[1]`, of contiguous x."""
-    found = torch.zeros(1, dtype=torch.float32, device=x.device)
-    _run("amax_kernel", _blocks(x.numel()), x, found.view(torch.int32), x.numel(), BLOCK=_BLOCK, **_FLAT)
-    return found
+    """Magnitudes FP32 `[n]` of which the largest is numerics.amax(x), of contiguous x."""
+    blocks = _blocks(x.numel())
+    steps = -(-blocks // _PARTS)
+    parts = x.new_empty(-(-blocks // steps), dtype=torch.float32)
+    _run("amax_kernel", parts.shape, x, parts, x.numel(), steps, BLOCK=_BLOCK, **_FLAT)
+    return parts
 
 
 def cast_delayed(x: Tensor, scale: Tensor, amax: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
     """Codes (uint8, shape of contiguous x) and inverse scale `[1]`; `amax` `[1]` is raised to that of x."""
-    return _cast_tensor(x, scale, amax, dtype, False, False, 0.0)
+    codes, scale_inv = _codes(x), x.new_empty(1, dtype=torch.float32)
+    n, e5m2 = x.numel(), dtype == DType.kFloat8E5M2
+    _run("delayed_kernel", (_blocks(n),), x, codes, scale, amax, scale_inv, n, E5M2=e5m2, BLOCK=_BLOCK, **_FLAT)
+    return codes, scale_inv
 
 
-def cast_current(x: Tensor, amax: Tensor, dtype: DType, power_of_2: bool, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Codes and inverse scale, the scale being that of `amax` `[1]`."""
-    return _cast_tensor(x, amax, amax, dtype, True, power_of_2, epsilon)
-
-
-def _cast_tensor(
-    x: Tensor, scale: Tensor, amax: Tensor, dtype: DType, current: bool, power_of_2: bool, epsilon: float
-) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
+def cast_current(x: Tensor, parts: Tensor, dtype: DType, power_of_2: bool, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Codes and inverse scale, the scale being that of the largest of `parts`, as `amax` returns them."""
+    codes, scale_inv = _codes(x), x.new_empty(1, dtype=torch.float32)
+    n, n_parts = x.numel(), parts.numel()
     _run(
-        "tensor_kernel",
-        _blocks(x.numel()),
+        "current_kernel",
+        (_blocks(n),),
         x,
         codes,
-        scale,
-        amax.view(torch.int32),
+        parts,
         scale_inv,
-        x.numel(),
-        FP8_MAX[dtype],
+        n,
+        n_parts,
         epsilon,
-        FLT_MAX,
-        CURRENT=current,
         POWER_OF_2=power_of_2,
         E5M2=dtype == DType.kFloat8E5M2,
         BLOCK=_BLOCK,
+        PARTS=_power_of_2(n_parts),
         **_FLAT,
     )
     return codes, scale_inv
@@ -118,13 +127,12 @@ def cast_blocks(
     """
     (m, k), (p, q) = x.shape, _tiles(x)
     shapes = ((p, q), (q, p)) if two_d else ((q, m), (p, k))
-    make = torch.zeros if two_d else torch.empty
-    sizes = [
-        (a, b + -b % 4) if wanted else (0, 4) for (a, b), wanted in zip(shapes, (rowwise, columnwise), strict=True)
-    ]
-    row_scale, col_scale = (make(size, dtype=torch.float32, device=x.device) for size in sizes)
-    row_codes = torch.empty(x.shape if rowwise or two_d else 0, dtype=torch.uint8, device=x.device)
-    col_codes = row_codes if two_d else torch.empty(x.shape if columnwise else 0, dtype=torch.uint8, device=x.device)
+    row_scale, col_scale = (
+        x.new_empty(a if wanted else 0, b + -b % 4, dtype=torch.float32)
+        for (a, b), wanted in zip(shapes, (rowwise, columnwise), strict=True)
+    )
+    row_codes = _codes(x, rowwise or two_d)
+    col_codes = row_codes if two_d else _codes(x, columnwise)
     _run(
         "block_kernel",
         (p, q),
@@ -137,7 +145,6 @@ def cast_blocks(
         k,
         row_scale.shape[1],
         col_scale.shape[1],
-        FP8_MAX[dtype],
         epsilon,
         torch.finfo(x.dtype).max,
         ROW=rowwise,
@@ -157,10 +164,8 @@ def cast_mx(
     (m, k), (p, q) = x.shape, _tiles(x)
     groups = _TILE // 32
     sizes = (p * _TILE, q * groups) if rowwise else (0, 0), (p * groups, q * _TILE) if columnwise else (0, 0)
-    row_scale, col_scale = (torch.empty(size, dtype=torch.uint8, device=x.device) for size in sizes)
-    row_codes, col_codes = (
-        torch.empty(x.shape if wanted else 0, dtype=torch.uint8, device=x.device) for wanted in (rowwise, columnwise)
-    )
+    row_scale, col_scale = (x.new_empty(*size, dtype=torch.uint8) for size in sizes)
+    row_codes, col_codes = _codes(x, rowwise), _codes(x, columnwise)
     _run(
         "mx_kernel",
         (p, q),
@@ -171,8 +176,8 @@ def cast_mx(
         col_scale,
         m,
         k,
-        row_scale.stride(0),
-        col_scale.stride(0),
+        row_scale.shape[1],
+        col_scale.shape[1],
         INVERSE_MAX[dtype],
         ROW=rowwise,
         COL=columnwise,
@@ -183,47 +188,60 @@ def cast_mx(
     return row_codes, row_scale, col_codes, col_scale
 
 
-def operand(storage: Any, columnwise: bool) -> Tensor | None:
-    """BF16 values `[M, K]` of a block-scaled copy whose values are BF16 numbers; None for others or where off."""
-    blocks = storage.blocks(columnwise)
-    if blocks is None or not active(blocks.codes):
-        return None
-    codes, e5m2 = blocks.codes.contiguous(), storage._fp8_dtype == DType.kFloat8E5M2
-    out = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
+def decode(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor]:
+    """The BF16 values `[M, K]` of both matrices of a product, which must be BF16 numbers."""
+    arguments: list[Any] = []
+    for codes, scale, _, _ in (a, b):
+        codes = codes if codes.is_contiguous() else codes.contiguous()
+        out = torch.empty_like(codes, dtype=torch.bfloat16)
+        arguments += [codes, scale, out, *codes.shape, *scale.stride()]
+    (p, q), (r, s) = _tiles(a.codes), _tiles(b.codes)
     _run(
         "decode_kernel",
-        _tiles(codes),
-        codes,
-        blocks.scale,
-        out,
-        *codes.shape,
-        *blocks.scale.stride(),
-        DOWN=blocks.block[0],
-        ALONG=blocks.block[1],
-        E8M0=blocks.scale.dtype == torch.uint8,
-        E5M2=e5m2,
+        (p * q + r * s,),
+        *arguments,
+        A_DOWN=a.block[0],
+        A_ALONG=a.block[1],
+        A_E5M2=a.dtype == DType.kFloat8E5M2,
+        B_DOWN=b.block[0],
+        B_ALONG=b.block[1],
+        B_E5M2=b.dtype == DType.kFloat8E5M2,
         **_TILED,
     )
-    return out
+    return arguments[2], arguments[9]
 
 
-def update(history: Tensor, scale: Tensor, amax: Tensor, most_recent: bool, margin: int, fp8_max: float) -> None:
-    """Delayed scaling's update of one state, in place: history `[length, n]`, scale `[n]`, given the amaxes `[n]`."""
-    length, n = history.shape
+def update(
+    states: list[tuple[Tensor, Tensor]], amaxes: Tensor | None, most_recent: bool, margin: int, fp8_max: float
+) -> None:
+    """Delayed scaling's update of states, in place: (history `[length, n]`, scale `[n]`) of each, on one device.
+
+    `amaxes` are the reduced ones of all states, concatenated; None takes each state's own, row 0 of its history.
+    """
+    rows, start, longest, widest = [], 0, 1, 1
+    for history, scale in states:
+        length, n = history.shape
+        rows.append((history.data_ptr(), scale.data_ptr(), length, n, start))
+        start, longest, widest = start + n, max(longest, length), max(widest, n)
+    scale = states[0][1]
+    table = _table(tuple(rows), scale.device)
     _run(
         "update_kernel",
-        (1,),
-        history,
-        scale,
-        amax,
-        length,
-        n,
+        (len(rows),),
+        table,
+        scale if amaxes is None else amaxes,
         fp8_max * 2.0**-margin,
+        REDUCED=amaxes is not None,
         MOST_RECENT=most_recent,
-        LENGTH=_power_of_2(length),
-        N=_power_of_2(n),
+        LENGTH=_power_of_2(longest),
+        N=_power_of_2(widest),
         **_FLAT,
     )
+
+
+@functools.cache  # for good: a CUDA graph reads its table at every replay
+def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 def _power_of_2(n: int) -> int:

@@ -128,7 +128,9 @@ class TransformerEngineBaseModule(nn.Module):
     def init_fp8_metadata(self) -> None:
         """Bring the module's FP8 state in line with the active autocast."""
         state, meta = FP8GlobalStateManager.quantization_state, self.fp8_meta
-        self.fp8, self.fp8_calibration = state.fp8_enabled, state.fp8_calibration
+        # Only what changes is assigned, here and below: nn.Module's assignment takes the host microseconds.
+        if self.fp8 != state.fp8_enabled or self.fp8_calibration != state.fp8_calibration:
+            self.fp8, self.fp8_calibration = state.fp8_enabled, state.fp8_calibration
         enabled = meta["fp8_checkpoint"] = self.fp8 or self.fp8_calibration
         if not (enabled or state.fp8_parameters):
             self.fp8_initialized = False
@@ -201,7 +203,9 @@ class TransformerEngineBaseModule(nn.Module):
 
     def end_forward(self) -> None:
         """Put delayed scaling's state back after a recomputation."""
-        if self._current is not None and (forward := self._delayed) is not None:
+        if self._current is None:
+            return
+        if (forward := self._delayed) is not None:
             forward.amax_history.copy_(self._current[0])
             forward.scale.copy_(self._current[1])
         self._current = None
@@ -224,7 +228,9 @@ class TransformerEngineBaseModule(nn.Module):
 
     def _refuse_foreign_recompute(self) -> None:
         """torch.utils.checkpoint recomputes in the backward pass, where the autocast of the forward is gone."""
-        before, self._tracked = self._tracked, torch.is_grad_enabled()
+        before, now = self._tracked, torch.is_grad_enabled()
+        if now != before:
+            self._tracked = now
         if torch._C._current_graph_task_id() == -1 or _Restored.depth:
             return
         enabled = FP8GlobalStateManager.is_fp8_enabled()
@@ -254,16 +260,15 @@ class TransformerEngineBaseModule(nn.Module):
 
     def _check_weight_recipe(self) -> None:
         """Quantized weights run under the recipe that they were made for, or dequantized."""
-        weights = {name: getattr(self, name) for name in self.weight_names}
-        quantized = {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedTensor)}
-        state = FP8GlobalStateManager.quantization_state
-        if quantized and not state.fp8_enabled:
+        weights = [(name, getattr(self, name)) for name in self.weight_names]
+        quantized = [(name, weight) for name, weight in weights if isinstance(weight, QuantizedTensor)]
+        if quantized and not FP8GlobalStateManager.is_fp8_enabled():
             warnings.warn(
                 "You are using quantized weights without quantized compute. Please make sure this is intentional.",
                 stacklevel=4,
             )
             return
-        for name, weight in quantized.items():
+        for name, weight in quantized:
             recipe, expected = FP8GlobalStateManager.get_fp8_recipe(), weight._quantizer._get_compatible_recipe()
             if not isinstance(recipe, expected):
                 raise RuntimeError(
