@@ -51,7 +51,7 @@ ONLY_IN = {
     "safetensors": {"state", "formats"},
     "matplotlib": {"metrics"},
     "rich": {"plan", "capacity", "verify", "report", "finetune", "cli"},
-    "triton": {"kernels.attention_core_triton", "engine.emulated.triton_kernels"},
+    "triton": {"kernels.attention_core_triton", "engine.emulated.triton_kernels", "engine.emulated.nvfp4_kernels"},
     "torchao": {"optim.lowbit", "peers"},
     "pickle": set(),
 }

@@ -140,6 +140,70 @@ class TestQuantizers:
         assert quantizer.amax == 7.5
 
 
+NVFP4 = {
+    "1d": {},
+    "2d": {"with_2d_quantization": True},
+    "rht": {"with_rht": True},
+    "stochastic": {"stochastic_rounding": True},
+    "stochastic_2d": {"stochastic_rounding": True, "with_2d_quantization": True},
+    "gradient": {"with_rht": True, "stochastic_rounding": True},
+}
+
+
+@pytest.mark.usefixtures("on_cpu")
+class TestNVFP4:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shape", [(160, 96), (64, 288), (128, 128), (16, 16)])
+    @pytest.mark.parametrize("name", NVFP4)
+    def test_every_bit(self, name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        g = torch.Generator().manual_seed(7)
+        x = torch.randn(shape, generator=g) * torch.exp2(torch.randn(shape, generator=g) * 3)
+        x[3], x[5, :4], x[6, :2] = 0.0, -0.0, torch.tensor([1e-30, -1e-42])
+        x = (x / x.abs().amax() * 2688).to(dtype)
+        self.check(name, x, ((True, True), (True, False), (False, True)))
+
+    @pytest.mark.parametrize("name", NVFP4)
+    @pytest.mark.parametrize("odd", [0.0, torch.inf, torch.nan])
+    def test_odd_tensors(self, name: str, odd: float) -> None:
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)) * (odd != 0)
+        x[7, 9] = odd
+        self.check(name, x, ((True, True),))
+
+    def test_ties(self) -> None:
+        steps = torch.tensor([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 5.5, 6])
+        x = torch.cat([steps, -steps, steps.nextafter(torch.tensor(9.0)), -steps.nextafter(torch.tensor(0.0))])
+        self.check("1d", x.view(4, 16).repeat(4, 1) * 448, ((True, True),))
+
+    def check(self, name: str, x: Tensor, usages: tuple[tuple[bool, bool], ...]) -> None:
+        for rowwise, columnwise in usages:
+            quantizer = te.NVFP4Quantizer(rowwise=rowwise, columnwise=columnwise, **NVFP4[name])
+            made = []
+            for kernels in (False, True):
+                quantizer.generator = torch.Generator().manual_seed(0)
+                with fused.fused(kernels):
+                    made.append(quantizer(x))
+            plain, fast = made
+            # The sign of what was NaN and became a zero is the processor's.
+            mask = 0x77 if x.isnan().any() else 0xFF
+            for key, a, b in zip(plain._tensors, plain.get_data_tensors(), fast.get_data_tensors(), strict=True):
+                if a is not None and key.endswith("_data"):
+                    assert a.stride() == b.stride()
+                    a, b = a & mask, b & mask
+                assert a is b is None or torch.equal(a.isnan(), b.isnan()), key
+                assert a is b is None or same(a.nan_to_num(7.0), b.nan_to_num(7.0)), key
+            self.check_decoded(plain, fast, [i for i, usage in enumerate((rowwise, columnwise)) if usage])
+
+    def check_decoded(self, plain: Any, fast: Any, copies: list[int]) -> None:
+        for first in copies:
+            for second in copies:
+                left, right, factor = fused.decode_nvfp4(fast.blocks(bool(first)), fast.blocks(bool(second)))
+                expected = [plain.operand(bool(first)), plain.operand(bool(second))]
+                assert torch.equal(left.nan_to_num(9.0), expected[0].values.bfloat16().nan_to_num(9.0))
+                assert torch.equal(right.nan_to_num(9.0), expected[1].values.bfloat16().nan_to_num(9.0))
+                product = expected[0].scale.view(1) * expected[1].scale.view(1)
+                assert torch.equal(factor.nan_to_num(9.0), product.nan_to_num(9.0))
+
+
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("length", [1, 2, 5, 16])
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
@@ -166,7 +230,13 @@ def test_update_of_delayed_scaling(length: int, algo: str, reduced: bool) -> Non
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     "recipe",
-    [R.DelayedScaling(amax_history_len=3), R.Float8CurrentScaling(), R.Float8BlockScaling(), R.MXFP8BlockScaling()],
+    [
+        R.DelayedScaling(amax_history_len=3),
+        R.Float8CurrentScaling(),
+        R.Float8BlockScaling(),
+        R.MXFP8BlockScaling(),
+        R.NVFP4BlockScaling(),
+    ],
 )
 def test_a_layer(recipe: R.Recipe) -> None:
     """Three steps of te.Linear: outputs, gradients, scales."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from te_models.engine.emulated.numerics import INVERSE_MAX, DType
 from te_models.engine.emulated.tensors import Blocks
 
+_MODULES = ("triton_kernels", "nvfp4_kernels")
 _BLOCK = 4096
 _PARTS = 1024
 _TILE = 128
@@ -42,10 +43,12 @@ def fused(on: bool = True) -> Iterator[None]:
 
 
 @functools.cache
-def kernels() -> Any:
-    """The module of kernels, or None without Triton."""
-    found = importlib.util.find_spec("triton")
-    return importlib.import_module("te_models.engine.emulated.triton_kernels") if found else None
+def kernels() -> dict[str, Any] | None:
+    """The kernels by name, or None without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    modules = [importlib.import_module(f"te_models.engine.emulated.{name}") for name in _MODULES]
+    return {name: value for module in modules for name, value in vars(module).items()}
 
 
 def active(tensor: Tensor) -> bool:
@@ -55,7 +58,7 @@ def active(tensor: Tensor) -> bool:
 
 def _run(kernel: str, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any) -> None:
     """Launch a kernel on the device of its first argument."""
-    launch = getattr(kernels(), kernel)[grid]
+    launch = kernels()[kernel][grid]  # type: ignore[index]
     elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
     with torch.cuda.device(first.device) if elsewhere else _HERE:
         # No fused multiply-adds: they would round once where the plain functions round twice.
@@ -78,13 +81,17 @@ def _codes(x: Tensor, wanted: bool = True) -> Tensor:
     return torch.empty_like(x, dtype=torch.uint8) if wanted else x.new_empty(0, dtype=torch.uint8)
 
 
-def amax(x: Tensor) -> Tensor:
-    """Magnitudes FP32 `[n]` of which the largest is numerics.amax(x), of contiguous x."""
+def amax(x: Tensor, y: Tensor | None = None, nan: bool = False) -> Tensor:
+    """Magnitudes FP32 `[n]` of which the largest is numerics.amax(x), of contiguous x; with y `[2, n]`, of both.
+
+    With `nan` a NaN counts, and then the largest is to be found among their bits.
+    """
     blocks = _blocks(x.numel())
     steps = -(-blocks // _PARTS)
-    parts = x.new_empty(-(-blocks // steps), dtype=torch.float32)
-    _run("amax_kernel", parts.shape, x, parts, x.numel(), steps, BLOCK=_BLOCK, **_FLAT)
-    return parts
+    n, tensors = -(-blocks // steps), 1 if y is None else 2
+    parts = x.new_empty(tensors * n, dtype=torch.float32)
+    _run("amax_kernel", (n, tensors), x, x if y is None else y, parts, x.numel(), steps, NAN=nan, BLOCK=_BLOCK, **_FLAT)
+    return parts if y is None else parts.view(2, n)
 
 
 def cast_delayed(x: Tensor, scale: Tensor, amax: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
@@ -188,10 +195,72 @@ def cast_mx(
     return row_codes, row_scale, col_codes, col_scale
 
 
+def cast_nvfp4(
+    x: Tensor, t: Tensor, parts: Tensor, noise: Tensor | None, two_d: bool, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, ...]:
+    """Rowwise codes `[M, K/2]`, padded scale bytes and amax `[1]` of x `[M, K]`; columnwise ones of t, codes `[M/2, K]`.
+
+    t is x or x transformed. `parts` is what `amax(nan=True)` says of x, and of t if it differs (of t alone if that is
+    all that is cast). `noise` int16 has random numbers for the elements of x, then of t (None: no stochastic rounding).
+    """
+    (m, k), (p, q) = x.shape, _tiles(x)
+    u8, fp32 = torch.uint8, torch.float32
+    row_stride, col_stride = (-(-size // 64) * 4 for size in (k, m))
+    row_codes = x.new_empty(m if rowwise else 0, k // 2, dtype=u8)
+    row_scale = x.new_empty(p * _TILE if rowwise else 0, row_stride, dtype=u8)
+    col_codes = x.new_empty(m // 2 if columnwise else 0, k, dtype=u8)
+    col_scale = x.new_empty(q * _TILE if columnwise else 0, col_stride, dtype=u8)
+    row_amax, col_amax = x.new_empty(1, dtype=fp32), x.new_empty(1, dtype=fp32)
+    n_parts = parts.shape[-1]
+    _run(
+        "nvfp4_kernel",
+        (p, q),
+        x,
+        t,
+        x if noise is None else noise,
+        row_codes,
+        row_scale,
+        row_amax,
+        col_codes,
+        col_scale,
+        col_amax,
+        parts,
+        n_parts,
+        m,
+        k,
+        row_stride,
+        col_stride,
+        m * k if rowwise else 0,
+        ROW=rowwise,
+        COL=columnwise,
+        TWO_D=two_d,
+        TRANSFORMED=t is not x,
+        STOCHASTIC=noise is not None,
+        PARTS=_power_of_2(n_parts),
+        **_TILED,
+    )
+    return row_codes, row_scale, row_amax, col_codes, col_scale, col_amax
+
+
+def decode_nvfp4(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, Tensor]:
+    """The BF16 values `[M, K]` of both matrices of a product, and the factor `[1]` of the product."""
+    arguments: list[Any] = []
+    for codes, scale, block, _, amax, top in (a, b):
+        codes = codes if codes.is_contiguous() else codes.contiguous()
+        m, k = (codes.shape[0] * 2, codes.shape[1]) if block[0] > 1 else (codes.shape[0], codes.shape[1] * 2)
+        out = codes.new_empty(m, k, dtype=torch.bfloat16)
+        arguments += [codes, scale, out, m, k, scale.stride(0), amax, top]
+    left, right, alpha = arguments[2], arguments[10], arguments[2].new_empty(1, dtype=torch.float32)
+    (p, q), (r, s) = _tiles(left), _tiles(right)
+    columnwise = {"A_COL": a.block[0] > 1, "B_COL": b.block[0] > 1}
+    _run("nvfp4_decode_kernel", (p * q + r * s,), *arguments, alpha, **columnwise, **_TILED)
+    return left, right, alpha
+
+
 def decode(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor]:
     """The BF16 values `[M, K]` of both matrices of a product, which must be BF16 numbers."""
     arguments: list[Any] = []
-    for codes, scale, _, _ in (a, b):
+    for codes, scale, *_ in (a, b):
         codes = codes if codes.is_contiguous() else codes.contiguous()
         out = torch.empty_like(codes, dtype=torch.bfloat16)
         arguments += [codes, scale, out, *codes.shape, *scale.stride()]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_models.engine.emulated import fused
 from te_models.engine.emulated.tensor_core import PROMOTION_K, hopper_matmul
-from te_models.engine.emulated.tensors import Codes, Float8TensorStorage, Operand, QuantizedTensorStorage
+from te_models.engine.emulated.tensors import Blocks, Codes, Float8TensorStorage, Operand, QuantizedTensorStorage
 
 
 class _Exact:
@@ -63,10 +63,18 @@ def gemm(
             return _round(_exact(*codes, split_accumulator), bias, dtype)
     blocks = a.blocks(columnwise[0]), b.blocks(columnwise[1])
     if blocks[0] is not None and blocks[1] is not None and fused.active(blocks[0].codes):
-        left, right = (Operand(values, None, narrow=True) for values in fused.decode(*blocks))
+        left, right = _decoded(*blocks)
     else:
         left, right = a.operand(columnwise[0]), b.operand(columnwise[1])
     return _fp32(left.t if columnwise[0] else left, right if columnwise[1] else right.t, bias, dtype)
+
+
+def _decoded(a: Blocks, b: Blocks) -> tuple[Operand, Operand]:
+    if a.amax is None or b.amax is None:
+        left, right = fused.decode(a, b)
+        return Operand(left, None, narrow=True), Operand(right, None, narrow=True)
+    left, right, factor = fused.decode_nvfp4(a, b)
+    return Operand(left, factor, narrow=True), Operand(right, None, narrow=True)
 
 
 def _products(a: QuantizedTensorStorage, b: QuantizedTensorStorage, columnwise: bool) -> int:

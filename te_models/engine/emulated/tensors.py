@@ -64,12 +64,18 @@ class Codes(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """FP8 codes `[M, K]` (uint8) with one scale, FP32 or an E8M0 byte, for each `block` of elements."""
+    """FP8 codes `[M, K]` (uint8) with one scale, FP32 or an E8M0 byte, for each `block` of elements.
+
+    Or FP4 codes, two a byte along the block, with E4M3 bytes, one row for each row or column, and a factor for all of
+    `amax` [1] over `top`.
+    """
 
     codes: Tensor
     scale: Tensor
     block: tuple[int, int]
     dtype: DType
+    amax: Tensor | None = None
+    top: float = 1.0
 
 
 class QuantizedTensorStorage:

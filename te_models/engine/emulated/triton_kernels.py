@@ -63,15 +63,23 @@ def _decode(code, E5M2: tl.constexpr):
 
 
 @triton.jit
-def amax_kernel(x, parts, n, steps, BLOCK: tl.constexpr):
-    """The largest magnitude of every program's elements of x into `parts`, `steps` blocks a program."""
+def amax_kernel(x, y, parts, n, steps, NAN: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest magnitude of every program's elements into `parts`, `steps` blocks a program.
+
+    Of x, and where the grid has a second row of y, into the second half. With NAN a NaN is larger than any number.
+    """
     largest = tl.zeros((BLOCK,), tl.int32)
     for step in range(steps):
         block = step * tl.num_programs(0) + tl.program_id(0)
         at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, _magnitude_bits(v))
-    tl.store(parts + tl.program_id(0), tl.max(largest, 0).to(tl.float32, bitcast=True))
+        if tl.program_id(1) == 0:
+            v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
+        else:
+            v = tl.load(y + at, mask=at < n, other=0.0).to(tl.float32)
+        bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF if NAN else _magnitude_bits(v)
+        largest = tl.maximum(largest, bits)
+    part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(parts + part, tl.max(largest, 0).to(tl.float32, bitcast=True))
 
 
 @triton.jit
