@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.engine.emulated.numerics import INVERSE_MAX, DType
+from te_models.engine.emulated.numerics import INVERSE_MAX, DType, device_type
 from te_models.engine.emulated.tensors import Blocks
 
 _MODULES = ("triton_kernels", "nvfp4_kernels")
@@ -53,7 +53,7 @@ def kernels() -> dict[str, Any] | None:
 
 def active(tensor: Tensor) -> bool:
     """Whether kernels serve this tensor."""
-    return _Switch.on and tensor.device.type in _Switch.devices and tensor.numel() > 0 and kernels() is not None
+    return _Switch.on and device_type(tensor) in _Switch.devices and tensor.numel() > 0 and kernels() is not None
 
 
 def _run(kernel: str, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any) -> None:
@@ -133,11 +133,10 @@ def cast_blocks(
     All codes are `[M, K]`; a copy that was not asked for is empty. With `two_d` both have one set of codes.
     """
     (m, k), (p, q) = x.shape, _tiles(x)
-    shapes = ((p, q), (q, p)) if two_d else ((q, m), (p, k))
-    row_scale, col_scale = (
-        x.new_empty(a if wanted else 0, b + -b % 4, dtype=torch.float32)
-        for (a, b), wanted in zip(shapes, (rowwise, columnwise), strict=True)
-    )
+    (row_lines, row_stride), (col_lines, col_stride) = ((p, q), (q, p)) if two_d else ((q, m), (p, k))
+    row_stride, col_stride = row_stride + -row_stride % 4, col_stride + -col_stride % 4
+    row_scale = x.new_empty(row_lines if rowwise else 0, row_stride, dtype=torch.float32)
+    col_scale = x.new_empty(col_lines if columnwise else 0, col_stride, dtype=torch.float32)
     row_codes = _codes(x, rowwise or two_d)
     col_codes = row_codes if two_d else _codes(x, columnwise)
     _run(
@@ -150,8 +149,8 @@ def cast_blocks(
         col_scale,
         m,
         k,
-        row_scale.shape[1],
-        col_scale.shape[1],
+        row_stride,
+        col_stride,
         epsilon,
         torch.finfo(x.dtype).max,
         ROW=rowwise,
@@ -170,8 +169,8 @@ def cast_mx(
     """As `cast_blocks`, with padded scale bytes of 32 elements."""
     (m, k), (p, q) = x.shape, _tiles(x)
     groups = _TILE // 32
-    sizes = (p * _TILE, q * groups) if rowwise else (0, 0), (p * groups, q * _TILE) if columnwise else (0, 0)
-    row_scale, col_scale = (x.new_empty(*size, dtype=torch.uint8) for size in sizes)
+    row_scale = x.new_empty(p * _TILE if rowwise else 0, q * groups, dtype=torch.uint8)
+    col_scale = x.new_empty(p * groups if columnwise else 0, q * _TILE, dtype=torch.uint8)
     row_codes, col_codes = _codes(x, rowwise), _codes(x, columnwise)
     _run(
         "mx_kernel",
@@ -183,8 +182,8 @@ def cast_mx(
         col_scale,
         m,
         k,
-        row_scale.shape[1],
-        col_scale.shape[1],
+        q * groups,
+        q * _TILE,
         INVERSE_MAX[dtype],
         ROW=rowwise,
         COL=columnwise,
@@ -242,8 +241,20 @@ def cast_nvfp4(
     return row_codes, row_scale, row_amax, col_codes, col_scale, col_amax
 
 
-def decode_nvfp4(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, Tensor]:
-    """The BF16 values `[M, K]` of both matrices of a product, and the factor `[1]` of the product."""
+def decodes(a: Blocks, b: Blocks) -> bool:
+    """Whether `decode` serves these two."""
+    return (a.amax is None) == (b.amax is None) and active(a.codes)
+
+
+def decode(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The BF16 values `[M, K]` of both matrices of a product, and a factor `[1]` of the product (None: 1).
+
+    Their formats are both FP8 with scales that are powers of two, or both FP4.
+    """
+    return _decode_fp8(a, b) if a.amax is None else _decode_fp4(a, b)
+
+
+def _decode_fp4(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, Tensor]:
     arguments: list[Any] = []
     for codes, scale, block, _, amax, top in (a, b):
         codes = codes if codes.is_contiguous() else codes.contiguous()
@@ -257,8 +268,7 @@ def decode_nvfp4(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, Tensor]:
     return left, right, alpha
 
 
-def decode(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor]:
-    """The BF16 values `[M, K]` of both matrices of a product, which must be BF16 numbers."""
+def _decode_fp8(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, None]:
     arguments: list[Any] = []
     for codes, scale, *_ in (a, b):
         codes = codes if codes.is_contiguous() else codes.contiguous()
@@ -277,7 +287,7 @@ def decode(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor]:
         B_E5M2=b.dtype == DType.kFloat8E5M2,
         **_TILED,
     )
-    return arguments[2], arguments[9]
+    return arguments[2], arguments[9], None
 
 
 def update(

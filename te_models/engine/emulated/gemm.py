@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_models.engine.emulated import fused
 from te_models.engine.emulated.tensor_core import PROMOTION_K, hopper_matmul
-from te_models.engine.emulated.tensors import Blocks, Codes, Float8TensorStorage, Operand, QuantizedTensorStorage
+from te_models.engine.emulated.tensors import Codes, Float8TensorStorage, Operand, QuantizedTensorStorage
 
 
 class _Exact:
@@ -62,19 +62,12 @@ def gemm(
                 return _on_tensor_cores(*codes, bias, dtype, split_accumulator)
             return _round(_exact(*codes, split_accumulator), bias, dtype)
     blocks = a.blocks(columnwise[0]), b.blocks(columnwise[1])
-    if blocks[0] is not None and blocks[1] is not None and fused.active(blocks[0].codes):
-        left, right = _decoded(*blocks)
-    else:
-        left, right = a.operand(columnwise[0]), b.operand(columnwise[1])
+    if blocks[0] is not None and blocks[1] is not None and fused.decodes(*blocks):
+        left, right, factor = fused.decode(*blocks)
+        out = _narrow_product(left.t() if columnwise[0] else left, right if columnwise[1] else right.t())
+        return _round(out if factor is None else out.mul_(factor), bias, dtype)
+    left, right = a.operand(columnwise[0]), b.operand(columnwise[1])
     return _fp32(left.t if columnwise[0] else left, right if columnwise[1] else right.t, bias, dtype)
-
-
-def _decoded(a: Blocks, b: Blocks) -> tuple[Operand, Operand]:
-    if a.amax is None or b.amax is None:
-        left, right = fused.decode(a, b)
-        return Operand(left, None, narrow=True), Operand(right, None, narrow=True)
-    left, right, factor = fused.decode_nvfp4(a, b)
-    return Operand(left, factor, narrow=True), Operand(right, None, narrow=True)
 
 
 def _products(a: QuantizedTensorStorage, b: QuantizedTensorStorage, columnwise: bool) -> int:
@@ -125,17 +118,21 @@ def _round(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _product(a: Operand, b: Operand) -> Tensor:
-    """The FP32 product of the values. Where both are BF16 numbers the faster BF16 units give the same products."""
-    if not (a.narrow and b.narrow):
-        return a.values.float() @ b.values.float()
-    if a.values.device.type == "cuda":
-        return torch.mm(a.values.bfloat16(), b.values.bfloat16(), out_dtype=torch.float32)
-    a, b = (t._replace(values=t.values.float()) for t in (a, b))
+    """The FP32 product of the values."""
+    if a.narrow and b.narrow:
+        return _narrow_product(a.values, b.values)
+    return a.values.float() @ b.values.float()
+
+
+def _narrow_product(a: Tensor, b: Tensor) -> Tensor:
+    """The FP32 product of BF16 numbers: the faster BF16 units give the same products."""
+    if a.is_cuda:
+        return torch.mm(a.bfloat16(), b.bfloat16(), out_dtype=torch.float32)
     options: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = options.fp32_precision
     # FP32 in and out, BF16 between: processors without BF16 instructions ignore it.
     options.fp32_precision = "bf16"
     try:
-        return a.values @ b.values
+        return a.float() @ b.float()
     finally:
         options.fp32_precision = before

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.gemm import gemm
 from te_models.engine.emulated.module import TransformerEngineBaseModule
+from te_models.engine.emulated.numerics import device_type
 from te_models.engine.emulated.parallel import MODES, Parallelism, divide, split_sizes
 from te_models.engine.emulated.quantizers import Float8Quantizer
 from te_models.engine.emulated.tensors import QuantizedTensor, QuantizedTensorStorage, as_matrix
@@ -89,7 +90,7 @@ class _Linear(torch.autograd.Function):
 
 def _no_autocast(tensor: Tensor) -> Any:
     """torch.autocast off for the device of `tensor`, so that it does not narrow FP32 GEMMs."""
-    device = tensor.device.type
+    device = device_type(tensor)
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
@@ -137,7 +138,7 @@ def _save(ctx: Any, inp: Tensor, x: Any, weight: Tensor, w: Any, wgrad: bool, dg
     for value in (x if wgrad else None, w if dgrad else None):
         quantized = isinstance(value, QuantizedTensorStorage)
         parts = value.get_data_tensors() if quantized else (value,)
-        ctx.saved.append((value.builder() if quantized else None, len(parts)))
+        ctx.saved.append((value.with_data_tensors((None,) * len(parts)) if quantized else None, len(parts)))
         tensors += parts
     ctx.save_for_backward(*tensors)
 
@@ -145,9 +146,12 @@ def _save(ctx: Any, inp: Tensor, x: Any, weight: Tensor, w: Any, wgrad: bool, dg
 def _restore(ctx: Any) -> list[Any]:
     """The input and the weight that `_save` kept."""
     tensors, found = ctx.saved_tensors, []
-    for build, count in ctx.saved:
+    for storage, count in ctx.saved:
         parts, tensors = tensors[:count], tensors[count:]
-        found.append(parts[0] if build is None else build(parts))
+        if storage is not None:
+            storage.set_data_tensors(parts)
+        found.append(parts[0] if storage is None else storage)
+    ctx.saved = None  # which must not keep what autograd frees
     return found
 
 
@@ -193,7 +197,7 @@ def _plain_backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None,
     if ctx.needs_input_grad[0]:
         db = dy.sum(0, dtype=torch.float32).to(call.dtype) if ctx.bias else None
         x = _high_precision(x, call.dtype)
-        x = parallel.gather_input(x.reshape(-1, x.shape[-1]))
+        x = parallel.gather_input(as_matrix(x))
         dw = call.module.weight_gradient(call, lambda dtype: matmul(dy.t(), x, dtype=dtype), db)
         db = None if call.module.delay_wgrad_compute else db
     return dw, dx, db
@@ -343,11 +347,12 @@ class Linear(TransformerEngineBaseModule):
         """
         parallel = self.parallelism
         parallel.check(self.tp_group_initialized, None)
-        self.prepare_forward(inp)
+        weights = [getattr(self, name) for name in self.weight_names]
+        self.prepare_forward(inp, weights)
         # A row-parallel bias is added once, after the sum over the ranks.
         fused = not self.return_bias and self.parallel_mode != "row"
         try:
-            weight, bias = self._weight_and_bias()
+            weight, bias = weights[0] if len(weights) == 1 else torch.cat(weights), self._bias()
             if inp.shape[-1] != self.in_features:
                 raise AssertionError(
                     f"GEMM not possible: the input has {inp.shape[-1]} features, not {self.in_features}"
@@ -360,12 +365,11 @@ class Linear(TransformerEngineBaseModule):
             return out, None if bias is None else bias.to(self.activation_dtype)
         return out if bias is None or fused else out + bias.to(self.activation_dtype)
 
-    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        weights = [getattr(self, name) for name in self.weight_names]
-        biases = [getattr(self, name) for name in self.bias_names] if self.use_bias else []
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
-        return weight, bias
+    def _bias(self) -> Tensor | None:
+        if not self.use_bias:
+            return None
+        biases = [getattr(self, name) for name in self.bias_names]
+        return biases[0] if len(biases) == 1 else torch.cat(biases)
 
     def _call(
         self,

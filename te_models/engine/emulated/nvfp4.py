@@ -229,13 +229,14 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
 
     def blocks(self, columnwise: bool) -> Blocks | None:
         """The copy's codes, scale bytes and amax; None under row scaling."""
-        codes, scale, amax = (
-            getattr(self, name) for name in (self._tensors[3:] if columnwise else self._tensors[:3])
-        )
-        if amax.numel() > 1:
+        amax = self._amax_columnwise if columnwise else self._amax_rowwise
+        if amax.numel() > 1:  # type: ignore[union-attr]
             return None
-        codes = rows_first(codes) if columnwise else as_matrix(codes)
-        return Blocks(codes, scale, (BLOCK, 1) if columnwise else (1, BLOCK), self._fp4_dtype, amax, self._top)
+        if columnwise:
+            codes, scale, block = rows_first(self._columnwise_data), self._columnwise_scale_inv, (BLOCK, 1)
+        else:
+            codes, scale, block = as_matrix(self._rowwise_data), self._rowwise_scale_inv, (1, BLOCK)
+        return Blocks(codes, scale, block, self._fp4_dtype, amax, self._top)  # type: ignore[arg-type]
 
     def _high_precision(self, dtype: torch.dtype | None) -> Tensor:
         if self._rowwise_data is None:
@@ -312,7 +313,7 @@ class NVFP4Quantizer(Quantizer):
                 f"NVFP4 requires tensor dims that are divisible by 16 (got shape={tuple(tensor.shape)}): pad the tensor"
             )
         fields: dict[str, Any] = {"fp4_dtype": self.dtype, "nvfp4_e4m3_max": self.nvfp4_e4m3_max}
-        fields |= dict.fromkeys(name.removeprefix("_") for name in NVFP4TensorStorage._tensors)
+        fields |= dict.fromkeys(NVFP4TensorStorage._data_names())
         x, (*lead, last) = as_matrix(tensor), tensor.shape
         if fused.active(x) and not (self.row_scaled_nvfp4 or self.nvfp4_use_4over6):
             return fields | self._fused(x, tensor.shape, rowwise, columnwise)
@@ -348,10 +349,11 @@ class NVFP4Quantizer(Quantizer):
         made = fused.cast_nvfp4(x, t, amax, noise, self.with_2d_quantization, rowwise, columnwise)
         fields: dict[str, Any] = {}
         if rowwise:
-            data = made[0].view(*shape[:-1], shape[-1] // 2)
+            data = made[0] if len(shape) == 2 else made[0].view(*shape[:-1], shape[-1] // 2)
             fields |= {"rowwise_data": data, "rowwise_scale_inv": made[1], "amax_rowwise": made[2]}
         if columnwise:
-            data = rows_last(made[3].view(*shape[:-2], shape[-2] // 2, shape[-1]))
+            data = made[3] if len(shape) == 2 else made[3].view(*shape[:-2], shape[-2] // 2, shape[-1])
+            data = rows_last(data)
             fields |= {"columnwise_data": data, "columnwise_scale_inv": made[4], "amax_columnwise": made[5]}
         return fields
 
@@ -365,11 +367,11 @@ class NVFP4Quantizer(Quantizer):
         if not self.with_rht:
             return x
         # In FP32, because a processor without BF16 instructions takes 20 times as long for BF16.
-        matrix = hadamard(self.with_random_sign_mask, x.device, torch.float32)
-        out = torch.empty_like(x)
-        for rows in numerics.row_tiles(x, BLOCK):
-            out[rows] = (matrix.t() @ x[rows].float().view(-1, BLOCK, x.shape[1])).view(-1, x.shape[1])
-        return out
+        matrix = hadamard(self.with_random_sign_mask, x.device, torch.float32).t()
+        tiles = numerics.row_tiles(x, BLOCK)
+        parts = [x] if len(tiles) == 1 else [x[rows] for rows in tiles]
+        parts = [(matrix @ part.float().view(-1, BLOCK, x.shape[1])).view(part.shape).to(x.dtype) for part in parts]
+        return parts[0] if len(tiles) == 1 else torch.cat(parts)
 
     def _cast(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For blocks along the rows of x `[M, K]`: codes, a scale byte for each block, and the amax."""

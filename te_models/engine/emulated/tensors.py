@@ -10,7 +10,6 @@ A columnwise copy that has the same codes as the rowwise one is a transposed vie
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -149,13 +148,20 @@ class QuantizedTensorStorage:
         """The tensors that hold the data, in the order of `_tensors`."""
         return tuple(getattr(self, name) for name in self._tensors)
 
-    def builder(self) -> Callable[[tuple[Tensor | None, ...]], QuantizedTensorStorage]:
-        """What makes a storage of this one's metadata and given tensors; it does not keep this one's alive."""
-        return functools.partial(_built, self._storage_class(), self._data_names(), self._metadata())
-
     def with_data_tensors(self, tensors: tuple[Tensor | None, ...]) -> QuantizedTensorStorage:
         """A storage with the same metadata and other tensors."""
-        return self.builder()(tensors)
+        storage = self._storage_class()
+        made = storage.__new__(storage)
+        if not isinstance(self, Tensor):
+            made.__dict__.update(self.__dict__)
+        else:  # a parameter has more attributes than its own
+            made.__dict__.update({f"_{name}": value for name, value in self._metadata().items()})
+        made.set_data_tensors(tensors)
+        return made
+
+    def set_data_tensors(self, tensors: tuple[Tensor | None, ...]) -> None:
+        """Replace the tensors that hold the data."""
+        self.__dict__.update(zip(self._tensors, tensors, strict=True))
 
     @classmethod
     @functools.cache
@@ -178,15 +184,6 @@ class QuantizedTensorStorage:
 
     def _get_quantizer(self) -> Any:
         return self._quantizer
-
-
-def _built(
-    storage: type[QuantizedTensorStorage],
-    names: list[str],
-    metadata: dict[str, Any],
-    tensors: tuple[Tensor | None, ...],
-) -> QuantizedTensorStorage:
-    return storage(**metadata, **dict(zip(names, tensors, strict=True)))  # type: ignore[arg-type]
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
@@ -336,9 +333,11 @@ class MXFP8TensorStorage(_BlockStorage, QuantizedTensorStorage):
 
     def blocks(self, columnwise: bool) -> Blocks:
         """The copy's codes and scale bytes."""
-        side, block = ("columnwise", (MX_BLOCK, 1)) if columnwise else ("rowwise", (1, MX_BLOCK))
-        codes, scale = getattr(self, f"_{side}_data"), getattr(self, f"_{side}_scale_inv")
-        return Blocks(as_matrix(codes), scale, block, self._fp8_dtype)
+        if columnwise:
+            codes, scale, block = self._columnwise_data, self._columnwise_scale_inv, (MX_BLOCK, 1)
+        else:
+            codes, scale, block = self._rowwise_data, self._rowwise_scale_inv, (1, MX_BLOCK)
+        return Blocks(as_matrix(codes), scale, block, self._fp8_dtype)  # type: ignore[arg-type]
 
 
 def as_matrix(tensor: Any) -> Tensor:
