@@ -106,7 +106,8 @@ class FP8GlobalState:
     recompute_phase: bool = False
     # Registered states by registry key and id, in order of registration: the order of the amax reduction.
     registry: dict[str, dict[int, DelayedScalingRecipeState]] = dataclasses.field(default_factory=dict)
-    autocast_arguments: dict[str, tuple[Recipe, Any]] = dataclasses.field(default_factory=dict)
+    autocast_arguments: dict[str, tuple[Recipe | None, Any]] = dataclasses.field(default_factory=dict)
+    latest_arguments: tuple[Recipe | None, Any] = (None, None)
 
 
 class FP8GlobalStateManager:
@@ -155,6 +156,14 @@ class FP8GlobalStateManager:
     def get_unique_autocast_key(cls, recipe: Recipe | None = None, group: Any = None) -> str:
         """The key under which the states of a recipe and a reduction group are kept."""
         return f"recipe={recipe},group={None if group is None else id(group)}"
+
+    @classmethod
+    def use_arguments(cls, recipe: Recipe | None, group: Any) -> None:
+        """Update the states of this recipe and group with these objects, which may have other callables, from now on."""
+        state = cls.quantization_state
+        if state.latest_arguments[0] is not recipe or state.latest_arguments[1] is not group:
+            state.latest_arguments = (recipe, group)
+            state.autocast_arguments[cls.get_unique_autocast_key(recipe, group)] = (recipe, group)
 
     @classmethod
     def register(cls, state: DelayedScalingRecipeState, recipe: Recipe, group: Any) -> None:
@@ -323,8 +332,7 @@ class autocast:
             )
         self._saved = _autocast_fields(state)
         if delayed:  # the others have no state to update
-            key = FP8GlobalStateManager.get_unique_autocast_key(recipe, self._amax_reduction_group)
-            state.autocast_arguments[key] = (recipe, self._amax_reduction_group)
+            FP8GlobalStateManager.use_arguments(recipe, self._amax_reduction_group)
         state.fp8_enabled, state.fp8_calibration, state.fp8_recipe = self._enabled, self._calibrating, recipe
         state.fp8_distributed_group, state.fp8_graph_capturing = self._amax_reduction_group, self._graph
         if state.autocast_depth == 0:
