@@ -12,6 +12,7 @@ import te_models.engine.emulated as te
 from te_models.engine.emulated import fused, numerics
 from te_models.engine.emulated import recipe as R
 from te_models.engine.emulated.autocast import _update_fused
+from te_models.engine.emulated.gemm import gemm
 from te_models.engine.emulated.numerics import FP8_MAX, DType
 from te_models.engine.emulated.quantizers import Quantizer
 
@@ -125,6 +126,20 @@ class TestQuantizers:
         plain, made = both(quantizer, x)
         assert len(plain._rowwise_scale_inv[0, :8].unique()) > 2
         assert all(same(a, b) for a, b in zip(plain.get_data_tensors(), made.get_data_tensors(), strict=True))
+
+    @pytest.mark.parametrize("name", ["delayed", "current", "block2", "mxfp8"])
+    def test_a_transposed_input(self, name: str) -> None:
+        plain, made = both(QUANTIZERS[name](E4M3), values(64, 96, torch.bfloat16, 0).t())
+        assert all(same(a, b) for a, b in zip(plain.get_data_tensors(), made.get_data_tensors(), strict=True))
+
+    def test_operands_of_two_formats(self) -> None:
+        x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+        pair = te.NVFP4Quantizer()(x), te.MXFP8Quantizer(E4M3)(x)
+        with te.exact_gemm(0):
+            products = [gemm(*pair, (False, False), None, torch.float32, True)]
+            with fused.fused(False):
+                products.append(gemm(*pair, (False, False), None, torch.float32, True))
+        assert same(*products)
 
     def test_more_elements_than_programs_for_the_amax(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fused, "_PARTS", 3)

@@ -56,18 +56,18 @@ def gemm(
     per_tensor = isinstance(a, Float8TensorStorage) and isinstance(b, Float8TensorStorage)
     on_tensor_cores = per_tensor and _tensor_cores(a._scale_inv.device)  # type: ignore[attr-defined]
     if on_tensor_cores or _products(a, b, columnwise[1]) <= _Exact.products:
-        codes = a.codes(columnwise[0]), b.codes(columnwise[1])
-        if codes[0] is not None and codes[1] is not None:
+        a_codes, b_codes = a.codes(columnwise[0]), b.codes(columnwise[1])
+        if a_codes is not None and b_codes is not None:
             if on_tensor_cores:
-                return _on_tensor_cores(*codes, bias, dtype, split_accumulator)
-            return _round(_exact(*codes, split_accumulator), bias, dtype)
-    blocks = a.blocks(columnwise[0]), b.blocks(columnwise[1])
-    if blocks[0] is not None and blocks[1] is not None and fused.decodes(*blocks):
-        left, right, factor = fused.decode(*blocks)
+                return _on_tensor_cores(a_codes, b_codes, bias, dtype, split_accumulator)
+            return _round(_exact(a_codes, b_codes, split_accumulator), bias, dtype)
+    a_blocks, b_blocks = a.blocks(columnwise[0]), b.blocks(columnwise[1])
+    if a_blocks is not None and b_blocks is not None and fused.decodes(a_blocks, b_blocks):
+        left, right, factor = fused.decode(a_blocks, b_blocks)
         out = _narrow_product(left.t() if columnwise[0] else left, right if columnwise[1] else right.t())
         return _round(out if factor is None else out.mul_(factor), bias, dtype)
-    left, right = a.operand(columnwise[0]), b.operand(columnwise[1])
-    return _fp32(left.t if columnwise[0] else left, right if columnwise[1] else right.t, bias, dtype)
+    x, y = a.operand(columnwise[0]), b.operand(columnwise[1])
+    return _fp32(x.t if columnwise[0] else x, y if columnwise[1] else y.t, bias, dtype)
 
 
 def _products(a: QuantizedTensorStorage, b: QuantizedTensorStorage, columnwise: bool) -> int:
