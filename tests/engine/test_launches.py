@@ -79,3 +79,65 @@ def test_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             one_pass()
     assert launched == kernels
     assert "_local_scalar_dense" not in counted.found and counted.found.total() == operations, +counted.found
+
+
+class Kernel:
+    """What fused.py sees of a Triton kernel: `kernel[grid](...)` looks for a variant, `variant[grid](...)` launches it."""
+
+    arg_names = ("x", "scale", "n", "WIDE", "BLOCK")
+    packed_metadata = ()
+
+    def __init__(self) -> None:
+        self.searches: list[dict[str, Any]] = []
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def call(*arguments: Any, **options: Any) -> Kernel:
+            (self.searches if options else self.launches).append(options or (grid, *arguments))  # type: ignore[arg-type]
+            return self
+
+        return call
+
+
+def test_a_variant_of_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel()
+    monkeypatch.setattr(fused, "kernels", lambda: {"k": kernel})
+    monkeypatch.setattr(fused, "_VARIANTS", {})
+    x, s = torch.zeros(64), torch.ones(1)
+    for _ in range(3):
+        fused._run("k", (2,), x, s, 64, BLOCK=32, num_warps=4, WIDE=False)
+    assert kernel.searches == [{"enable_fp_fusion": False, "BLOCK": 32, "num_warps": 4, "WIDE": False}]
+    # The constants come in the order of the kernel's parameters, and the grid has three numbers.
+    assert kernel.launches == [((2, 1, 1), x, s, 64, False, 32)] * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": torch.zeros(64, dtype=torch.bfloat16)},
+        {"x": torch.zeros(65)[1:]},
+        {"s": torch.ones(1, dtype=torch.float64)},
+        {"n": 63},
+        {"n": 1},
+        {"BLOCK": 16},
+        {"WIDE": True},
+        {"num_warps": 8},
+    ],
+)
+def test_what_a_variant_depends_on(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel()
+    monkeypatch.setattr(fused, "kernels", lambda: {"k": kernel})
+    monkeypatch.setattr(fused, "_VARIANTS", {})
+    call: dict[str, Any] = {
+        "x": torch.zeros(64),
+        "s": torch.ones(1),
+        "n": 64,
+        "BLOCK": 32,
+        "num_warps": 4,
+        "WIDE": False,
+    }
+    for arguments in (call, call | change):
+        fused._run(
+            "k", (2,), *(arguments[name] for name in "xsn"), **{n: v for n, v in arguments.items() if n not in "xsn"}
+        )
+    assert len(kernel.searches) == 2 and not kernel.launches

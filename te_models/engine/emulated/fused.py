@@ -56,16 +56,37 @@ def active(tensor: Tensor) -> bool:
     return _Switch.on and device_type(tensor) in _Switch.devices and tensor.numel() > 0 and kernels() is not None
 
 
-def _run(kernel: str, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any) -> None:
+def _run(name: str, grid: tuple[int, ...], first: Tensor, *others: Any, **options: Any) -> None:
     """Launch a kernel on the device of its first argument."""
-    launch = kernels()[kernel][grid]  # type: ignore[index]
     elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
     with torch.cuda.device(first.device) if elsewhere else _HERE:
-        # No fused multiply-adds: they would round once where the plain functions round twice.
-        launch(first, *arguments, enable_fp_fusion=False, **options)
+        _launch(name, grid, (first, *others), options)
+
+
+def _launch(name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    # Triton's look for the variant of a kernel that suits the arguments takes as long as several launches. What a
+    # variant depends on is all in this key: types, alignment, integers, constants, device.
+    key: list[Any] = [name, arguments[0].get_device(), *options.values()]
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            key += (argument.dtype, argument.data_ptr() % 16 == 0)
+        else:
+            key.append(argument)
+    variant = _VARIANTS.get(tuple(key))
+    if variant is not None:
+        compiled, constants = variant
+        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+        return
+    kernel = kernels()[name]  # type: ignore[index]
+    # No fused multiply-adds: they would round once where the plain functions round twice.
+    compiled = kernel[grid](*arguments, enable_fp_fusion=False, **options)
+    if compiled is not None and hasattr(compiled, "packed_metadata"):  # None from the interpreter
+        constants = tuple(options[parameter] for parameter in kernel.arg_names[len(arguments) :])
+        _VARIANTS[tuple(key)] = compiled, constants
 
 
 _HERE = contextlib.nullcontext()
+_VARIANTS: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def _blocks(n: int) -> int:
@@ -115,7 +136,7 @@ def cast_current(x: Tensor, parts: Tensor, dtype: DType, power_of_2: bool, epsil
         scale_inv,
         n,
         n_parts,
-        epsilon,
+        float(epsilon),
         POWER_OF_2=power_of_2,
         E5M2=dtype == DType.kFloat8E5M2,
         BLOCK=_BLOCK,
@@ -151,7 +172,7 @@ def cast_blocks(
         k,
         row_stride,
         col_stride,
-        epsilon,
+        float(epsilon),
         torch.finfo(x.dtype).max,
         ROW=rowwise,
         COL=columnwise,

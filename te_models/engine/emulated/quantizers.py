@@ -295,17 +295,19 @@ class Float8BlockQuantizer(Quantizer):
             row_codes, row_scale, column_codes, column_scale = made
         elif self.block_scaling_dim == 2:
             row_codes, row_scale = self._cast(x, (BLOCK, BLOCK))
-            column_codes, column_scale = row_codes, row_scale.t()
+            column_codes, column_scale = row_codes, pad_to(row_scale.t(), 1, 4) if columnwise else row_scale
+            row_scale = pad_to(row_scale, 1, 4)
         else:
             row_codes, row_scale = self._cast(x, (1, BLOCK)) if rowwise else (x, x)
-            row_scale = row_scale.t()
+            row_scale = pad_to(row_scale.t(), 1, 4)
             column_codes, column_scale = self._cast(x, (BLOCK, 1)) if columnwise else (x, x)
+            column_scale = pad_to(column_scale, 1, 4)
         if rowwise:
             fields["rowwise_data"] = like(row_codes, tensor)
-            fields["rowwise_scale_inv"] = pad_to(row_scale, 1, 4)
+            fields["rowwise_scale_inv"] = row_scale
         if columnwise:
             fields["columnwise_data"] = rows_last(like(column_codes, tensor))
-            fields["columnwise_scale_inv"] = pad_to(column_scale, 1, 4)
+            fields["columnwise_scale_inv"] = column_scale
         return fields
 
 
