@@ -141,7 +141,7 @@ class Quantizer:
 
 def _bare(tensor: Tensor) -> Tensor:
     """The tensor contiguous and without its graph. Each call of torch costs a GPU's host microseconds."""
-    tensor = tensor.detach() if tensor.requires_grad else tensor
+    tensor = tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
