@@ -174,7 +174,9 @@ def main() -> None:
     one.add_argument("--batch-size", type=int, default=8, help="sequences of each process")
     one.add_argument("--seq-len", type=int, default=2048)
     one.add_argument("--accumulation", type=int, default=1, help="batches of each process a step")
-    one.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="capture forward and backward")
+    one.add_argument(
+        "--graph", action=argparse.BooleanOptionalAction, default=True, help="capture forward and backward"
+    )
     one.add_argument("--activation-checkpointing", default="none")
     one.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True)
     one.add_argument("--prefetch", type=int, default=1)

@@ -12,6 +12,7 @@ import te_models.engine.emulated as te
 from te_models.engine.emulated import fused, numerics
 from te_models.engine.emulated import recipe as R
 from te_models.engine.emulated.autocast import _update_fused
+from te_models.engine.emulated.gemm import gemm
 from te_models.engine.emulated.numerics import FP8_MAX, DType
 from te_models.engine.emulated.quantizers import Quantizer
 
@@ -85,14 +86,17 @@ class TestQuantizers:
         plain, made = both(quantizer, x)
         for key, a, b in zip(plain._tensors, plain.get_data_tensors(), made.get_data_tensors(), strict=True):
             assert same(a, b), key
-        for columnwise in (False, True):
-            product = fused.operand(made, columnwise)
-            if product is not None:
+        if made.blocks(False) is None:
+            return
+        for order in ((False, True), (True, False)):
+            *decoded, factor = fused.decode(*(made.blocks(columnwise) for columnwise in order))
+            assert factor is None
+            for values_, columnwise in zip(decoded, order, strict=True):
                 # The bits of a NaN are the processor's.
                 expected = plain.operand(columnwise).values.bfloat16()
-                assert torch.equal(product.isnan(), expected.isnan())
+                assert torch.equal(values_.isnan(), expected.isnan())
                 assert same(
-                    product.nan_to_num(0.0, torch.inf, -torch.inf), expected.nan_to_num(0.0, torch.inf, -torch.inf)
+                    values_.nan_to_num(0.0, torch.inf, -torch.inf), expected.nan_to_num(0.0, torch.inf, -torch.inf)
                 )
 
     @pytest.mark.parametrize("name", ["block1", "block2", "mxfp8", "mxfp8_2d"])
@@ -123,6 +127,27 @@ class TestQuantizers:
         assert len(plain._rowwise_scale_inv[0, :8].unique()) > 2
         assert all(same(a, b) for a, b in zip(plain.get_data_tensors(), made.get_data_tensors(), strict=True))
 
+    @pytest.mark.parametrize("name", ["delayed", "current", "block2", "mxfp8"])
+    def test_a_transposed_input(self, name: str) -> None:
+        plain, made = both(QUANTIZERS[name](E4M3), values(64, 96, torch.bfloat16, 0).t())
+        assert all(same(a, b) for a, b in zip(plain.get_data_tensors(), made.get_data_tensors(), strict=True))
+
+    def test_operands_of_two_formats(self) -> None:
+        x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+        pair = te.NVFP4Quantizer()(x), te.MXFP8Quantizer(E4M3)(x)
+        with te.exact_gemm(0):
+            products = [gemm(*pair, (False, False), None, torch.float32, True)]
+            with fused.fused(False):
+                products.append(gemm(*pair, (False, False), None, torch.float32, True))
+        assert same(*products)
+
+    def test_more_elements_than_programs_for_the_amax(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fused, "_PARTS", 3)
+        x = torch.randn(5 * fused._BLOCK + 7)
+        for at in (0, 3 * fused._BLOCK, 5 * fused._BLOCK + 6):
+            x[at] = -100.0 - at
+            assert fused.amax(x).max() == 100 + at
+
     def test_the_amax_accumulates(self) -> None:
         quantizer = te.Float8Quantizer(torch.ones(1), torch.full((1,), 5.0), E4M3)
         quantizer(torch.tensor([[3.0, -torch.nan]]))
@@ -131,25 +156,103 @@ class TestQuantizers:
         assert quantizer.amax == 7.5
 
 
+NVFP4 = {
+    "1d": {},
+    "2d": {"with_2d_quantization": True},
+    "rht": {"with_rht": True},
+    "stochastic": {"stochastic_rounding": True},
+    "stochastic_2d": {"stochastic_rounding": True, "with_2d_quantization": True},
+    "gradient": {"with_rht": True, "stochastic_rounding": True},
+}
+
+
+@pytest.mark.usefixtures("on_cpu")
+class TestNVFP4:
+    @pytest.mark.parametrize("case", range(3))
+    @pytest.mark.parametrize("name", NVFP4)
+    def test_every_bit(self, name: str, case: int) -> None:
+        shape, dtype = ((16, 144), (160, 48), (128, 128))[case], DTYPES[case]
+        g = torch.Generator().manual_seed(7)
+        x = torch.randn(shape, generator=g) * torch.exp2(torch.randn(shape, generator=g) * 3)
+        x[3], x[5, :4], x[6, :2] = 0.0, -0.0, torch.tensor([1e-30, -1e-42])
+        x = (x / x.abs().amax() * 2688).to(dtype).view(*((2, -1) if case == 1 else (-1,)), shape[1])
+        self.check(name, x, ((True, True), (True, False), (False, True))[: 3 if case == 1 else 1])
+
+    @pytest.mark.parametrize("name", NVFP4)
+    @pytest.mark.parametrize("odd", [0.0, torch.inf, torch.nan])
+    def test_odd_tensors(self, name: str, odd: float) -> None:
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)) * (odd != 0)
+        x[7, 9] = odd
+        self.check(name, x, ((True, True),))
+
+    def test_ties(self) -> None:
+        steps = torch.tensor([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 5.5, 6])
+        x = torch.cat([steps, -steps, steps.nextafter(torch.tensor(9.0)), -steps.nextafter(torch.tensor(0.0))])
+        self.check("1d", x.view(4, 16).repeat(4, 1) * 448, ((True, True),))
+
+    def check(self, name: str, x: Tensor, usages: tuple[tuple[bool, bool], ...]) -> None:
+        for rowwise, columnwise in usages:
+            quantizer = te.NVFP4Quantizer(rowwise=rowwise, columnwise=columnwise, **NVFP4[name])
+            made = []
+            for kernels in (False, True):
+                quantizer.generator = torch.Generator().manual_seed(0)
+                with fused.fused(kernels):
+                    made.append(quantizer(x))
+            plain, fast = made
+            # The sign of what was NaN and became a zero is the processor's.
+            mask = 0x77 if x.isnan().any() else 0xFF
+            for key, a, b in zip(plain._tensors, plain.get_data_tensors(), fast.get_data_tensors(), strict=True):
+                if a is not None and key.endswith("_data"):
+                    assert a.stride() == b.stride()
+                    a, b = a & mask, b & mask
+                assert a is b is None or torch.equal(a.isnan(), b.isnan()), key
+                assert a is b is None or same(a.nan_to_num(7.0), b.nan_to_num(7.0)), key
+            self.check_decoded(plain, fast, [i for i, usage in enumerate((rowwise, columnwise)) if usage])
+
+    def check_decoded(self, plain: Any, fast: Any, copies: list[int]) -> None:
+        for first in copies:
+            for second in copies:
+                left, right, factor = fused.decode(fast.blocks(bool(first)), fast.blocks(bool(second)))
+                expected = [plain.operand(bool(first)), plain.operand(bool(second))]
+                assert torch.equal(left.nan_to_num(9.0), expected[0].values.bfloat16().nan_to_num(9.0))
+                assert torch.equal(right.nan_to_num(9.0), expected[1].values.bfloat16().nan_to_num(9.0))
+                product = expected[0].scale.view(1) * expected[1].scale.view(1)
+                assert torch.equal(factor.nan_to_num(9.0), product.nan_to_num(9.0))
+
+
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("length", [1, 2, 5, 16])
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
-def test_update_of_delayed_scaling(length: int, algo: str) -> None:
+@pytest.mark.parametrize("reduced", [False, True])
+def test_update_of_delayed_scaling(length: int, algo: str, reduced: bool) -> None:
     g = torch.Generator().manual_seed(length)
     recipe = R.DelayedScaling(amax_history_len=length, amax_compute_algo=algo, margin=1)
-    history = torch.randn(length, 5, generator=g).abs()
+    states = [
+        (torch.randn(rows, n, generator=g).abs(), torch.rand(n, generator=g)) for rows, n in ((length, 5), (3, 2))
+    ]
+    history = states[0][0]
     history[0, 1], history[-1, 2], history[0, 3] = 0.0, torch.inf, 1e-42
-    scale, amax = torch.rand(5, generator=g), history[0].clone()
-    amax[4] = 0.0
-    expected = _update_fused(history, scale, amax, recipe, FP8_MAX[E4M3])
-    fused.update(history, scale, amax, algo == "most_recent", 1, FP8_MAX[E4M3])
-    assert same(expected[0], history) and same(expected[1], scale)
+    amaxes = torch.cat([history[0] for history, _ in states])
+    if reduced:
+        amaxes[4:6] = torch.tensor([0.0, 7.0])
+    expected = [
+        _update_fused(*state, amax, recipe, FP8_MAX[E4M3])
+        for state, amax in zip(states, amaxes.split([5, 2]), strict=True)
+    ]
+    fused.update(states, amaxes if reduced else None, algo == "most_recent", 1, FP8_MAX[E4M3])
+    assert all(same(a, b) for pairs in zip(expected, states, strict=True) for a, b in zip(*pairs, strict=True))
 
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     "recipe",
-    [R.DelayedScaling(amax_history_len=3), R.Float8CurrentScaling(), R.Float8BlockScaling(), R.MXFP8BlockScaling()],
+    [
+        R.DelayedScaling(amax_history_len=3),
+        R.Float8CurrentScaling(),
+        R.Float8BlockScaling(),
+        R.MXFP8BlockScaling(),
+        R.NVFP4BlockScaling(),
+    ],
 )
 def test_a_layer(recipe: R.Recipe) -> None:
     """Three steps of te.Linear: outputs, gradients, scales."""

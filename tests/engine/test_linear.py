@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -389,6 +390,20 @@ class TestQuantizedInputsAndOutputs:
         if name == "delayed":
             assert (a.fp8_meta["scaling_fwd"].amax_history[-1] > 0).all()
             assert (b.fp8_meta["scaling_bwd"].amax_history[-1] > 0).all()
+
+
+def test_the_backward_frees_the_codes() -> None:
+    saved: list[weakref.ref[Tensor]] = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(weakref.ref(t))
+        return t
+
+    m = te.Linear(32, 32, bias=False, params_dtype=BF16)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = run(m, R.MXFP8BlockScaling(), torch.randn(32, 32, dtype=BF16, requires_grad=True))
+    y.backward(torch.ones_like(y))
+    assert len(saved) >= 6 and not any(reference() is not None for reference in saved)
 
 
 def test_one_backward_only() -> None:

@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -105,7 +106,8 @@ class FP8GlobalState:
     recompute_phase: bool = False
     # Registered states by registry key and id, in order of registration: the order of the amax reduction.
     registry: dict[str, dict[int, DelayedScalingRecipeState]] = dataclasses.field(default_factory=dict)
-    autocast_arguments: dict[str, tuple[Recipe, Any]] = dataclasses.field(default_factory=dict)
+    autocast_arguments: dict[str, tuple[Recipe | None, Any]] = dataclasses.field(default_factory=dict)
+    latest_arguments: tuple[Recipe | None, Any] = (None, None)
 
 
 class FP8GlobalStateManager:
@@ -156,6 +158,14 @@ class FP8GlobalStateManager:
         return f"recipe={recipe},group={None if group is None else id(group)}"
 
     @classmethod
+    def use_arguments(cls, recipe: Recipe | None, group: Any) -> None:
+        """Update the states of this recipe and group with these objects, which may have other callables, from now on."""
+        state = cls.quantization_state
+        if state.latest_arguments[0] is not recipe or state.latest_arguments[1] is not group:
+            state.latest_arguments = (recipe, group)
+            state.autocast_arguments[cls.get_unique_autocast_key(recipe, group)] = (recipe, group)
+
+    @classmethod
     def register(cls, state: DelayedScalingRecipeState, recipe: Recipe, group: Any) -> None:
         """Let the updates reach `state`."""
         key = cls.get_unique_autocast_key(recipe, group)
@@ -174,21 +184,17 @@ class FP8GlobalStateManager:
             states.pop(id(state), None)
 
     @classmethod
-    @torch.no_grad()
     def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
         """Reduce the amaxes of all registered modules over their group, then update histories and scales."""
         direction = "forward_" if forward else "backward_"
         for key, registered in cls.quantization_state.registry.items():
-            if not key.startswith(direction):
+            if not registered or not key.startswith(direction):
                 continue
             recipe, group = cls.quantization_state.autocast_arguments[key.removeprefix(direction)]
             assert isinstance(recipe, DelayedScaling)
             for device in dict.fromkeys(state.scale.device for state in registered.values()):
                 states = [state for state in registered.values() if state.scale.device == device]
-                amaxes = torch.cat([state.amax_history[0] for state in states])
-                if recipe.reduce_amax and _world_size(group) > 1:
-                    torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=group)
-                _update(states, amaxes, recipe, FP8_MAX[fp8_dtype(recipe, forward)])
+                _update(states, _reduced_amaxes(states, recipe, group), recipe, FP8_MAX[fp8_dtype(recipe, forward)])
 
 
 def _world_size(group: Any) -> int:
@@ -196,21 +202,45 @@ def _world_size(group: Any) -> int:
     return torch.distributed.get_world_size(group) if initialised else 1
 
 
-def _update(states: list[DelayedScalingRecipeState], amaxes: Tensor, recipe: DelayedScaling, fp8_max: float) -> None:
-    """Update states that share a recipe, given their reduced amaxes, concatenated."""
+def _reduced_amaxes(states: list[DelayedScalingRecipeState], recipe: DelayedScaling, group: Any) -> Tensor | None:
+    """The largest amaxes of the step in progress over the group, concatenated; None where each rank has its own."""
+    if not recipe.reduce_amax or _world_size(group) == 1:
+        return None
+    amaxes = torch.cat([state.amax_history[0] for state in states])
+    torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=group)
+    return amaxes
+
+
+def _update(
+    states: list[DelayedScalingRecipeState], amaxes: Tensor | None, recipe: DelayedScaling, fp8_max: float
+) -> None:
+    """Update states that share a recipe and a device, given their reduced amaxes, or from those in their histories."""
     unfused = bool(int(os.getenv("NVTE_UNFUSED_FP8_UPDATE", "0")))
-    if unfused or callable(recipe.amax_compute_algo) or callable(recipe.scaling_factor_compute_algo):
-        for state, amax in zip(states, amaxes.split([s.scale.numel() for s in states]), strict=True):
+    unfused = unfused or callable(recipe.amax_compute_algo) or callable(recipe.scaling_factor_compute_algo)
+    if not unfused and fused.active(states[0].scale):
+        latest = recipe.amax_compute_algo != "max"
+        fused.update([(s.amax_history, s.scale) for s in states], amaxes, latest, recipe.margin, fp8_max)
+        return
+    with torch.no_grad():
+        _update_plain(states, amaxes, recipe, fp8_max, unfused)
+
+
+def _update_plain(
+    states: list[DelayedScalingRecipeState],
+    amaxes: Tensor | None,
+    recipe: DelayedScaling,
+    fp8_max: float,
+    unfused: bool,
+) -> None:
+    if amaxes is None:
+        amaxes = torch.cat([state.amax_history[0] for state in states])
+    split = amaxes.split([s.scale.numel() for s in states])
+    if unfused:
+        for state, amax in zip(states, split, strict=True):
             state.amax_history[0].copy_(amax)
             _update_unfused(state.amax_history, state.scale, recipe, fp8_max)
         return
-    if fused.active(amaxes):
-        latest = recipe.amax_compute_algo != "max"
-        for state, amax in zip(states, amaxes.split([s.scale.numel() for s in states]), strict=True):
-            fused.update(state.amax_history, state.scale, amax, latest, recipe.margin, fp8_max)
-        return
     # Loaded state may have histories of another length than the recipe's: one pass for each length.
-    split = amaxes.split([s.scale.numel() for s in states])
     for length in {s.amax_history.shape[0] for s in states}:
         pairs = [(s, a) for s, a in zip(states, split, strict=True) if s.amax_history.shape[0] == length]
         same = [s for s, _ in pairs]
@@ -286,22 +316,23 @@ class autocast:
     def __enter__(self) -> autocast:
         if self._saved is not None:
             raise RuntimeError("autocast context manager cannot be entered more than once concurrently")
-        recipe = self._recipe if self._recipe is not None else get_default_recipe()
+        recipe = self._recipe or (get_default_recipe() if self._enabled else None)
         # Before any state is set, so that a refusal leaves nothing behind; Transformer Engine refuses NVFP4 and the
         # default recipe after it, which leaves FP8 on.
-        supported, reason = _support(recipe)
-        if self._enabled and not supported:
-            raise RuntimeError(reason) if self._recipe is not None and not recipe.nvfp4() else AssertionError(reason)
+        supported, reason = _support(recipe) if self._enabled and recipe else (True, "")
+        if not supported:
+            named = self._recipe is not None and not self._recipe.nvfp4()
+            raise RuntimeError(reason) if named else AssertionError(reason)
         state = FP8GlobalStateManager.quantization_state
-        frame = state.recompute_frame
-        if self._enabled and recipe.delayed() and frame is not None and frame.reentrant and not frame.fp8:
+        frame, delayed = state.recompute_frame, recipe is not None and recipe.delayed()
+        if self._enabled and delayed and frame is not None and frame.reentrant and not frame.fp8:
             raise RuntimeError(
                 "te.autocast with DelayedScaling inside a function under te.checkpoint(use_reentrant=True) would never "
                 "update its scales: open te.autocast outside, or pass use_reentrant=False"
             )
-        self._saved = tuple(getattr(state, name) for name in _AUTOCAST_FIELDS)
-        key = FP8GlobalStateManager.get_unique_autocast_key(recipe, self._amax_reduction_group)
-        state.autocast_arguments[key] = (recipe, self._amax_reduction_group)
+        self._saved = _autocast_fields(state)
+        if delayed:  # the others have no state to update
+            FP8GlobalStateManager.use_arguments(recipe, self._amax_reduction_group)
         state.fp8_enabled, state.fp8_calibration, state.fp8_recipe = self._enabled, self._calibrating, recipe
         state.fp8_distributed_group, state.fp8_graph_capturing = self._amax_reduction_group, self._graph
         if state.autocast_depth == 0:
@@ -323,6 +354,7 @@ _AUTOCAST_FIELDS = (
     "fp8_enabled", "fp8_calibration", "fp8_recipe", "fp8_distributed_group", "is_first_fp8_module",
     "fp8_graph_capturing",
 )  # fmt: skip
+_autocast_fields = attrgetter(*_AUTOCAST_FIELDS)
 
 
 def fp8_autocast(

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.engine.emulated.numerics import FLT_MAX, FP8_MAX, INVERSE_MAX, DType
+from te_models.engine.emulated.numerics import INVERSE_MAX, DType, device_type
+from te_models.engine.emulated.tensors import Blocks
 
+_MODULES = ("triton_kernels", "nvfp4_kernels")
 _BLOCK = 4096
+_PARTS = 1024
 _TILE = 128
 _FLAT = {"num_warps": 8}
 _TILED = {"num_warps": 16}
@@ -40,70 +43,104 @@ def fused(on: bool = True) -> Iterator[None]:
 
 
 @functools.cache
-def kernels() -> Any:
-    """The module of kernels, or None without Triton."""
-    found = importlib.util.find_spec("triton")
-    return importlib.import_module("te_models.engine.emulated.triton_kernels") if found else None
+def kernels() -> dict[str, Any] | None:
+    """The kernels by name, or None without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    modules = [importlib.import_module(f"te_models.engine.emulated.{name}") for name in _MODULES]
+    return {name: value for module in modules for name, value in vars(module).items()}
 
 
 def active(tensor: Tensor) -> bool:
     """Whether kernels serve this tensor."""
-    return _Switch.on and tensor.device.type in _Switch.devices and tensor.numel() > 0 and kernels() is not None
+    return _Switch.on and device_type(tensor) in _Switch.devices and tensor.numel() > 0 and kernels() is not None
 
 
-def _run(kernel: str, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any) -> None:
+def _run(name: str, grid: tuple[int, ...], first: Tensor, *others: Any, **options: Any) -> None:
     """Launch a kernel on the device of its first argument."""
+    elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
+    with torch.cuda.device(first.device) if elsewhere else _HERE:
+        _launch(name, grid, (first, *others), options)
+
+
+def _launch(name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    # Triton's look for the variant of a kernel that suits the arguments takes as long as several launches. What a
+    # variant depends on is all in this key: types, alignment, integers, constants, device.
+    key: list[Any] = [name, arguments[0].get_device(), *options.values()]
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            key += (argument.dtype, argument.data_ptr() % 16 == 0)
+        else:
+            key.append(argument)
+    variant = _VARIANTS.get(tuple(key))
+    if variant is not None:
+        compiled, constants = variant
+        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+        return
+    kernel = kernels()[name]  # type: ignore[index]
     # No fused multiply-adds: they would round once where the plain functions round twice.
-    with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
-        getattr(kernels(), kernel)[grid](first, *arguments, enable_fp_fusion=False, **options)
+    compiled = kernel[grid](*arguments, enable_fp_fusion=False, **options)
+    if compiled is not None and hasattr(compiled, "packed_metadata"):  # None from the interpreter
+        constants = tuple(options[parameter] for parameter in kernel.arg_names[len(arguments) :])
+        _VARIANTS[tuple(key)] = compiled, constants
 
 
-def _blocks(n: int) -> tuple[int]:
-    return (-(-n // _BLOCK),)
+_HERE = contextlib.nullcontext()
+_VARIANTS: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def _blocks(n: int) -> int:
+    return -(-n // _BLOCK)
 
 
 def _tiles(x: Tensor) -> tuple[int, int]:
-    return -(-x.shape[0] // _TILE), -(-x.shape[1] // _TILE)
+    rows, cols = x.shape
+    return -(-rows // _TILE), -(-cols // _TILE)
 
 
-def amax(x: Tensor) -> Tensor:
-    """numerics.amax as `[1]`, of contiguous x."""
-    found = torch.zeros(1, dtype=torch.float32, device=x.device)
-    _run("amax_kernel", _blocks(x.numel()), x, found.view(torch.int32), x.numel(), BLOCK=_BLOCK, **_FLAT)
-    return found
+def _codes(x: Tensor, wanted: bool = True) -> Tensor:
+    return torch.empty_like(x, dtype=torch.uint8) if wanted else x.new_empty(0, dtype=torch.uint8)
+
+
+def amax(x: Tensor, y: Tensor | None = None, nan: bool = False) -> Tensor:
+    """Magnitudes FP32 `[n]` of which the largest is numerics.amax(x), of contiguous x; with y `[2, n]`, of both.
+
+    With `nan` a NaN counts, and then the largest is to be found among their bits.
+    """
+    blocks = _blocks(x.numel())
+    steps = -(-blocks // _PARTS)
+    n, tensors = -(-blocks // steps), 1 if y is None else 2
+    parts = x.new_empty(tensors * n, dtype=torch.float32)
+    _run("amax_kernel", (n, tensors), x, x if y is None else y, parts, x.numel(), steps, NAN=nan, BLOCK=_BLOCK, **_FLAT)
+    return parts if y is None else parts.view(2, n)
 
 
 def cast_delayed(x: Tensor, scale: Tensor, amax: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
     """Codes (uint8, shape of contiguous x) and inverse scale `[1]`; `amax` `[1]` is raised to that of x."""
-    return _cast_tensor(x, scale, amax, dtype, False, False, 0.0)
+    codes, scale_inv = _codes(x), x.new_empty(1, dtype=torch.float32)
+    n, e5m2 = x.numel(), dtype == DType.kFloat8E5M2
+    _run("delayed_kernel", (_blocks(n),), x, codes, scale, amax, scale_inv, n, E5M2=e5m2, BLOCK=_BLOCK, **_FLAT)
+    return codes, scale_inv
 
 
-def cast_current(x: Tensor, amax: Tensor, dtype: DType, power_of_2: bool, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Codes and inverse scale, the scale being that of `amax` `[1]`."""
-    return _cast_tensor(x, amax, amax, dtype, True, power_of_2, epsilon)
-
-
-def _cast_tensor(
-    x: Tensor, scale: Tensor, amax: Tensor, dtype: DType, current: bool, power_of_2: bool, epsilon: float
-) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
+def cast_current(x: Tensor, parts: Tensor, dtype: DType, power_of_2: bool, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Codes and inverse scale, the scale being that of the largest of `parts`, as `amax` returns them."""
+    codes, scale_inv = _codes(x), x.new_empty(1, dtype=torch.float32)
+    n, n_parts = x.numel(), parts.numel()
     _run(
-        "tensor_kernel",
-        _blocks(x.numel()),
+        "current_kernel",
+        (_blocks(n),),
         x,
         codes,
-        scale,
-        amax.view(torch.int32),
+        parts,
         scale_inv,
-        x.numel(),
-        FP8_MAX[dtype],
-        epsilon,
-        FLT_MAX,
-        CURRENT=current,
+        n,
+        n_parts,
+        float(epsilon),
         POWER_OF_2=power_of_2,
         E5M2=dtype == DType.kFloat8E5M2,
         BLOCK=_BLOCK,
+        PARTS=_power_of_2(n_parts),
         **_FLAT,
     )
     return codes, scale_inv
@@ -117,14 +154,12 @@ def cast_blocks(
     All codes are `[M, K]`; a copy that was not asked for is empty. With `two_d` both have one set of codes.
     """
     (m, k), (p, q) = x.shape, _tiles(x)
-    shapes = ((p, q), (q, p)) if two_d else ((q, m), (p, k))
-    make = torch.zeros if two_d else torch.empty
-    sizes = [
-        (a, b + -b % 4) if wanted else (0, 4) for (a, b), wanted in zip(shapes, (rowwise, columnwise), strict=True)
-    ]
-    row_scale, col_scale = (make(size, dtype=torch.float32, device=x.device) for size in sizes)
-    row_codes = torch.empty(x.shape if rowwise or two_d else 0, dtype=torch.uint8, device=x.device)
-    col_codes = row_codes if two_d else torch.empty(x.shape if columnwise else 0, dtype=torch.uint8, device=x.device)
+    (row_lines, row_stride), (col_lines, col_stride) = ((p, q), (q, p)) if two_d else ((q, m), (p, k))
+    row_stride, col_stride = row_stride + -row_stride % 4, col_stride + -col_stride % 4
+    row_scale = x.new_empty(row_lines if rowwise else 0, row_stride, dtype=torch.float32)
+    col_scale = x.new_empty(col_lines if columnwise else 0, col_stride, dtype=torch.float32)
+    row_codes = _codes(x, rowwise or two_d)
+    col_codes = row_codes if two_d else _codes(x, columnwise)
     _run(
         "block_kernel",
         (p, q),
@@ -135,10 +170,9 @@ def cast_blocks(
         col_scale,
         m,
         k,
-        row_scale.shape[1],
-        col_scale.shape[1],
-        FP8_MAX[dtype],
-        epsilon,
+        row_stride,
+        col_stride,
+        float(epsilon),
         torch.finfo(x.dtype).max,
         ROW=rowwise,
         COL=columnwise,
@@ -156,11 +190,9 @@ def cast_mx(
     """As `cast_blocks`, with padded scale bytes of 32 elements."""
     (m, k), (p, q) = x.shape, _tiles(x)
     groups = _TILE // 32
-    sizes = (p * _TILE, q * groups) if rowwise else (0, 0), (p * groups, q * _TILE) if columnwise else (0, 0)
-    row_scale, col_scale = (torch.empty(size, dtype=torch.uint8, device=x.device) for size in sizes)
-    row_codes, col_codes = (
-        torch.empty(x.shape if wanted else 0, dtype=torch.uint8, device=x.device) for wanted in (rowwise, columnwise)
-    )
+    row_scale = x.new_empty(p * _TILE if rowwise else 0, q * groups, dtype=torch.uint8)
+    col_scale = x.new_empty(p * groups if columnwise else 0, q * _TILE, dtype=torch.uint8)
+    row_codes, col_codes = _codes(x, rowwise), _codes(x, columnwise)
     _run(
         "mx_kernel",
         (p, q),
@@ -171,8 +203,8 @@ def cast_mx(
         col_scale,
         m,
         k,
-        row_scale.stride(0),
-        col_scale.stride(0),
+        q * groups,
+        q * _TILE,
         INVERSE_MAX[dtype],
         ROW=rowwise,
         COL=columnwise,
@@ -183,47 +215,133 @@ def cast_mx(
     return row_codes, row_scale, col_codes, col_scale
 
 
-def operand(storage: Any, columnwise: bool) -> Tensor | None:
-    """BF16 values `[M, K]` of a block-scaled copy whose values are BF16 numbers; None for others or where off."""
-    blocks = storage.blocks(columnwise)
-    if blocks is None or not active(blocks.codes):
-        return None
-    codes, e5m2 = blocks.codes.contiguous(), storage._fp8_dtype == DType.kFloat8E5M2
-    out = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
+def cast_nvfp4(
+    x: Tensor, t: Tensor, parts: Tensor, noise: Tensor | None, two_d: bool, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, ...]:
+    """Rowwise codes `[M, K/2]`, padded scale bytes and amax `[1]` of x `[M, K]`; columnwise ones of t, codes `[M/2, K]`.
+
+    t is x or x transformed. `parts` is what `amax(nan=True)` says of x, and of t if it differs (of t alone if that is
+    all that is cast). `noise` int16 has random numbers for the elements of x, then of t (None: no stochastic rounding).
+    """
+    (m, k), (p, q) = x.shape, _tiles(x)
+    u8, fp32 = torch.uint8, torch.float32
+    row_stride, col_stride = (-(-size // 64) * 4 for size in (k, m))
+    row_codes = x.new_empty(m if rowwise else 0, k // 2, dtype=u8)
+    row_scale = x.new_empty(p * _TILE if rowwise else 0, row_stride, dtype=u8)
+    col_codes = x.new_empty(m // 2 if columnwise else 0, k, dtype=u8)
+    col_scale = x.new_empty(q * _TILE if columnwise else 0, col_stride, dtype=u8)
+    row_amax, col_amax = x.new_empty(1, dtype=fp32), x.new_empty(1, dtype=fp32)
+    n_parts = parts.shape[-1]
     _run(
-        "decode_kernel",
-        _tiles(codes),
-        codes,
-        blocks.scale,
-        out,
-        *codes.shape,
-        *blocks.scale.stride(),
-        DOWN=blocks.block[0],
-        ALONG=blocks.block[1],
-        E8M0=blocks.scale.dtype == torch.uint8,
-        E5M2=e5m2,
+        "nvfp4_kernel",
+        (p, q),
+        x,
+        t,
+        x if noise is None else noise,
+        row_codes,
+        row_scale,
+        row_amax,
+        col_codes,
+        col_scale,
+        col_amax,
+        parts,
+        n_parts,
+        m,
+        k,
+        row_stride,
+        col_stride,
+        m * k if rowwise else 0,
+        ROW=rowwise,
+        COL=columnwise,
+        TWO_D=two_d,
+        TRANSFORMED=t is not x,
+        STOCHASTIC=noise is not None,
+        PARTS=_power_of_2(n_parts),
         **_TILED,
     )
-    return out
+    return row_codes, row_scale, row_amax, col_codes, col_scale, col_amax
 
 
-def update(history: Tensor, scale: Tensor, amax: Tensor, most_recent: bool, margin: int, fp8_max: float) -> None:
-    """Delayed scaling's update of one state, in place: history `[length, n]`, scale `[n]`, given the amaxes `[n]`."""
-    length, n = history.shape
+def decodes(a: Blocks, b: Blocks) -> bool:
+    """Whether `decode` serves these two."""
+    return (a.amax is None) == (b.amax is None) and active(a.codes)
+
+
+def decode(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The BF16 values `[M, K]` of both matrices of a product, and a factor `[1]` of the product (None: 1).
+
+    Their formats are both FP8 with scales that are powers of two, or both FP4.
+    """
+    return _decode_fp8(a, b) if a.amax is None else _decode_fp4(a, b)
+
+
+def _decode_fp4(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, Tensor]:
+    arguments: list[Any] = []
+    for codes, scale, block, _, amax, top in (a, b):
+        codes = codes if codes.is_contiguous() else codes.contiguous()
+        m, k = (codes.shape[0] * 2, codes.shape[1]) if block[0] > 1 else (codes.shape[0], codes.shape[1] * 2)
+        out = codes.new_empty(m, k, dtype=torch.bfloat16)
+        arguments += [codes, scale, out, m, k, scale.stride(0), amax, top]
+    left, right, alpha = arguments[2], arguments[10], arguments[2].new_empty(1, dtype=torch.float32)
+    (p, q), (r, s) = _tiles(left), _tiles(right)
+    columnwise = {"A_COL": a.block[0] > 1, "B_COL": b.block[0] > 1}
+    _run("nvfp4_decode_kernel", (p * q + r * s,), *arguments, alpha, **columnwise, **_TILED)
+    return left, right, alpha
+
+
+def _decode_fp8(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, None]:
+    arguments: list[Any] = []
+    for codes, scale, *_ in (a, b):
+        codes = codes if codes.is_contiguous() else codes.contiguous()
+        out = torch.empty_like(codes, dtype=torch.bfloat16)
+        arguments += [codes, scale, out, *codes.shape, *scale.stride()]
+    (p, q), (r, s) = _tiles(a.codes), _tiles(b.codes)
+    _run(
+        "decode_kernel",
+        (p * q + r * s,),
+        *arguments,
+        A_DOWN=a.block[0],
+        A_ALONG=a.block[1],
+        A_E5M2=a.dtype == DType.kFloat8E5M2,
+        B_DOWN=b.block[0],
+        B_ALONG=b.block[1],
+        B_E5M2=b.dtype == DType.kFloat8E5M2,
+        **_TILED,
+    )
+    return arguments[2], arguments[9], None
+
+
+def update(
+    states: list[tuple[Tensor, Tensor]], amaxes: Tensor | None, most_recent: bool, margin: int, fp8_max: float
+) -> None:
+    """Delayed scaling's update of states, in place: (history `[length, n]`, scale `[n]`) of each, on one device.
+
+    `amaxes` are the reduced ones of all states, concatenated; None takes each state's own, row 0 of its history.
+    """
+    rows, start, longest, widest = [], 0, 1, 1
+    for history, scale in states:
+        length, n = history.shape
+        rows.append((history.data_ptr(), scale.data_ptr(), length, n, start))
+        start, longest, widest = start + n, max(longest, length), max(widest, n)
+    scale = states[0][1]
+    table = _table(tuple(rows), scale.device)
     _run(
         "update_kernel",
-        (1,),
-        history,
-        scale,
-        amax,
-        length,
-        n,
+        (len(rows),),
+        table,
+        scale if amaxes is None else amaxes,
         fp8_max * 2.0**-margin,
+        REDUCED=amaxes is not None,
         MOST_RECENT=most_recent,
-        LENGTH=_power_of_2(length),
-        N=_power_of_2(n),
+        LENGTH=_power_of_2(longest),
+        N=_power_of_2(widest),
         **_FLAT,
     )
+
+
+@functools.cache  # for good: a CUDA graph reads its table at every replay
+def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 def _power_of_2(n: int) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_models.engine.emulated import fused
 from te_models.engine.emulated.tensor_core import PROMOTION_K, hopper_matmul
-from te_models.engine.emulated.tensors import Codes, Operand, QuantizedTensorStorage
+from te_models.engine.emulated.tensors import Codes, Float8TensorStorage, Operand, QuantizedTensorStorage
 
 
 class _Exact:
@@ -53,20 +53,26 @@ def gemm(
 
     A rowwise copy is contracted over its last dimension, a columnwise one over its first, as `columnwise` says of both.
     """
-    codes = a.codes(columnwise[0]), b.codes(columnwise[1])
-    if codes[0] is not None and codes[1] is not None:
-        if _tensor_cores(codes[0].data.device) and codes[0].per_tensor and codes[1].per_tensor:
-            return _on_tensor_cores(codes[0], codes[1], bias, dtype, split_accumulator)
-        (m, k), n = codes[0].data.shape, codes[1].data.shape[0]
-        if m * n * k <= _Exact.products:
-            return _round(_exact(codes[0], codes[1], split_accumulator), bias, dtype)
-    left, right = _operand(a, columnwise[0]), _operand(b, columnwise[1])
-    return _fp32(left.t if columnwise[0] else left, right if columnwise[1] else right.t, bias, dtype)
+    per_tensor = isinstance(a, Float8TensorStorage) and isinstance(b, Float8TensorStorage)
+    on_tensor_cores = per_tensor and _tensor_cores(a._scale_inv.device)  # type: ignore[attr-defined]
+    if on_tensor_cores or _products(a, b, columnwise[1]) <= _Exact.products:
+        a_codes, b_codes = a.codes(columnwise[0]), b.codes(columnwise[1])
+        if a_codes is not None and b_codes is not None:
+            if on_tensor_cores:
+                return _on_tensor_cores(a_codes, b_codes, bias, dtype, split_accumulator)
+            return _round(_exact(a_codes, b_codes, split_accumulator), bias, dtype)
+    a_blocks, b_blocks = a.blocks(columnwise[0]), b.blocks(columnwise[1])
+    if a_blocks is not None and b_blocks is not None and fused.decodes(a_blocks, b_blocks):
+        left, right, factor = fused.decode(a_blocks, b_blocks)
+        out = _narrow_product(left.t() if columnwise[0] else left, right if columnwise[1] else right.t())
+        return _round(out if factor is None else out.mul_(factor), bias, dtype)
+    x, y = a.operand(columnwise[0]), b.operand(columnwise[1])
+    return _fp32(x.t if columnwise[0] else x, y if columnwise[1] else y.t, bias, dtype)
 
 
-def _operand(storage: QuantizedTensorStorage, columnwise: bool) -> Operand:
-    values = fused.operand(storage, columnwise)
-    return storage.operand(columnwise) if values is None else Operand(values, None, narrow=True)
+def _products(a: QuantizedTensorStorage, b: QuantizedTensorStorage, columnwise: bool) -> int:
+    """M*N*K."""
+    return a._shape.numel() * b._matrix[columnwise]
 
 
 @functools.cache
@@ -76,14 +82,9 @@ def _tensor_cores(device: torch.device) -> bool:
 
 
 def _on_tensor_cores(a: Codes, b: Codes, bias: Tensor | None, dtype: torch.dtype, split_accumulator: bool) -> Tensor:
+    left, right = (data if data.is_contiguous() else data.contiguous() for data in (a.data, b.data))
     return torch._scaled_mm(
-        a.data.contiguous(),
-        b.data.contiguous().t(),
-        a.scale.reshape(()),
-        b.scale.reshape(()),
-        bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=not split_accumulator,
+        left, right.t(), a.scale, b.scale, bias=bias, out_dtype=dtype, use_fast_accum=not split_accumulator
     )
 
 
@@ -117,17 +118,21 @@ def _round(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _product(a: Operand, b: Operand) -> Tensor:
-    """The FP32 product of the values. Where both are BF16 numbers the faster BF16 units give the same products."""
-    if not (a.narrow and b.narrow):
-        return a.values.float() @ b.values.float()
-    if a.values.device.type == "cuda":
-        return torch.mm(a.values.bfloat16(), b.values.bfloat16(), out_dtype=torch.float32)
-    a, b = (t._replace(values=t.values.float()) for t in (a, b))
+    """The FP32 product of the values."""
+    if a.narrow and b.narrow:
+        return _narrow_product(a.values, b.values)
+    return a.values.float() @ b.values.float()
+
+
+def _narrow_product(a: Tensor, b: Tensor) -> Tensor:
+    """The FP32 product of BF16 numbers: the faster BF16 units give the same products."""
+    if a.is_cuda:
+        return torch.mm(a.bfloat16(), b.bfloat16(), out_dtype=torch.float32)
     options: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = options.fp32_precision
     # FP32 in and out, BF16 between: processors without BF16 instructions ignore it.
     options.fp32_precision = "bf16"
     try:
-        return a.values @ b.values
+        return a.float() @ b.float()
     finally:
         options.fp32_precision = before

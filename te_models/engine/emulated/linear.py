@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.gemm import gemm
 from te_models.engine.emulated.module import TransformerEngineBaseModule
+from te_models.engine.emulated.numerics import device_type
 from te_models.engine.emulated.parallel import MODES, Parallelism, divide, split_sizes
 from te_models.engine.emulated.quantizers import Float8Quantizer
-from te_models.engine.emulated.tensors import QuantizedTensor, QuantizedTensorStorage
+from te_models.engine.emulated.tensors import QuantizedTensor, QuantizedTensorStorage, as_matrix
 from te_models.matmul import matmul
 
 
@@ -29,6 +30,7 @@ class _Call:
     """One forward pass: what `_Linear` needs beside the differentiable tensors."""
 
     module: Linear
+    parallel: Parallelism
     dtype: torch.dtype
     fp8: bool
     grad: bool
@@ -50,7 +52,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, inp: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         """inp `[..., I]`, weight `[O, I]`; the output is `[..., O]` in the activation dtype."""
         wgrad, dgrad = call.grad and weight.requires_grad, call.grad and inp.requires_grad
-        parallel = call.module.parallelism
+        parallel = call.parallel
         with _no_autocast(inp):
             if call.fp8:
                 x, w = _fp8_operands(inp, weight, call, wgrad, dgrad)
@@ -60,12 +62,13 @@ class _Linear(torch.autograd.Function):
                 out = gemm(total, w, (False, False), bias, call.dtype, call.splits[0])
             else:
                 x, w = _high_precision(inp, call.dtype), _high_precision(weight, call.dtype)
-                x = x.reshape(-1, x.shape[-1])
+                x = as_matrix(x)
                 out = matmul(parallel.gather_input(x), w.t(), None if bias is None else bias.to(call.dtype))
         if call.grad:
             ctx.call, ctx.shape, ctx.bias = call, inp.shape, bias is not None
             _save(ctx, inp, x, weight, w, wgrad, dgrad)
-        out = parallel.reduce_output(out).view(-1, *inp.shape[1:-1], weight.shape[0])
+        out = parallel.reduce_output(out)
+        out = out if inp.ndim == 2 else out.view(-1, *inp.shape[1:-1], weight.shape[0])
         return out if call.output_quantizer is None else call.output_quantizer(out)
 
     @staticmethod
@@ -78,7 +81,7 @@ class _Linear(torch.autograd.Function):
             backward = _fp8_backward if call.fp8 and call.override is None else _plain_backward
             dw, dx, db = backward(ctx, call, grad)
         if dx is not None:
-            dx = dx.view(ctx.shape)
+            dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
             dx = dx if call.grad_input_quantizer is None else call.grad_input_quantizer(dx)
         if call.update_backward:
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
@@ -87,22 +90,22 @@ class _Linear(torch.autograd.Function):
 
 def _no_autocast(tensor: Tensor) -> Any:
     """torch.autocast off for the device of `tensor`, so that it does not narrow FP32 GEMMs."""
-    device = tensor.device.type
+    device = device_type(tensor)
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _splits(recipe: Any) -> tuple[bool, bool, bool]:
     """The recipe's split accumulation; recipes without the setting take Transformer Engine's defaults (section 7.6)."""
-    settings = [getattr(recipe, f"fp8_gemm_{gemm}", None) for gemm in ("fprop", "dgrad", "wgrad")]
-    chosen = [
-        default if s is None else s.use_split_accumulator
-        for s, default in zip(settings, (False, True, True), strict=True)
-    ]
-    return chosen[0], chosen[1], chosen[2]
+    if not hasattr(recipe, "fp8_gemm_fprop"):
+        return False, True, True
+    settings = recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad
+    return tuple(setting.use_split_accumulator for setting in settings)  # type: ignore[return-value]
 
 
 def _high_precision(value: Any, dtype: torch.dtype) -> Tensor:
-    return value.dequantize(dtype=dtype) if isinstance(value, QuantizedTensorStorage) else value.to(dtype)
+    if isinstance(value, QuantizedTensorStorage):
+        return value.dequantize(dtype=dtype)
+    return value if value.dtype == dtype else value.to(dtype)
 
 
 def _fp8_operands(inp: Tensor, weight: Tensor, call: _Call, wgrad: bool, dgrad: bool) -> tuple[Any, Any]:
@@ -112,9 +115,9 @@ def _fp8_operands(inp: Tensor, weight: Tensor, call: _Call, wgrad: bool, dgrad: 
         inp.update_usage(rowwise_usage=True)
     else:
         keep = wgrad and call.override is None and not call.module.save_original_input
-        keep = keep and not call.module.parallelism.rowwise_only(call.input_quantizer)
+        keep = keep and not call.parallel.rowwise_only(call.input_quantizer)
         call.input_quantizer.set_usage(rowwise=True, columnwise=keep)
-        x = call.input_quantizer(inp.reshape(-1, inp.shape[-1]))
+        x = call.input_quantizer(as_matrix(inp))
     state = FP8GlobalStateManager.quantization_state
     first_pass = state.recompute_frame is not None and not state.recompute_phase
     return x, call.module.quantized_weight(weight, call, (dgrad and call.override is None) or first_pass)
@@ -129,7 +132,7 @@ def _save(ctx: Any, inp: Tensor, x: Any, weight: Tensor, w: Any, wgrad: bool, dg
     if call.fp8 and (call.override == "high_precision" or requantized):
         w = weight
     if wgrad and x is not inp and isinstance(x, QuantizedTensorStorage):
-        rowwise = call.override is not None or call.module.parallelism.rowwise_only(call.input_quantizer)
+        rowwise = call.override is not None or call.parallel.rowwise_only(call.input_quantizer)
         x.update_usage(rowwise_usage=rowwise, columnwise_usage=not rowwise)
     ctx.saved, tensors = [], []
     for value in (x if wgrad else None, w if dgrad else None):
@@ -145,21 +148,24 @@ def _restore(ctx: Any) -> list[Any]:
     tensors, found = ctx.saved_tensors, []
     for storage, count in ctx.saved:
         parts, tensors = tensors[:count], tensors[count:]
-        found.append(parts[0] if storage is None else storage.with_data_tensors(parts))
+        if storage is not None:
+            storage.set_data_tensors(parts)
+        found.append(parts[0] if storage is None else storage)
+    ctx.saved = None  # which must not keep what autograd frees
     return found
 
 
 def _fp8_backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Both gradient GEMMs in FP8; the bias gradient comes from the unquantized dy."""
     x, w = _restore(ctx)
-    parallel = call.module.parallelism
+    parallel = call.parallel
     wgrad, dgrad = ctx.needs_input_grad[:2]
     dx = dw = db = None
     if ctx.bias:
-        values = _high_precision(grad, grad.dtype).reshape(-1, grad.shape[-1])
+        values = as_matrix(_high_precision(grad, grad.dtype))
         db = values.sum(0, dtype=torch.float32).to(grad.dtype)
     call.grad_output_quantizer.set_usage(rowwise=True, columnwise=ctx.bias or wgrad)
-    flat = grad if isinstance(grad, QuantizedTensorStorage) else grad.reshape(-1, grad.shape[-1])
+    flat = grad if isinstance(grad, QuantizedTensorStorage) else as_matrix(grad)
     dy: Any = parallel.gather_gradient(flat, call.grad_output_quantizer)
     if dgrad:
         if not isinstance(w, QuantizedTensorStorage):
@@ -170,7 +176,7 @@ def _fp8_backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None, .
     if wgrad:
         if not isinstance(x, QuantizedTensorStorage):
             call.input_quantizer.set_usage(rowwise=True, columnwise=True)
-            x = call.input_quantizer(x.reshape(-1, x.shape[-1]))
+            x = call.input_quantizer(as_matrix(x))
         x = parallel.gather_input(x, call.input_quantizer, columnwise=True)
         for storage in (x, dy):
             storage.update_usage(columnwise_usage=True)
@@ -183,15 +189,15 @@ def _fp8_backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None, .
 def _plain_backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients in the activation dtype. The bias gradient belongs to the weight GEMM: no weight gradient, none."""
     x, w = _restore(ctx)
-    parallel = call.module.parallelism
-    dy = parallel.gather_gradient(_high_precision(grad, call.dtype).reshape(-1, grad.shape[-1]))
+    parallel = call.parallel
+    dy = parallel.gather_gradient(as_matrix(_high_precision(grad, call.dtype)))
     dx = dw = db = None
     if ctx.needs_input_grad[1]:
         dx = parallel.reduce_input_gradient(matmul(dy, _high_precision(w, call.dtype)))
     if ctx.needs_input_grad[0]:
         db = dy.sum(0, dtype=torch.float32).to(call.dtype) if ctx.bias else None
         x = _high_precision(x, call.dtype)
-        x = parallel.gather_input(x.reshape(-1, x.shape[-1]))
+        x = parallel.gather_input(as_matrix(x))
         dw = call.module.weight_gradient(call, lambda dtype: matmul(dy.t(), x, dtype=dtype), db)
         db = None if call.module.delay_wgrad_compute else db
     return dw, dx, db
@@ -339,17 +345,19 @@ class Linear(TransformerEngineBaseModule):
         `is_first_microbatch` True quantizes the weight and keeps the result, False uses what was kept, None does
         neither. `fp8_output` and `fp8_grad` quantize the output and the input gradient.
         """
-        self.parallelism.check(self.tp_group_initialized, None)
-        self.prepare_forward(inp)
+        parallel = self.parallelism
+        parallel.check(self.tp_group_initialized, None)
+        weights = [getattr(self, name) for name in self.weight_names]
+        self.prepare_forward(inp, weights)
         # A row-parallel bias is added once, after the sum over the ranks.
         fused = not self.return_bias and self.parallel_mode != "row"
         try:
-            weight, bias = self._weight_and_bias()
+            weight, bias = weights[0] if len(weights) == 1 else torch.cat(weights), self._bias()
             if inp.shape[-1] != self.in_features:
                 raise AssertionError(
                     f"GEMM not possible: the input has {inp.shape[-1]} features, not {self.in_features}"
                 )
-            call = self._call(inp, weight, bias if fused else None, is_first_microbatch, fp8_output, fp8_grad)
+            call = self._call(parallel, inp, weight, bias if fused else None, is_first_microbatch, fp8_output, fp8_grad)
             out = _Linear.apply(weight, inp, bias if fused else None, call)
         finally:
             self.end_forward()
@@ -357,35 +365,41 @@ class Linear(TransformerEngineBaseModule):
             return out, None if bias is None else bias.to(self.activation_dtype)
         return out if bias is None or fused else out + bias.to(self.activation_dtype)
 
-    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        weights = [getattr(self, name) for name in self.weight_names]
-        biases = [getattr(self, name) for name in self.bias_names] if self.use_bias else []
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
-        return weight, bias
+    def _bias(self) -> Tensor | None:
+        if not self.use_bias:
+            return None
+        biases = [getattr(self, name) for name in self.bias_names]
+        return biases[0] if len(biases) == 1 else torch.cat(biases)
 
     def _call(
-        self, inp: Any, weight: Tensor, bias: Tensor | None, first: bool | None, fp8_output: bool, fp8_grad: bool
+        self,
+        parallel: Parallelism,
+        inp: Any,
+        weight: Tensor,
+        bias: Tensor | None,
+        first: bool | None,
+        fp8_output: bool,
+        fp8_grad: bool,
     ) -> _Call:
         """The arguments of one pass; takes the "first module" flag."""
         grad = torch.is_grad_enabled()
         assert self.activation_dtype is not None
         if not self.fp8:
-            return _Call(self, self.activation_dtype, False, grad, first, None)
+            return _Call(self, parallel, self.activation_dtype, False, grad, first, None)
         forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
         for quantizer in (forward[0], forward[1], backward[0]):
             quantizer.internal = True
-        parallel = self.parallelism
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
         parallel.check(True, self.fp8_meta["recipe"])
         parallel.check_quantized_results(fp8_output, fp8_grad)
         parallel.configure(forward[0], backward[0])
-        override = FP8GlobalStateManager.get_fp8_recipe().backward_override
+        override = recipe.backward_override
         tracked = grad and any(t is not None and t.requires_grad for t in (inp, weight, bias))
         _check_dims(inp.shape, weight.shape, tracked)
         if grad and weight.requires_grad and self.save_original_input and isinstance(forward[0], Float8Quantizer):
             raise ValueError("DelayedScaling recipe is not supported with save_original_input")
         return _Call(
-            self, self.activation_dtype, True, grad, first, override, forward[0], forward[1],
+            self, parallel, self.activation_dtype, True, grad, first, override, forward[0], forward[1],
             forward[2] if fp8_output else None, backward[0], backward[1] if fp8_grad else None,
             _takes_backward_update() and override is None if tracked else False, _splits(self.fp8_meta["recipe"]),
         )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
+from te_models.engine.emulated.numerics import device_type
 from te_models.engine.emulated.recipe import Recipe
 from te_models.engine.emulated.recipe_state import (
     BACKWARD_SLOTS,
@@ -128,10 +129,13 @@ class TransformerEngineBaseModule(nn.Module):
     def init_fp8_metadata(self) -> None:
         """Bring the module's FP8 state in line with the active autocast."""
         state, meta = FP8GlobalStateManager.quantization_state, self.fp8_meta
-        self.fp8, self.fp8_calibration = state.fp8_enabled, state.fp8_calibration
+        # Only what changes is assigned, here and below: nn.Module's assignment takes the host microseconds.
+        if self.fp8 != state.fp8_enabled or self.fp8_calibration != state.fp8_calibration:
+            self.fp8, self.fp8_calibration = state.fp8_enabled, state.fp8_calibration
         enabled = meta["fp8_checkpoint"] = self.fp8 or self.fp8_calibration
         if not (enabled or state.fp8_parameters):
-            self.fp8_initialized = False
+            if self.fp8_initialized:
+                self.fp8_initialized = False
             return
         recipe, old = FP8GlobalStateManager.get_fp8_recipe(), meta.get("recipe")
         if self.fp8_initialized and (recipe is old or (recipe == old and repr(recipe) == repr(old))):
@@ -168,7 +172,7 @@ class TransformerEngineBaseModule(nn.Module):
 
     def set_activation_dtype(self, inp: Tensor) -> None:
         """The dtype of outputs: torch.autocast's, else the input's, which the parameters must then share."""
-        device = inp.device.type
+        device = device_type(inp)
         if torch.is_autocast_enabled(device):
             self.activation_dtype = torch.get_autocast_dtype(device)
             return
@@ -182,15 +186,15 @@ class TransformerEngineBaseModule(nn.Module):
                 )
         self.activation_dtype = inp.dtype
 
-    def prepare_forward(self, inp: Tensor) -> None:
-        """What has to be in place before the operands are quantized."""
+    def prepare_forward(self, inp: Tensor, weights: list[Any]) -> None:
+        """What has to be in place before the operands are quantized; `weights` in the order of `weight_names`."""
         state = FP8GlobalStateManager.quantization_state
         if self.fp8 and state.recompute_phase:
             self._restore_stash(state.recompute_frame)
             return
         self._refuse_foreign_recompute()
         self.set_activation_dtype(inp)
-        self._check_weight_recipe()
+        self._check_weight_recipe(weights)
         self.init_fp8_metadata()
         forward = self._delayed if self.fp8 else None
         if forward is None:
@@ -201,7 +205,9 @@ class TransformerEngineBaseModule(nn.Module):
 
     def end_forward(self) -> None:
         """Put delayed scaling's state back after a recomputation."""
-        if self._current is not None and (forward := self._delayed) is not None:
+        if self._current is None:
+            return
+        if (forward := self._delayed) is not None:
             forward.amax_history.copy_(self._current[0])
             forward.scale.copy_(self._current[1])
         self._current = None
@@ -224,7 +230,9 @@ class TransformerEngineBaseModule(nn.Module):
 
     def _refuse_foreign_recompute(self) -> None:
         """torch.utils.checkpoint recomputes in the backward pass, where the autocast of the forward is gone."""
-        before, self._tracked = self._tracked, torch.is_grad_enabled()
+        before, now = self._tracked, torch.is_grad_enabled()
+        if now != before:
+            self._tracked = now
         if torch._C._current_graph_task_id() == -1 or _Restored.depth:
             return
         enabled = FP8GlobalStateManager.is_fp8_enabled()
@@ -252,18 +260,17 @@ class TransformerEngineBaseModule(nn.Module):
                 "reset after it ran: its scales would never be updated; call reset_fp8_state(module) first"
             )
 
-    def _check_weight_recipe(self) -> None:
+    def _check_weight_recipe(self, weights: list[Any]) -> None:
         """Quantized weights run under the recipe that they were made for, or dequantized."""
-        weights = {name: getattr(self, name) for name in self.weight_names}
-        quantized = {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedTensor)}
-        state = FP8GlobalStateManager.quantization_state
-        if quantized and not state.fp8_enabled:
+        pairs = zip(self.weight_names, weights, strict=True)
+        quantized = [(name, weight) for name, weight in pairs if isinstance(weight, QuantizedTensor)]
+        if quantized and not FP8GlobalStateManager.is_fp8_enabled():
             warnings.warn(
                 "You are using quantized weights without quantized compute. Please make sure this is intentional.",
                 stacklevel=4,
             )
             return
-        for name, weight in quantized.items():
+        for name, weight in quantized:
             recipe, expected = FP8GlobalStateManager.get_fp8_recipe(), weight._quantizer._get_compatible_recipe()
             if not isinstance(recipe, expected):
                 raise RuntimeError(

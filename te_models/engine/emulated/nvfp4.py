@@ -18,11 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.engine.emulated import numerics
+from te_models.engine.emulated import fused, numerics
 from te_models.engine.emulated.numerics import FLT_MAX, DType
 from te_models.engine.emulated.quantizers import Quantizer
 from te_models.engine.emulated.recipe import NVFP4BlockScaling
-from te_models.engine.emulated.tensors import Operand, QuantizedTensor, QuantizedTensorStorage, pad_to
+from te_models.engine.emulated.tensors import (
+    Blocks,
+    Operand,
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    as_matrix,
+    pad_to,
+    rows_first,
+    rows_last,
+)
 
 BLOCK = 16
 FP4_MAX = 6.0
@@ -58,9 +67,15 @@ def encode_e2m1(x: Tensor, stochastic: bool = False, generator: torch.Generator 
 
 def _odd_numbers(shape: torch.Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
     """Random odd numbers over 2 within (-2^15, 2^15), FP32: never zero, never a tie. Four for each draw."""
-    words = torch.empty(-(-shape.numel() // 4), dtype=torch.int64, device=device)
-    words.random_(-(2**63), None, generator=generator)
-    return words.view(torch.int16)[: shape.numel()].view(shape).float().add_(0.5)
+    return _random_words(shape.numel(), 1, generator, device)[: shape.numel()].view(shape).float().add_(0.5)
+
+
+def _random_words(n: int, draws: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """Random int16 numbers, n (in fours) for each draw."""
+    words = torch.empty(draws, -(-n // 4), dtype=torch.int64, device=device)
+    for draw in words:
+        draw.random_(-(2**63), None, generator=generator)
+    return words.view(-1).view(torch.int16)
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -201,11 +216,27 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
         )
         rows, columns = (k, m) if columnwise else (m, k)
         scale = scales[:rows, : columns // BLOCK].view(torch.float8_e4m3fn).float()
-        packed, whole = packed.reshape(rows, columns // 2), amax / (self._nvfp4_e4m3_max * FP4_MAX)
+        # A division by a Python number would be a product on a GPU.
+        packed, whole = packed.reshape(rows, columns // 2), amax / torch.full_like(amax, self._top)
         if columnwise:
             values = numerics.scale_blocks_(unpack_rows(packed.t()), scale.t(), (BLOCK, 1))
             return Operand(values, whole, narrow=True)
         return Operand(numerics.scale_blocks_(unpack(packed), scale, (1, BLOCK)), whole[:, None], narrow=True)
+
+    @property
+    def _top(self) -> float:
+        return self._nvfp4_e4m3_max * FP4_MAX
+
+    def blocks(self, columnwise: bool) -> Blocks | None:
+        """The copy's codes, scale bytes and amax; None under row scaling."""
+        amax = self._amax_columnwise if columnwise else self._amax_rowwise
+        if amax.numel() > 1:  # type: ignore[union-attr]
+            return None
+        if columnwise:
+            codes, scale, block = rows_first(self._columnwise_data), self._columnwise_scale_inv, (BLOCK, 1)
+        else:
+            codes, scale, block = as_matrix(self._rowwise_data), self._rowwise_scale_inv, (1, BLOCK)
+        return Blocks(codes, scale, block, self._fp4_dtype, amax, self._top)  # type: ignore[arg-type]
 
     def _high_precision(self, dtype: torch.dtype | None) -> Tensor:
         if self._rowwise_data is None:
@@ -282,8 +313,10 @@ class NVFP4Quantizer(Quantizer):
                 f"NVFP4 requires tensor dims that are divisible by 16 (got shape={tuple(tensor.shape)}): pad the tensor"
             )
         fields: dict[str, Any] = {"fp4_dtype": self.dtype, "nvfp4_e4m3_max": self.nvfp4_e4m3_max}
-        fields |= dict.fromkeys(name.removeprefix("_") for name in NVFP4TensorStorage._tensors)
-        x, (*lead, last) = tensor.reshape(-1, tensor.shape[-1]), tensor.shape
+        fields |= dict.fromkeys(NVFP4TensorStorage._data_names())
+        x, (*lead, last) = as_matrix(tensor), tensor.shape
+        if fused.active(x) and not (self.row_scaled_nvfp4 or self.nvfp4_use_4over6):
+            return fields | self._fused(x, tensor.shape, rowwise, columnwise)
         shared = BLOCK if self.with_2d_quantization else 1
         codes = scale = amax = None
         if rowwise:
@@ -301,6 +334,29 @@ class NVFP4Quantizer(Quantizer):
             }  # a tensor of its own, as in Transformer Engine
         return fields
 
+    def _fused(self, x: Tensor, shape: torch.Size, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+        """The data of the copies of x `[M, K]`, a `shape` tensor, by the kernels."""
+        t = self._transformed(x) if columnwise else x
+        both = rowwise and t is not x
+        amax = fused.amax(x if rowwise else t, t if both else None, nan=True)
+        if self.with_amax_reduction:
+            amax = amax.amax(-1, keepdim=True)
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group)
+        noise = None
+        if self.stochastic_rounding:
+            draws = rowwise + columnwise
+            noise = _random_words(x.numel(), draws, self.generator, x.device)
+        made = fused.cast_nvfp4(x, t, amax, noise, self.with_2d_quantization, rowwise, columnwise)
+        fields: dict[str, Any] = {}
+        if rowwise:
+            data = made[0] if len(shape) == 2 else made[0].view(*shape[:-1], shape[-1] // 2)
+            fields |= {"rowwise_data": data, "rowwise_scale_inv": made[1], "amax_rowwise": made[2]}
+        if columnwise:
+            data = made[3] if len(shape) == 2 else made[3].view(*shape[:-2], shape[-2] // 2, shape[-1])
+            data = rows_last(data)
+            fields |= {"columnwise_data": data, "columnwise_scale_inv": made[4], "amax_columnwise": made[5]}
+        return fields
+
     @property
     def _same_codes(self) -> bool:
         """Whether the columnwise copy has the codes of the rowwise one."""
@@ -311,11 +367,11 @@ class NVFP4Quantizer(Quantizer):
         if not self.with_rht:
             return x
         # In FP32, because a processor without BF16 instructions takes 20 times as long for BF16.
-        matrix = hadamard(self.with_random_sign_mask, x.device, torch.float32)
-        out = torch.empty_like(x)
-        for rows in numerics.row_tiles(x, BLOCK):
-            out[rows] = (matrix.t() @ x[rows].float().view(-1, BLOCK, x.shape[1])).view(-1, x.shape[1])
-        return out
+        matrix = hadamard(self.with_random_sign_mask, x.device, torch.float32).t()
+        tiles = numerics.row_tiles(x, BLOCK)
+        parts = [x] if len(tiles) == 1 else [x[rows] for rows in tiles]
+        parts = [(matrix @ part.float().view(-1, BLOCK, x.shape[1])).view(part.shape).to(x.dtype) for part in parts]
+        return parts[0] if len(tiles) == 1 else torch.cat(parts)
 
     def _cast(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For blocks along the rows of x `[M, K]`: codes, a scale byte for each block, and the amax."""

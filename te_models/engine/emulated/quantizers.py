@@ -6,7 +6,6 @@ returns the plain storage. `rowwise_usage` and `columnwise_usage` choose which c
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -31,7 +30,10 @@ from te_models.engine.emulated.tensors import (
     MXFP8Tensor,
     QuantizedTensor,
     QuantizedTensorStorage,
+    as_matrix,
+    like,
     pad_to,
+    rows_last,
 )
 
 
@@ -71,7 +73,9 @@ class Quantizer:
 
     def copy(self) -> Quantizer:
         """A shallow copy, which shares scale and amax tensors."""
-        return copy.copy(self)
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
 
     def __call__(self, tensor: Tensor) -> Any:
         """Quantize a FP32, BF16 or FP16 tensor."""
@@ -82,7 +86,7 @@ class Quantizer:
         if out is not None:
             return self.update_quantized(tensor, out)
         if self.internal:
-            return self._build(tensor.detach(), dtype)
+            return self._build(tensor, dtype)
         return _Quantize.apply(tensor, lambda t: self._build(t, dtype))
 
     def update_quantized(self, src: Tensor, dst: Any) -> Any:
@@ -90,7 +94,7 @@ class Quantizer:
         usages = dst.get_usages()
         if tuple(src.shape) != tuple(dst._shape):
             raise ValueError(f"cannot quantize shape {tuple(src.shape)} into shape {tuple(dst._shape)}")
-        fields = self._encode(src.detach().contiguous(), usages["rowwise"], usages["columnwise"])
+        fields = self._encode(_bare(src), usages["rowwise"], usages["columnwise"])
         for name, value in fields.items():
             setattr(dst, f"_{name}", value)
         return dst
@@ -124,15 +128,21 @@ class Quantizer:
         return self._recipe
 
     def _build(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
-        fields = self._encode(tensor.detach().contiguous(), self.rowwise_usage, self.columnwise_usage)
-        common = {"shape": tensor.shape, "dtype": dtype or tensor.dtype, "quantizer": self.copy()}
+        fields = self._encode(_bare(tensor), self.rowwise_usage, self.columnwise_usage)
+        fields |= {"shape": tensor.shape, "dtype": dtype or tensor.dtype, "quantizer": self.copy()}
         if self.internal:
-            return self._tensor_class._storage_class()(**common, **fields)  # type: ignore[attr-defined]
-        return self._tensor_class(**common, device=tensor.device, **fields)  # type: ignore[arg-type]
+            return self._tensor_class._storage_class()(**fields)  # type: ignore[attr-defined]
+        return self._tensor_class(device=tensor.device, **fields)  # type: ignore[arg-type]
 
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
         """Attributes (without the leading underscore) of the storage for `tensor`."""
         raise NotImplementedError
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    """The tensor contiguous and without its graph. Each call of torch costs a GPU's host microseconds."""
+    tensor = tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 class _PerTensorQuantizer(Quantizer):
@@ -153,7 +163,7 @@ class _PerTensorQuantizer(Quantizer):
         codes, scale_inv = self._codes(tensor)
         return {
             "data": codes if rowwise else None,
-            "transpose": codes.movedim(-1, 0) if columnwise else None,
+            "transpose": rows_last(codes) if columnwise else None,
             "scale_inv": scale_inv,
             "fp8_dtype": self.dtype,
         }
@@ -181,10 +191,10 @@ class Float8Quantizer(_PerTensorQuantizer):
         self.amax = self.amax.clone()
 
     def _codes(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        if fused.active(tensor) and self.amax.device == tensor.device:
+            return fused.cast_delayed(tensor, self.scale, self.amax, self.dtype)
         # The history may belong to a graph-free buffer that autograd must not see changed.
         amax, scale = self.amax.detach(), self.scale.detach().reshape(1)
-        if fused.active(tensor) and amax.device == tensor.device:
-            return fused.cast_delayed(tensor, scale, amax, self.dtype)
         if tensor.numel():
             torch.maximum(amax, numerics.amax(tensor).to(amax.device), out=amax)
         return numerics.cast_fp8(tensor, scale, self.dtype), scale.reciprocal()
@@ -225,10 +235,12 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         self.amax_epsilon = amax_epsilon
 
     def _codes(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        amax = fused.amax(tensor) if fused.active(tensor) else numerics.amax(tensor).reshape(1)
+        kernels = fused.active(tensor)
+        amax = fused.amax(tensor) if kernels else numerics.amax(tensor).reshape(1)
         if self.with_amax_reduction:
+            amax = amax.amax().reshape(1)
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group)
-        if fused.active(tensor):
+        if kernels:
             return fused.cast_current(tensor, amax, self.dtype, self.force_pow_2_scales, self.amax_epsilon)
         scale = numerics.scale_from_amax(amax, FP8_MAX[self.dtype], self.force_pow_2_scales, self.amax_epsilon)
         return numerics.cast_fp8(tensor, scale, self.dtype), scale.reciprocal()
@@ -269,7 +281,7 @@ class Float8BlockQuantizer(Quantizer):
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {"fp8_dtype": self.dtype, "is_2D_scaled": self.block_scaling_dim == 2}
         fields |= dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
-        x = tensor.reshape(-1, tensor.shape[-1])
+        x = as_matrix(tensor)
         if fused.active(x):
             made = fused.cast_blocks(
                 x,
@@ -283,16 +295,19 @@ class Float8BlockQuantizer(Quantizer):
             row_codes, row_scale, column_codes, column_scale = made
         elif self.block_scaling_dim == 2:
             row_codes, row_scale = self._cast(x, (BLOCK, BLOCK))
-            column_codes, column_scale = row_codes, row_scale.t()
+            column_codes, column_scale = row_codes, pad_to(row_scale.t(), 1, 4) if columnwise else row_scale
+            row_scale = pad_to(row_scale, 1, 4)
         else:
             row_codes, row_scale = self._cast(x, (1, BLOCK)) if rowwise else (x, x)
-            row_scale = row_scale.t()
+            row_scale = pad_to(row_scale.t(), 1, 4)
             column_codes, column_scale = self._cast(x, (BLOCK, 1)) if columnwise else (x, x)
+            column_scale = pad_to(column_scale, 1, 4)
         if rowwise:
-            fields |= {"rowwise_data": row_codes.view(tensor.shape), "rowwise_scale_inv": pad_to(row_scale, 1, 4)}
+            fields["rowwise_data"] = like(row_codes, tensor)
+            fields["rowwise_scale_inv"] = row_scale
         if columnwise:
-            codes = column_codes.view(tensor.shape).movedim(-1, 0)
-            fields |= {"columnwise_data": codes, "columnwise_scale_inv": pad_to(column_scale, 1, 4)}
+            fields["columnwise_data"] = rows_last(like(column_codes, tensor))
+            fields["columnwise_scale_inv"] = column_scale
         return fields
 
 
@@ -336,20 +351,20 @@ class MXFP8Quantizer(Quantizer):
             )
         fields: dict[str, Any] = {"fp8_dtype": self.dtype}
         fields |= dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
-        x = tensor.reshape(-1, tensor.shape[-1])
+        x = as_matrix(tensor)
         if fused.active(x):
             made = fused.cast_mx(x, self.dtype, self.with_2d_quantization, rowwise, columnwise)
             if rowwise:
-                fields |= {"rowwise_data": made[0].view(tensor.shape), "rowwise_scale_inv": made[1]}
+                fields |= {"rowwise_data": like(made[0], tensor), "rowwise_scale_inv": made[1]}
             if columnwise:
-                fields |= {"columnwise_data": made[2].view(tensor.shape), "columnwise_scale_inv": made[3]}
+                fields |= {"columnwise_data": like(made[2], tensor), "columnwise_scale_inv": made[3]}
             return fields
         if rowwise:
             codes, e = self._cast(x, (1, MX_BLOCK))
-            fields |= {"rowwise_data": codes.view(tensor.shape), "rowwise_scale_inv": pad_to(e, 128, 4)}
+            fields |= {"rowwise_data": like(codes, tensor), "rowwise_scale_inv": pad_to(e, 128, 4)}
         if columnwise:
             codes, e = self._cast(x, (MX_BLOCK, 1))
-            fields |= {"columnwise_data": codes.view(tensor.shape), "columnwise_scale_inv": pad_to(e, 4, 128)}
+            fields |= {"columnwise_data": like(codes, tensor), "columnwise_scale_inv": pad_to(e, 4, 128)}
         return fields
 
 

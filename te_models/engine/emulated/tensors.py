@@ -9,6 +9,7 @@ A columnwise copy that has the same codes as the rowwise one is a transposed vie
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -62,11 +63,18 @@ class Codes(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """FP8 codes `[M, K]` (uint8) with one scale, FP32 or an E8M0 byte, for each `block` of elements."""
+    """FP8 codes `[M, K]` (uint8) with one scale, FP32 or an E8M0 byte, for each `block` of elements.
+
+    Or FP4 codes, two a byte along the block, with E4M3 bytes, one row for each row or column, and a factor for all of
+    `amax` [1] over `top`.
+    """
 
     codes: Tensor
     scale: Tensor
     block: tuple[int, int]
+    dtype: DType
+    amax: Tensor | None = None
+    top: float = 1.0
 
 
 class QuantizedTensorStorage:
@@ -82,8 +90,7 @@ class QuantizedTensorStorage:
         self._shape = torch.Size(shape)
         self._dtype = dtype
         self._quantizer = quantizer
-        for name, value in data.items():
-            setattr(self, f"_{name}", value)
+        self.__dict__.update({f"_{name}": value for name, value in data.items()})
 
     @property
     def _matrix(self) -> tuple[int, int]:
@@ -143,16 +150,29 @@ class QuantizedTensorStorage:
 
     def with_data_tensors(self, tensors: tuple[Tensor | None, ...]) -> QuantizedTensorStorage:
         """A storage with the same metadata and other tensors."""
-        data: dict[str, Any] = dict(zip(self._data_names(), tensors, strict=True))
-        return self._storage_class()(**self._metadata(), **data)
+        storage = self._storage_class()
+        made = storage.__new__(storage)
+        if not isinstance(self, Tensor):
+            made.__dict__.update(self.__dict__)
+        else:  # a parameter has more attributes than its own
+            made.__dict__.update({f"_{name}": value for name, value in self._metadata().items()})
+        made.set_data_tensors(tensors)
+        return made
 
-    def _data_names(self) -> list[str]:
-        return [name.removeprefix("_") for name in self._tensors]
+    def set_data_tensors(self, tensors: tuple[Tensor | None, ...]) -> None:
+        """Replace the tensors that hold the data."""
+        self.__dict__.update(zip(self._tensors, tensors, strict=True))
+
+    @classmethod
+    @functools.cache
+    def _data_names(cls) -> list[str]:
+        return [name.removeprefix("_") for name in cls._tensors]
 
     def _metadata(self) -> dict[str, Any]:
         return {"shape": self._shape, "dtype": self._dtype, "quantizer": self._quantizer}
 
     @classmethod
+    @functools.cache
     def _storage_class(cls) -> type[QuantizedTensorStorage]:
         """The plain storage class of this format."""
         return next(c for c in cls.__mro__ if QuantizedTensorStorage in c.__bases__ and not issubclass(c, Tensor))
@@ -194,19 +214,21 @@ class Float8TensorStorage(QuantizedTensorStorage):
         if source is None:
             super()._derive(columnwise)
         elif columnwise:
-            self._transpose = source.movedim(-1, 0)
+            self._transpose = rows_last(source)
         else:
             self._data = source.movedim(0, -1)
 
+    def _codes(self) -> Tensor:
+        """Both copies are the same codes: uint8 `[M, K]`."""
+        return rows_first(self._transpose) if self._data is None else as_matrix(self._data)
+
     def operand(self, columnwise: bool) -> Operand:
-        """Raw codes as FP32 and `_scale_inv`; both copies are the same codes."""
-        codes = self._data if self._data is not None else self._transpose.movedim(0, -1)  # type: ignore[union-attr]
-        return Operand(numerics.decode_fp8(codes.reshape(self._matrix), self._fp8_dtype), self._scale_inv, narrow=True)
+        """Raw codes as FP32 and `_scale_inv`."""
+        return Operand(numerics.decode_fp8(self._codes(), self._fp8_dtype), self._scale_inv, narrow=True)
 
     def codes(self, columnwise: bool) -> Codes:
-        """Both copies are the same codes."""
-        codes = self._data if self._data is not None else self._transpose.movedim(0, -1)  # type: ignore[union-attr]
-        codes = codes.reshape(self._matrix).view(numerics.TORCH_FP8[self._fp8_dtype])
+        """The codes, and the inverse scale [1]."""
+        codes = self._codes().view(numerics.TORCH_FP8[self._fp8_dtype])
         return Codes(codes.t() if columnwise else codes, self._scale_inv)
 
 
@@ -266,13 +288,13 @@ class Float8BlockwiseQTensorStorage(_BlockStorage, QuantizedTensorStorage):
         if not self._quantizer.force_pow_2_scales:
             return None
         if columnwise:
-            codes, scale = self._columnwise_data.movedim(0, -1), self._columnwise_scale_inv  # type: ignore[union-attr]
-            scale = scale.t() if self._is_2D_scaled else scale  # type: ignore[union-attr]
+            codes, scale = rows_first(self._columnwise_data), self._columnwise_scale_inv
         else:
-            codes, scale = self._rowwise_data, self._rowwise_scale_inv
-            scale = scale if self._is_2D_scaled else scale.t()  # type: ignore[union-attr]
+            codes, scale = as_matrix(self._rowwise_data), self._rowwise_scale_inv
+        # 1-D rowwise scales are [K/128, M], 2-D columnwise ones [K/128, M/128].
+        scale = scale.t() if self._is_2D_scaled == columnwise else scale  # type: ignore[union-attr]
         block = (BLOCK, BLOCK) if self._is_2D_scaled else (BLOCK, 1) if columnwise else (1, BLOCK)
-        return Blocks(codes.reshape(self._matrix), scale, block)  # type: ignore[union-attr,arg-type]
+        return Blocks(codes, scale, block, self._fp8_dtype)  # type: ignore[arg-type]
 
     def _derive(self, columnwise: bool) -> None:
         if not self._is_2D_scaled:
@@ -311,15 +333,41 @@ class MXFP8TensorStorage(_BlockStorage, QuantizedTensorStorage):
 
     def blocks(self, columnwise: bool) -> Blocks:
         """The copy's codes and scale bytes."""
-        side, block = ("columnwise", (MX_BLOCK, 1)) if columnwise else ("rowwise", (1, MX_BLOCK))
-        codes, scale = getattr(self, f"_{side}_data"), getattr(self, f"_{side}_scale_inv")
-        return Blocks(codes.reshape(self._matrix), scale, block)
+        if columnwise:
+            codes, scale, block = self._columnwise_data, self._columnwise_scale_inv, (MX_BLOCK, 1)
+        else:
+            codes, scale, block = self._rowwise_data, self._rowwise_scale_inv, (1, MX_BLOCK)
+        return Blocks(as_matrix(codes), scale, block, self._fp8_dtype)  # type: ignore[arg-type]
+
+
+def as_matrix(tensor: Any) -> Tensor:
+    """`[..., K]` as `[M, K]`; most are, and each call of torch costs a GPU's host microseconds."""
+    if tensor.ndim == 2:
+        return tensor
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1] if tensor.ndim else 1)
+
+
+def rows_first(tensor: Any) -> Tensor:
+    """`[K, ...]` as `[M, K]`."""
+    return tensor.t() if tensor.ndim == 2 else as_matrix(tensor.movedim(0, -1))
+
+
+def rows_last(tensor: Tensor) -> Tensor:
+    """`[..., K]` as `[K, ...]`."""
+    return tensor.t() if tensor.ndim == 2 else tensor.movedim(-1, 0)
+
+
+def like(matrix: Tensor, tensor: Tensor) -> Tensor:
+    """`[M, K]` in the shape of `tensor`."""
+    return matrix if tensor.ndim == 2 else matrix.view(tensor.shape)
 
 
 def pad_to(scale: Tensor, *multiples: int) -> Tensor:
     """`scale` with its dimensions zero-padded to whole multiples, contiguous."""
     pad = [p for size, step in zip(reversed(scale.shape), reversed(multiples), strict=True) for p in (0, -size % step)]
-    return (torch.nn.functional.pad(scale, pad) if any(pad) else scale).contiguous()
+    if any(pad):
+        return torch.nn.functional.pad(scale, pad)
+    return scale if scale.is_contiguous() else scale.contiguous()
 
 
 class _Dequantize(torch.autograd.Function):

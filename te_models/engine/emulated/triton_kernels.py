@@ -11,6 +11,7 @@ import triton.language as tl
 
 TILE = tl.constexpr(128)
 _INF = tl.constexpr(0x7F800000)
+_FLT_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
@@ -21,8 +22,9 @@ def _magnitude_bits(v):
 
 
 @triton.jit
-def _scale(amax, fp8_max, epsilon, infinite, POWER_OF_2: tl.constexpr):
+def _scale(amax, epsilon, infinite, POWER_OF_2: tl.constexpr, E5M2: tl.constexpr):
     """numerics.scale_from_amax."""
+    fp8_max: tl.constexpr = 57344.0 if E5M2 else 448.0
     amax = tl.maximum(amax, epsilon)
     scale = tl.minimum(tl.div_rn(tl.zeros_like(amax) + fp8_max, amax), infinite)
     scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
@@ -61,68 +63,99 @@ def _decode(code, E5M2: tl.constexpr):
 
 
 @triton.jit
-def amax_kernel(x, amax, n, BLOCK: tl.constexpr):
-    """The bits of the largest magnitude of x into `amax` (int32 [1]), which is at least 0."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-    tl.atomic_max(amax, tl.max(_magnitude_bits(v), 0))
+def amax_kernel(x, y, parts, n, steps, NAN: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest magnitude of every program's elements into `parts`, `steps` blocks a program.
+
+    Of x, and where the grid has a second row of y, into the second half. With NAN a NaN is larger than any number.
+    """
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for step in range(steps):
+        block = step * tl.num_programs(0) + tl.program_id(0)
+        at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        if tl.program_id(1) == 0:
+            v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
+        else:
+            v = tl.load(y + at, mask=at < n, other=0.0).to(tl.float32)
+        bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF if NAN else _magnitude_bits(v)
+        largest = tl.maximum(largest, bits)
+    part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(parts + part, tl.max(largest, 0).to(tl.float32, bitcast=True))
 
 
 @triton.jit
-def tensor_kernel(
-    x, codes, scale, amax, scale_inv, n, fp8_max, epsilon, infinite,
-    CURRENT: tl.constexpr, POWER_OF_2: tl.constexpr, E5M2: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One scale for all: from `amax` (CURRENT), or as given, with the amax recorded."""
+def delayed_kernel(x, codes, scale, amax, scale_inv, n, E5M2: tl.constexpr, BLOCK: tl.constexpr):
+    """Codes by the scale as it stands; `amax` [1] is raised to the largest magnitude."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-    if CURRENT:
-        multiplier = _scale(tl.load(amax).to(tl.float32, bitcast=True), fp8_max, epsilon, infinite, POWER_OF_2)
-    else:
-        multiplier = tl.load(scale)
-        tl.atomic_max(amax, tl.max(_magnitude_bits(v), 0))
+    tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), tl.max(_magnitude_bits(v), 0))
+    _cast_tensor(v, tl.load(scale), codes, scale_inv, at, n, E5M2)
+
+
+@triton.jit
+def current_kernel(
+    x, codes, parts, scale_inv, n, n_parts, epsilon,
+    POWER_OF_2: tl.constexpr, E5M2: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Codes by the scale that follows from the largest of `parts`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
+    i = tl.arange(0, PARTS)
+    amax = tl.max(tl.load(parts + i, mask=i < n_parts, other=0.0), 0)
+    _cast_tensor(v, _scale(amax, epsilon, _FLT_MAX, POWER_OF_2, E5M2), codes, scale_inv, at, n, E5M2)
+
+
+@triton.jit
+def _cast_tensor(v, multiplier, codes, scale_inv, at, n, E5M2: tl.constexpr):
     tl.store(codes + at, _encode(v * multiplier, E5M2), mask=at < n)
     if tl.program_id(0) == 0:
         tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), multiplier))
 
 
 @triton.jit
-def _tile(rows, cols):
-    """Row and column numbers of this program's tile, offsets and mask of its elements in a `[rows, cols]` matrix."""
-    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    j = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+def _tile(p, q, rows, cols):
+    """Row and column numbers of tile (p, q), offsets and mask of its elements in a `[rows, cols]` matrix."""
+    i = p.to(tl.int64) * TILE + tl.arange(0, TILE)
+    j = q.to(tl.int64) * TILE + tl.arange(0, TILE)
     return i, j, i[:, None] * cols + j[None, :], (i < rows)[:, None] & (j < cols)[None, :]
 
 
 @triton.jit
 def block_kernel(
-    x, row_codes, row_scale, col_codes, col_scale, rows, cols, row_stride, col_stride, fp8_max, epsilon, infinite,
+    x, row_codes, row_scale, col_codes, col_scale, rows, cols, row_stride, col_stride, epsilon, infinite,
     ROW: tl.constexpr, COL: tl.constexpr, TWO_D: tl.constexpr, POWER_OF_2: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
     """1x128 blocks along rows (ROW) and columns (COL), or one 128x128 block for both (TWO_D)."""
-    i, j, at, mask = _tile(rows, cols)
+    p, q = tl.program_id(0), tl.program_id(1)
+    i, j, at, mask = _tile(p, q, rows, cols)
     v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    bits, p, q = _magnitude_bits(v), tl.program_id(0), tl.program_id(1)
+    bits = _magnitude_bits(v)
     if TWO_D:
         amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
-        scale = _scale(amax, fp8_max, epsilon, infinite, POWER_OF_2)
+        scale = _scale(amax, epsilon, infinite, POWER_OF_2, E5M2)
         tl.store(row_codes + at, _encode(v * scale, E5M2), mask=mask)
         inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
         if ROW:
-            tl.store(row_scale + p * row_stride + q, inverse)
+            _store_padded(row_scale + p * row_stride, q, tl.num_programs(1), row_stride, inverse)
         if COL:
-            tl.store(col_scale + q * col_stride + p, inverse)
+            _store_padded(col_scale + q * col_stride, p, tl.num_programs(0), col_stride, inverse)
     else:
         if ROW:
-            scale = _scale(tl.max(bits, 1).to(tl.float32, bitcast=True), fp8_max, epsilon, infinite, POWER_OF_2)
+            scale = _scale(tl.max(bits, 1).to(tl.float32, bitcast=True), epsilon, infinite, POWER_OF_2, E5M2)
             tl.store(row_codes + at, _encode(v * scale[:, None], E5M2), mask=mask)
             inverse = tl.where(i < rows, tl.div_rn(tl.full((TILE,), 1.0, tl.float32), scale), 0.0)
             tl.store(row_scale + q * row_stride + i, inverse, mask=i < row_stride)
         if COL:
-            scale = _scale(tl.max(bits, 0).to(tl.float32, bitcast=True), fp8_max, epsilon, infinite, POWER_OF_2)
+            scale = _scale(tl.max(bits, 0).to(tl.float32, bitcast=True), epsilon, infinite, POWER_OF_2, E5M2)
             tl.store(col_codes + at, _encode(v * scale[None, :], E5M2), mask=mask)
             inverse = tl.where(j < cols, tl.div_rn(tl.full((TILE,), 1.0, tl.float32), scale), 0.0)
             tl.store(col_scale + p * col_stride + j, inverse, mask=j < col_stride)
+
+
+@triton.jit
+def _store_padded(line, i, n, padded, value):
+    """Entry i of n; the last one is followed by zeros, up to `padded`, which is at most three more."""
+    at, end = i + tl.arange(0, 4), tl.where(i + 1 == n, padded, i + 1)
+    tl.store(line + at, tl.where(at == i, value, 0.0), mask=at < end)
 
 
 @triton.jit
@@ -147,7 +180,7 @@ def mx_kernel(
 ):  # fmt: skip
     """Blocks of 32 along rows and columns, with E8M0 scales; TWO_D shares them over 32x32 elements."""
     groups: tl.constexpr = TILE // 32
-    i, j, at, mask = _tile(rows, cols)
+    i, j, at, mask = _tile(tl.program_id(0), tl.program_id(1), rows, cols)
     v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     bits = _magnitude_bits(v)
     # [128, 4] maxima along rows, [4, 128] along columns.
@@ -174,13 +207,28 @@ def mx_kernel(
 
 @triton.jit
 def decode_kernel(
-    codes, scale, out, rows, cols, row_step, col_step,
-    DOWN: tl.constexpr, ALONG: tl.constexpr, E8M0: tl.constexpr, E5M2: tl.constexpr,
+    a, a_scale, a_out, a_rows, a_cols, a_row_step, a_col_step, b, b_scale, b_out, b_rows, b_cols, b_row_step, b_col_step,
+    A_DOWN: tl.constexpr, A_ALONG: tl.constexpr, A_E5M2: tl.constexpr,
+    B_DOWN: tl.constexpr, B_ALONG: tl.constexpr, B_E5M2: tl.constexpr,
+):  # fmt: skip
+    """Both matrices of a product as BF16: the first programs decode the tiles of a, the others those of b."""
+    tile, of_a = tl.program_id(0), tl.cdiv(a_rows, TILE) * tl.cdiv(a_cols, TILE)
+    if tile < of_a:
+        _decode_tile(tile, a, a_scale, a_out, a_rows, a_cols, a_row_step, a_col_step, A_DOWN, A_ALONG, A_E5M2)
+    else:
+        _decode_tile(tile - of_a, b, b_scale, b_out, b_rows, b_cols, b_row_step, b_col_step, B_DOWN, B_ALONG, B_E5M2)
+
+
+@triton.jit
+def _decode_tile(
+    tile, codes, scale, out, rows, cols, row_step, col_step,
+    DOWN: tl.constexpr, ALONG: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
     """Codes times block scales as BF16; a scale serves DOWN x ALONG elements, `row_step` and `col_step` are strides."""
-    i, j, at, mask = _tile(rows, cols)
+    across = tl.cdiv(cols, TILE)
+    i, j, at, mask = _tile(tile // across, tile % across, rows, cols)
     factor = tl.load(scale + (i // DOWN)[:, None] * row_step + (j // ALONG)[None, :] * col_step, mask=mask, other=0)
-    if E8M0:
+    if factor.dtype == tl.uint8:  # E8M0
         factor = _power_of_2(factor.to(tl.int32))
     value = _decode(tl.load(codes + at, mask=mask, other=0), E5M2) * factor
     tl.store(out + at, value.to(tl.bfloat16), mask=mask)
@@ -188,9 +236,18 @@ def decode_kernel(
 
 @triton.jit
 def update_kernel(
-    history, scale, amax, length, n, largest, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr, N: tl.constexpr
+    table, amaxes, largest, REDUCED: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr, N: tl.constexpr
 ):
-    """autocast._update_fused for one state: history `[length, n]` and scale `[n]` in place; `amax` `[n]`."""
+    """autocast._update_fused for one state a program: history `[length, n]` and scale `[n]` in place.
+
+    A row of `table` (int64) has the addresses of history and scale, length, n, and where in `amaxes` the n reduced ones
+    start; without REDUCED they are row 0 of the history.
+    """
+    table += tl.program_id(0) * 5
+    history = tl.load(table).to(tl.pointer_type(tl.float32))
+    scale = tl.load(table + 1).to(tl.pointer_type(tl.float32))
+    length, n = tl.load(table + 2).to(tl.int32), tl.load(table + 3).to(tl.int32)
+    amax = amaxes + tl.load(table + 4) if REDUCED else history
     i, j = tl.arange(0, LENGTH), tl.arange(0, N)
     at, mask = i[:, None] * n + j[None, :], (i < length)[:, None] & (j < n)[None, :]
     old = tl.load(history + at, mask=mask, other=0.0)
@@ -205,5 +262,5 @@ def update_kernel(
     rolled = tl.where((i == 0)[:, None], 0.0, rolled)
     tl.store(history + at, rolled, mask=mask & (last != 0)[None, :])
     usable = (last != 0) & (used > 0) & (used < float("inf"))
-    fresh = tl.minimum(tl.div_rn(tl.zeros_like(used) + largest, used), 3.4028234663852886e38)
+    fresh = tl.minimum(tl.div_rn(tl.zeros_like(used) + largest, used), _FLT_MAX)
     tl.store(scale + j, tl.where(usable, fresh, kept), mask=j < n)

@@ -1,0 +1,132 @@
+"""nvfp4.py's cast and decoding as Triton kernels, the same bits; random numbers and the transform come from torch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from te_models.engine.emulated.triton_kernels import TILE, _decode, _encode, _tile
+
+GROUPS = tl.constexpr(8)  # blocks of 16 along a tile
+
+
+@triton.jit
+def _block_scale(bits, amax):
+    """The E4M3 code of a block's scale and the block's multiplier, from the bits of its largest magnitude."""
+    one = tl.zeros_like(amax) + 1.0
+    whole = tl.div_rn(tl.zeros_like(amax) + 2688.0, amax)  # 448 * 6; as nvfp4._global_scale, NaN stays
+    whole = tl.where(whole > 3.4028234663852886e38, 3.4028234663852886e38, tl.where(whole == 0, 1.0, whole))
+    code = _encode(bits.to(tl.float32, bitcast=True) * (whole * tl.div_rn(one, one * 6.0)), False)
+    scaled = _decode(code, False) * tl.div_rn(one, whole)
+    multiplier = tl.div_rn(tl.zeros_like(scaled) + 1.0, scaled)
+    return code, tl.where(multiplier > 3.4028234663852886e38, 3.4028234663852886e38, multiplier)
+
+
+@triton.jit
+def _encode_e2m1(v, noise, at, mask, STOCHASTIC: tl.constexpr):
+    """nvfp4.encode_e2m1 as int32, of any FP32 values; `noise` are its random words."""
+    v = tl.where(v > 6.0, 6.0, tl.where(v < -6.0, -6.0, v))
+    sign = tl.where(v.to(tl.int32, bitcast=True) < 0, 8, 0)
+    size = tl.where(v != v, 0.0, tl.abs(v))
+    octave = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
+    if STOCHASTIC:
+        random = tl.load(noise + at, mask=mask, other=0).to(tl.float32) + 0.5
+        size += random * (octave - (17 << 23)).to(tl.float32, bitcast=True)
+    sums = ((octave + ((22 << 23) + 2)).to(tl.float32, bitcast=True) + size).to(tl.int32, bitcast=True)
+    return ((sums + (octave >> 22)) & 0xFF) | sign
+
+
+@triton.jit
+def nvfp4_kernel(
+    x, t, noise, row_codes, row_scale, row_amax, col_codes, col_scale, col_amax, parts, n_parts, rows, cols,
+    row_stride, col_stride, col_noise,
+    ROW: tl.constexpr, COL: tl.constexpr, TWO_D: tl.constexpr, TRANSFORMED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Blocks of 16 along the rows of x and the columns of t, which is x unless TRANSFORMED; TWO_D: 16x16 elements.
+
+    The largest of the first n_parts of `parts` is the amax of x, that of the next n_parts the transformed one's. The
+    random words of the columns start at `col_noise`.
+    """
+    p, q = tl.program_id(0), tl.program_id(1)
+    i, j, at, mask = _tile(p, q, rows, cols)
+    k = tl.arange(0, PARTS)
+    half = (tl.arange(0, 2) * 4).to(tl.int32)
+    if ROW:
+        v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        amax = _largest(parts, k, n_parts)
+        bits = tl.max(tl.reshape(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (TILE, GROUPS, 16)), 2)
+        if TWO_D:
+            both = tl.max(tl.reshape(bits, (GROUPS, 16, GROUPS)), 1)
+            bits = tl.reshape(tl.broadcast_to(both[:, None, :], (GROUPS, 16, GROUPS)), (TILE, GROUPS))
+        scale, multiplier = _block_scale(bits, amax)
+        scaled = tl.reshape(tl.reshape(v, (TILE, GROUPS, 16)) * multiplier[:, :, None], (TILE, TILE))
+        codes = _encode_e2m1(scaled, noise, at, mask, STOCHASTIC)
+        packed = tl.sum(tl.reshape(codes, (TILE, TILE // 2, 2)) << half[None, None, :], 2)
+        c = q * (TILE // 2) + tl.arange(0, TILE // 2)
+        inside = (i < rows)[:, None] & (c < cols // 2)[None, :]
+        tl.store(row_codes + i[:, None] * (cols // 2) + c[None, :], packed.to(tl.uint8), mask=inside)
+        g = q * GROUPS + tl.arange(0, GROUPS)
+        scale = tl.where((i < rows)[:, None] & (g < cols // 16)[None, :], scale, 0)
+        tl.store(row_scale + i[:, None] * row_stride + g[None, :], scale, mask=(g < row_stride)[None, :])
+        tl.store(row_amax, amax, mask=(p == 0) & (q == 0))
+    if COL:
+        v = tl.load(t + at, mask=mask, other=0.0).to(tl.float32)
+        amax = _largest(parts + n_parts if TRANSFORMED and ROW else parts, k, n_parts)
+        bits = tl.max(tl.reshape(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (GROUPS, 16, TILE)), 1)
+        if TWO_D:
+            both = tl.max(tl.reshape(bits, (GROUPS, GROUPS, 16)), 2)
+            bits = tl.reshape(tl.broadcast_to(both[:, :, None], (GROUPS, GROUPS, 16)), (GROUPS, TILE))
+        scale, multiplier = _block_scale(bits, amax)
+        scaled = tl.reshape(tl.reshape(v, (GROUPS, 16, TILE)) * multiplier[:, None, :], (TILE, TILE))
+        codes = _encode_e2m1(scaled, noise + col_noise, at, mask, STOCHASTIC)
+        packed = tl.sum(tl.reshape(codes, (TILE // 2, 2, TILE)) << half[None, :, None], 1)
+        r = p.to(tl.int64) * (TILE // 2) + tl.arange(0, TILE // 2)
+        inside = (r < rows // 2)[:, None] & (j < cols)[None, :]
+        tl.store(col_codes + r[:, None] * cols + j[None, :], packed.to(tl.uint8), mask=inside)
+        g = p * GROUPS + tl.arange(0, GROUPS)
+        scale = tl.where((g < rows // 16)[:, None] & (j < cols)[None, :], scale, 0)
+        tl.store(col_scale + j[None, :] * col_stride + g[:, None], scale, mask=(g < col_stride)[:, None])
+        tl.store(col_amax, amax, mask=(p == 0) & (q == 0))
+
+
+@triton.jit
+def _largest(parts, k, n_parts):
+    """The largest of n_parts magnitudes; NaN is larger than any number."""
+    bits = tl.load(parts + k, mask=k < n_parts, other=0.0).to(tl.int32, bitcast=True)
+    return tl.max(bits, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def nvfp4_decode_kernel(
+    a, a_scale, a_out, a_rows, a_cols, a_step, a_amax, a_top, b, b_scale, b_out, b_rows, b_cols, b_step, b_amax, b_top,
+    alpha, A_COL: tl.constexpr, B_COL: tl.constexpr,
+):  # fmt: skip
+    """Codes times block scales of both matrices of a product as BF16, and in `alpha` what the product is scaled by."""
+    tile, of_a = tl.program_id(0), tl.cdiv(a_rows, TILE) * tl.cdiv(a_cols, TILE)
+    if tile < of_a:
+        _decode_tile(tile, a, a_scale, a_out, a_rows, a_cols, a_step, A_COL)
+    else:
+        _decode_tile(tile - of_a, b, b_scale, b_out, b_rows, b_cols, b_step, B_COL)
+    if tile == 0:
+        left, right = tl.load(a_amax), tl.load(b_amax)
+        left = tl.div_rn(left, tl.zeros_like(left) + a_top)
+        tl.store(alpha, left * tl.div_rn(right, tl.zeros_like(right) + b_top))
+
+
+@triton.jit
+def _decode_tile(tile, codes, scale, out, rows, cols, step, COL: tl.constexpr):
+    """One tile; `step` is the stride of the scales, of which the blocks of a row (COL: column) follow each other."""
+    across = tl.cdiv(cols, TILE)
+    i, j, at, mask = _tile(tile // across, tile % across, rows, cols)
+    if COL:
+        byte = tl.load(codes + (i // 2)[:, None] * cols + j[None, :], mask=mask, other=0).to(tl.int32)
+        code = byte >> ((i % 2).to(tl.int32) * 4)[:, None]
+        factor = tl.load(scale + (i // 16)[:, None] + j[None, :] * step, mask=mask, other=0)
+    else:
+        byte = tl.load(codes + i[:, None] * (cols // 2) + (j // 2)[None, :], mask=mask, other=0).to(tl.int32)
+        code = byte >> ((j % 2).to(tl.int32) * 4)[None, :]
+        factor = tl.load(scale + i[:, None] * step + (j // 16)[None, :], mask=mask, other=0)
+    # As nvfp4._decode: the code's bits where FP32 has its exponent's end and its mantissa's start.
+    value = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+    tl.store(out + at, (value * _decode(factor, False)).to(tl.bfloat16), mask=mask)

@@ -1,0 +1,143 @@
+"""What a GPU's host does for a te.Linear: launches of kernels and of torch's operations, and never waiting for a result."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import te_models.engine.emulated as te
+from te_models.engine.emulated import fused, gemm
+from te_models.engine.emulated import recipe as R
+
+# Operations that launch nothing: views and allocations.
+FREE = {
+    "alias", "as_strided", "detach", "empty", "empty_like", "expand", "new_empty", "permute", "select", "slice", "split",
+    "t", "transpose", "unbind", "unsqueeze", "view", "_unsafe_view",
+}  # fmt: skip
+# A pass of one layer: our kernels; torch's operations without the products, with two accumulations of gradients.
+EXPECTED = {
+    # three casts and one update a direction; three transposed copies for the tensor cores
+    "delayed": (R.DelayedScaling(), {"delayed_kernel": 3, "update_kernel": 2}, 2 + 3),
+    "current": (R.Float8CurrentScaling(), {"amax_kernel": 3, "current_kernel": 3}, 2 + 3),
+    # three casts, one decoding and one rounding a product
+    "blockwise": (R.Float8BlockScaling(), {"block_kernel": 3, "decode_kernel": 3}, 2 + 3),
+    "mxfp8": (R.MXFP8BlockScaling(), {"mx_kernel": 3, "decode_kernel": 3}, 2 + 3),
+    # and the products' factors, two transforms of three operations, two draws of random numbers
+    "nvfp4": (
+        R.NVFP4BlockScaling(),
+        {"amax_kernel": 3, "nvfp4_kernel": 3, "nvfp4_decode_kernel": 3},
+        2 + 3 + 3 + 2 * 3 + 2,
+    ),
+}
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        self.found[name] += name not in FREE
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, kernels, operations = EXPECTED[name]
+    launched: Counter[str] = Counter()
+
+    def product(a: Tensor, b: Tensor, *_: Any) -> Tensor:
+        rows, columns = (a, b.t()) if isinstance(a, Tensor) else (a.data.contiguous(), b.data.contiguous())
+        return torch.empty(len(rows), len(columns), dtype=torch.float32 if isinstance(a, Tensor) else torch.bfloat16)
+
+    monkeypatch.setattr(fused, "_run", lambda kernel, *_, **__: launched.update([kernel]))
+    monkeypatch.setattr(fused, "kernels", dict)
+    monkeypatch.setattr(fused._Switch, "devices", ("cpu",))
+    monkeypatch.setattr(gemm, "_tensor_cores", lambda device: True)
+    monkeypatch.setattr(gemm, "_on_tensor_cores", product)
+    monkeypatch.setattr(gemm, "_narrow_product", product)
+    layer = te.Linear(64, 32, bias=False, params_dtype=torch.bfloat16)
+    x, g = torch.randn(256, 64).bfloat16().requires_grad_(), torch.randn(256, 32).bfloat16()
+
+    def one_pass() -> None:
+        with te.autocast(recipe=recipe):
+            y = layer(x)
+        y.backward(g)
+
+    with te.exact_gemm(0):
+        one_pass()
+        launched.clear()
+        with Operations() as counted:
+            one_pass()
+    assert launched == kernels
+    assert "_local_scalar_dense" not in counted.found and counted.found.total() == operations, +counted.found
+
+
+class Kernel:
+    """What fused.py sees of a Triton kernel: `kernel[grid](...)` looks for a variant, `variant[grid](...)` launches it."""
+
+    arg_names = ("x", "scale", "n", "WIDE", "BLOCK")
+    packed_metadata = ()
+
+    def __init__(self) -> None:
+        self.searches: list[dict[str, Any]] = []
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def call(*arguments: Any, **options: Any) -> Kernel:
+            (self.searches if options else self.launches).append(options or (grid, *arguments))  # type: ignore[arg-type]
+            return self
+
+        return call
+
+
+def test_a_variant_of_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel()
+    monkeypatch.setattr(fused, "kernels", lambda: {"k": kernel})
+    monkeypatch.setattr(fused, "_VARIANTS", {})
+    x, s = torch.zeros(64), torch.ones(1)
+    for _ in range(3):
+        fused._run("k", (2,), x, s, 64, BLOCK=32, num_warps=4, WIDE=False)
+    assert kernel.searches == [{"enable_fp_fusion": False, "BLOCK": 32, "num_warps": 4, "WIDE": False}]
+    # The constants come in the order of the kernel's parameters, and the grid has three numbers.
+    assert kernel.launches == [((2, 1, 1), x, s, 64, False, 32)] * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": torch.zeros(64, dtype=torch.bfloat16)},
+        {"x": torch.zeros(65)[1:]},
+        {"s": torch.ones(1, dtype=torch.float64)},
+        {"n": 63},
+        {"n": 1},
+        {"BLOCK": 16},
+        {"WIDE": True},
+        {"num_warps": 8},
+    ],
+)
+def test_what_a_variant_depends_on(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel()
+    monkeypatch.setattr(fused, "kernels", lambda: {"k": kernel})
+    monkeypatch.setattr(fused, "_VARIANTS", {})
+    call: dict[str, Any] = {
+        "x": torch.zeros(64),
+        "s": torch.ones(1),
+        "n": 64,
+        "BLOCK": 32,
+        "num_warps": 4,
+        "WIDE": False,
+    }
+    for arguments in (call, call | change):
+        fused._run(
+            "k", (2,), *(arguments[name] for name in "xsn"), **{n: v for n, v in arguments.items() if n not in "xsn"}
+        )
+    assert len(kernel.searches) == 2 and not kernel.launches
