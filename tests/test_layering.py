@@ -55,7 +55,7 @@ ONLY_IN = {
         "kernels.head_triton",
         "kernels.embedding_triton",
         "engine.handover_triton",
-        "engine.emulated.nvfp4_kernels",
+        "engine.emulated.nvfp4_triton",
         "engine.emulated.triton_kernels",
     },
     "torchao": {"optim.lowbit", "peers"},

@@ -19,7 +19,7 @@ from torch import Tensor
 from te_models.engine.emulated.numerics import INVERSE_MAX, DType, device_type
 from te_models.engine.emulated.tensors import Blocks
 
-_MODULES = ("triton_kernels", "nvfp4_kernels")
+_MODULES = ("triton_kernels", "nvfp4_triton")
 _BLOCK = 4096
 _PARTS = 1024
 _TILE = 128
