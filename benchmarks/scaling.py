@@ -62,10 +62,9 @@ def step_seconds(
     data: Any = RandomTokens(preset.vocab_size, args.batch_size, args.seq_len)
     run = Trainer(model, data, [], config, Path("unused"), parallel=shared)
     cuda = model.device.type == "cuda"
+    torch.cuda.reset_peak_memory_stats() if cuda else None
     times = []
-    for number, row in enumerate(islice(run._rows(data), args.warm_up + args.steps)):
-        if cuda and number == args.warm_up:
-            torch.cuda.reset_peak_memory_stats()
+    for row in islice(run._rows(data), args.warm_up + args.steps):
         times.append(config.tokens_per_step / row["tokens_per_second"])
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
     found = {"seconds": statistics.median(times[args.warm_up :]), "peak_gib": round(peak, 2), "loss": row["loss"]}

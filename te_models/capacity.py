@@ -211,6 +211,7 @@ def plan_memory(
         activation_offload=activation_offload,
         gpus=gpus,
         held_gradients=gradient_accumulation > 1,
+        cached_weights=gradient_accumulation > 1 and gpus == 1,
         logits=logits,
         compile=compile,
         fused=fused,

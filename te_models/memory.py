@@ -92,7 +92,7 @@ class Training:
 
     `batch_size` sequences of `seq_len` tokens go through one GPU at a time; `gpus` share weights, gradients and optimizer
     (FSDP2, a unit a block). `held_gradients`: gradients are there before the forward, as from the second micro-batch of
-    an accumulation on. `activation_offload`: blocks keep theirs on the host. `logits`: they are returned, so all of them
+    an accumulation on, and `cached_weights`: FP8 weights are, too. `activation_offload`: blocks keep theirs on the host. `logits`: they are returned, so all of them
     exist. `compile`, `fused` and `cuda` choose the kernels; `dtype_bytes` is that of parameters and activations.
     """
 
@@ -103,6 +103,7 @@ class Training:
     activation_offload: bool = False
     gpus: int = 1
     held_gradients: bool = False
+    cached_weights: bool = False
     logits: bool = True
     compile: bool = True
     fused: bool = True
@@ -204,7 +205,7 @@ class _Tape:
         w, dy = operand_bytes(self.recipe, outputs, inputs, "w"), operand_bytes(self.recipe, rows, outputs, "grad")
         if self.training.gpus > 1:  # Transformer Engine quantizes a weight sharded by FSDP2 again for its backward
             return step._replace(saved=x, scratch=dy + w)
-        if self.training.fused and self.training.cuda and self.recipe.stateful and not self.training.held_gradients:
+        if self.training.fused and self.training.cuda and self.recipe.stateful and not self.training.cached_weights:
             w = operand_bytes(self.recipe, outputs, inputs, "w", "columnwise")
         return step._replace(saved=x, copies=w, scratch=dy)
 
@@ -452,5 +453,5 @@ def kept_bytes(config: ModelConfig, recipe: Recipe, training: Training, on_host:
     empty = Memory()
     for region in _Tape(config, recipe, training).regions():
         if region.away or not on_host:
-            empty = _after_forward(empty, region, copies=not (on_host and training.held_gradients))
+            empty = _after_forward(empty, region, copies=not (on_host and training.cached_weights))
     return empty.total

@@ -106,6 +106,9 @@ def test_a_head_without_logits_keeps_two_gradients(recipe: str, rows: tuple[int,
     assert found == kept_bytes(model.config, model.recipe, Training(**size))
 
 
+NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+
+
 def measured() -> dict[str, tuple[int, int]]:
     """Name -> the predicted peak of a run on one H200, and the measured one, in bytes."""
     found = {}
@@ -114,11 +117,13 @@ def measured() -> dict[str, tuple[int, int]]:
         fields = dict(grid["shapes"][name])
         preset, size = fields.pop("preset"), dict(batch_size=fields.pop("batch"), seq_len=fields.pop("seq"))
         for row in rows:
-            if row["mode"] == "selective" and "fp8_params" not in row:
-                continue  # measured when that mode recomputed the whole MLP of every block
-            # The benchmark has no optimizer and zeroes gradients without freeing them.
-            plan = plan_memory(get_preset(preset, **fields), get_recipe(row["recipe"]), **size, optimizer=None,
-                               activation_checkpointing=row["mode"], gradient_accumulation=2, logits=True, fused=False)  # fmt: skip
+            if row["fp8_params"]:
+                continue  # which the plan does not know
+            # The benchmark has no optimizer and zeroes gradients without freeing them; all layers are in the recipe.
+            recipe = get_recipe(row["recipe"], **({} if row["recipe"] == "bf16" else NO_EDGES))
+            plan = plan_memory(get_preset(preset, **fields), recipe, **size, optimizer=None,
+                               activation_checkpointing=row["mode"])  # fmt: skip
+            plan = replace(plan, training=replace(plan.training, held_gradients=True))
             found[f"{name}, {row['recipe']}, {row['mode']}"] = plan.peak.total, row["peak"]
     light = json.loads((RESULTS / "first_light_h200.json").read_text())
     for name, result in light["recipes"].items():
@@ -127,15 +132,13 @@ def measured() -> dict[str, tuple[int, int]]:
                            seq_len=run["seq_len"], logits=True, fused=False)  # fmt: skip
         found[f"{run['preset']}, {name}, AdamW"] = plan.peak.total, result["peak_memory"]
     for run in json.loads((RESULTS / "step_h200.json").read_text())["runs"]:
-        if run["run"] <= 3:
-            continue
         name, size = run["settings"]["preset"], {key: run["settings"][key] for key in ("batch_size", "seq_len")}
         fields = dict(num_hidden_layers=4, num_key_value_heads=32) if "," in name else {}
         for row in run["rows"]:
             if not row["name"].startswith("te-models") or row["name"].endswith("+graph"):
                 continue
             recipe, *ways = row["name"].removeprefix("te-models ").split("+")
-            edges = {} if recipe == "bf16" else dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+            edges = {} if recipe == "bf16" else NO_EDGES
             plan = plan_memory(get_preset(name.split(",")[0], **fields), get_recipe(recipe, **edges), **size,
                                optimizer=None, logits=False, fused="plain" not in ways)  # fmt: skip
             # Counted without what the variants before it hold, cuBLAS's workspace among that; given to 0.01 GiB.
@@ -146,9 +149,9 @@ def measured() -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("name", measured())
 def test_measured_peaks(name: str) -> None:
-    """Of 16 peaks what the allocator rounds up explains less than half a percent; of `bench`'s, 5 % is what is promised."""
+    """Within 5 % is what is promised; the allocator rounds up, and libraries hold what no plan knows of."""
     predicted, peak = measured()[name]
-    assert predicted == pytest.approx(peak, rel=0.05 if ", run " in name else 0.005)
+    assert predicted == pytest.approx(peak, rel=0.025)
     assert predicted < peak  # the allocator only ever adds
 
 
