@@ -27,7 +27,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8B width, 4 layers": dict(preset="gated-8b", batch=4, seq=4096, num_hidden_layers=4, num_key_value_heads=32),
 }
 RECIPES = (("bf16", False), ("delayed", False), ("delayed", True), ("current", False), ("current", True))
-MODES = ("none", "selective", "full")
+MARKERS = {"none": "o", "selective": "s", "full": "^"}
+MODES = tuple(MARKERS)
 
 
 @click.group()
@@ -139,12 +140,14 @@ def plot(path: Path, image: Path) -> None:
             points = [row for row in rows if _variant(row) == variant]
             x = [row["peak"] / 2**30 for row in points]
             y = [row["tokens_per_second"] for row in points]
-            axes.plot(x, y, "o--" if variant[1] == "FP8" else "o-", label=f"{variant[0]}, {variant[1]} weights")
+            (line,) = axes.plot(x, y, "--" if variant[1] == "FP8" else "-", label=f"{variant[0]}, {variant[1]} weights")
             for row, across, up in zip(points, x, y, strict=True):
-                axes.annotate(str(row["mode"]), (across, up), textcoords="offset points", xytext=(4, 4), fontsize=7)
+                axes.plot(across, up, MARKERS[row["mode"]], color=line.get_color())
+        for mode, marker in MARKERS.items():
+            axes.plot([], [], marker, color="grey", label=mode)
         axes.set(title=name, xlabel="peak memory, GiB", ylabel="tokens a second", xlim=(0, None), ylim=(0, None))
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, ncols=2, loc="lower right")
     figure.tight_layout()
     figure.savefig(image, dpi=150)
 
