@@ -88,7 +88,13 @@ class Recompute:
             caches: list[tuple[Any, dict[str, Any]]] = []
             return self._noting_caches(owner, caches), self._as_in_first_pass(owner, forward_scales(owner), caches)
 
-        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+        return checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            context_fn=contexts,
+            preserve_rng_state=may_draw(getattr(function, "__self__", owner)),
+        )
 
     @contextlib.contextmanager
     def _noting_caches(self, owner: nn.Module, caches: list[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
@@ -130,6 +136,21 @@ class Recompute:
             with torch.no_grad():
                 for tensor, value in zip(now, before, strict=True):
                     tensor.copy_(value)
+
+
+def may_draw(owner: nn.Module) -> bool:
+    """Whether random numbers could be drawn in `owner`: by dropout, a hook, or a module that is nobody's we know.
+
+    Restoring their state takes the host longer than the recompute's launches, so it is left out where nothing can need it.
+    """
+    known = ("torch.", "transformer_engine.", "te_models.")
+    return any(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or (isinstance(module, nn.Dropout) and module.p > 0)
+        or not type(module).__module__.startswith(known)
+        for module in owner.modules()
+    )
 
 
 def forward_states(owner: nn.Module) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from torch.nn.attention import SDPBackend
 
 from te_models import CausalLM
+from te_models.checkpointing import may_draw
 from te_models.engine import emulated, get_engine
 from te_models.fp8_state import fp8_state
 from te_models.kernels import attention
@@ -205,6 +206,21 @@ def test_random_numbers_in_a_block_are_drawn_again(make: Make, mode: str | int) 
             update(model)
     for one, other in zip(traces[:3], traces[3:], strict=True):
         assert_same(one, other)
+
+
+def test_random_states_are_left_alone_where_nothing_draws(make: Make) -> None:
+    model = make("delayed", "full")
+    block, other = model.layers[1], model.layers[2]
+    assert not may_draw(block)
+    handle = block.post_attention_layernorm.register_forward_hook(lambda module, inputs, output: None)
+    assert may_draw(block) and not may_draw(other)
+    handle.remove()
+    block.mlp.drop = torch.nn.Dropout(0.0)
+    assert not may_draw(block)
+    block.mlp.drop = torch.nn.Dropout(0.1)
+    assert may_draw(block)
+    other.mlp.mine = type("Mine", (torch.nn.Module,), {"__module__": "users.own"})()
+    assert may_draw(other)
 
 
 @pytest.mark.parametrize("mode", MODES)

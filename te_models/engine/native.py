@@ -213,20 +213,21 @@ def _swiglu(gate_up: Tensor, producer: Any, consumer: Any) -> Tensor:
 def _linear(module: Any, x: Tensor, **options: Any) -> Tensor:
     """kernels.handover.linear."""
     weight = _cast_weight(module) if options.get("is_first_microbatch") is None else None
-    kept = getattr(module, "_fp8_workspaces", None)
-    try:
-        if weight is not None:
-            module._fp8_workspaces, options["is_first_microbatch"] = {"weight": weight}, False  # it takes it from there
+    if weight is None:
         y = module(x, **options)
-    finally:
-        module._fp8_workspaces = kept
-    for operand in (x if module.weight.requires_grad else None, weight):
-        if isinstance(operand, QuantizedTensor):  # of which backward reads the transposed copy alone
-            operand.update_usage(rowwise_usage=False, columnwise_usage=True)
+    else:
+        kept, module._fp8_workspaces = module._fp8_workspaces, {"weight": weight}
+        try:
+            y = module(x, **options | {"is_first_microbatch": False})  # which takes the weight from there
+        finally:
+            module._fp8_workspaces = kept
+        weight.update_usage(rowwise_usage=False, columnwise_usage=True)  # backward reads the transposed copy alone
+    if isinstance(x, QuantizedTensor) and module.weight.requires_grad:
+        x.update_usage(rowwise_usage=False, columnwise_usage=True)  # as te.Linear does with what it quantized itself
     return y
 
 
-def _cast_weight(module: Any) -> Tensor | None:
+def _cast_weight(module: Any) -> Any:
     """A te.Linear's weight in FP8; None where it is to be cast by the module, or is FP8 already."""
     if not torch.is_grad_enabled() or isinstance(getattr(module, "weight", None), QuantizedTensor):
         return None

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-ROWS, COLUMNS = 8, 512  # read at a time
+ROWS, COLUMNS = 4, 2048  # read at a time: mostly one row, and then all of it
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def gradient(dy: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
     dw = torch.zeros(vocabulary, dy.shape[1], dtype=dy.dtype, device=dy.device)
     with torch.cuda.device_of(dy):
         _sum_kernel[(len(ids), triton.cdiv(dy.shape[1], COLUMNS))](
-            dy, order, ids, dw, len(ids), dy.shape[1], ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4
+            dy, order, ids, dw, len(ids), dy.shape[1], ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8
         )
     return dw
 
