@@ -1,0 +1,34 @@
+#!/bin/sh
+# Every H200 figure in README and docs, into the folder $1: a GPU with Transformer Engine, about 12 minutes; with a second GPU
+# 4 more. Nothing else may run beside it.
+set -u
+out=${1:?usage: benchmarks/all.sh FOLDER}
+cd "$(dirname "$0")/.." && mkdir -p "$out" && export PYTHONPATH=.
+bench="python3 -m te_models bench --peers torch,torchao,te-layer --recipes delayed+plain+no_edges,delayed+no_edges,delayed+no_edges+graph"
+
+$bench --preset gated-1b --batch-size 8 --seq-len 2048 --out "$out/step_1b"
+$bench --preset gated-8b --num-hidden-layers 4 --num-key-value-heads 32 --batch-size 4 --seq-len 4096 --out "$out/step_8b4"
+$bench --preset gated-350m --batch-size 16 --seq-len 2048 --out "$out/step_350m"
+$bench --preset gated-896 --num-hidden-layers 31 --batch-size 16 --seq-len 2048 --out "$out/step_454m"
+python3 -m te_models bench --preset gated-350m --recipes bf16+graph,delayed+no_edges+graph --peers torch --batch-size 1 --seq-len 2048 \
+    --steps 25 --out "$out/step_350m_b1"
+for way in delayed+no_edges delayed+selective+no_edges; do
+    python3 benchmarks/profile_step.py gated-1b $way --out "$out/profile_1b_$way.json"
+done
+python3 benchmarks/profile_step.py gated-8b delayed+no_edges --layers 4 --kv-heads 32 --batch-size 4 --seq-len 4096 --out "$out/profile_8b4.json"
+python3 benchmarks/engine_gpu.py "$out/engine_gpu.json"
+python3 benchmarks/checkpoint_grid.py run --out "$out/checkpoint_grid.json"
+python3 benchmarks/generate.py run --out "$out/generate.json"
+python3 benchmarks/finetune_8b.py --out "$out/finetune_8b.json"
+python3 benchmarks/fast_and_plain.py --out "$out/fast_and_plain.json"
+python3 benchmarks/checkpoint_parity.py --out "$out/checkpoint_parity.json"
+
+[ "$(nvidia-smi --list-gpus | wc -l)" -ge 2 ] || exit 0
+two="torchrun --nproc-per-node 2 benchmarks/scaling.py run --recipe delayed"
+lean="--no-reshard --reduce-dtype bfloat16"
+$two --preset gated-1b --warm-up 7
+$two --preset gated-1b --warm-up 7 $lean
+large="--preset llama-3.1-8b --batch-size 1 --seq-len 8192 --accumulation 4 --no-alone --warm-up 2 --steps 3"
+$two $large $lean
+$two $large $lean --recipe bf16
+cp benchmarks/results/scaling_h200.json "$out/"
