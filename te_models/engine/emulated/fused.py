@@ -108,11 +108,11 @@ def amax(x: Tensor, y: Tensor | None = None, nan: bool = False) -> Tensor:
     """
     blocks = _blocks(x.numel())
     steps = -(-blocks // _PARTS)
-    n, tensors = -(-blocks // steps), 1 if y is None else 2
-    parts = x.new_empty(tensors * n, dtype=torch.float32)
+    n = -(-blocks // steps)
+    parts = x.new_empty(n if y is None else (2, n), dtype=torch.float32)
     both = x, x if y is None else y, parts
-    _run("amax_kernel", (n, tensors), both, x.numel(), steps, NAN=nan, BLOCK=_BLOCK, **_FLAT)
-    return parts if y is None else parts.view(2, n)
+    _run("amax_kernel", (n, 1 if y is None else 2), both, x.numel(), steps, NAN=nan, BLOCK=_BLOCK, **_FLAT)
+    return parts
 
 
 def cast_delayed(x: Tensor, scale: Tensor, amax: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:

@@ -50,10 +50,16 @@ def hadamard(random_signs: bool, device: torch.device, dtype: torch.dtype) -> Te
     return (signs[:, None] * matrix / BLOCK**0.5).to(device, dtype)
 
 
-def _transform(x: Tensor, matrix: Tensor) -> Tensor:
-    """Each 16 elements of a column of x `[M, K]` times the transposed matrix, summed in FP32."""
+def _transform(x: Tensor, random_signs: bool) -> Tensor:
+    """x `[M, K]` with the transform applied to each 16 elements of a column, summed in FP32."""
     groups = x.view(-1, BLOCK, x.shape[1])
-    return torch.bmm(matrix.expand(groups.shape[0], BLOCK, BLOCK).mT, groups).view(x.shape)
+    return torch.bmm(_matrices(groups.shape[0], random_signs, x.device, x.dtype), groups).view(x.shape)
+
+
+@functools.cache
+def _matrices(n: int, random_signs: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """n times the transposed matrix: a view of one."""
+    return hadamard(random_signs, device, dtype).t().expand(n, BLOCK, BLOCK)
 
 
 def encode_e2m1(x: Tensor, stochastic: bool = False, generator: torch.Generator | None = None) -> Tensor:
@@ -373,10 +379,10 @@ class NVFP4Quantizer(Quantizer):
         if not self.with_rht:
             return x
         if device_type(x) != "cpu":
-            return _transform(x, hadamard(self.with_random_sign_mask, x.device, x.dtype))
+            return _transform(x, self.with_random_sign_mask)
         # In FP32, because a processor without BF16 instructions takes 20 times as long for BF16.
-        matrix = hadamard(self.with_random_sign_mask, x.device, torch.float32)
-        return torch.cat([_transform(x[rows].float(), matrix).to(x.dtype) for rows in numerics.row_tiles(x, BLOCK)])
+        tiles = (x[rows].float() for rows in numerics.row_tiles(x, BLOCK))
+        return torch.cat([_transform(tile, self.with_random_sign_mask).to(x.dtype) for tile in tiles])
 
     def _cast(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For blocks along the rows of x `[M, K]`: codes, a scale byte for each block, and the amax."""
