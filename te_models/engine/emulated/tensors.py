@@ -37,7 +37,9 @@ class Operand(NamedTuple):
     def t(self) -> Operand:
         """The transposed operand."""
         scale = self.scale
-        return Operand(self.values.t(), scale.t() if scale is not None and scale.ndim == 2 else scale, self.narrow)
+        return self._replace(
+            values=self.values.t(), scale=scale.t() if scale is not None and scale.ndim == 2 else scale
+        )
 
 
 class Codes(NamedTuple):
