@@ -1,4 +1,4 @@
-"""The head's loss and the embedding in Triton, in its interpreter, which is chosen before Triton is imported, and on a GPU."""
+"""Kernels in Triton: in its interpreter, which is chosen before Triton is imported, and on a GPU."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ import torch
 from te_models.engine import emulated
 from te_models.kernels import PLAIN, get_kernels
 
-CASES = [str(Path(__file__).with_name(name)) for name in ("head_cases.py", "embedding_cases.py")]
-COMMAND = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *CASES]
+CASES = [("engine/handover_cases.py",), ("head_cases.py", "embedding_cases.py")]
 
 
-def run(environment: dict[str, str]) -> None:
-    done = subprocess.run(COMMAND, env=os.environ | environment, capture_output=True, text=True)
+def run(cases: tuple[str, ...], environment: dict[str, str]) -> None:
+    files = [str(Path(__file__).parent / name) for name in cases]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
-def test_on_the_interpreter() -> None:
+@pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases[0])
+def test_on_the_interpreter(cases: tuple[str, ...]) -> None:
     pytest.importorskip("triton", reason="Triton's interpreter runs these on a CPU: pip install triton")
-    run({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+    run(cases, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
 
 
 @pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    run({})
+@pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases[0])
+def test_on_a_gpu(cases: tuple[str, ...]) -> None:
+    run(cases, {})
 
 
 @pytest.mark.parametrize("compile", [False, True])

@@ -1,6 +1,6 @@
 """FP8 written by the kernels of engine/handover_triton.py, against the plain operation and a cast of its FP32 result.
 
-Run by test_handover_codes.py in Triton's interpreter and on a GPU.
+Run by test_triton_twins.py in Triton's interpreter and on a GPU.
 """
 
 from __future__ import annotations
