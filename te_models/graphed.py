@@ -45,6 +45,7 @@ class GraphedStep:
             raise ValueError(f"no CUDA graph of this model: {reason}")
         self.model, self.recipe = model, model.recipe
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.shared = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.calls = 0
         self.graph: Any = torch.cuda.CUDAGraph()
         self.stream: Any = torch.cuda.Stream(model.device)
@@ -59,6 +60,8 @@ class GraphedStep:
         """
         self._take(batch)
         self.weight.copy_(weight) if isinstance(weight, Tensor) else self.weight.fill_(weight)
+        for module in self.shared:
+            module.reshard()  # an evaluation leaves weights gathered: captured so, the graph would never gather them
         for parameter in self.parameters:
             parameter.grad = None
         self.calls += 1
@@ -72,7 +75,7 @@ class GraphedStep:
         if self.calls == WARM_UP + 1:
             # Of several processes only this thread's calls are checked: NCCL's watchdog asks for events in its own.
             checked = "thread_local" if torch.distributed.is_initialized() else "global"
-            copies = NoHostCopies() if isinstance(self.model, FSDPModule) else nullcontext()
+            copies = NoHostCopies() if self.shared else nullcontext()
             with copies, torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode=checked):
                 self._run()
             self.gradients = [parameter.grad for parameter in self.parameters]

@@ -121,6 +121,18 @@ def test_obstacles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert obstacle(model) is None
 
 
+def test_what_an_evaluation_left_gathered_is_let_go_before_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a capture after an evaluation would have no gather in it, and an evaluation after a replay old weights."""
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr("te_models.graphed.obstacle", lambda model: None)
+    monkeypatch.setattr("te_models.graphed.FSDPModule", CausalLM)
+    model, plain, seen = build("delayed"), build("delayed"), []
+    monkeypatch.setattr(CausalLM, "reshard", lambda self: seen.append("reshard"), raising=False)
+    monkeypatch.setattr(GraphedStep, "_run", lambda self, run=GraphedStep._run: (seen.append("run"), run(self))[1])
+    same(plain, model)
+    assert seen == ["reshard", "run"] * (WARM_UP + 1) + ["reshard"] * (STEPS - WARM_UP - 1)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_copies_without_the_host_are_those_of_fsdp(ranks: int) -> None:
     """Rows that divide, rows that do not, and fewer rows than ranks; gradients become FP32 on the way."""
