@@ -216,11 +216,11 @@ def _linear(module: Any, x: Tensor, **options: Any) -> Tensor:
     if weight is None:
         y = module(x, **options)
     else:
-        kept, module._fp8_workspaces = module._fp8_workspaces, {"weight": weight}
+        cache, module._fp8_workspaces = module._fp8_workspaces, {"weight": weight}
         try:
             y = module(x, **options | {"is_first_microbatch": False})  # which takes the weight from there
         finally:
-            module._fp8_workspaces = kept
+            module._fp8_workspaces = cache
         weight.update_usage(rowwise_usage=False, columnwise_usage=True)  # backward reads the transposed copy alone
     if isinstance(x, QuantizedTensor) and module.weight.requires_grad:
         x.update_usage(rowwise_usage=False, columnwise_usage=True)  # as te.Linear does with what it quantized itself
