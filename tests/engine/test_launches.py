@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_models.engine.emulated as te
-from te_models.engine.emulated import fused, gemm
+from te_models.engine.emulated import fused, gemm, nvfp4
 from te_models.engine.emulated import recipe as R
 
 # Operations that launch nothing: views and allocations.
@@ -24,14 +24,14 @@ EXPECTED = {
     # three casts and one update a direction; three transposed copies for the tensor cores
     "delayed": (R.DelayedScaling(), {"delayed_kernel": 3, "update_kernel": 2}, 2 + 3),
     "current": (R.Float8CurrentScaling(), {"amax_kernel": 3, "current_kernel": 3}, 2 + 3),
-    # three casts, one decoding and one rounding a product
-    "blockwise": (R.Float8BlockScaling(), {"block_kernel": 3, "decode_kernel": 3}, 2 + 3),
-    "mxfp8": (R.MXFP8BlockScaling(), {"mx_kernel": 3, "decode_kernel": 3}, 2 + 3),
-    # and the products' factors, two transforms of three operations, two draws of random numbers
+    # three casts, one decoding a product
+    "blockwise": (R.Float8BlockScaling(), {"block_kernel": 3, "decode_kernel": 3}, 2),
+    "mxfp8": (R.MXFP8BlockScaling(), {"mx_kernel": 3, "decode_kernel": 3}, 2),
+    # and the products' factors with a rounding, two transforms, two draws of random numbers
     "nvfp4": (
         R.NVFP4BlockScaling(),
         {"amax_kernel": 3, "nvfp4_kernel": 3, "nvfp4_decode_kernel": 3},
-        2 + 3 + 3 + 2 * 3 + 2,
+        2 + 3 + 2 + 2,
     ),
 }
 
@@ -54,14 +54,15 @@ def test_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, kernels, operations = EXPECTED[name]
     launched: Counter[str] = Counter()
 
-    def product(a: Tensor, b: Tensor, *_: Any) -> Tensor:
+    def product(a: Tensor, b: Tensor, dtype: Any = None, *_: Any) -> Tensor:
         rows, columns = (a, b.t()) if isinstance(a, Tensor) else (a.data.contiguous(), b.data.contiguous())
-        return torch.empty(len(rows), len(columns), dtype=torch.float32 if isinstance(a, Tensor) else torch.bfloat16)
+        return torch.empty(len(rows), len(columns), dtype=dtype if isinstance(a, Tensor) else torch.bfloat16)
 
     monkeypatch.setattr(fused, "_run", lambda kernel, *_, **__: launched.update([kernel]))
     monkeypatch.setattr(fused, "kernels", dict)
     monkeypatch.setattr(fused._Switch, "devices", ("cpu",))
     monkeypatch.setattr(gemm, "_tensor_cores", lambda device: True)
+    monkeypatch.setattr(nvfp4, "device_type", lambda tensor: "cuda")
     monkeypatch.setattr(gemm, "_on_tensor_cores", product)
     monkeypatch.setattr(gemm, "_narrow_product", product)
     layer = te.Linear(64, 32, bias=False, params_dtype=torch.bfloat16)
@@ -105,7 +106,7 @@ def test_a_variant_of_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fused, "_VARIANTS", {})
     x, s = torch.zeros(64), torch.ones(1)
     for _ in range(3):
-        fused._run("k", (2,), x, s, 64, BLOCK=32, num_warps=4, WIDE=False)
+        fused._run("k", (2,), (x, s), 64, BLOCK=32, num_warps=4, WIDE=False)
     assert kernel.searches == [{"enable_fp_fusion": False, "BLOCK": 32, "num_warps": 4, "WIDE": False}]
     # The constants come in the order of the kernel's parameters, and the grid has three numbers.
     assert kernel.launches == [((2, 1, 1), x, s, 64, False, 32)] * 2
@@ -137,7 +138,6 @@ def test_what_a_variant_depends_on(change: dict[str, Any], monkeypatch: pytest.M
         "WIDE": False,
     }
     for arguments in (call, call | change):
-        fused._run(
-            "k", (2,), *(arguments[name] for name in "xsn"), **{n: v for n, v in arguments.items() if n not in "xsn"}
-        )
+        constants = {name: value for name, value in arguments.items() if name not in "xsn"}
+        fused._run("k", (2,), (arguments["x"], arguments["s"]), arguments["n"], **constants)
     assert len(kernel.searches) == 2 and not kernel.launches

@@ -9,6 +9,7 @@ import torch
 from engine_reference import nearest, wide
 
 import te_models.engine.emulated as te
+from te_models.engine.emulated import nvfp4
 from te_models.engine.emulated.nvfp4 import encode_e2m1, hadamard
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -96,12 +97,14 @@ class TestNVFP4:
         codes = encode_e2m1(torch.full((1 << 20,), value), True, torch.Generator().manual_seed(1))
         assert (codes == codes[0]).all() and self.GRID[codes[0].int()] == value
 
-    def test_hadamard_transforms_columns(self) -> None:
-        x = torch.randn(48, 32).to(BF16)
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    def test_hadamard_transforms_columns(self, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(nvfp4, "device_type", lambda x: device)  # a GPU multiplies in the dtype of x
+        x = torch.randn(48, 32, generator=torch.Generator().manual_seed(0)).to(BF16)
         h = hadamard(True, torch.device("cpu"), FP32)
         expected = (x.float().t().reshape(-1, 16) @ h).view(32, 48).t()
         got = te.NVFP4Quantizer(with_rht=True)._transformed(x)
-        assert (got.float() - expected).abs().max() <= expected.abs().max() * 2**-8
+        assert torch.equal(got, expected.to(BF16))
 
     def test_nan_is_not_swallowed(self) -> None:
         x = torch.ones(16, 16)

@@ -56,36 +56,30 @@ def active(tensor: Tensor) -> bool:
     return _Switch.on and device_type(tensor) in _Switch.devices and tensor.numel() > 0 and kernels() is not None
 
 
-def _run(name: str, grid: tuple[int, ...], first: Tensor, *others: Any, **options: Any) -> None:
-    """Launch a kernel on the device of its first argument."""
-    elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
-    with torch.cuda.device(first.device) if elsewhere else _HERE:
-        _launch(name, grid, (first, *others), options)
-
-
-def _launch(name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _run(name: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *numbers: float, **options: Any) -> None:
+    """Launch a kernel, whose parameters come in this order, on the device of its first tensor."""
+    device = tensors[0].get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _run(name, grid, tensors, *numbers, **options)
     # Triton's look for the variant of a kernel that suits the arguments takes as long as several launches. What a
-    # variant depends on is all in this key: types, alignment, integers, constants, device.
-    key: list[Any] = [name, arguments[0].get_device(), *options.values()]
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            key += (argument.dtype, argument.data_ptr() % 16 == 0)
-        else:
-            key.append(argument)
-    variant = _VARIANTS.get(tuple(key))
+    # variant depends on is all in this key: device, types, alignment, numbers, constants.
+    types, aligned = [t.dtype for t in tensors], [t.data_ptr() % 16 == 0 for t in tensors]
+    key = (name, device, *types, *aligned, *numbers, *options.values())
+    variant = _VARIANTS.get(key)
     if variant is not None:
         compiled, constants = variant
-        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
-        return
+        compiled[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants)
+        return None
     kernel = kernels()[name]  # type: ignore[index]
     # No fused multiply-adds: they would round once where the plain functions round twice.
-    compiled = kernel[grid](*arguments, enable_fp_fusion=False, **options)
+    compiled = kernel[grid](*tensors, *numbers, enable_fp_fusion=False, **options)
     if compiled is not None and hasattr(compiled, "packed_metadata"):  # None from the interpreter
-        constants = tuple(options[parameter] for parameter in kernel.arg_names[len(arguments) :])
-        _VARIANTS[tuple(key)] = compiled, constants
+        constants = tuple(options[parameter] for parameter in kernel.arg_names[len(tensors) + len(numbers) :])
+        _VARIANTS[key] = compiled, constants
+    return None
 
 
-_HERE = contextlib.nullcontext()
 _VARIANTS: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
@@ -96,6 +90,11 @@ def _blocks(n: int) -> int:
 def _tiles(x: Tensor) -> tuple[int, int]:
     rows, cols = x.shape
     return -(-rows // _TILE), -(-cols // _TILE)
+
+
+def _n_tiles(x: Tensor) -> int:
+    p, q = _tiles(x)
+    return p * q
 
 
 def _codes(x: Tensor, wanted: bool = True) -> Tensor:
@@ -109,17 +108,18 @@ def amax(x: Tensor, y: Tensor | None = None, nan: bool = False) -> Tensor:
     """
     blocks = _blocks(x.numel())
     steps = -(-blocks // _PARTS)
-    n, tensors = -(-blocks // steps), 1 if y is None else 2
-    parts = x.new_empty(tensors * n, dtype=torch.float32)
-    _run("amax_kernel", (n, tensors), x, x if y is None else y, parts, x.numel(), steps, NAN=nan, BLOCK=_BLOCK, **_FLAT)
-    return parts if y is None else parts.view(2, n)
+    n = -(-blocks // steps)
+    parts = x.new_empty(n if y is None else (2, n), dtype=torch.float32)
+    both = x, x if y is None else y, parts
+    _run("amax_kernel", (n, 1 if y is None else 2), both, x.numel(), steps, NAN=nan, BLOCK=_BLOCK, **_FLAT)
+    return parts
 
 
 def cast_delayed(x: Tensor, scale: Tensor, amax: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
     """Codes (uint8, shape of contiguous x) and inverse scale `[1]`; `amax` `[1]` is raised to that of x."""
     codes, scale_inv = _codes(x), x.new_empty(1, dtype=torch.float32)
     n, e5m2 = x.numel(), dtype == DType.kFloat8E5M2
-    _run("delayed_kernel", (_blocks(n),), x, codes, scale, amax, scale_inv, n, E5M2=e5m2, BLOCK=_BLOCK, **_FLAT)
+    _run("delayed_kernel", (_blocks(n),), (x, codes, scale, amax, scale_inv), n, E5M2=e5m2, BLOCK=_BLOCK, **_FLAT)
     return codes, scale_inv
 
 
@@ -130,10 +130,7 @@ def cast_current(x: Tensor, parts: Tensor, dtype: DType, power_of_2: bool, epsil
     _run(
         "current_kernel",
         (_blocks(n),),
-        x,
-        codes,
-        parts,
-        scale_inv,
+        (x, codes, parts, scale_inv),
         n,
         n_parts,
         float(epsilon),
@@ -163,11 +160,7 @@ def cast_blocks(
     _run(
         "block_kernel",
         (p, q),
-        x,
-        row_codes,
-        row_scale,
-        col_codes,
-        col_scale,
+        (x, row_codes, row_scale, col_codes, col_scale),
         m,
         k,
         row_stride,
@@ -196,11 +189,7 @@ def cast_mx(
     _run(
         "mx_kernel",
         (p, q),
-        x,
-        row_codes,
-        row_scale,
-        col_codes,
-        col_scale,
+        (x, row_codes, row_scale, col_codes, col_scale),
         m,
         k,
         q * groups,
@@ -235,16 +224,18 @@ def cast_nvfp4(
     _run(
         "nvfp4_kernel",
         (p, q),
-        x,
-        t,
-        x if noise is None else noise,
-        row_codes,
-        row_scale,
-        row_amax,
-        col_codes,
-        col_scale,
-        col_amax,
-        parts,
+        (
+            x,
+            t,
+            x if noise is None else noise,
+            row_codes,
+            row_scale,
+            row_amax,
+            col_codes,
+            col_scale,
+            col_amax,
+            parts,
+        ),
         n_parts,
         m,
         k,
@@ -276,30 +267,33 @@ def decode(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _decode_fp4(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, Tensor]:
-    arguments: list[Any] = []
+    tensors: list[Any] = []
+    numbers: list[Any] = []
     for codes, scale, block, _, amax, top in (a, b):
         codes = codes if codes.is_contiguous() else codes.contiguous()
-        m, k = (codes.shape[0] * 2, codes.shape[1]) if block[0] > 1 else (codes.shape[0], codes.shape[1] * 2)
-        out = codes.new_empty(m, k, dtype=torch.bfloat16)
-        arguments += [codes, scale, out, m, k, scale.stride(0), amax, top]
-    left, right, alpha = arguments[2], arguments[10], arguments[2].new_empty(1, dtype=torch.float32)
-    (p, q), (r, s) = _tiles(left), _tiles(right)
+        rows, cols = codes.shape
+        m, k = (rows * 2, cols) if block[0] > 1 else (rows, cols * 2)
+        tensors += [codes, scale, codes.new_empty(m, k, dtype=torch.bfloat16), amax]
+        numbers += [m, k, scale.stride(0), top]
+    left, right, alpha = tensors[2], tensors[6], tensors[0].new_empty(1, dtype=torch.float32)
     columnwise = {"A_COL": a.block[0] > 1, "B_COL": b.block[0] > 1}
-    _run("nvfp4_decode_kernel", (p * q + r * s,), *arguments, alpha, **columnwise, **_TILED)
+    grid = (_n_tiles(left) + _n_tiles(right),)
+    _run("nvfp4_decode_kernel", grid, (*tensors, alpha), *numbers, **columnwise, **_TILED)
     return left, right, alpha
 
 
 def _decode_fp8(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, None]:
-    arguments: list[Any] = []
+    tensors: list[Any] = []
+    numbers: list[Any] = []
     for codes, scale, *_ in (a, b):
         codes = codes if codes.is_contiguous() else codes.contiguous()
-        out = torch.empty_like(codes, dtype=torch.bfloat16)
-        arguments += [codes, scale, out, *codes.shape, *scale.stride()]
-    (p, q), (r, s) = _tiles(a.codes), _tiles(b.codes)
+        tensors += [codes, scale, torch.empty_like(codes, dtype=torch.bfloat16)]
+        numbers += [*codes.shape, *scale.stride()]
     _run(
         "decode_kernel",
-        (p * q + r * s,),
-        *arguments,
+        (_n_tiles(a.codes) + _n_tiles(b.codes),),
+        tuple(tensors),
+        *numbers,
         A_DOWN=a.block[0],
         A_ALONG=a.block[1],
         A_E5M2=a.dtype == DType.kFloat8E5M2,
@@ -308,7 +302,7 @@ def _decode_fp8(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, None]:
         B_E5M2=b.dtype == DType.kFloat8E5M2,
         **_TILED,
     )
-    return arguments[2], arguments[9], None
+    return tensors[2], tensors[5], None
 
 
 def update(
@@ -328,8 +322,7 @@ def update(
     _run(
         "update_kernel",
         (len(rows),),
-        table,
-        scale if amaxes is None else amaxes,
+        (table, scale if amaxes is None else amaxes),
         fp8_max * 2.0**-margin,
         REDUCED=amaxes is not None,
         MOST_RECENT=most_recent,

@@ -60,14 +60,25 @@ def gemm(
         if a_codes is not None and b_codes is not None:
             if on_tensor_cores:
                 return _on_tensor_cores(a_codes, b_codes, bias, dtype, split_accumulator)
-            return _round(_exact(a_codes, b_codes, split_accumulator), bias, dtype)
+            return _finish(_exact(a_codes, b_codes, split_accumulator), None, bias, dtype)
+    x, y = _operands(a, b, columnwise)
+    scale = y.scale if x.scale is None else x.scale if y.scale is None else x.scale * y.scale
+    if scale is None and bias is None:
+        return _product(x, y, dtype)
+    return _finish(_product(x, y, torch.float32), scale, bias, dtype)
+
+
+def _operands(
+    a: QuantizedTensorStorage, b: QuantizedTensorStorage, columnwise: tuple[bool, bool]
+) -> tuple[Operand, Operand]:
+    """Two matrices `[M, K]` and `[K, N]`."""
     a_blocks, b_blocks = a.blocks(columnwise[0]), b.blocks(columnwise[1])
     if a_blocks is not None and b_blocks is not None and fused.decodes(a_blocks, b_blocks):
-        left, right, factor = fused.decode(a_blocks, b_blocks)
-        out = _narrow_product(left.t() if columnwise[0] else left, right if columnwise[1] else right.t())
-        return _round(out if factor is None else out.mul_(factor), bias, dtype)
-    x, y = a.operand(columnwise[0]), b.operand(columnwise[1])
-    return _fp32(x.t if columnwise[0] else x, y if columnwise[1] else y.t, bias, dtype)
+        left, right, scale = fused.decode(a_blocks, b_blocks)
+        x, y = Operand(left, scale, narrow=True), Operand(right, None, narrow=True)
+    else:
+        x, y = a.operand(columnwise[0]), b.operand(columnwise[1])
+    return x.t if columnwise[0] else x, y if columnwise[1] else y.t
 
 
 def _products(a: QuantizedTensorStorage, b: QuantizedTensorStorage, columnwise: bool) -> int:
@@ -102,37 +113,32 @@ def _exact(a: Codes, b: Codes, split_accumulator: bool) -> Tensor:
     return total
 
 
-def _fp32(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    out = _product(a, b)
-    scales = [scale for scale in (a.scale, b.scale) if scale is not None]
-    if scales:
-        out *= scales[0] * scales[1] if len(scales) > 1 else scales[0]
-    return _round(out, bias, dtype)
-
-
-def _round(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The epilogue: the bias is added in FP32, and there is one rounding."""
+def _finish(out: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The epilogue: scale and bias enter in FP32, and there is one rounding, of what the last of them leaves."""
     if bias is not None:
-        out += bias.float()
-    return out.to(dtype)
+        out = out if scale is None else out.mul_(scale)
+        return torch.add(out, bias, out=torch.empty_like(out, dtype=dtype))
+    return out.to(dtype) if scale is None else torch.mul(out, scale, out=torch.empty_like(out, dtype=dtype))
 
 
-def _product(a: Operand, b: Operand) -> Tensor:
-    """The FP32 product of the values."""
+def _product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+    """The product of the values, summed in FP32 and rounded once."""
     if a.narrow and b.narrow:
-        return _narrow_product(a.values, b.values)
-    return a.values.float() @ b.values.float()
+        return _narrow_product(a.values, b.values, dtype)
+    return (a.values.float() @ b.values.float()).to(dtype)
 
 
-def _narrow_product(a: Tensor, b: Tensor) -> Tensor:
-    """The FP32 product of BF16 numbers: the faster BF16 units give the same products."""
+def _narrow_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same for BF16 numbers: the faster BF16 units give the same products."""
     if a.is_cuda:
-        return torch.mm(a.bfloat16(), b.bfloat16(), out_dtype=torch.float32)
+        # To BF16 within the product: a launch less. FP16 would be a second rounding.
+        a, b = a.bfloat16(), b.bfloat16()
+        return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=torch.float32).to(dtype)
     options: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = options.fp32_precision
     # FP32 in and out, BF16 between: processors without BF16 instructions ignore it.
     options.fp32_precision = "bf16"
     try:
-        return a.float() @ b.float()
+        return (a.float() @ b.float()).to(dtype)
     finally:
         options.fp32_precision = before

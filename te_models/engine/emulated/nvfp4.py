@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from te_models.engine.emulated import fused, numerics
-from te_models.engine.emulated.numerics import FLT_MAX, DType
+from te_models.engine.emulated.numerics import FLT_MAX, DType, device_type
 from te_models.engine.emulated.quantizers import Quantizer
 from te_models.engine.emulated.recipe import NVFP4BlockScaling
 from te_models.engine.emulated.tensors import (
@@ -50,6 +50,18 @@ def hadamard(random_signs: bool, device: torch.device, dtype: torch.dtype) -> Te
     return (signs[:, None] * matrix / BLOCK**0.5).to(device, dtype)
 
 
+def _transform(x: Tensor, random_signs: bool) -> Tensor:
+    """x `[M, K]` with the transform applied to each 16 elements of a column, summed in FP32."""
+    groups = x.view(-1, BLOCK, x.shape[1])
+    return torch.bmm(_matrices(groups.shape[0], random_signs, x.device, x.dtype), groups).view(x.shape)
+
+
+@functools.cache
+def _matrices(n: int, random_signs: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """n times the transposed matrix: a view of one."""
+    return hadamard(random_signs, device, dtype).t().expand(n, BLOCK, BLOCK)
+
+
 def encode_e2m1(x: Tensor, stochastic: bool = False, generator: torch.Generator | None = None) -> Tensor:
     """E2M1 codes (uint8, 0 to 15) of FP32 values within [-6, 6], which are overwritten; NaN gives a zero."""
     sign = (x.view(torch.int32) < 0).view(torch.uint8).bitwise_left_shift_(3)
@@ -67,15 +79,15 @@ def encode_e2m1(x: Tensor, stochastic: bool = False, generator: torch.Generator 
 
 def _odd_numbers(shape: torch.Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
     """Random odd numbers over 2 within (-2^15, 2^15), FP32: never zero, never a tie. Four for each draw."""
-    return _random_words(shape.numel(), 1, generator, device)[: shape.numel()].view(shape).float().add_(0.5)
+    return _random_words(shape.numel(), 1, generator, device)[0, : shape.numel()].view(shape).float().add_(0.5)
 
 
 def _random_words(n: int, draws: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Random int16 numbers, n (in fours) for each draw."""
+    """Random int16 numbers `[draws, n]`, n rounded up to fours."""
     words = torch.empty(draws, -(-n // 4), dtype=torch.int64, device=device)
     for draw in words:
         draw.random_(-(2**63), None, generator=generator)
-    return words.view(-1).view(torch.int16)
+    return words.view(torch.int16)
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -314,9 +326,10 @@ class NVFP4Quantizer(Quantizer):
             )
         fields: dict[str, Any] = {"fp4_dtype": self.dtype, "nvfp4_e4m3_max": self.nvfp4_e4m3_max}
         fields |= dict.fromkeys(NVFP4TensorStorage._data_names())
-        x, (*lead, last) = as_matrix(tensor), tensor.shape
+        x = as_matrix(tensor)
         if fused.active(x) and not (self.row_scaled_nvfp4 or self.nvfp4_use_4over6):
             return fields | self._fused(x, tensor.shape, rowwise, columnwise)
+        *lead, last = tensor.shape
         shared = BLOCK if self.with_2d_quantization else 1
         codes = scale = amax = None
         if rowwise:
@@ -344,18 +357,17 @@ class NVFP4Quantizer(Quantizer):
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group)
         noise = None
         if self.stochastic_rounding:
-            draws = rowwise + columnwise
-            noise = _random_words(x.numel(), draws, self.generator, x.device)
-        made = fused.cast_nvfp4(x, t, amax, noise, self.with_2d_quantization, rowwise, columnwise)
-        fields: dict[str, Any] = {}
-        if rowwise:
-            data = made[0] if len(shape) == 2 else made[0].view(*shape[:-1], shape[-1] // 2)
-            fields |= {"rowwise_data": data, "rowwise_scale_inv": made[1], "amax_rowwise": made[2]}
-        if columnwise:
-            data = made[3] if len(shape) == 2 else made[3].view(*shape[:-2], shape[-2] // 2, shape[-1])
-            data = rows_last(data)
-            fields |= {"columnwise_data": data, "columnwise_scale_inv": made[4], "amax_columnwise": made[5]}
-        return fields
+            noise = _random_words(x.numel(), rowwise + columnwise, self.generator, x.device)
+        row, row_scale, row_amax, col, *rest = fused.cast_nvfp4(
+            x, t, amax, noise, self.with_2d_quantization, rowwise, columnwise
+        )
+        if len(shape) != 2:
+            row = row.view(*shape[:-1], shape[-1] // 2) if rowwise else row
+            col = col.view(*shape[:-2], shape[-2] // 2, shape[-1]) if columnwise else col
+        made = row, row_scale, row_amax, rows_last(col), *rest
+        wanted = (rowwise,) * 3 + (columnwise,) * 3
+        names = NVFP4TensorStorage._data_names()
+        return {name: data for name, data, kept in zip(names, made, wanted, strict=True) if kept}
 
     @property
     def _same_codes(self) -> bool:
@@ -366,12 +378,11 @@ class NVFP4Quantizer(Quantizer):
         """x `[M, K]` with the transform applied to each 16 elements of a column, in the dtype of x."""
         if not self.with_rht:
             return x
+        if device_type(x) != "cpu":
+            return _transform(x, self.with_random_sign_mask)
         # In FP32, because a processor without BF16 instructions takes 20 times as long for BF16.
-        matrix = hadamard(self.with_random_sign_mask, x.device, torch.float32).t()
-        tiles = numerics.row_tiles(x, BLOCK)
-        parts = [x] if len(tiles) == 1 else [x[rows] for rows in tiles]
-        parts = [(matrix @ part.float().view(-1, BLOCK, x.shape[1])).view(part.shape).to(x.dtype) for part in parts]
-        return parts[0] if len(tiles) == 1 else torch.cat(parts)
+        tiles = (x[rows].float() for rows in numerics.row_tiles(x, BLOCK))
+        return torch.cat([_transform(tile, self.with_random_sign_mask).to(x.dtype) for tile in tiles])
 
     def _cast(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For blocks along the rows of x `[M, K]`: codes, a scale byte for each block, and the amax."""

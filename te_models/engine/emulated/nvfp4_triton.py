@@ -99,8 +99,8 @@ def _largest(parts, k, n_parts):
 
 @triton.jit
 def nvfp4_decode_kernel(
-    a, a_scale, a_out, a_rows, a_cols, a_step, a_amax, a_top, b, b_scale, b_out, b_rows, b_cols, b_step, b_amax, b_top,
-    alpha, A_COL: tl.constexpr, B_COL: tl.constexpr,
+    a, a_scale, a_out, a_amax, b, b_scale, b_out, b_amax, alpha, a_rows, a_cols, a_step, a_top, b_rows, b_cols, b_step,
+    b_top, A_COL: tl.constexpr, B_COL: tl.constexpr,
 ):  # fmt: skip
     """Codes times block scales of both matrices of a product as BF16, and in `alpha` what the product is scaled by."""
     tile, of_a = tl.program_id(0), tl.cdiv(a_rows, TILE) * tl.cdiv(a_cols, TILE)

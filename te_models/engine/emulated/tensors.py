@@ -37,9 +37,7 @@ class Operand(NamedTuple):
     def t(self) -> Operand:
         """The transposed operand."""
         scale = self.scale
-        return self._replace(
-            values=self.values.t(), scale=scale.t() if scale is not None and scale.ndim == 2 else scale
-        )
+        return Operand(self.values.t(), scale.t() if scale is not None and scale.ndim == 2 else scale, self.narrow)
 
 
 class Codes(NamedTuple):

@@ -207,7 +207,7 @@ def mx_kernel(
 
 @triton.jit
 def decode_kernel(
-    a, a_scale, a_out, a_rows, a_cols, a_row_step, a_col_step, b, b_scale, b_out, b_rows, b_cols, b_row_step, b_col_step,
+    a, a_scale, a_out, b, b_scale, b_out, a_rows, a_cols, a_row_step, a_col_step, b_rows, b_cols, b_row_step, b_col_step,
     A_DOWN: tl.constexpr, A_ALONG: tl.constexpr, A_E5M2: tl.constexpr,
     B_DOWN: tl.constexpr, B_ALONG: tl.constexpr, B_E5M2: tl.constexpr,
 ):  # fmt: skip
