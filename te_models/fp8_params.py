@@ -71,6 +71,21 @@ def clear_states(model: nn.Module) -> None:
 
 
 @torch.no_grad()
+def drop_transposed(model: Any) -> None:
+    """Let a backward transpose the weights' codes and drop that copy, which is a byte a parameter otherwise.
+
+    Transformer Engine does so where FSDP2 gathers weights, and for weights with one scale it can do it anywhere.
+    """
+    if model.recipe.scheme not in SHARDED_SCHEMES:
+        return
+    for module in _owners(model).values():
+        fp8 = quantized(module.weight)
+        module._is_fsdp2 = True
+        fp8._quantizer.set_usage(columnwise=False)
+        fp8.update_usage(columnwise_usage=False)
+
+
+@torch.no_grad()
 def write_weight(parameter: Any, value: Tensor) -> None:
     """Give a parameter its values, or its piece of them; an FP8 weight also keeps them, on the CPU, for the optimizer's master.
 

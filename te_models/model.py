@@ -25,7 +25,7 @@ from te_models.checkpointing import Recompute, refuse_foreign_recompute
 from te_models.config import ModelConfig, config_fields
 from te_models.engine import check_support, engine_module, get_engine
 from te_models.errors import unknown
-from te_models.fp8_params import check_recipe, clear_states, relink, same_codes
+from te_models.fp8_params import check_recipe, clear_states, drop_transposed, relink, same_codes
 from te_models.fp8_state import convert_scales, fp8_state, frozen_fp8_state, load_fp8_state
 from te_models.generate import Prompts, generate, stream
 from te_models.hf import Origin
@@ -132,6 +132,7 @@ class CausalLM(nn.Module):
         self._mark_fp8_blocks()
         self.tp.mark(self)
         clear_states(self)
+        drop_transposed(self)
         if initialize and factory["device"].type != "meta":
             self.init_weights()
 
@@ -254,7 +255,8 @@ class CausalLM(nn.Module):
     def _head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x [N, D], of which the rows after len(targets) are padding."""
         weight = self.lm_head.get_parameter("weight").to(x.dtype)
-        return linear_cross_entropy(x[: len(targets)], weight, targets, kernel=self.kernels.loss_and_gradient)
+        kernels = dict(kernel=self.kernels.loss_and_gradient, multiply=self.kernels.multiply)
+        return linear_cross_entropy(x[: len(targets)], weight, targets, **kernels)
 
     def _decode(self, x: Tensor, tokens: Tokens, head: Callable[[Tensor], Tensor]) -> Tensor:
         """x [B*S, D] -> the head's result for the last hidden states [N, D]."""

@@ -141,3 +141,26 @@ def test_within_the_head() -> None:
         results.append((loss, *torch.autograd.grad(loss, (x, weight))))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3, 0.0])
+def test_multiply(factor: float) -> None:
+    tensors = [inputs(vocabulary)[0] for vocabulary in (3, 32000)]
+    wanted = [(tensor.float() * factor).to(tensor.dtype) for tensor in tensors]
+    head_triton.multiply(tensors, torch.tensor(factor, device=DEVICE))
+    for found, product in zip(tensors, wanted, strict=True):
+        torch.testing.assert_close(found.float(), product.float(), rtol=ROUNDING[torch.bfloat16], atol=0)
+
+
+@pytest.mark.parametrize("factors", [(1.0, 1.0), (0.5, 4.0), (0.5, 1.0, 0.5)])
+def test_several_backwards_through_one_graph(factors: tuple[float, ...]) -> None:
+    """The last alone, after which the graph is gone, may write over what the loss keeps."""
+    g = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 16, generator=g).to(DEVICE).requires_grad_() for n in (24, 40))
+    targets = torch.randint(0, 40, (24,), generator=g).to(DEVICE)
+    loss = linear_cross_entropy(x, weight, targets, multiply=head_triton.multiply)
+    plain = torch.autograd.grad(linear_cross_entropy(x, weight, targets), (x, weight))
+    for number, factor in enumerate(factors, 1):
+        loss.backward(torch.tensor(factor, device=DEVICE), retain_graph=number < len(factors))
+    for leaf, slope in zip((x, weight), plain, strict=True):
+        torch.testing.assert_close(leaf.grad, slope * sum(factors))

@@ -21,6 +21,7 @@ from torch import Tensor
 from te_models.engine.emulated.triton_kernels import _encode
 
 ROWS, COLUMNS = 32, 128  # of a tile, for four warps: the fastest of fifteen on an H200
+GROUP = 2**20  # tiles one below the other that run at about the same time; then those right of them
 NORM_ROWS, NORM_COLUMNS = 32, 128  # of which a program goes through all columns
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _CONVERT = (
@@ -83,10 +84,13 @@ def note_inverse(scale, scale_inv):
 
 
 @triton.jit
-def _place(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The groups of four rows of this program's tile, and its columns."""
-    group = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
-    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+def _place(rows, columns, band, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The groups of four rows of this program's tile, and its columns; bands of `band` tiles high follow each other."""
+    high, wide = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+    first = tl.program_id(0) // (band * wide) * band
+    own, height = tl.program_id(0) - first * wide, tl.minimum(band, high - first)
+    group = (first + own % height).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    j = (own // height).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     return group, j
 
 
@@ -99,10 +103,10 @@ def _load(x, i, j, rows, columns, stride):
 
 @triton.jit
 def _cast_kernel(
-    x, codes, transposed, scale, amax, scale_inv, rows, columns,
+    x, codes, transposed, scale, amax, scale_inv, rows, columns, band,
     E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    group, j = _place(ROWS, COLUMNS)
+    group, j = _place(rows, columns, band, ROWS, COLUMNS)
     i = 4 * group
     a, b = _load(x, i, j, rows, columns, columns), _load(x, i + 1, j, rows, columns, columns)
     c, d = _load(x, i + 2, j, rows, columns, columns), _load(x, i + 3, j, rows, columns, columns)
@@ -119,10 +123,10 @@ def _swiglu(gate_up, i, j, rows, columns):
 
 @triton.jit
 def _swiglu_kernel(
-    gate_up, codes, transposed, scale, amax, scale_inv, rows, columns,
+    gate_up, codes, transposed, scale, amax, scale_inv, rows, columns, band,
     E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    group, j = _place(ROWS, COLUMNS)
+    group, j = _place(rows, columns, band, ROWS, COLUMNS)
     i = 4 * group
     a, b = _swiglu(gate_up, i, j, rows, columns), _swiglu(gate_up, i + 1, j, rows, columns)
     c, d = _swiglu(gate_up, i + 2, j, rows, columns), _swiglu(gate_up, i + 3, j, rows, columns)
@@ -141,10 +145,10 @@ def _dswiglu(dy, gate_up, i, j, rows, columns):
 
 @triton.jit
 def _dswiglu_kernel(
-    dy, gate_up, codes, transposed, scale, amax, scale_inv, rows, columns,
+    dy, gate_up, codes, transposed, scale, amax, scale_inv, rows, columns, band,
     E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    group, j = _place(ROWS, COLUMNS)
+    group, j = _place(rows, columns, band, ROWS, COLUMNS)
     i = 4 * group
     a, e = _dswiglu(dy, gate_up, i, j, rows, columns)
     b, f = _dswiglu(dy, gate_up, i + 1, j, rows, columns)
@@ -209,8 +213,8 @@ def cast(x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> Codes:
     """Contiguous x [N, K] itself, of any float dtype: codes [N, K], the bits of Transformer Engine's cast."""
     rows, columns = x.shape
     out = new_codes(rows, columns, x.device)
-    _cast_kernel[(triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))](
-        x, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns,
+    _cast_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
+        x, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns, GROUP,
         E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     return out
@@ -220,9 +224,9 @@ def swiglu(gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> Codes:
     """silu(gate) * up of contiguous gate_up [N, 2F]: codes [N, F]."""
     rows, columns = len(gate_up), gate_up.shape[1] // 2
     out = new_codes(rows, columns, gate_up.device)
-    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
+    grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)
     _swiglu_kernel[grid](
-        gate_up, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns,
+        gate_up, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns, GROUP,
         E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     return out
@@ -232,9 +236,9 @@ def dswiglu(dy: Tensor, gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool
     """The gradient of contiguous gate_up [N, 2F] for dy [N, F] of `swiglu`'s output: codes [N, 2F]."""
     rows, columns = dy.shape
     out = new_codes(rows, 2 * columns, dy.device)
-    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
+    grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)
     _dswiglu_kernel[grid](
-        dy, gate_up, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns,
+        dy, gate_up, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns, GROUP,
         E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     return out

@@ -24,7 +24,7 @@ from te_models.kernels import attention_core, elementwise, handover, head
 class Kernels(NamedTuple):
     """One implementation of every operation that is not a GEMM.
 
-    Signatures: kernels/elementwise.py for rope, gate and cross_entropy, kernels/head.py for loss_and_gradient, and
+    Signatures: kernels/elementwise.py for rope, gate and cross_entropy, kernels/head.py for loss_and_gradient and multiply, and
     kernels/handover.py for norm, swiglu, linear and targets. `attention` None: attention is put together from the others.
     """
 
@@ -32,6 +32,7 @@ class Kernels(NamedTuple):
     gate: Callable[..., Tensor]
     cross_entropy: Callable[..., Tensor]
     loss_and_gradient: Callable[..., Any]
+    multiply: head.Multiply | None = None
     norm: Callable[..., tuple[Tensor, Tensor]] = handover.norm
     swiglu: Callable[..., Tensor] = handover.swiglu
     linear: Callable[..., Tensor] = handover.linear
@@ -71,4 +72,5 @@ def fused_operations(device: torch.device) -> dict[str, Any]:
     core, loss, embedding = (
         importlib.import_module(f"te_models.kernels.{name}_triton") for name in ("attention_core", "head", "embedding")
     )  # Triton comes with CUDA builds
-    return dict(attention=core.TRITON, loss_and_gradient=loss.loss_and_gradient, embedding=embedding.embedding)
+    found = dict(loss_and_gradient=loss.loss_and_gradient, multiply=loss.multiply)
+    return dict(attention=core.TRITON, embedding=embedding.embedding, **found)

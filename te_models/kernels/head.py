@@ -12,6 +12,7 @@ from te_models.matmul import add_product, matmul
 
 # loss_and_gradient's signature. It may write the gradient over the logits and return their memory.
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+Multiply = Callable[[list[Tensor], Tensor], None]  # tensors by a scalar on their device, in place
 
 # Logits that exist at a time, counted in FP32; on a GPU they are BF16, once, and each further chunk reads and writes the sum.
 CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}
@@ -21,8 +22,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Gradients are made in the forward, while a chunk's logits are there; the backward only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, kernel: Kernel) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, kernel: Kernel, multiply: Multiply | None
+    ) -> Tensor:
         """See linear_cross_entropy."""
+        ctx.multiply = multiply
         wants = ctx.needs_input_grad[:2]
         dx = torch.empty_like(x) if wants[0] else None
         dw, sums = None, wants[1] and chunk < len(x)
@@ -48,10 +52,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Both gradients times the loss's own, which is 1 or 1 / gradient_accumulation."""
-        slopes = [slope for slope in ctx.saved_tensors if slope is not None]
-        # One kernel for both, and not in place: a second backward through a retained graph reads them again.
-        scaled = iter(torch._foreach_mul(slopes, grad.to(slopes[0].dtype)))
-        return *(None if slope is None else next(scaled) for slope in ctx.saved_tensors), None, None, None
+        saved = ctx.saved_tensors
+        slopes: Any = [slope for slope in saved if slope is not None]
+        # A graph that is kept may be gone through again, and reads them again.
+        if ctx.multiply is None or torch._C._autograd._get_current_graph_task_keep_graph():
+            slopes = torch._foreach_mul(slopes, grad.to(slopes[0].dtype))
+        else:
+            ctx.multiply(slopes, grad)
+        scaled = iter(slopes)
+        return *(None if slope is None else next(scaled) for slope in saved), None, None, None, None
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
@@ -71,15 +80,16 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, gradient: 
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None, kernel: Kernel = loss_and_gradient
-) -> Tensor:
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None, kernel: Kernel = loss_and_gradient,
+    multiply: Multiply | None = None,
+) -> Tensor:  # fmt: skip
     """Mean cross-entropy of the logits `x @ weight.T`, which exist for `chunk` rows at a time.
 
     x [T, D], weight [V, D], targets int64 [T], of which -100 does not count; an FP32 scalar, zero when no target counts.
     The logits are rounded to the dtype of x as a BF16 head rounds them, so the loss is cross_entropy's; the gradient of
     the weight is summed over the chunks in FP32. `chunk` None takes CHUNK_BYTES; `kernel` is
-    loss_and_gradient, its compiled twin, or the one of head_triton.py, which needs no second buffer for the gradient. (The
-    idea of making the gradient chunk by chunk in the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)
+    loss_and_gradient, its compiled twin, or the one of head_triton.py, which needs no second buffer for the gradient;
+    `multiply`, of that file, spares copies of both gradients in backward. (The idea of making the gradient chunk by chunk in the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)
     """
     rows = chunk or max(256, CHUNK_BYTES[x.device.type] // (4 * weight.shape[0]))
-    return _LinearCrossEntropy.apply(x, weight, targets, rows, kernel)
+    return _LinearCrossEntropy.apply(x, weight, targets, rows, kernel, multiply)
