@@ -4,9 +4,9 @@
     python benchmarks/checkpoint_grid.py report benchmarks/results/checkpoint_grid_h200.json        # table, anywhere
     python benchmarks/checkpoint_grid.py plot benchmarks/results/checkpoint_grid_h200.json docs/checkpoint_grid_h200.png
 
-Medians of interleaved rounds: every round times each variant of one model once, as a Trainer runs it (the loss alone, no
-logits). `activations` is the peak less what is there before the forward (weights and gradients). Each FP8 recipe runs with
-BF16 and with FP8 primary weights. All layers run in the recipe.
+Medians of interleaved rounds: every round times each variant of one model once, as a Trainer runs it (a CUDA graph, the
+loss alone, gradients that are made by the backward). `activations` is the peak less the weights. Each FP8 recipe runs
+with BF16 and with FP8 primary weights. All layers run in the recipe.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import json
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import click
 import torch
 
 from te_models import CausalLM
+from te_models.graphed import WARM_UP, GraphedStep
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gated-1b": dict(preset="gated-1b", batch=8, seq=2048),
@@ -36,21 +38,28 @@ def cli() -> None:
     """Run the grid, or report on it."""
 
 
-def step(model: CausalLM, ids: torch.Tensor) -> tuple[float, int, int]:
-    """Milliseconds, peak bytes, and bytes in use before the forward."""
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        parameter.grad.zero_()
-    torch.cuda.synchronize()
+def prepared(model: CausalLM, mode: str, ids: torch.Tensor, weights: int) -> tuple[Callable[[], float], int]:
+    """What runs a step under `mode` and gives its milliseconds, and the peak bytes of one, without other modes' graphs."""
+    model.activation_checkpointing = mode
+    gc.collect()
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
+    step = GraphedStep(model)
+    step(input_ids=ids, labels=ids)  # compiling takes memory of its own
     torch.cuda.reset_peak_memory_stats()
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    model(ids, labels=ids, return_logits=False).loss.backward()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop), torch.cuda.max_memory_allocated(), before
+    for _ in range(WARM_UP):
+        step(input_ids=ids, labels=ids)
+    peak = torch.cuda.max_memory_allocated() - before + weights
+
+    def milliseconds() -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step(input_ids=ids, labels=ids)
+        stop.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(stop)
+
+    return milliseconds, peak
 
 
 def measure(shape: dict[str, Any], recipe: str, fp8_params: bool, rounds: int) -> list[dict[str, Any]]:
@@ -60,30 +69,29 @@ def measure(shape: dict[str, Any], recipe: str, fp8_params: bool, rounds: int) -
     gc.collect()
     torch.cuda.empty_cache()
     torch.manual_seed(0)
+    empty = torch.cuda.memory_allocated()
     edges = {} if recipe == "bf16" else dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
     model = CausalLM.from_preset(preset, recipe=recipe, fp8_params=fp8_params, engine="native", **fields, **edges)
+    weights = torch.cuda.memory_allocated() - empty
     ids = torch.randint(0, model.config.vocab_size, (batch, seq), device="cuda")
-    found: dict[str, list[tuple[float, int, int]]] = {mode: [] for mode in MODES}
-    for number in range(rounds + 2):
-        for mode in MODES:
-            model.activation_checkpointing = mode
-            result = step(model, ids)
-            if number >= 2:
-                found[mode].append(result)
+    steps = {mode: prepared(model, mode, ids, weights) for mode in MODES}
+    found: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for _ in range(rounds):
+        for mode, (run, _) in steps.items():
+            found[mode].append(run())
     rows = []
     for mode, results in found.items():
-        times = sorted(ms for ms, _, _ in results)
-        peak, before = max(p for _, p, _ in results), results[0][2]
+        times, peak = sorted(results), steps[mode][1]
         median = times[len(times) // 2]
         rows.append(dict(recipe=recipe, fp8_params=fp8_params, mode=mode, ms=median, fastest=times[0], slowest=times[-1],
-                         tokens_per_second=batch * seq / median * 1e3, peak=peak, activations=peak - before))  # fmt: skip
+                         tokens_per_second=batch * seq / median * 1e3, peak=peak, activations=peak - weights))  # fmt: skip
         print(preset, *_variant(rows[-1]), mode, f"{median:.1f} ms {peak / 2**30:.2f} GiB", flush=True)
     return rows
 
 
 @cli.command()
 @click.option("--out", required=True, type=click.Path(path_type=Path))
-@click.option("--rounds", default=6)
+@click.option("--rounds", default=8)
 def run(out: Path, rounds: int) -> None:
     """Measure the grid."""
     from te_models.environment import environment

@@ -50,12 +50,15 @@ def step_seconds(
 ) -> dict[str, float]:
     """The median seconds of a training step, and the peak memory of this process in GiB."""
     sizes = dict(seq_len=args.seq_len, gradient_accumulation=args.accumulation)
+    sizes |= dict(cache_fp8_weights=args.cache, cuda_graph=args.graph)
     config = replace(shared.config, batch_size=args.batch_size * shared.data_world, **sizes)
     shared = replace(shared, config=config)
     preset = get_preset(args.preset, **shape)
     recipe = dict(
         recipe=args.recipe, activation_checkpointing=args.activation_checkpointing, fp8_params=args.fp8_params
     )
+    if not args.edges and args.recipe != "bf16":
+        recipe |= dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
     model = shared.build(preset, device=shared.device or args.device, **recipe)
     model.amax_group = amax_group or model.amax_group
     model.te.FP8GlobalStateManager.reset()  # of the model before, which Transformer Engine would go on reducing for
@@ -180,6 +183,12 @@ def main() -> None:
     one.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True)
     one.add_argument("--prefetch", type=int, default=1)
     one.add_argument("--reduce-dtype", default="float32")
+    one.add_argument(
+        "--cache", action=argparse.BooleanOptionalAction, default=True, help="keep FP8 weights between micro-batches"
+    )
+    one.add_argument(
+        "--edges", action=argparse.BooleanOptionalAction, default=True, help="first and last layer in BF16"
+    )
     one.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True)
     one.add_argument("--warm-up", type=int, default=5)
     one.add_argument("--steps", type=int, default=12)

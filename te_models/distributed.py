@@ -65,6 +65,11 @@ class Parallel:
         return self.kind in ("fsdp", "tp", "fsdp+tp")
 
     @property
+    def keeps_weights(self) -> bool:
+        """Whether the micro-batches of a step find the weights as the first one made or gathered them."""
+        return not self.sharded or (self.kind == "fsdp" and not self.config.reshard_after_forward)
+
+    @property
     def data_rank(self) -> int:
         """Which share of every batch this process takes."""
         return self.dp.get_local_rank() if self.dp is not None else 0
@@ -138,6 +143,8 @@ class Parallel:
         if isinstance(model, FSDPModule):
             model.set_is_last_backward(last)
             model.set_requires_gradient_sync(last)
+            if self.keeps_weights:
+                model.set_reshard_after_backward(last)
         yield
 
     def weights(self, counts: Sequence[int], device: torch.device) -> list[Tensor] | list[float]:

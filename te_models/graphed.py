@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from te_models.checkpointing import may_draw
 from te_models.model import CausalLM
 
 WARM_UP = 3  # eager steps before the capture: compilers, libraries' workspaces, and FP8 state that the first step makes
@@ -117,8 +118,8 @@ def obstacle(model: Any) -> str | None:
         return "it is wrapped (by LoRA or DDP)"
     if model.device.type != "cuda":
         return f"it is on {model.device.type}"
-    if model.activation_checkpointing != "none":
-        return "activation checkpointing sets the random state, which a graph cannot"
+    if model.activation_checkpointing != "none" and any(may_draw(block) for block in model.layers):
+        return "activation checkpointing restores the random state for a hook or a module of its own"
     if model.activation_offload:
         return "activation offload copies to the host"
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):

@@ -27,7 +27,7 @@ INT64 = 8
 
 # Parameters whose gradients te_models/optim/master.py holds in FP32 at a time.
 UPDATE_CHUNK = 2**28
-HEAD_CHUNK = {True: 2**31, False: 2**28}  # cuda: logits at a time, counted in FP32 (te_models/kernels/head.py)
+HEAD_CHUNK = {True: 2**32, False: 2**28}  # cuda: logits at a time, counted in FP32 (te_models/kernels/head.py)
 CUBLAS_WORKSPACE = 2**25 + 1024  # Transformer Engine's, on Hopper and newer (get_cublas_workspace_size_bytes)
 
 

@@ -182,14 +182,14 @@ class Trainer:
         total = torch.zeros((), device=self.model.device)
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
         weights = self.parallel.weights([_counted(batch) for batch in micro_batches], self.model.device)
-        cache = config.cache_fp8_weights and config.gradient_accumulation > 1 and not self.parallel.sharded
+        cache = config.cache_fp8_weights and config.gradient_accumulation > 1 and self.parallel.keeps_weights
         for number, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
             inputs = _to(batch, self.model.device)
             if self.graphed is not None:
                 total += self.graphed(weight=weight, **inputs)
                 continue
             options = dict(is_first_microbatch=number == 0 if cache else None, return_logits=False)
-            with self.parallel.micro_batch(self.train_model, last=batch is micro_batches[-1]):
+            with self.parallel.micro_batch(self.train_model, last=number == len(micro_batches) - 1):
                 loss = self.train_model(**inputs, **options).loss
                 loss = loss * weight / config.gradient_accumulation
                 loss.backward()

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from te_models.engine.emulated.triton_kernels import _encode
 
-ROWS, COLUMNS = 32, 128  # of a tile, for four warps: the fastest of fifteen on an H200
-GROUP = 2**20  # tiles one below the other that run at about the same time; then those right of them
+# Of a tile, for four warps, and tiles one below the other that come before those right of them, so that others write at
+# about the same time what lies beside a tile in either copy: the fastest of thirty on an H200.
+ROWS, COLUMNS, BAND = 64, 64, 8
 NORM_ROWS, NORM_COLUMNS = 32, 128  # of which a program goes through all columns
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _CONVERT = (
@@ -84,14 +85,19 @@ def note_inverse(scale, scale_inv):
 
 
 @triton.jit
-def _place(rows, columns, band, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The groups of four rows of this program's tile, and its columns; bands of `band` tiles high follow each other."""
-    high, wide = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
-    first = tl.program_id(0) // (band * wide) * band
-    own, height = tl.program_id(0) - first * wide, tl.minimum(band, high - first)
-    group = (first + own % height).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
-    j = (own // height).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    return group, j
+def tile(high, wide, BAND: tl.constexpr):
+    """This program's tile of `high` x `wide`: its place from above and from the left. Bands BAND high follow each other."""
+    first = tl.program_id(0) // (BAND * wide) * BAND
+    own, height = tl.program_id(0) - first * wide, tl.minimum(BAND, high - first)
+    return first + own % height, own // height
+
+
+@triton.jit
+def _place(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr):
+    """The groups of four rows of this program's tile, and its columns."""
+    row, column = tile(tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS), BAND)
+    group = row.to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    return group, column.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
 
 
 @triton.jit
@@ -103,10 +109,10 @@ def _load(x, i, j, rows, columns, stride):
 
 @triton.jit
 def _cast_kernel(
-    x, codes, transposed, scale, amax, scale_inv, rows, columns, band,
-    E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, codes, transposed, scale, amax, scale_inv, rows, columns,
+    E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    group, j = _place(rows, columns, band, ROWS, COLUMNS)
+    group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
     i = 4 * group
     a, b = _load(x, i, j, rows, columns, columns), _load(x, i + 1, j, rows, columns, columns)
     c, d = _load(x, i + 2, j, rows, columns, columns), _load(x, i + 3, j, rows, columns, columns)
@@ -123,10 +129,10 @@ def _swiglu(gate_up, i, j, rows, columns):
 
 @triton.jit
 def _swiglu_kernel(
-    gate_up, codes, transposed, scale, amax, scale_inv, rows, columns, band,
-    E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    gate_up, codes, transposed, scale, amax, scale_inv, rows, columns,
+    E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    group, j = _place(rows, columns, band, ROWS, COLUMNS)
+    group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
     i = 4 * group
     a, b = _swiglu(gate_up, i, j, rows, columns), _swiglu(gate_up, i + 1, j, rows, columns)
     c, d = _swiglu(gate_up, i + 2, j, rows, columns), _swiglu(gate_up, i + 3, j, rows, columns)
@@ -145,10 +151,10 @@ def _dswiglu(dy, gate_up, i, j, rows, columns):
 
 @triton.jit
 def _dswiglu_kernel(
-    dy, gate_up, codes, transposed, scale, amax, scale_inv, rows, columns, band,
-    E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    dy, gate_up, codes, transposed, scale, amax, scale_inv, rows, columns,
+    E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    group, j = _place(rows, columns, band, ROWS, COLUMNS)
+    group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
     i = 4 * group
     a, e = _dswiglu(dy, gate_up, i, j, rows, columns)
     b, f = _dswiglu(dy, gate_up, i + 1, j, rows, columns)
@@ -214,8 +220,8 @@ def cast(x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> Codes:
     rows, columns = x.shape
     out = new_codes(rows, columns, x.device)
     _cast_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
-        x, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns, GROUP,
-        E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+        x, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns,
+        E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -226,8 +232,8 @@ def swiglu(gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> Codes:
     out = new_codes(rows, columns, gate_up.device)
     grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)
     _swiglu_kernel[grid](
-        gate_up, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns, GROUP,
-        E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+        gate_up, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns,
+        E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -238,8 +244,8 @@ def dswiglu(dy: Tensor, gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool
     out = new_codes(rows, 2 * columns, dy.device)
     grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)
     _dswiglu_kernel[grid](
-        dy, gate_up, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns, GROUP,
-        E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+        dy, gate_up, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns,
+        E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -11,13 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.engine.handover_triton import Codes, new_codes, note_inverse, store_codes
+from te_models.engine.handover_triton import BAND, Codes, new_codes, note_inverse, store_codes, tile
 from te_models.kernels.attention_core import CodeOperations, Operations
 
 HEADS = 8  # heads a program
 TOKENS = (
     32  # tokens a program of those that write codes, each of one head, with four warps; 64 are as fast, 128 are not
 )
+TURNED = 4  # heads a program of rotate_codes, which share a token's angles
 
 
 @triton.jit
@@ -165,9 +166,9 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
 
 
 @triton.jit
-def _rows(x, i, batch_stride, seq_stride, head_stride, seq):
-    """Pointers [rows, 1] to this program's head at tokens i of x [B, S, heads, H]."""
-    return (x + (i // seq) * batch_stride + (i % seq) * seq_stride + tl.program_id(1) * head_stride)[:, None]
+def _rows(x, i, head, batch_stride, seq_stride, head_stride, seq):
+    """Pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]."""
+    return (x + (i // seq) * batch_stride + (i % seq) * seq_stride + head * head_stride)[:, None]
 
 
 @triton.jit
@@ -176,10 +177,12 @@ def _read(pointers, channel, inside):
 
 
 @triton.jit
-def _gated(x, logits, i, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated: tl.constexpr):
-    value = _read(_rows(x, i, x_batch, x_seq, x_head, seq), channel, inside)
+def _gated(
+    x, logits, i, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated: tl.constexpr
+):
+    value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
     if gated:
-        value *= tl.sigmoid(_read(_rows(logits, i, g_batch, g_seq, g_head, seq), channel, inside))
+        value *= tl.sigmoid(_read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside))
     return value
 
 
@@ -187,28 +190,32 @@ def _gated(x, logits, i, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, ch
 def _gate_codes_kernel(
     x, logits, codes, transposed, scale, amax, scale_inv,
     x_batch, x_seq, x_head, g_batch, g_seq, g_head,
-    rows, seq, width, first,
-    gated: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, E5M2: tl.constexpr,
+    rows, seq, heads, width, first,
+    gated: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    group, channel = tl.program_id(0).to(tl.int64) * (block // 4) + tl.arange(0, block // 4), tl.arange(0, dim)
+    row, head = tile(tl.cdiv(rows, block), heads, BAND)
+    group, channel = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4), tl.arange(0, dim)
     i = 4 * group
     inside = (i < rows)[:, None]
-    a = _gated(x, logits, i, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
-    b = _gated(x, logits, i + 1, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
-    c = _gated(x, logits, i + 2, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
-    d = _gated(x, logits, i + 3, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
-    s, j = tl.load(scale), first + tl.program_id(1) * dim + channel
+    a = _gated(x, logits, i, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    b = _gated(x, logits, i + 1, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    c = _gated(x, logits, i + 2, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    d = _gated(x, logits, i + 3, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    s, j = tl.load(scale), first + head * dim + channel
     store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, amax, E5M2)
     note_inverse(s, scale_inv)
 
 
 @triton.jit
-def _rotated(x, cos, sin, i, x_batch, x_seq, x_head, table_batch, table_seq, seq, sign, inside, half: tl.constexpr):
-    channel = tl.arange(0, half)
-    at = _rows(x, i, x_batch, x_seq, x_head, seq)
-    angle = ((i // seq) * table_batch + (i % seq) * table_seq)[:, None]
+def _angles(cos, sin, i, table_batch, table_seq, seq, sign, channel, inside):
+    at = ((i // seq) * table_batch + (i % seq) * table_seq)[:, None]
+    return _read(cos + at, channel, inside), _read(sin + at, channel, inside) * sign
+
+
+@triton.jit
+def _rotated(x, i, head, x_batch, x_seq, x_head, seq, c, s, channel, inside, half: tl.constexpr):
+    at = _rows(x, i, head, x_batch, x_seq, x_head, seq)
     one, two = _read(at, channel, inside), _read(at + half, channel, inside)
-    c, s = _read(cos + angle, channel, inside), _read(sin + angle, channel, inside) * sign
     return one * c - two * s, two * c + one * s
 
 
@@ -216,31 +223,37 @@ def _rotated(x, cos, sin, i, x_batch, x_seq, x_head, table_batch, table_seq, seq
 def _rotate_codes_kernel(
     x, cos, sin, codes, transposed, scale, amax, scale_inv,
     x_batch, x_seq, x_head, table_batch, table_seq,
-    rows, seq, width, first, sign,
-    half: tl.constexpr, block: tl.constexpr, E5M2: tl.constexpr,
+    rows, seq, heads, width, first, sign,
+    half: tl.constexpr, block: tl.constexpr, turned: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(0).to(tl.int64) * (block // 4) + tl.arange(0, block // 4)
-    i = 4 * group
+    row, part = tile(tl.cdiv(rows, block), tl.cdiv(heads, turned), BAND)
+    group = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4)
+    i, channel, s = 4 * group, tl.arange(0, half), tl.load(scale)
     inside = (i < rows)[:, None]
-    a, e = _rotated(x, cos, sin, i, x_batch, x_seq, x_head, table_batch, table_seq, seq, sign, inside, half)
-    b, f = _rotated(x, cos, sin, i + 1, x_batch, x_seq, x_head, table_batch, table_seq, seq, sign, inside, half)
-    c, g = _rotated(x, cos, sin, i + 2, x_batch, x_seq, x_head, table_batch, table_seq, seq, sign, inside, half)
-    d, h = _rotated(x, cos, sin, i + 3, x_batch, x_seq, x_head, table_batch, table_seq, seq, sign, inside, half)
-    s, j = tl.load(scale), first + tl.program_id(1) * 2 * half + tl.arange(0, half)
-    store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, amax, E5M2)
-    store_codes(e, f, g, h, s, group, j + half, rows, width, codes, transposed, width, amax, E5M2)
+    ca, sa = _angles(cos, sin, i, table_batch, table_seq, seq, sign, channel, inside)
+    cb, sb = _angles(cos, sin, i + 1, table_batch, table_seq, seq, sign, channel, inside)
+    cc, sc = _angles(cos, sin, i + 2, table_batch, table_seq, seq, sign, channel, inside)
+    cd, sd = _angles(cos, sin, i + 3, table_batch, table_seq, seq, sign, channel, inside)
+    for head in range(part * turned, tl.minimum((part + 1) * turned, heads)):
+        a, e = _rotated(x, i, head, x_batch, x_seq, x_head, seq, ca, sa, channel, inside, half)
+        b, f = _rotated(x, i + 1, head, x_batch, x_seq, x_head, seq, cb, sb, channel, inside, half)
+        c, g = _rotated(x, i + 2, head, x_batch, x_seq, x_head, seq, cc, sc, channel, inside, half)
+        d, h = _rotated(x, i + 3, head, x_batch, x_seq, x_head, seq, cd, sd, channel, inside, half)
+        j = first + head * 2 * half + channel
+        store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, amax, E5M2)
+        store_codes(e, f, g, h, s, group, j + half, rows, width, codes, transposed, width, amax, E5M2)
     note_inverse(s, scale_inv)
 
 
 @triton.jit
 def _gate_slopes(
-    dy, x, logits, dx, i, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch, dx_seq,
+    dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch, dx_seq,
     dx_head, seq, channel, inside,
 ):  # fmt: skip
-    slope = _read(_rows(dy, i, dy_batch, dy_seq, dy_head, seq), channel, inside)
-    value = _read(_rows(x, i, x_batch, x_seq, x_head, seq), channel, inside)
-    opening = tl.sigmoid(_read(_rows(logits, i, g_batch, g_seq, g_head, seq), channel, inside))
-    at = _rows(dx, i, dx_batch, dx_seq, dx_head, seq) + channel[None, :]
+    slope = _read(_rows(dy, i, head, dy_batch, dy_seq, dy_head, seq), channel, inside)
+    value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
+    opening = tl.sigmoid(_read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside))
+    at = _rows(dx, i, head, dx_batch, dx_seq, dx_head, seq) + channel[None, :]
     tl.store(at, (slope * opening).to(dx.dtype.element_ty), mask=inside & (channel >= 0)[None, :])
     return slope * value * opening * (1 - opening)
 
@@ -249,21 +262,22 @@ def _gate_slopes(
 def _gate_backward_codes_kernel(
     dy, x, logits, dx, codes, transposed, scale, amax, scale_inv,
     dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch, dx_seq, dx_head,
-    rows, seq, width, first,
-    dim: tl.constexpr, block: tl.constexpr, E5M2: tl.constexpr,
+    rows, seq, heads, width, first,
+    dim: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    group, channel = tl.program_id(0).to(tl.int64) * (block // 4) + tl.arange(0, block // 4), tl.arange(0, dim)
+    row, head = tile(tl.cdiv(rows, block), heads, BAND)
+    group, channel = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4), tl.arange(0, dim)
     i = 4 * group
     inside = (i < rows)[:, None]
-    a = _gate_slopes(dy, x, logits, dx, i, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+    a = _gate_slopes(dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
                      dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
-    b = _gate_slopes(dy, x, logits, dx, i + 1, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+    b = _gate_slopes(dy, x, logits, dx, i + 1, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
                      dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
-    c = _gate_slopes(dy, x, logits, dx, i + 2, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+    c = _gate_slopes(dy, x, logits, dx, i + 2, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
                      dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
-    d = _gate_slopes(dy, x, logits, dx, i + 3, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+    d = _gate_slopes(dy, x, logits, dx, i + 3, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
                      dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
-    s, j = tl.load(scale), first + tl.program_id(1) * dim + channel
+    s, j = tl.load(scale), first + head * dim + channel
     store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, amax, E5M2)
     note_inverse(s, scale_inv)
 
@@ -280,10 +294,10 @@ def gate_codes(codes: Codes, place: Place, first: int, x: Tensor, logits: Tensor
     """attention_core.gate, or x itself where there are no logits, as codes."""
     batch, seq, heads, dim = x.shape
     gate = x if logits is None else logits
-    _gate_codes_kernel[(triton.cdiv(batch * seq, TOKENS), heads)](
+    _gate_codes_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
         x, gate, *_of(codes, place), *x.stride()[:3], *gate.stride()[:3],
-        batch * seq, seq, codes.codes.shape[1], first,
-        gated=logits is not None, dim=dim, block=TOKENS, E5M2=place[2], num_warps=4,
+        batch * seq, seq, heads, codes.codes.shape[1], first,
+        gated=logits is not None, dim=dim, block=TOKENS, BAND=BAND, E5M2=place[2], num_warps=4,
     )  # fmt: skip
 
 
@@ -291,10 +305,10 @@ def rotate_codes(codes: Codes, place: Place, first: int, x: Tensor, cos: Tensor,
     """attention_core.rotate as codes."""
     batch, seq, heads, dim = x.shape
     table = (cos.stride(0) if cos.ndim == 3 else 0, cos.stride(-2))
-    _rotate_codes_kernel[(triton.cdiv(batch * seq, TOKENS), heads)](
+    _rotate_codes_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED),)](
         x, cos, sin, *_of(codes, place), *x.stride()[:3], *table,
-        batch * seq, seq, codes.codes.shape[1], first, -1.0 if inverse else 1.0,
-        half=dim // 2, block=TOKENS, E5M2=place[2], num_warps=4,
+        batch * seq, seq, heads, codes.codes.shape[1], first, -1.0 if inverse else 1.0,
+        half=dim // 2, block=TOKENS, turned=TURNED, BAND=BAND, E5M2=place[2], num_warps=4,
     )  # fmt: skip
 
 
@@ -303,9 +317,9 @@ def gate_backward_codes(codes: Codes, place: Place, first: int, dy: Tensor, x: T
     batch, seq, heads, dim = x.shape
     dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     strides = [stride for tensor in (dy, x, logits, dx) for stride in tensor.stride()[:3]]
-    _gate_backward_codes_kernel[(triton.cdiv(batch * seq, TOKENS), heads)](
-        dy, x, logits, dx, *_of(codes, place), *strides, batch * seq, seq, codes.codes.shape[1], first,
-        dim=dim, block=TOKENS, E5M2=place[2], num_warps=4,
+    _gate_backward_codes_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
+        dy, x, logits, dx, *_of(codes, place), *strides, batch * seq, seq, heads, codes.codes.shape[1], first,
+        dim=dim, block=TOKENS, BAND=BAND, E5M2=place[2], num_warps=4,
     )  # fmt: skip
     return dx
 

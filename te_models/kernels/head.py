@@ -15,7 +15,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 Multiply = Callable[[list[Tensor], Tensor], None]  # tensors by a scalar on their device, in place
 
 # Logits that exist at a time, counted in FP32; on a GPU they are BF16, once, and each further chunk reads and writes the sum.
-CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}
+CHUNK_BYTES = {"cuda": 2**32, "cpu": 2**28}
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
