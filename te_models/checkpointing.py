@@ -119,9 +119,11 @@ class Recompute:
             module._fp8_workspaces = cache
         now = [tensor for state in states.values() for tensor in (state.scale, state.amax_history[0])]
         with torch.no_grad():
-            before = [tensor.clone() for tensor in now]
-            for name, state in states.items():
-                state.scale.copy_(scales[name]) if name in scales else state.scale.fill_(1.0)
+            before = copies(now)
+            known = [name for name in states if name in scales]
+            overwrite([states[name].scale for name in known], [scales[name] for name in known])
+            for name in states.keys() - scales.keys():
+                states[name].scale.fill_(1.0)
         try:
             with (
                 self.te.restored_recompute(),
@@ -133,9 +135,7 @@ class Recompute:
             self.first_microbatch = first
             for module, cache in kept:
                 module._fp8_workspaces = cache
-            with torch.no_grad():
-                for tensor, value in zip(now, before, strict=True):
-                    tensor.copy_(value)
+            overwrite(now, before)
 
 
 def may_draw(owner: nn.Module) -> bool:
@@ -165,7 +165,22 @@ def forward_states(owner: nn.Module) -> dict[str, Any]:
 
 def forward_scales(owner: nn.Module) -> dict[str, Tensor]:
     """A copy of the forward scales in `owner`; a module that has not run yet has none (they are 1)."""
-    return {name: state.scale.clone() for name, state in forward_states(owner).items()}
+    states = forward_states(owner)
+    return dict(zip(states, copies([state.scale for state in states.values()]), strict=True))
+
+
+@torch.no_grad()
+def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
+    """Copy each value to its tensor, all by one kernel: one by one takes the host longer than a recompute's launches."""
+    if tensors:
+        torch._foreach_copy_(tensors, values)
+
+
+def copies(tensors: list[Tensor]) -> list[Tensor]:
+    """A copy of each."""
+    new = [torch.empty_like(tensor) for tensor in tensors]
+    overwrite(new, tensors)
+    return new
 
 
 def refuse_foreign_recompute(stateful: bool) -> None:

@@ -18,7 +18,7 @@ HEADS = 8  # heads a program
 TOKENS = (
     32  # tokens a program of those that write codes, each of one head, with four warps; 64 are as fast, 128 are not
 )
-TURNED = 4  # heads a program of rotate_codes, which share a token's angles
+TURNED = 8  # heads a program of rotate_codes, which share a token's angles
 
 
 @triton.jit
