@@ -76,9 +76,10 @@ def measure(shape: dict[str, Any], recipe: str, fp8_params: bool, rounds: int) -
     ids = torch.randint(0, model.config.vocab_size, (batch, seq), device="cuda")
     steps = {mode: prepared(model, mode, ids, weights) for mode in MODES}
     found: dict[str, list[float]] = {mode: [] for mode in MODES}
-    for _ in range(rounds):
-        for mode, (run, _) in steps.items():
-            found[mode].append(run())
+    for number in range(rounds):
+        order = MODES if number % 2 else MODES[::-1]  # a GPU is warmer after a mode that computes more
+        for mode in order:
+            found[mode].append(steps[mode][0]())
     rows = []
     for mode, results in found.items():
         times, peak = sorted(results), steps[mode][1]

@@ -41,11 +41,13 @@ class Recompute:
         te_recipe: Any,
         first_microbatch: bool | None = None,
         offload: Offload | None = None,
+        fp8_weights: bool = False,
     ) -> None:
         """`first_microbatch` is what te.Linear is told of its weight's FP8 copy: True makes and keeps it, False uses the
-        one kept, None makes it and keeps nothing. `offload` takes what blocks keep to the host (te_models.offload)."""
+        one kept, None makes it and keeps nothing. `offload` takes what blocks keep to the host (te_models.offload).
+        `fp8_weights`: the weights of FP8 blocks are FP8 (te_models.fp8_params)."""
         self.mode, self.te, self.te_recipe = mode if torch.is_grad_enabled() else "none", te, te_recipe
-        self.first_microbatch = first_microbatch
+        self.first_microbatch, self.fp8_weights = first_microbatch, fp8_weights
         self.offload = offload if torch.is_grad_enabled() else None
         self.layer = 0  # the block that runs
 
@@ -67,13 +69,13 @@ class Recompute:
 
         Recomputed in backward if the mode says so, from x + delta, of which the function makes the same as of both.
         """
-        if recomputes_mlp(self.mode, self.layer, self._fp8):
+        if recomputes_mlp(self.mode, self.layer, self._fp8, self.fp8_weights):
             return self._recomputed(owner, function, x + delta, None, *args)
         return function(x, delta, *args)
 
     def remade(self, hidden: Tensor) -> contextlib.AbstractContextManager[None]:
         """Inside, the te.Linear that takes `hidden` from kernels.swiglu does not keep it, if the mode says so."""
-        if recomputes_product(self.mode, self._fp8):
+        if torch.is_grad_enabled() and recomputes_product(self.mode, self._fp8, self.fp8_weights):
             return remade(hidden)
         return contextlib.nullcontext()
 

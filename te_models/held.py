@@ -38,8 +38,11 @@ def held(x: Tensor) -> Tensor:
     return _Held.apply(x)
 
 
-def keep(ctx: Any, x: Tensor, again: Callable[[Tensor], Tensor]) -> None:
-    """In the forward of an autograd Function of x: have x there in backward. `again(x)` is its output once more, in BF16."""
+def keep(ctx: Any, x: Tensor, again: Callable[[], Callable[[Tensor], Tensor]]) -> None:
+    """In the forward of an autograd Function of x: have x there in backward.
+
+    `again()`, called before the forward pass ends, gives what makes its output once more of x in backward.
+    """
     ctx.source = x.grad_fn if type(x.grad_fn) is _Held._backward_cls else None  # type: ignore[attr-defined]
     ctx.again = again
     if ctx.source is None:
@@ -61,11 +64,10 @@ def remade(y: Tensor) -> Iterator[None]:
     if getattr(node, "source", None) is None:
         yield
         return
-    this = (y.data_ptr(), y.dtype, y.shape)
+    again, this = node.again(), _place(y)
 
     def pack(tensor: Tensor) -> tuple[Tensor, int] | None:
-        same = (tensor.data_ptr(), tensor.dtype, tensor.shape) == this
-        return None if same else (tensor, tensor._version)
+        return None if _place(tensor) == this else (tensor, tensor._version)
 
     def unpack(saved: tuple[Tensor, int] | None) -> Tensor:
         if saved is not None:
@@ -73,10 +75,16 @@ def remade(y: Tensor) -> Iterator[None]:
         if node.source.read is None:  # a checkpoint gives what it made again to one reader, and SwiGLU is the next
             node.source.read = node.source.saved_tensors[0]
         with torch.no_grad():
-            return node.again(node.source.read)
+            return again(node.source.read)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """What tells whether two tensors are one; a quantized tensor's memory is that of several others."""
+    place = id(tensor) if hasattr(tensor, "quantize_") else tensor.data_ptr()
+    return place, tensor.dtype, tensor.shape
 
 
 def _unchanged(tensor: Tensor, version: int) -> Tensor:

@@ -27,8 +27,19 @@ INT64 = 8
 
 # Parameters whose gradients te_models/optim/master.py holds in FP32 at a time.
 UPDATE_CHUNK = 2**28
-HEAD_CHUNK = {True: 2**32, False: 2**28}  # cuda: logits at a time, counted in FP32 (te_models/kernels/head.py)
+HEAD_CHUNK = {True: 2**31, False: 2**28}  # cuda: bytes of logits at a time, counted in FP32
 CUBLAS_WORKSPACE = 2**25 + 1024  # Transformer Engine's, on Hopper and newer (get_cublas_workspace_size_bytes)
+
+
+def head_rows(rows: int, vocabulary: int, width: int, cuda: bool) -> int:
+    """Of how many of `rows` kernels/head.py makes logits [rows, vocabulary] at a time, for hidden states of `width`.
+
+    On a GPU of all, where they, in BF16, need no more than a part of them and the FP32 sum of the weight's gradient.
+    """
+    allowed = HEAD_CHUNK[cuda]
+    if cuda and rows * vocabulary * 2 <= allowed // 2 + vocabulary * width * FP32:
+        return rows
+    return min(rows, max(256, allowed // (FP32 * vocabulary)))
 
 
 class Step(NamedTuple):
@@ -317,7 +328,7 @@ class _Tape:
         """
         c, size = self.config, self.config.vocab_size * self.config.hidden_size
         own, weight = self.tokens * c.hidden_size * self.element, size * self.element
-        rows = min(self.tokens, max(256, HEAD_CHUNK[self.training.cuda] // (FP32 * c.vocab_size)))
+        rows = head_rows(self.tokens, c.vocab_size, c.hidden_size, self.training.cuda)
         chunk, sums = rows * c.vocab_size, 1 if self.training.cuda else 2
         sums = 0 if rows == self.tokens else sums  # one chunk's product is the gradient
         beside = self.element + (0 if self.training.compile else 3 * FP32)

@@ -228,7 +228,8 @@ class CausalLM(nn.Module):
         refuse_foreign_recompute(self.recipe.stateful)
         batch, seq = input_ids.shape
         offload = Offload(self.host_memory, len(self.layers), input_ids.device) if self.activation_offload else None
-        recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe, is_first_microbatch, offload)
+        mode, weights = self.activation_checkpointing, self.fp8_params
+        recompute = Recompute(mode, self.te, self.te_recipe, is_first_microbatch, offload, weights)
         tokens = describe(self.config, input_ids, cache, attention_mask, document_ids, recompute, self.dtype)
         x = self.kernels.embedding(self.embed_tokens, input_ids).flatten(0, 1)
         x = x if tokens.real is None else x * tokens.real

@@ -12,9 +12,9 @@ from te_models.errors import unknown
 
 MODES = ("none", "selective", "full")
 # Under "selective" one block in so many keeps gate_up_proj's output: the GEMM that makes it again is what the mode costs,
-# and about so many blocks may keep it within 0.70 of the activations of "none" (tests/test_selective.py). In BF16 they are
-# more, since there SwiGLU's output, which is cheap to make again, is kept by no block.
-KEPT_IN_BF16, KEPT_IN_FP8 = 2, 6
+# and about so many blocks may keep it within 0.70 of the activations of "none" (tests/test_selective.py). They are more
+# where SwiGLU's output, which is cheap to make again, is kept by no block.
+KEPT_IN_BF16, KEPT_IN_FP8, KEPT_WITH_FP8_WEIGHTS = 2, 6, 4
 
 
 def check_mode(mode: str | int) -> str | int:
@@ -31,11 +31,16 @@ def recomputes_block(mode: str | int, layer: int) -> bool:
     return mode == "full" or (isinstance(mode, int) and layer % mode == 0)
 
 
-def recomputes_mlp(mode: str | int, layer: int, fp8: bool) -> bool:
+def recomputes_mlp(mode: str | int, layer: int, fp8: bool, fp8_weights: bool = False) -> bool:
     """Whether block number `layer` makes the input of SwiGLU again; the last of so many keeps it, needing it soonest."""
-    return mode == "selective" and (layer + 1) % (KEPT_IN_FP8 if fp8 else KEPT_IN_BF16) != 0
+    kept = (KEPT_WITH_FP8_WEIGHTS if fp8_weights else KEPT_IN_FP8) if fp8 else KEPT_IN_BF16
+    return mode == "selective" and (layer + 1) % kept != 0
 
 
-def recomputes_product(mode: str | int, fp8: bool) -> bool:
-    """Whether blocks make SwiGLU's output again: te.Linear keeps it in BF16, in FP8 only half as many bytes of codes."""
-    return mode == "selective" and not fp8
+def recomputes_product(mode: str | int, fp8: bool, fp8_weights: bool = False) -> bool:
+    """Whether blocks make SwiGLU's output again: te.Linear keeps it in BF16, in FP8 only half as many bytes of codes.
+
+    Those go too where weights are FP8, which somebody chose for the memory: a pass over SwiGLU's input a block, 1 % of a
+    step. A block that is made again as a whole has nothing to gain.
+    """
+    return mode in ("none", "selective") if fp8 and fp8_weights else mode == "selective" and not fp8

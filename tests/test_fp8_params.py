@@ -103,6 +103,51 @@ def test_the_weights_of_the_fp8_layers_and_no_others_are_codes(recipe: str) -> N
     assert weight.grad.dtype == torch.bfloat16 and not is_quantized(weight.grad)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_codes_are_transposed_for_a_backward_alone(recipe: str, mode: str) -> None:
+    model = build(recipe, activation_checkpointing=mode)
+    optimizer = build_optimizer("adamw", model, lr=1e-2, weight_decay=0.1)
+    for _ in range(2):
+        model(batch(0), labels=batch(0)).loss.backward()
+        assert not any(p.get_usages()["columnwise"] for p in quantized(model).values())
+        optimizer.take_gradients(1.0)
+        optimizer.step()
+    model.set_recipe(recipe, margin=1) if recipe == "delayed" else None
+    assert not any(p.get_usages()["columnwise"] for p in quantized(model).values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_swiglus_output_is_made_again(recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its codes are not kept, the gradients that they make have the same bits, and amaxes do not see them twice."""
+    shape = dict(
+        hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2
+    )
+    ids = torch.randint(0, 256, (8, 256), generator=torch.Generator().manual_seed(0)).cuda()
+    found = []
+    for again in (True, False):
+        if not again:
+            monkeypatch.setattr("te_models.checkpointing.recomputes_product", lambda *call: False)
+        torch.manual_seed(3)
+        place = dict(engine="native", device="cuda", recipe=recipe, fp8_params=True, activation_checkpointing=mode)
+        model = CausalLM.from_preset("gated-nano", **place, **shape)
+        model(ids, labels=ids, return_logits=False).loss.backward()
+        before = torch.cuda.memory_allocated()
+        loss = model(ids, labels=ids, return_logits=False).loss
+        kept = torch.cuda.memory_allocated() - before
+        model.zero_grad()
+        loss.backward()
+        mlp = model.layers[2].mlp  # nothing behind it sums in an order that varies
+        found.append((kept, [mlp.down_proj.weight.grad, mlp.gate_up_proj.weight.grad], fp8_state(model)))
+    (less, ours, states), (more, theirs, others) = found
+    assert more - less >= 2 * 8 * 256 * 1024  # the two layers in FP8
+    assert all(map(torch.equal, ours, theirs))
+    amaxes = [name for name in states if name.endswith("amax_history") and name.startswith("layers.2.mlp")]
+    assert all(torch.equal(states[name], others[name]) for name in amaxes) and (amaxes or recipe == "current")
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_update_is_lost_to_the_codes(recipe: str) -> None:
     """A step far below FP8's resolution leaves the codes alone and moves the master; many of them move the codes."""

@@ -300,7 +300,8 @@ def test_the_benchmark_runs_and_its_estimate_is_one_of_costs(monkeypatch: pytest
     monkeypatch.syspath_prepend(str(JOB.parents[1] / "benchmarks"))
     scaling = importlib.import_module("scaling")
     args = argparse.Namespace(preset="gated-nano", recipe="delayed", activation_checkpointing="none", batch_size=1,
-                              seq_len=32, warm_up=1, steps=1, accumulation=1, fp8_params=False, device="cpu")  # fmt: skip
+                              seq_len=32, warm_up=1, steps=1, accumulation=1, fp8_params=False, device="cpu", cache=True,
+                              edges=True, graph=True)  # fmt: skip
     assert scaling.step_seconds(Parallel(), args, SHAPE)["seconds"] > 0
     kept = [scaling.estimate(gpus, 1, scaling.Assumptions()) for gpus in (2, 8, 64, 1000)]
     assert all(row["worst"] < row["best"] <= 1 for row in kept)

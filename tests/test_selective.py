@@ -82,8 +82,9 @@ def test_a_recompute_ends_with_the_gemm(
 
 
 def test_some_blocks_keep_their_mlp() -> None:
-    kept = {fp8: [n for n in range(20) if not recomputes_mlp("selective", n, fp8)] for fp8 in (False, True)}
-    assert kept == {False: [1, 3, 5, 7, 9, 11, 13, 15, 17, 19], True: [5, 11, 17]}
+    kinds = {"bf16": (False, False), "fp8": (True, False), "fp8 weights": (True, True)}
+    kept = {name: [n for n in range(20) if not recomputes_mlp("selective", n, *kind)] for name, kind in kinds.items()}
+    assert kept == {"bf16": [1, 3, 5, 7, 9, 11, 13, 15, 17, 19], "fp8": [5, 11, 17], "fp8 weights": [3, 7, 11, 15, 19]}
     assert not any(recomputes_mlp(mode, 0, fp8) for mode in ("none", "full", 2) for fp8 in (False, True))
 
 

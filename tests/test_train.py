@@ -1,5 +1,6 @@
 """The training loop: it learns, resumes with the same bits, stops at a bad loss, and asks before it overwrites."""
 
+import contextlib
 import copy
 import json
 import math
@@ -16,6 +17,7 @@ import torch
 
 from te_models import CausalLM, list_recipes
 from te_models.data import Document, TokenDataset
+from te_models.distributed import Parallel
 from te_models.fp8_params import plain, weight_codes
 from te_models.fp8_state import fp8_state
 from te_models.metrics import read_metrics
@@ -48,6 +50,21 @@ def trainer(
 
 def losses(out: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
+
+
+def test_the_last_micro_batch_is_told_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a dataset gives one object again and again: gradients would travel with every micro-batch."""
+    told: list[bool] = []
+
+    def micro_batch(self: Parallel, model: Any, last: bool) -> contextlib.AbstractContextManager[None]:
+        told.append(last)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(Parallel, "micro_batch", micro_batch)
+    run = trainer(tmp_path, gradient_accumulation=3)
+    batch = next(iter(run.dataset))
+    run._step(iter([batch] * 3))
+    assert told == [False, False, True]
 
 
 TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)

@@ -34,9 +34,9 @@ _E5M2 = tl.constexpr(_CONVERT.replace("FORM", "e5m2"))
 
 
 class Codes(NamedTuple):
-    """codes [N, K], transposed [K, N], both uint8; scale_inv FP32 [1], what a code is worth."""
+    """codes [N, K] or None, transposed [K, N], both uint8; scale_inv FP32 [1], what a code is worth."""
 
-    codes: Tensor
+    codes: Tensor | None
     transposed: Tensor
     scale_inv: Tensor
 
@@ -57,7 +57,8 @@ def _encode4(a, b, c, d, E5M2: tl.constexpr):
 
 @triton.jit
 def store_codes(a, b, c, d, scale, group, j, rows, columns, codes, transposed, stride, amax, E5M2: tl.constexpr):
-    """Quantize FP32 tiles, the first, second, third and fourth rows of groups of four, of columns j, into both copies.
+    """Quantize FP32 tiles, the first, second, third and fourth rows of groups of four, of columns j, into both copies,
+    or into the transposed one alone.
 
     `group` is numbers that lie together: of 4 * group the compiler would not know that the words do, and would write them one
     by one.
@@ -69,9 +70,10 @@ def store_codes(a, b, c, d, scale, group, j, rows, columns, codes, transposed, s
     bits = tl.max(tl.max(tl.where(inside, largest, 0.0), 1), 0).to(tl.int32, bitcast=True)  # ordered like magnitudes
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
     word = _encode4(a * scale, b * scale, c * scale, d * scale, E5M2)
-    at = codes + i[:, None] * stride + j[None, :]
-    for row in tl.static_range(4):
-        tl.store(at + row * stride, (word >> (8 * row)).to(tl.uint8), mask=inside)
+    if codes is not None:
+        at = codes + i[:, None] * stride + j[None, :]
+        for row in tl.static_range(4):
+            tl.store(at + row * stride, (word >> (8 * row)).to(tl.uint8), mask=inside)
     words = transposed.to(tl.pointer_type(tl.int32), bitcast=True)
     place = j[:, None] * (rows // 4) + group[None, :]
     tl.store(words + place, tl.trans(word), mask=(j < columns)[:, None] & (group < rows // 4)[None, :])
@@ -207,11 +209,10 @@ def _norm_kernel(
     note_inverse(s, scale_inv)
 
 
-def new_codes(rows: int, columns: int, device: torch.device) -> Codes:
-    """Codes [rows, columns] to be written to."""
-    codes, transposed = (
-        torch.empty(shape, dtype=torch.uint8, device=device) for shape in ((rows, columns), (columns, rows))
-    )
+def new_codes(rows: int, columns: int, device: torch.device, rowwise: bool = True) -> Codes:
+    """Codes [rows, columns] to be written to, the transposed ones alone if not `rowwise`."""
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=device) if rowwise else None
+    transposed = torch.empty(columns, rows, dtype=torch.uint8, device=device)
     return Codes(codes, transposed, torch.empty(1, dtype=torch.float32, device=device))
 
 
@@ -226,10 +227,10 @@ def cast(x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> Codes:
     return out
 
 
-def swiglu(gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> Codes:
-    """silu(gate) * up of contiguous gate_up [N, 2F]: codes [N, F]."""
+def swiglu(gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool, rowwise: bool = True) -> Codes:
+    """silu(gate) * up of contiguous gate_up [N, 2F]: codes [N, F], the transposed ones alone if not `rowwise`."""
     rows, columns = len(gate_up), gate_up.shape[1] // 2
-    out = new_codes(rows, columns, gate_up.device)
+    out = new_codes(rows, columns, gate_up.device, rowwise)
     grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)
     _swiglu_kernel[grid](
         gate_up, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns,

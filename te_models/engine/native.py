@@ -7,6 +7,7 @@ FP8 state so that the recipe of a live model can change) is added here.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -104,9 +105,9 @@ class Target(NamedTuple):
     def tensor(self, codes: Codes, dtype: torch.dtype) -> Tensor:
         """Transformer Engine's tensor of codes [N, K], which looks like one of `dtype`."""
         return Float8Tensor(
-            shape=codes.codes.shape, dtype=dtype, data=codes.codes, data_transpose=codes.transposed,
+            shape=codes.transposed.shape[::-1], dtype=dtype, data=codes.codes, data_transpose=codes.transposed,
             fp8_scale_inv=codes.scale_inv, fp8_dtype=self.quantizer.dtype, quantizer=self.quantizer,
-            device=codes.codes.device,
+            device=codes.transposed.device,
         )  # fmt: skip
 
 
@@ -178,7 +179,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, gradient: Target | None, quantizer: Any) -> Tensor:
         """gate_up [N, 2F] -> [N, F]."""
         ctx.gradient = gradient
-        keep(ctx, gate_up, again=lambda gate_up: tex.swiglu(gate_up, None))
+        keep(ctx, gate_up, again=lambda: _swiglu_for_backward(quantizer))
         if (target := _target(quantizer)) is not None:
             return target.tensor(handover_triton.swiglu(gate_up, *target.place), gate_up.dtype)
         return tex.swiglu(gate_up, quantizer)
@@ -191,6 +192,20 @@ class _SwiGLU(torch.autograd.Function):
             codes = handover_triton.dswiglu(dy, gate_up, *ctx.gradient.place)
             return ctx.gradient.tensor(codes, gate_up.dtype), None, None
         return tex.dswiglu(dy, gate_up, None), None, None
+
+
+def _swiglu_for_backward(quantizer: Any) -> Callable[[Tensor], Any]:
+    """SwiGLU once more, as te.Linear keeps it: with the scale of now, and without a word to the amax."""
+    target = _target(quantizer)
+    if target is None:
+        return lambda gate_up: tex.swiglu(gate_up, quantizer)
+    scale, unread = target.place[0].clone(), torch.empty_like(target.place[1])
+
+    def again(gate_up: Tensor) -> Any:
+        codes = handover_triton.swiglu(gate_up, scale, unread, target.place[2], rowwise=False)
+        return target.tensor(codes, gate_up.dtype)
+
+    return again
 
 
 def _norm(module: Any, x: Tensor, delta: Tensor | None, consumer: Any) -> tuple[Tensor, Tensor]:

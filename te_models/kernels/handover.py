@@ -36,7 +36,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
         """gate_up [N, 2F] -> [N, F]."""
-        keep(ctx, gate_up, forward)
+        keep(ctx, gate_up, lambda: forward)
         ctx.make_gradient = backward
         return forward(gate_up)
 

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from te_models.matmul import add_product, matmul
+from te_models.memory import head_rows
 
 # loss_and_gradient's signature. It may write the gradient over the logits and return their memory.
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 Multiply = Callable[[list[Tensor], Tensor], None]  # tensors by a scalar on their device, in place
-
-# Logits that exist at a time, counted in FP32; on a GPU they are BF16, once, and each further chunk reads and writes the sum.
-CHUNK_BYTES = {"cuda": 2**32, "cpu": 2**28}
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -87,9 +85,9 @@ def linear_cross_entropy(
 
     x [T, D], weight [V, D], targets int64 [T], of which -100 does not count; an FP32 scalar, zero when no target counts.
     The logits are rounded to the dtype of x as a BF16 head rounds them, so the loss is cross_entropy's; the gradient of
-    the weight is summed over the chunks in FP32. `chunk` None takes CHUNK_BYTES; `kernel` is
+    the weight is summed over the chunks in FP32. `chunk` None takes te_models.memory.head_rows; `kernel` is
     loss_and_gradient, its compiled twin, or the one of head_triton.py, which needs no second buffer for the gradient;
     `multiply`, of that file, spares copies of both gradients in backward. (The idea of making the gradient chunk by chunk in the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)
     """
-    rows = chunk or max(256, CHUNK_BYTES[x.device.type] // (4 * weight.shape[0]))
+    rows = chunk or head_rows(len(x), *weight.shape, x.device.type == "cuda")
     return _LinearCrossEntropy.apply(x, weight, targets, rows, kernel, multiply)
