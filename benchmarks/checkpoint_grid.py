@@ -5,8 +5,8 @@
     python benchmarks/checkpoint_grid.py plot benchmarks/results/checkpoint_grid_h200.json docs/checkpoint_grid_h200.png
 
 Medians of interleaved rounds: every round times each variant of one model once, as a Trainer runs it (a CUDA graph, the
-loss alone, gradients that are made by the backward). `activations` is the peak less the weights. Each FP8 recipe runs
-with BF16 and with FP8 primary weights. All layers run in the recipe.
+loss alone, gradients that are made by the backward). `activations` are what the forward leaves for the backward. Each FP8
+recipe runs with BF16 and with FP8 primary weights. All layers run in the recipe.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def cli() -> None:
     """Run the grid, or report on it."""
 
 
-def prepared(model: CausalLM, mode: str, ids: torch.Tensor, weights: int) -> tuple[Callable[[], float], int]:
-    """What runs a step under `mode` and gives its milliseconds, and the peak bytes of one, without other modes' graphs."""
+def prepared(model: CausalLM, mode: str, ids: torch.Tensor, weights: int) -> tuple[Callable[[], float], int, int]:
+    """What runs a step under `mode` and gives its milliseconds; the peak bytes of one, without other modes' graphs; and the
+    bytes that its forward leaves for its backward."""
     model.activation_checkpointing = mode
     gc.collect()
     torch.cuda.empty_cache()
@@ -50,6 +51,11 @@ def prepared(model: CausalLM, mode: str, ids: torch.Tensor, weights: int) -> tup
     for _ in range(WARM_UP):
         step(input_ids=ids, labels=ids)
     peak = torch.cuda.max_memory_allocated() - before + weights
+    before = torch.cuda.memory_allocated()
+    loss = model(ids, labels=ids, return_logits=False).loss
+    kept = torch.cuda.memory_allocated() - before
+    loss.backward()  # type: ignore[union-attr]
+    del loss
 
     def milliseconds() -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -59,7 +65,7 @@ def prepared(model: CausalLM, mode: str, ids: torch.Tensor, weights: int) -> tup
         torch.cuda.synchronize()
         return start.elapsed_time(stop)
 
-    return milliseconds, peak
+    return milliseconds, peak, kept
 
 
 def measure(shape: dict[str, Any], recipe: str, fp8_params: bool, rounds: int) -> list[dict[str, Any]]:
@@ -82,10 +88,10 @@ def measure(shape: dict[str, Any], recipe: str, fp8_params: bool, rounds: int) -
             found[mode].append(steps[mode][0]())
     rows = []
     for mode, results in found.items():
-        times, peak = sorted(results), steps[mode][1]
+        times, (_, peak, kept) = sorted(results), steps[mode]
         median = times[len(times) // 2]
         rows.append(dict(recipe=recipe, fp8_params=fp8_params, mode=mode, ms=median, fastest=times[0], slowest=times[-1],
-                         tokens_per_second=batch * seq / median * 1e3, peak=peak, activations=peak - weights))  # fmt: skip
+                         tokens_per_second=batch * seq / median * 1e3, peak=peak, activations=kept))  # fmt: skip
         print(preset, *_variant(rows[-1]), mode, f"{median:.1f} ms {peak / 2**30:.2f} GiB", flush=True)
     return rows
 

@@ -10,8 +10,12 @@ bit; so pairs are averaged, and the spread between seeds is given for scale.
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import statistics
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +58,20 @@ def train(way: str, seed: int, preset: str, recipe: str, steps: int, batch_size:
     return {"losses": losses, "eval_loss": result.eval_loss, "tokens_per_second": result.tokens_per_second}
 
 
+def take_a_gpu(numbers: Any) -> None:
+    """Before anything looks for GPUs: let this process see one of them, in turn."""
+    all_of_them = ",".join(path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_of_them).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[numbers.get() % len(visible)]
+
+
+def pair(settings: dict[str, Any], seed: int) -> dict[str, dict[str, Any]]:
+    """Both ways from one seed."""
+    found = {way: train(way, seed, **settings) for way in WAYS}
+    print(f"seed {seed}:", *(f"{way} held-out {run['eval_loss']:.5f}" for way, run in found.items()), flush=True)
+    return found
+
+
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """How far "fast" is from "plain", relative, for each seed and in the mean, and how far seeds are from each other."""
     numbers = {
@@ -76,16 +94,20 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 @click.option("--steps", default=300)
 @click.option("--batch-size", default=8)
 @click.option("--seq-len", default=512)
-@click.option("--seeds", default=4, type=click.IntRange(min=2))
+@click.option("--seeds", default=16, type=click.IntRange(min=2))
+@click.option("--processes", default=1, help="Pairs that run side by side; they share out the GPUs.")
 @click.option("--out", type=click.Path(path_type=Path), required=True)
-def main(preset: str, recipe: str, steps: int, batch_size: int, seq_len: int, seeds: int, out: Path) -> None:
+def main(preset: str, recipe: str, steps: int, batch_size: int, seq_len: int, seeds: int, processes: int,
+         out: Path) -> None:  # fmt: skip
     """Train in each way from each seed; print and write how far the losses are apart."""
     settings = dict(preset=preset, recipe=recipe, steps=steps, batch_size=batch_size, seq_len=seq_len)
-    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    for seed in range(seeds):
-        for way, of in runs.items():
-            of.append(train(way, seed, **settings))
-            print(f"seed {seed} {way:6} held-out {of[-1]['eval_loss']:.5f}", flush=True)
+    context = multiprocessing.get_context("spawn")
+    numbers = context.SimpleQueue()
+    for number in range(processes):
+        numbers.put(number)
+    with ProcessPoolExecutor(processes, context, take_a_gpu, (numbers,)) as pool:
+        pairs = list(pool.map(partial(pair, settings), range(seeds)))
+    runs = {way: [one[way] for one in pairs] for way in WAYS}
     found = {"environment": environment(), "settings": settings, "ways": WAYS, "runs": runs, "summary": summary(runs)}
     for name, row in found["summary"].items():
         print(

@@ -39,6 +39,7 @@ class Recompute:
         mode: str | int,
         te: ModuleType,
         te_recipe: Any,
+        layers: int,
         first_microbatch: bool | None = None,
         offload: Offload | None = None,
         fp8_weights: bool = False,
@@ -49,7 +50,7 @@ class Recompute:
         self.mode, self.te, self.te_recipe = mode if torch.is_grad_enabled() else "none", te, te_recipe
         self.first_microbatch, self.fp8_weights = first_microbatch, fp8_weights
         self.offload = offload if torch.is_grad_enabled() else None
-        self.layer = 0  # the block that runs
+        self.layer, self.layers = 0, layers  # the block that runs, of so many
 
     def block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
         """block(x, *args), recomputed in backward if the mode says so of block number `layer`."""
@@ -69,7 +70,7 @@ class Recompute:
 
         Recomputed in backward if the mode says so, from x + delta, of which the function makes the same as of both.
         """
-        if recomputes_mlp(self.mode, self.layer, self._fp8, self.fp8_weights):
+        if recomputes_mlp(self.mode, self.layer, self.layers, self._fp8, self.fp8_weights):
             return self._recomputed(owner, function, x + delta, None, *args)
         return function(x, delta, *args)
 

@@ -97,6 +97,10 @@ def write_weight(parameter: Any, value: Tensor) -> None:
         put(parameter, value)
         return
     value = value.detach().to(parameter.dtype)
+    for part in _PARTS:
+        scales = getattr(fp8, f"_{part}", None) if part.endswith("scale_inv") else None
+        if scales is not None:
+            scales.zero_()  # blocks' scales lie in rows that are filled up, with what the memory held
     quantizer = fp8._quantizer
     if _delayed(quantizer) and (amax := value.abs().amax().float()) > 0:
         quantizer.scale.fill_(E4M3_MAX / amax.item())

@@ -358,7 +358,7 @@ class _Tape:
                 continue
             yield Region(attention, None, *place)
             fp8 = self.fp8(layer)
-            kept = self.stream if recomputes_mlp(mode, layer, fp8) else None
+            kept = self.stream if recomputes_mlp(mode, layer, c.num_hidden_layers, fp8) else None
             if recomputes_product(mode, fp8):  # for down_proj's backward, with which the recompute begins
                 yield Region(hidden + [down[0]._replace(saved=0, scratch=down[0].saved)], kept, *place)
             else:

@@ -229,7 +229,7 @@ class CausalLM(nn.Module):
         batch, seq = input_ids.shape
         offload = Offload(self.host_memory, len(self.layers), input_ids.device) if self.activation_offload else None
         mode, weights = self.activation_checkpointing, self.fp8_params
-        recompute = Recompute(mode, self.te, self.te_recipe, is_first_microbatch, offload, weights)
+        recompute = Recompute(mode, self.te, self.te_recipe, len(self.layers), is_first_microbatch, offload, weights)
         tokens = describe(self.config, input_ids, cache, attention_mask, document_ids, recompute, self.dtype)
         x = self.kernels.embedding(self.embed_tokens, input_ids).flatten(0, 1)
         x = x if tokens.real is None else x * tokens.real
@@ -257,7 +257,8 @@ class CausalLM(nn.Module):
         """x [N, D], of which the rows after len(targets) are padding."""
         weight = self.lm_head.get_parameter("weight").to(x.dtype)
         kernels = dict(kernel=self.kernels.loss_and_gradient, multiply=self.kernels.multiply)
-        return linear_cross_entropy(x[: len(targets)], weight, targets, **kernels)
+        x = x if len(x) == len(targets) else x[: len(targets)]  # the gradient of a slice is a copy
+        return linear_cross_entropy(x, weight, targets, **kernels)
 
     def _decode(self, x: Tensor, tokens: Tokens, head: Callable[[Tensor], Tensor]) -> Tensor:
         """x [B*S, D] -> the head's result for the last hidden states [N, D]."""

@@ -14,7 +14,7 @@ MODES = ("none", "selective", "full")
 # Under "selective" one block in so many keeps gate_up_proj's output: the GEMM that makes it again is what the mode costs,
 # and about so many blocks may keep it within 0.70 of the activations of "none" (tests/test_selective.py). They are more
 # where SwiGLU's output, which is cheap to make again, is kept by no block.
-KEPT_IN_BF16, KEPT_IN_FP8, KEPT_WITH_FP8_WEIGHTS = 2, 6, 4
+KEPT_IN_BF16, KEPT_IN_FP8, KEPT_WITH_FP8_WEIGHTS = 2, 5, 4
 
 
 def check_mode(mode: str | int) -> str | int:
@@ -31,10 +31,13 @@ def recomputes_block(mode: str | int, layer: int) -> bool:
     return mode == "full" or (isinstance(mode, int) and layer % mode == 0)
 
 
-def recomputes_mlp(mode: str | int, layer: int, fp8: bool, fp8_weights: bool = False) -> bool:
-    """Whether block number `layer` makes the input of SwiGLU again; the last of so many keeps it, needing it soonest."""
+def recomputes_mlp(mode: str | int, layer: int, layers: int, fp8: bool, fp8_weights: bool = False) -> bool:
+    """Whether block number `layer` of `layers` makes the input of SwiGLU again.
+
+    Counted from the end: the last keeps it, whose backward comes first.
+    """
     kept = (KEPT_WITH_FP8_WEIGHTS if fp8_weights else KEPT_IN_FP8) if fp8 else KEPT_IN_BF16
-    return mode == "selective" and (layer + 1) % kept != 0
+    return mode == "selective" and (layers - 1 - layer) % kept != 0
 
 
 def recomputes_product(mode: str | int, fp8: bool, fp8_weights: bool = False) -> bool:

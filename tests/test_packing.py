@@ -114,7 +114,7 @@ def test_positions_count_from_the_start_of_each_document() -> None:
     model, (ids, documents) = build(), packed()
 
     def described(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> Tokens:
-        recompute = Recompute("none", model.te, model.te_recipe)
+        recompute = Recompute("none", model.te, model.te_recipe, 4)
         return describe(model.config, tokens, None, None, documents, recompute, model.dtype)
 
     together = described(ids, documents)

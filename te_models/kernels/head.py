@@ -89,5 +89,5 @@ def linear_cross_entropy(
     loss_and_gradient, its compiled twin, or the one of head_triton.py, which needs no second buffer for the gradient;
     `multiply`, of that file, spares copies of both gradients in backward. (The idea of making the gradient chunk by chunk in the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)
     """
-    rows = chunk or head_rows(len(x), *weight.shape, x.device.type == "cuda")
+    rows = chunk or head_rows(len(x), weight.shape[0], weight.shape[1], x.device.type == "cuda")
     return _LinearCrossEntropy.apply(x, weight, targets, rows, kernel, multiply)
