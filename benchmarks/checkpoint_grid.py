@@ -99,12 +99,13 @@ def measure(shape: dict[str, Any], recipe: str, fp8_params: bool, rounds: int) -
 @cli.command()
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--rounds", default=8)
-def run(out: Path, rounds: int) -> None:
+@click.option("--shape", "names", multiple=True, type=click.Choice(list(SHAPES)), help="May be repeated; default: all.")
+def run(out: Path, rounds: int, names: tuple[str, ...]) -> None:
     """Measure the grid."""
     from te_models.environment import environment
 
     result: dict[str, Any] = {"environment": environment(), "shapes": SHAPES, "rows": {}}
-    for name, shape in SHAPES.items():
+    for name, shape in ((name, SHAPES[name]) for name in names or SHAPES):
         result["rows"][name] = []
         for recipe, fp8_params in RECIPES:
             try:

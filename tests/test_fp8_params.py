@@ -143,7 +143,7 @@ def test_swiglus_output_is_made_again(recipe: str, mode: str, monkeypatch: pytes
         mlp = model.layers[3].mlp  # no attention behind it, whose backward sums in an order that varies
         found.append((kept, [mlp.down_proj.weight.grad, mlp.gate_up_proj.weight.grad], fp8_state(model)))
     (less, ours, states), (more, theirs, others) = found
-    assert more - less >= 4 * 8 * 256 * 1024
+    assert more - less > 0.9 * 4 * 8 * 256 * 1024  # a scale a layer takes a block of the allocator
     assert all(map(torch.equal, ours, theirs))
     amaxes = [name for name in states if name.endswith("amax_history") and name.startswith("layers.3.mlp")]
     assert all(torch.equal(states[name], others[name]) for name in amaxes) and (amaxes or recipe == "current")

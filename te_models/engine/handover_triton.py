@@ -31,6 +31,16 @@ _CONVERT = (
 )
 _E4M3 = tl.constexpr(_CONVERT.replace("FORM", "e4m3"))
 _E5M2 = tl.constexpr(_CONVERT.replace("FORM", "e5m2"))
+# The bytes of four words, the lowest of each first, then the second of each, and so on.
+_BYTES = tl.constexpr(
+    "{ .reg .b32 a, b, c, d; prmt.b32 a, $4, $5, 0x5140; prmt.b32 b, $4, $5, 0x7362; prmt.b32 c, $6, $7, 0x5140; "
+    "prmt.b32 d, $6, $7, 0x7362; prmt.b32 $0, a, c, 0x5410; prmt.b32 $1, a, c, 0x7632; prmt.b32 $2, b, d, 0x5410; "
+    "prmt.b32 $3, b, d, 0x7632; }"
+)
+_SIGMOID = tl.constexpr(
+    "{ .reg .f32 e; mul.ftz.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.ftz.f32 e, e, 0f3F800000; "
+    "rcp.approx.ftz.f32 $0, e; }"  # 1 / (1 + 2 ** (-x / ln 2))
+)
 
 
 class Codes(NamedTuple):
@@ -56,9 +66,33 @@ def _encode4(a, b, c, d, E5M2: tl.constexpr):
 
 
 @triton.jit
-def store_codes(a, b, c, d, scale, group, j, rows, columns, codes, transposed, stride, amax, E5M2: tl.constexpr):
+def _bytes(word):
+    """The four bytes of words as four tensors of uint8, the lowest first."""
+    if INTERPRETED:
+        first, second = word.to(tl.uint8), (word >> 8).to(tl.uint8)
+        third, fourth = (word >> 16).to(tl.uint8), (word >> 24).to(tl.uint8)
+    else:
+        kinds: tl.constexpr = (tl.uint8, tl.uint8, tl.uint8, tl.uint8)
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            _BYTES, "=r,=r,=r,=r,r,r,r,r", [word], dtype=kinds, is_pure=True, pack=4
+        )
+    return first, second, third, fourth
+
+
+@triton.jit
+def sigmoid(x):
+    """Of FP32, to two units in the last place, in the fewest instructions: the GEMMs beside leave a GPU a low clock."""
+    if INTERPRETED:
+        y = tl.sigmoid(x)
+    else:
+        y = tl.inline_asm_elementwise(_SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
+def store_codes(a, b, c, d, scale, group, j, rows, columns, codes, transposed, stride, E5M2: tl.constexpr):
     """Quantize FP32 tiles, the first, second, third and fourth rows of groups of four, of columns j, into both copies,
-    or into the transposed one alone.
+    or into the transposed one alone. Returns the largest magnitude of each group and column, for `raise_amax`.
 
     `group` is numbers that lie together: of 4 * group the compiler would not know that the words do, and would write them one
     by one.
@@ -66,17 +100,26 @@ def store_codes(a, b, c, d, scale, group, j, rows, columns, codes, transposed, s
     group, j = group.to(tl.int64), j.to(tl.int64)
     i = 4 * group
     inside = (i < rows)[:, None] & (j < columns)[None, :]
-    largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
-    bits = tl.max(tl.max(tl.where(inside, largest, 0.0), 1), 0).to(tl.int32, bitcast=True)  # ordered like magnitudes
-    tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
     word = _encode4(a * scale, b * scale, c * scale, d * scale, E5M2)
     if codes is not None:
         at = codes + i[:, None] * stride + j[None, :]
-        for row in tl.static_range(4):
-            tl.store(at + row * stride, (word >> (8 * row)).to(tl.uint8), mask=inside)
+        first, second, third, fourth = _bytes(word)
+        tl.store(at, first, mask=inside)
+        tl.store(at + stride, second, mask=inside)
+        tl.store(at + 2 * stride, third, mask=inside)
+        tl.store(at + 3 * stride, fourth, mask=inside)
     words = transposed.to(tl.pointer_type(tl.int32), bitcast=True)
     place = j[:, None] * (rows // 4) + group[None, :]
     tl.store(words + place, tl.trans(word), mask=(j < columns)[:, None] & (group < rows // 4)[None, :])
+    largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+    return tl.where(inside, largest, 0.0)
+
+
+@triton.jit
+def raise_amax(amax, largest):
+    """Raise `amax` to the largest of a tile of magnitudes. Once a program: its threads wait for each other here."""
+    bits = tl.max(tl.max(largest, 1), 0).to(tl.int32, bitcast=True)  # ordered like magnitudes
+    tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
 
 
 @triton.jit
@@ -119,14 +162,14 @@ def _cast_kernel(
     a, b = _load(x, i, j, rows, columns, columns), _load(x, i + 1, j, rows, columns, columns)
     c, d = _load(x, i + 2, j, rows, columns, columns), _load(x, i + 3, j, rows, columns, columns)
     s = tl.load(scale)
-    store_codes(a, b, c, d, s, group, j, rows, columns, codes, transposed, columns, amax, E5M2)
+    raise_amax(amax, store_codes(a, b, c, d, s, group, j, rows, columns, codes, transposed, columns, E5M2))
     note_inverse(s, scale_inv)
 
 
 @triton.jit
 def _swiglu(gate_up, i, j, rows, columns):
     gate = _load(gate_up, i, j, rows, columns, 2 * columns)
-    return gate * tl.sigmoid(gate) * _load(gate_up + columns, i, j, rows, columns, 2 * columns)
+    return gate * sigmoid(gate) * _load(gate_up + columns, i, j, rows, columns, 2 * columns)
 
 
 @triton.jit
@@ -139,7 +182,7 @@ def _swiglu_kernel(
     a, b = _swiglu(gate_up, i, j, rows, columns), _swiglu(gate_up, i + 1, j, rows, columns)
     c, d = _swiglu(gate_up, i + 2, j, rows, columns), _swiglu(gate_up, i + 3, j, rows, columns)
     s = tl.load(scale)
-    store_codes(a, b, c, d, s, group, j, rows, columns, codes, transposed, columns, amax, E5M2)
+    raise_amax(amax, store_codes(a, b, c, d, s, group, j, rows, columns, codes, transposed, columns, E5M2))
     note_inverse(s, scale_inv)
 
 
@@ -147,8 +190,9 @@ def _swiglu_kernel(
 def _dswiglu(dy, gate_up, i, j, rows, columns):
     gate = _load(gate_up, i, j, rows, columns, 2 * columns)
     up = _load(gate_up + columns, i, j, rows, columns, 2 * columns)
-    slope, opening = _load(dy, i, j, rows, columns, columns), tl.sigmoid(gate)
-    return slope * up * opening * (1 + gate * (1 - opening)), slope * gate * opening
+    slope, opening = _load(dy, i, j, rows, columns, columns), sigmoid(gate)
+    silu = gate * opening
+    return slope * up * (opening + silu * (1 - opening)), slope * silu
 
 
 @triton.jit
@@ -163,9 +207,10 @@ def _dswiglu_kernel(
     c, g = _dswiglu(dy, gate_up, i + 2, j, rows, columns)
     d, h = _dswiglu(dy, gate_up, i + 3, j, rows, columns)
     s = tl.load(scale)
-    store_codes(a, b, c, d, s, group, j, rows, columns, codes, transposed, 2 * columns, amax, E5M2)
+    of_gate = store_codes(a, b, c, d, s, group, j, rows, columns, codes, transposed, 2 * columns, E5M2)
     half = transposed + rows.to(tl.int64) * columns
-    store_codes(e, f, g, h, s, group, j, rows, columns, codes + columns, half, 2 * columns, amax, E5M2)
+    of_up = store_codes(e, f, g, h, s, group, j, rows, columns, codes + columns, half, 2 * columns, E5M2)
+    raise_amax(amax, tl.maximum(of_gate, of_up))
     note_inverse(s, scale_inv)
 
 
@@ -176,7 +221,7 @@ def _norm_kernel(
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
     i = first + tl.arange(0, ROWS)
-    squares = tl.zeros((ROWS,), tl.float32)
+    squares = tl.zeros((ROWS, COLUMNS), tl.float32)  # summed up at the end: its threads would wait for each other
     for start in range(0, columns, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
         inside = (i < rows)[:, None] & (j < columns)[None, :]
@@ -186,8 +231,8 @@ def _norm_kernel(
             value = (value.to(tl.float32) + tl.load(delta + at, inside, 0.0).to(tl.float32)).to(x.dtype.element_ty)
             tl.store(total + at, value, mask=inside)
         value = value.to(tl.float32)
-        squares += tl.sum(value * value, 1)
-    tl.store(rstd + i, 1 / tl.sqrt_rn(squares / columns + eps), mask=i < rows)
+        squares += value * value
+    tl.store(rstd + i, 1 / tl.sqrt_rn(tl.sum(squares, 1) / columns + eps), mask=i < rows)
     s = tl.load(scale)
     tl.debug_barrier()  # what is read back below was written above
     group = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
@@ -195,17 +240,20 @@ def _norm_kernel(
     source = total if ADD else x
     a, b = tl.load(rstd + i, i < rows, 0.0), tl.load(rstd + i + 1, i < rows, 0.0)
     c, d = tl.load(rstd + i + 2, i < rows, 0.0), tl.load(rstd + i + 3, i < rows, 0.0)
+    largest = tl.zeros((ROWS // 4, COLUMNS), tl.float32)
     for start in range(0, columns, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
         gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)[None, :]
         gamma = 1 + gamma if ZERO_CENTERED else gamma
-        store_codes(
+        found = store_codes(
             _load(source, i, j, rows, columns, columns) * a[:, None] * gamma,
             _load(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma,
             _load(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma,
             _load(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma,
-            s, group, j, rows, columns, codes, transposed, columns, amax, E5M2,
+            s, group, j, rows, columns, codes, transposed, columns, E5M2,
         )  # fmt: skip
+        largest = tl.maximum(largest, found)
+    raise_amax(amax, largest)
     note_inverse(s, scale_inv)
 
 

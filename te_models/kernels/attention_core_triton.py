@@ -11,7 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.engine.handover_triton import BAND, Codes, new_codes, note_inverse, store_codes, tile
+from te_models.engine.handover_triton import (
+    BAND,
+    Codes,
+    new_codes,
+    note_inverse,
+    raise_amax,
+    sigmoid,
+    store_codes,
+    tile,
+)
 from te_models.kernels.attention_core import CodeOperations, Operations
 
 HEADS = 8  # heads a program
@@ -167,8 +176,12 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
 
 @triton.jit
 def _rows(x, i, head, batch_stride, seq_stride, head_stride, seq):
-    """Pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]."""
-    return (x + (i // seq) * batch_stride + (i % seq) * seq_stride + head * head_stride)[:, None]
+    """Pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]; `seq` None: all tokens lie as those of one row."""
+    if seq is None:
+        at = x + i * seq_stride + head * head_stride
+    else:
+        at = x + (i // seq) * batch_stride + (i % seq) * seq_stride + head * head_stride
+    return at[:, None]
 
 
 @triton.jit
@@ -182,7 +195,7 @@ def _gated(
 ):
     value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
     if gated:
-        value *= tl.sigmoid(_read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside))
+        value *= sigmoid(_read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside))
     return value
 
 
@@ -202,7 +215,7 @@ def _gate_codes_kernel(
     c = _gated(x, logits, i + 2, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
     d = _gated(x, logits, i + 3, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
     s, j = tl.load(scale), first + head * dim + channel
-    store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, amax, E5M2)
+    raise_amax(amax, store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, E5M2))
     note_inverse(s, scale_inv)
 
 
@@ -234,14 +247,17 @@ def _rotate_codes_kernel(
     cb, sb = _angles(cos, sin, i + 1, table_batch, table_seq, seq, sign, channel, inside)
     cc, sc = _angles(cos, sin, i + 2, table_batch, table_seq, seq, sign, channel, inside)
     cd, sd = _angles(cos, sin, i + 3, table_batch, table_seq, seq, sign, channel, inside)
+    largest = tl.zeros((block // 4, half), tl.float32)
     for head in range(part * turned, tl.minimum((part + 1) * turned, heads)):
         a, e = _rotated(x, i, head, x_batch, x_seq, x_head, seq, ca, sa, channel, inside, half)
         b, f = _rotated(x, i + 1, head, x_batch, x_seq, x_head, seq, cb, sb, channel, inside, half)
         c, g = _rotated(x, i + 2, head, x_batch, x_seq, x_head, seq, cc, sc, channel, inside, half)
         d, h = _rotated(x, i + 3, head, x_batch, x_seq, x_head, seq, cd, sd, channel, inside, half)
         j = first + head * 2 * half + channel
-        store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, amax, E5M2)
-        store_codes(e, f, g, h, s, group, j + half, rows, width, codes, transposed, width, amax, E5M2)
+        one = store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, E5M2)
+        two = store_codes(e, f, g, h, s, group, j + half, rows, width, codes, transposed, width, E5M2)
+        largest = tl.maximum(largest, tl.maximum(one, two))
+    raise_amax(amax, largest)
     note_inverse(s, scale_inv)
 
 
@@ -252,7 +268,7 @@ def _gate_slopes(
 ):  # fmt: skip
     slope = _read(_rows(dy, i, head, dy_batch, dy_seq, dy_head, seq), channel, inside)
     value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
-    opening = tl.sigmoid(_read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside))
+    opening = sigmoid(_read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside))
     at = _rows(dx, i, head, dx_batch, dx_seq, dx_head, seq) + channel[None, :]
     tl.store(at, (slope * opening).to(dx.dtype.element_ty), mask=inside & (channel >= 0)[None, :])
     return slope * value * opening * (1 - opening)
@@ -278,7 +294,7 @@ def _gate_backward_codes_kernel(
     d = _gate_slopes(dy, x, logits, dx, i + 3, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
                      dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
     s, j = tl.load(scale), first + head * dim + channel
-    store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, amax, E5M2)
+    raise_amax(amax, store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, E5M2))
     note_inverse(s, scale_inv)
 
 
@@ -290,13 +306,18 @@ def _of(codes: Codes, place: Place) -> tuple[Tensor, ...]:
     return codes.codes, codes.transposed, *place[:2], codes.scale_inv
 
 
+def _even(seq: int, *tensors: Tensor) -> int | None:
+    """S, or None where the tokens of tensors [B, S, heads, H] lie as those of one row do, which spares a division a token."""
+    return None if all(tensor.stride(0) == seq * tensor.stride(1) for tensor in tensors) else seq
+
+
 def gate_codes(codes: Codes, place: Place, first: int, x: Tensor, logits: Tensor | None) -> None:
     """attention_core.gate, or x itself where there are no logits, as codes."""
     batch, seq, heads, dim = x.shape
     gate = x if logits is None else logits
     _gate_codes_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
         x, gate, *_of(codes, place), *x.stride()[:3], *gate.stride()[:3],
-        batch * seq, seq, heads, codes.codes.shape[1], first,
+        batch * seq, _even(seq, x, gate), heads, codes.transposed.shape[0], first,
         gated=logits is not None, dim=dim, block=TOKENS, BAND=BAND, E5M2=place[2], num_warps=4,
     )  # fmt: skip
 
@@ -307,7 +328,7 @@ def rotate_codes(codes: Codes, place: Place, first: int, x: Tensor, cos: Tensor,
     table = (cos.stride(0) if cos.ndim == 3 else 0, cos.stride(-2))
     _rotate_codes_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED),)](
         x, cos, sin, *_of(codes, place), *x.stride()[:3], *table,
-        batch * seq, seq, heads, codes.codes.shape[1], first, -1.0 if inverse else 1.0,
+        batch * seq, seq, heads, codes.transposed.shape[0], first, -1.0 if inverse else 1.0,
         half=dim // 2, block=TOKENS, turned=TURNED, BAND=BAND, E5M2=place[2], num_warps=4,
     )  # fmt: skip
 
@@ -318,7 +339,8 @@ def gate_backward_codes(codes: Codes, place: Place, first: int, dy: Tensor, x: T
     dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     strides = [stride for tensor in (dy, x, logits, dx) for stride in tensor.stride()[:3]]
     _gate_backward_codes_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
-        dy, x, logits, dx, *_of(codes, place), *strides, batch * seq, seq, heads, codes.codes.shape[1], first,
+        dy, x, logits, dx, *_of(codes, place), *strides, batch * seq, _even(seq, dy, x, logits, dx), heads,
+        codes.transposed.shape[0], first,
         dim=dim, block=TOKENS, BAND=BAND, E5M2=place[2], num_warps=4,
     )  # fmt: skip
     return dx
