@@ -12,10 +12,12 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 from distributed_job import SHAPE, continue_from, make_trainer, outcome
+from torch.distributed.fsdp import FSDPModule
 
 from te_models import CausalLM
 from te_models.checkpoints import Checkpoints
@@ -288,6 +290,21 @@ def test_a_start_that_does_not_fit_is_refused(
         monkeypatch.setenv("WORLD_SIZE", world)
     with pytest.raises(ValueError, match=message):
         check_launch(TrainConfig(**fields))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_travels_with_which_micro_batch(kept: bool) -> None:
+    """Gradients with the last; weights once a step where they are left gathered, else for every forward and backward."""
+    config = TrainConfig(parallel="fsdp", reshard_after_forward=not kept)
+    shared, model = Parallel("fsdp", config=config), create_autospec(FSDPModule, instance=True)
+    for last in (False, False, True):
+        with shared.micro_batch(model, last):
+            pass
+    assert shared.keeps_weights == kept
+    assert [call.args[0] for call in model.set_requires_gradient_sync.call_args_list] == [False, False, True]
+    resharded = [call.args[0] for call in model.set_reshard_after_backward.call_args_list]
+    assert resharded == ([False, False, True] if kept else [])
+    assert Parallel().keeps_weights and not Parallel("tp", config=config).keeps_weights
 
 
 @pytest.mark.parametrize("field, value, near", [("parallel", "fsdp2", "fsdp"), ("reduce_dtype", "float16", "bfloat16")])

@@ -81,7 +81,7 @@ def _bytes(word):
 
 @triton.jit
 def sigmoid(x):
-    """Of FP32, to two units in the last place, in the fewest instructions: the GEMMs beside leave a GPU a low clock."""
+    """Of FP32, to two units in the last place, in few instructions, which beside GEMMs cost more than memory does."""
     if INTERPRETED:
         y = tl.sigmoid(x)
     else:
