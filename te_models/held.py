@@ -92,6 +92,6 @@ def _unchanged(tensor: Tensor, version: int) -> Tensor:
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-            f"{tensor.dtype} tensor {list(tensor.shape)} (activation_checkpointing='selective')"
+            f"{tensor.dtype} tensor {list(tensor.shape)}"
         )
     return tensor

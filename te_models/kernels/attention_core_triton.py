@@ -176,7 +176,7 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
 
 @triton.jit
 def _rows(x, i, head, batch_stride, seq_stride, head_stride, seq):
-    """Pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]; `seq` None: all tokens lie as those of one row."""
+    """Pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]; S is None where tokens lie as those of one row do."""
     if seq is None:
         at = x + i * seq_stride + head * head_stride
     else:
@@ -307,7 +307,7 @@ def _of(codes: Codes, place: Place) -> tuple[Tensor, ...]:
 
 
 def _even(seq: int, *tensors: Tensor) -> int | None:
-    """S, or None where the tokens of tensors [B, S, heads, H] lie as those of one row do, which spares a division a token."""
+    """S; None where the tokens of tensors [B, S, heads, H] lie as those of one row do, which spares divisions."""
     return None if all(tensor.stride(0) == seq * tensor.stride(1) for tensor in tensors) else seq
 
 

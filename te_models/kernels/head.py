@@ -87,7 +87,8 @@ def linear_cross_entropy(
     The logits are rounded to the dtype of x as a BF16 head rounds them, so the loss is cross_entropy's; the gradient of
     the weight is summed over the chunks in FP32. `chunk` None takes te_models.memory.head_rows; `kernel` is
     loss_and_gradient, its compiled twin, or the one of head_triton.py, which needs no second buffer for the gradient;
-    `multiply`, of that file, spares copies of both gradients in backward. (The idea of making the gradient chunk by chunk in the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)
+    `multiply`, of that file, spares copies of both gradients in backward. (The idea of making the gradient chunk by chunk in
+    the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)
     """
     rows = chunk or head_rows(len(x), weight.shape[0], weight.shape[1], x.device.type == "cuda")
     return _LinearCrossEntropy.apply(x, weight, targets, rows, kernel, multiply)
