@@ -173,6 +173,7 @@ def plan_memory(
     activation_offload: bool = False,
     gpus: int = 1,
     gradient_accumulation: int = 1,
+    fp8_params: bool = False,
     dtype_bytes: int = 2,
     logits: bool = False,
     compile: bool = True,
@@ -189,6 +190,7 @@ def plan_memory(
         activation_offload: whether blocks keep their activations on the host (te_models.offload).
         gpus: processes among which FSDP2 shares weights, gradients and optimizer state.
         gradient_accumulation: micro-batches a step; from two on, gradients are held during the forward.
+        fp8_params: whether the weights of FP8 layers are FP8 (te_models.fp8_params).
         dtype_bytes: of parameters and activations.
         logits: whether the forward returns them; the Trainer's does not (`return_logits=False`), and they never exist.
         compile, fused: as CausalLM's.
@@ -203,6 +205,10 @@ def plan_memory(
             f"seq_len={seq_len} is longer than max_position_embeddings={config.max_position_embeddings}: lower it or raise "
             "that field"
         )
+    if fp8_params and not recipe.quantized:
+        raise ValueError(
+            f"fp8_params=True needs an FP8 recipe, and {recipe.name!r} is none: choose another, or leave it out"
+        )
     training = Training(
         batch_size=batch_size // gpus,
         seq_len=seq_len,
@@ -212,6 +218,7 @@ def plan_memory(
         gpus=gpus,
         held_gradients=gradient_accumulation > 1,
         cached_weights=gradient_accumulation > 1 and gpus == 1,
+        fp8_params=fp8_params,
         logits=logits,
         compile=compile,
         fused=fused,

@@ -3,7 +3,7 @@
 A block is written down as the list of its operations in the order of the forward (`_Tape.block`), each with the bytes it
 keeps for backward and those its backward makes and frees. Walking that list once forward and once back gives the memory
 at every moment; the largest is the peak. No constant is fitted: every term is a tensor that somebody holds, and
-docs/memory.md says who. Of 36 peaks measured on an H200 the worst is 2.1 % off (tests/test_memory.py).
+docs/memory.md says who. Of 42 peaks measured on an H200 the worst is 2.7 % off (tests/test_memory.py).
 
 What this leaves out: CUDA's own context (outside PyTorch's allocator), fragmentation, the up to 1 MiB by which the
 allocator rounds a tensor up, and forward temporaries, which are always less than those of the backward that follows.
@@ -104,7 +104,7 @@ class Training:
     `batch_size` sequences of `seq_len` tokens go through one GPU at a time; `gpus` share weights, gradients and optimizer
     (FSDP2, a unit a block). `held_gradients`: gradients are there before the forward, as from the second micro-batch of
     an accumulation on, and `cached_weights`: FP8 weights are, too. `activation_offload`: blocks keep theirs on the host. `logits`: they are returned, so all of them
-    exist. `compile`, `fused` and `cuda` choose the kernels; `dtype_bytes` is that of parameters and activations.
+    exist. `fp8_params`: the weights of FP8 layers are FP8. `compile`, `fused` and `cuda` choose the kernels; `dtype_bytes` is that of parameters and activations.
     """
 
     batch_size: int = 8
@@ -115,6 +115,7 @@ class Training:
     gpus: int = 1
     held_gradients: bool = False
     cached_weights: bool = False
+    fp8_params: bool = False
     logits: bool = True
     compile: bool = True
     fused: bool = True
@@ -155,6 +156,38 @@ def operand_bytes(recipe: Recipe, rows: int, columns: int, role: str, copies: st
 
 def _up(size: int, step: int) -> int:
     return -(-size // step) * step
+
+
+PER_TENSOR = ("DelayedScaling", "Float8CurrentScaling")  # one scale a tensor, so that codes can be transposed later
+
+
+def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Name -> (inputs, outputs) of a block's four te.Linear."""
+    d, f = config.hidden_size, config.intermediate_size
+    return {
+        "qkvg_proj": (d, config.qkvg_size),
+        "o_proj": (config.q_size, d),
+        "gate_up_proj": (d, 2 * f),
+        "down_proj": (f, d),
+    }
+
+
+def fp8_saving(config: ModelConfig, recipe: Recipe, training: Training) -> int:
+    """By how many bytes FP8 primary weights are smaller than others, in all layers together.
+
+    Where a tensor has one scale they are kept rowwise alone (te_models.fp8_params.drop_transposed).
+    """
+    if not training.fp8_params:
+        return 0
+    copies = "rowwise" if recipe.scheme in PER_TENSOR else "both"
+    every = [linears(config)] * (
+        config.num_hidden_layers - recipe.num_layers_at_start_in_bf16 - recipe.num_layers_at_end_in_bf16
+    )
+    sizes = [size for layer in every for size in layer.values()]
+    if recipe.lm_head == "fp8" and not config.tie_word_embeddings:
+        sizes.append((config.hidden_size, config.vocab_size))
+    element = training.dtype_bytes
+    return sum(o * i * element - operand_bytes(recipe, o, i, "w", copies) for i, o in sizes)
 
 
 class _Tape:
@@ -214,6 +247,8 @@ class _Tape:
             return step._replace(saved=x, copies=operand_bytes(self.recipe, outputs, inputs, "w", "rowwise"))
         x = operand_bytes(self.recipe, rows, inputs, "x", "columnwise")
         w, dy = operand_bytes(self.recipe, outputs, inputs, "w"), operand_bytes(self.recipe, rows, outputs, "grad")
+        if self.training.fp8_params:  # transposed codes are gone before the weight's gradient comes, which is larger
+            return step._replace(saved=x, scratch=dy)
         if self.training.gpus > 1:  # Transformer Engine quantizes a weight sharded by FSDP2 again for its backward
             return step._replace(saved=x, scratch=dy + w)
         if self.training.fused and self.training.cuda and self.recipe.stateful and not self.training.cached_weights:
@@ -226,23 +261,24 @@ class _Tape:
         ungated = config.attention_gate == "none"
         # Without a gate o_proj's input is what attention returned, unless the rows were padded in between.
         shared = ungated and self.rows == self.tokens and not self.copies_for_attention
+        sizes = linears(config)
         attention = [
             self.norm("input_layernorm"),
-            self.linear("qkvg_proj", config.hidden_size, config.qkvg_size, fp8),
+            self.linear("qkvg_proj", *sizes["qkvg_proj"], fp8),
             *([self.fused_attention()] if self.fuses(layer) else self.attention(layer)),
             *([] if ungated or self.fuses(layer) else [self.gate()]),
-            self.linear("o_proj", config.q_size, config.hidden_size, fp8, shared=shared, last=True),
+            self.linear("o_proj", *sizes["o_proj"], fp8, shared=shared, last=True),
         ]
         hidden = [
             self.norm("post_attention_layernorm"),
-            self.linear("gate_up_proj", config.hidden_size, 2 * config.intermediate_size, fp8),
+            self.linear("gate_up_proj", *sizes["gate_up_proj"], fp8),
             # Plain: in backward the gradients of the halves before their cat.
             Step("swiglu", 2 * F, consumes=F, produces=2 * F, scratch=0 if self.training.compile else 2 * F),
         ]
         return (
             attention,
             hidden,
-            [self.linear("down_proj", config.intermediate_size, config.hidden_size, fp8, last=True)],
+            [self.linear("down_proj", *sizes["down_proj"], fp8, last=True)],
         )
 
     def fused_attention(self) -> Step:
@@ -342,7 +378,9 @@ class _Tape:
 
     def regions(self) -> Iterator[Region]:
         """The whole forward; what is recomputed in backward is as te_models/modes.py has it."""
-        mode, c = self.training.activation_checkpointing, self.config
+        mode, c, fp8_weights = self.training.activation_checkpointing, self.config, self.training.fp8_params
+        # SwiGLU's codes are its own where it hands them on, and it can make them again.
+        hands_on = fp8_weights and self.training.fused and self.training.cuda and self.recipe.scheme in PER_TENSOR
         tables = 2 * self.training.seq_len * c.rotary_size * self.element
         rotary = tables if any(c.has_rope(layer) for layer in range(c.num_hidden_layers)) else 0
         table = c.vocab_size * c.hidden_size * self.element
@@ -358,9 +396,10 @@ class _Tape:
                 continue
             yield Region(attention, None, *place)
             fp8 = self.fp8(layer)
-            kept = self.stream if recomputes_mlp(mode, layer, c.num_hidden_layers, fp8) else None
-            if recomputes_product(mode, fp8):  # for down_proj's backward, with which the recompute begins
-                yield Region(hidden + [down[0]._replace(saved=0, scratch=down[0].saved)], kept, *place)
+            kept = self.stream if recomputes_mlp(mode, layer, c.num_hidden_layers, fp8, fp8_weights) else None
+            if recomputes_product(mode, fp8, hands_on):  # for down_proj's backward, with which the recompute begins
+                again = down[0]._replace(saved=0, scratch=down[0].scratch + down[0].saved)
+                yield Region([*hidden, again], kept, *place)
             else:
                 yield Region(hidden, kept, *place)
                 yield Region(down, None, *place)
@@ -419,17 +458,19 @@ def _freed(now: Memory, part: str, size: int) -> Memory:
 def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory:
     """What is there before the forward."""
     parameters, element, gpus = model_parameters(config), training.dtype_bytes, training.gpus
-    every = sum(p.numel for p in parameters) * element
-    share, gathered = -(-every // gpus), 0
+    every = sum(p.numel for p in parameters) * element - fp8_saving(config, recipe, training)
+    share, gathered, whole = -(-every // gpus), 0, 0
     if gpus > 1:  # FSDP2 gathers the unit that runs and the next one; embedding, norm and head stay gathered
         block = sum(p.numel for p in parameters if p.kind in ("matrix", "gate")) // config.num_hidden_layers * element
         gathered = sum(p.numel for p in parameters if p.kind == "table") * element + 2 * block
+        whole = gathered
+        gathered -= 2 * fp8_saving(config, recipe, training) // config.num_hidden_layers
     state = 0
     if training.optimizer is not None:
         state = OPTIMIZERS[training.optimizer].of(parameters, element) // gpus
     return Memory(
         weights=share + gathered,
-        gradients=gathered + (share if training.held_gradients else 0),
+        gradients=whole + (sum(p.numel for p in parameters) * element // gpus if training.held_gradients else 0),
         optimizer=state,
         fp8_weight_copies=_delayed_state(config, recipe),
         workspace=CUBLAS_WORKSPACE if training.cuda else 0,

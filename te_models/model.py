@@ -431,6 +431,7 @@ class CausalLM(nn.Module):
         options.setdefault("activation_checkpointing", self.activation_checkpointing)
         options.setdefault("activation_offload", self.activation_offload)
         options.setdefault("dtype_bytes", self.dtype.itemsize)
+        options.setdefault("fp8_params", self.fp8_params)
         return plan_memory(self.config, self.recipe, batch_size=batch_size, seq_len=seq_len, **options)
 
     def _reason(self, layer: int) -> str:
