@@ -13,10 +13,10 @@ finetune: $(STAMP)  ## fine-tune gated-nano in FP8 on Python's own documentation
 	$(RUN)/te-models finetune --preset gated-nano --recipe $(RECIPE) --steps $(STEPS) --out $(OUT)
 
 test: $(STAMP)  ## the test suite
-	$(RUN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
+	$(RUN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
 
 test-slow: $(STAMP)  ## long runs, which continuous integration adds
-	$(RUN)/python -m pytest -q -n 2 --dist loadgroup -m slow
+	$(RUN)/python -m pytest -q -n 2 --dist loadfile -m slow
 
 test-gpu:  ## on a machine with a GPU and Transformer Engine, in its own Python
 	$(PYTHON) -m pytest -q -m gpu

@@ -26,8 +26,6 @@ from te_models.state import load_folder
 from te_models.train import Trainer
 from te_models.train_config import TrainConfig
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 FSDP = dict(parallel="fsdp", fp8_params=True)
 RUNS: dict[str, dict[str, Any]] = {
     "delayed": dict(FSDP, recipe="delayed"),

@@ -27,8 +27,6 @@ from te_models.metrics import read_metrics
 from te_models.state import load_folder
 from te_models.train_config import TrainConfig
 
-pytestmark = pytest.mark.xdist_group("processes")  # one start serves all cases of a file
-
 JOB = Path(__file__).with_name("distributed_job.py")
 # What is left between one process and several is the order of FP32 sums, and now and then an FP8 code that it tips over.
 # Under delayed scaling one process sees the whole batch where the others see micro-batches: FP8 sums over tokens, which

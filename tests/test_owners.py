@@ -22,7 +22,6 @@ from te_models.state import load_folder
 from te_models.train_config import TrainConfig
 
 pytest.importorskip("torchao")
-pytestmark = pytest.mark.xdist_group("processes")
 
 OPTIMIZERS = {
     "adamwfp8": "",

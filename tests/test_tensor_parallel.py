@@ -20,8 +20,6 @@ from te_models.engine.emulated import exact_gemm
 from te_models.fp8_state import fp8_state
 from te_models.tensor_parallel import TensorParallel, gather_state, is_sharded
 
-pytestmark = pytest.mark.xdist_group("processes")  # one start serves all cases of a file
-
 STEPS = 5
 BASE: dict[str, Any] = dict(
     vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

@@ -15,8 +15,6 @@ from torch import Tensor
 import te_models.engine.emulated as te
 from te_models import collectives
 
-pytestmark = pytest.mark.xdist_group("processes")  # one start serves all cases of a file
-
 SIZE, HALF = 256, 128  # each rank has whole 128x128 blocks of everything
 RECIPES: dict[str, Any] = {
     "none": None,
