@@ -256,9 +256,8 @@ class CausalLM(nn.Module):
     def _head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """x [N, D], of which the rows after len(targets) are padding."""
         weight = self.lm_head.get_parameter("weight").to(x.dtype)
-        kernels = dict(kernel=self.kernels.loss_and_gradient, multiply=self.kernels.multiply)
         x = x if len(x) == len(targets) else x[: len(targets)]  # the gradient of a slice is a copy
-        return linear_cross_entropy(x, weight, targets, **kernels)
+        return linear_cross_entropy(x, weight, targets, None, self.kernels.loss_and_gradient, self.kernels.multiply)
 
     def _decode(self, x: Tensor, tokens: Tokens, head: Callable[[Tensor], Tensor]) -> Tensor:
         """x [B*S, D] -> the head's result for the last hidden states [N, D]."""
@@ -425,14 +424,11 @@ class CausalLM(nn.Module):
     def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:
         """The predicted memory of training this model on a GPU, and what fits where.
 
-        Options: te_models.capacity.plan_memory (optimizer, gpus, gradient_accumulation, ...); the model's own shape,
-        recipe, dtype and activation checkpointing are used unless said otherwise.
+        Options: te_models.capacity.plan_memory's; what the model knows of itself is taken unless said otherwise.
         """
-        options.setdefault("activation_checkpointing", self.activation_checkpointing)
-        options.setdefault("activation_offload", self.activation_offload)
-        options.setdefault("dtype_bytes", self.dtype.itemsize)
-        options.setdefault("fp8_params", self.fp8_params)
-        return plan_memory(self.config, self.recipe, batch_size=batch_size, seq_len=seq_len, **options)
+        own = {name: getattr(self, name) for name in ("activation_checkpointing", "activation_offload", "fp8_params")}
+        own |= dict(dtype_bytes=self.dtype.itemsize, batch_size=batch_size, seq_len=seq_len)
+        return plan_memory(self.config, self.recipe, **{**own, **options})
 
     def _reason(self, layer: int) -> str:
         """Why this layer runs in what it runs in."""
