@@ -20,7 +20,7 @@ from typing import NamedTuple
 from te_models.config import ModelConfig
 from te_models.errors import unknown
 from te_models.modes import recomputes_block, recomputes_mlp, recomputes_product
-from te_models.parameter_bytes import FP32, OPTIMIZERS, model_parameters
+from te_models.parameter_bytes import FP32, OPTIMIZERS, linears, model_parameters
 from te_models.recipe import Recipe
 
 INT64 = 8
@@ -159,17 +159,6 @@ def _up(size: int, step: int) -> int:
 
 
 PER_TENSOR = ("DelayedScaling", "Float8CurrentScaling")  # one scale a tensor, so that codes can be transposed later
-
-
-def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Name -> (inputs, outputs) of a block's four te.Linear."""
-    d, f = config.hidden_size, config.intermediate_size
-    return {
-        "qkvg_proj": (d, config.qkvg_size),
-        "o_proj": (config.q_size, d),
-        "gate_up_proj": (d, 2 * f),
-        "down_proj": (f, d),
-    }
 
 
 def fp8_saving(config: ModelConfig, recipe: Recipe, training: Training) -> int:

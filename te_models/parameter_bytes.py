@@ -91,3 +91,14 @@ def model_parameters(config: ModelConfig) -> list[Parameter]:
     ]
     total = config.num_parameters + config.num_padding_parameters
     return [*found, Parameter("vector", (total - sum(p.numel for p in found),), 1)]
+
+
+def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Name -> (inputs, outputs) of a block's four te.Linear."""
+    d, f = config.hidden_size, config.intermediate_size
+    return {
+        "qkvg_proj": (d, config.qkvg_size),
+        "o_proj": (config.q_size, d),
+        "gate_up_proj": (d, 2 * f),
+        "down_proj": (f, d),
+    }
