@@ -1,6 +1,6 @@
 """The modes of activation checkpointing, for those who plan memory and those who run them::
 
-"none"       every activation is kept
+"none"       every activation is kept, but for SwiGLU's output with FP8 primary weights (recomputes_product)
 "selective"  most blocks make gate_up_proj's output and the RMSNorm's before it again; in BF16 all make SwiGLU's again
 "full"       every block keeps its input alone
 N            every N-th block keeps its input alone, the others everything
