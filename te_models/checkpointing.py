@@ -142,18 +142,21 @@ class Recompute:
 
 
 def may_draw(owner: nn.Module) -> bool:
-    """Whether random numbers could be drawn in `owner`: by dropout, a hook, or a module that is nobody's we know.
+    """Whether random numbers could be drawn in `owner`: by dropout, or by a third-party hook or module.
 
     Restoring their state takes the host longer than the recompute's launches, so it is left out where nothing can need it.
     """
-    known = ("torch.", "transformer_engine.", "te_models.")
     return any(
-        module._forward_hooks
-        or module._forward_pre_hooks
+        not all(map(_draws_nothing, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
         or (isinstance(module, nn.Dropout) and module.p > 0)
-        or not type(module).__module__.startswith(known)
+        or not _draws_nothing(type(module))
         for module in owner.modules()
     )
+
+
+def _draws_nothing(source: Any) -> bool:
+    """Whether a class or a hook comes from a library known to draw no random numbers, such as FSDP2's hooks."""
+    return str(getattr(source, "__module__", "")).startswith(("torch.", "transformer_engine.", "te_models."))
 
 
 def forward_states(owner: nn.Module) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.cuda_capture import outside_captures
 from te_models.durable import discard, readable, replace_text, sweep
 from te_models.state import MAX_SHARD_BYTES, Content, prepare, write_content
 
@@ -101,7 +102,8 @@ class Checkpoints:
 
     def _make_buffers(self, shapes: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype, bool]]) -> None:
         for key, (shape, dtype, pinned) in shapes.items():
-            self._buffers[key] = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+            with outside_captures():
+                self._buffers[key] = torch.empty(shape, dtype=dtype, pin_memory=pinned)
             self._buffers[key].zero_()
 
     def wait(self) -> None:
@@ -142,6 +144,7 @@ class Checkpoints:
             self._reserving = None
         buffers: dict[tuple[str, str], Tensor] = {}
         with contextlib.ExitStack() as stack:
+            stack.enter_context(outside_captures())
             for stream in streams:
                 stack.enter_context(torch.cuda.stream(stream))
             for group, members in tensors.items():
@@ -150,8 +153,8 @@ class Checkpoints:
                     if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                         buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                     buffers[group, name] = buffer.copy_(tensor, non_blocking=True)
-        for stream in streams:
-            stream.synchronize()
+            for stream in streams:
+                stream.synchronize()
         self._buffers = buffers
         return {group: {name: buffers[group, name] for name in members} for group, members in tensors.items()}
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from te_models.cache import KVCache
+from te_models.cuda_capture import capture, failed_capture
 
 Pick = Callable[[Tensor], Tensor]  # logits FP32 [B, V] -> tokens int64 [B]
 
@@ -87,12 +88,10 @@ class Loop:
             self.step()
         elif step == 1:
             self._warm_up()
+        elif step == 2:
+            self._capture()
         else:
-            if step == 2:
-                with torch.cuda.graph(self.graph, stream=self.stream):
-                    self.step()
-            else:
-                self.cache.length += 1
+            self.cache.length += 1
             self.graph.replay()
         if self.made.is_cuda:
             self.host[step].copy_(self.made[step], non_blocking=True)
@@ -108,6 +107,21 @@ class Loop:
     def step(self) -> None:
         """One token for each row: fixed shapes and addresses, and nothing that the host would have to know."""
         self._forward(self.newest, None, first=False)
+
+    def _capture(self) -> None:
+        """Capture a step and replay it. Where another thread disturbs the capture, this and all later steps run eagerly."""
+        length = self.cache.length
+        try:
+            with capture(self.graph, self.stream):
+                self.step()
+        except RuntimeError as error:
+            if not failed_capture(error):
+                raise
+            log.warning("generation goes on without its CUDA graph: %s", str(error).splitlines()[0])
+            self.graph, self.cache.length = None, length
+            self.step()
+            return
+        self.graph.replay()
 
     def _forward(self, ids: Tensor, mask: Tensor | None, first: bool) -> None:
         keep = first if self.model.recipe.quantized else None  # the prompt quantizes the weights, the steps use that

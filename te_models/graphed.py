@@ -7,6 +7,7 @@ had it, and gradients appear where the first step made them.
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,9 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models.checkpointing import may_draw
+from te_models.cuda_capture import capture, failed_capture
 from te_models.model import CausalLM
 
 WARM_UP = 3  # eager steps before the capture: compilers, libraries' workspaces, and FP8 state that the first step makes
+ATTEMPTS = 3  # captures that may fail, a step each, before all further steps run eagerly
+
+log = logging.getLogger(__name__)
 
 
 class GraphedStep:
@@ -29,7 +34,8 @@ class GraphedStep:
         optimizer.step()
 
     Each call makes the gradients anew (there is nothing to zero) and returns the loss, an FP32 scalar that the next call
-    overwrites. The first calls run eagerly. Weights and FP8 state may be changed in place between calls.
+    overwrites. The first calls run eagerly, and so does a call whose capture another thread has disturbed (by
+    synchronizing the device, say); the next call tries again. Weights and FP8 state may be changed in place between calls.
 
     Of a model that FSDP2 shares out, the gathers of weights and the reductions of gradients are in the graph too.
 
@@ -47,8 +53,8 @@ class GraphedStep:
         self.model, self.recipe = model, model.recipe
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.shared = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self.calls = 0
-        self.graph: Any = torch.cuda.CUDAGraph()
+        self.calls = self.failures = 0
+        self.graph: Any = None  # a torch.cuda.CUDAGraph, once the step has been captured
         self.stream: Any = torch.cuda.Stream(model.device)
         self.inputs: dict[str, Tensor] = {}
         self.gradients: list[Tensor | None] = []
@@ -66,24 +72,37 @@ class GraphedStep:
         for parameter in self.parameters:
             parameter.grad = None
         self.calls += 1
-        if self.calls <= WARM_UP:
+        if self.graph is None and self.calls > WARM_UP and self.failures < ATTEMPTS:
+            self._capture()
+        if self.graph is None:
             current = torch.cuda.current_stream(self.model.device)
             self.stream.wait_stream(current)
             with torch.cuda.stream(self.stream):
                 self._run()
             current.wait_stream(self.stream)
             return self.loss
-        if self.calls == WARM_UP + 1:
-            # Of several processes only this thread's calls are checked: NCCL's watchdog asks for events in its own.
-            checked = "thread_local" if torch.distributed.is_initialized() else "global"
-            copies = NoHostCopies() if self.shared else nullcontext()
-            with copies, torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode=checked):
-                self._run()
-            self.gradients = [parameter.grad for parameter in self.parameters]
         self.graph.replay()
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
         return self.loss
+
+    def _capture(self) -> None:
+        """Capture the step. A failure changes nothing but `failures`, since a capture executes nothing."""
+        graph: Any = torch.cuda.CUDAGraph()
+        try:
+            with NoHostCopies() if self.shared else nullcontext(), capture(graph, self.stream):
+                self._run()
+        except RuntimeError as error:
+            if not failed_capture(error):
+                raise
+            self.failures += 1
+            for parameter in self.parameters:
+                parameter.grad = None
+            again = "the next step tries again" if self.failures < ATTEMPTS else "all further steps run without it"
+            log.warning("the CUDA graph of the step was not captured, %s: %s", again, str(error).splitlines()[0])
+            return
+        self.graph = graph
+        self.gradients = [parameter.grad for parameter in self.parameters]
 
     def _run(self) -> None:
         loss = self.model(**self.inputs, return_logits=False).loss * self.weight

@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import signal
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,6 +40,7 @@ from te_models.streaming import StreamingDataset
 from te_models.train_config import TrainConfig
 
 Batch = dict[str, Tensor]
+Mark = torch.cuda.Event | float  # a moment: on a CUDA device when it gets there, elsewhere now
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +64,11 @@ class Launched:
     """A step that is queued: `values` [3] on the host, from `ready` on, are loss, gradient norm, and who is to stop."""
 
     step: int
-    start: float
+    start: Mark
     micro_batches: list[Batch]
     values: Tensor
     ready: torch.cuda.Event | None
+    end: Mark = 0.0  # once the optimizer's update is queued
     row: dict[str, Any] = field(default_factory=dict)  # of metrics.jsonl, once the values have been read
 
 
@@ -101,7 +106,7 @@ class Trainer:
         self.graphed = self._graphed()
         # Only where a step that went wrong can still be undone once the optimizer's kernels are queued.
         self.ahead = self.model.device.type == "cuda" and self.optimizer.can_skip
-        self.checked_at = 0.0  # when the values of the last step were read
+        self.seconds: deque[float] = deque(maxlen=100)  # that the newest steps took
         kind = ShardedCheckpoints if self.parallel.ranks.world > 1 else Checkpoints
         self.checkpoints = kind(self.out / "checkpoints", keep_last=self.config.keep_last)
         if isinstance(self.checkpoints, ShardedCheckpoints):
@@ -124,7 +129,8 @@ class Trainer:
             self.out.mkdir(parents=True, exist_ok=True)
         log = MetricsLog(self.out / "metrics.jsonl" if first else None, after_step=self.result.step)
         batches = iter(self.dataset)
-        with contextlib.closing(log), self._background_saves(), _stop_signals() as self.stopped:
+        exact = deterministic() if self.config.deterministic else contextlib.nullcontext()
+        with exact, contextlib.closing(log), self._background_saves(), _stop_signals() as self.stopped:
             if not self.result.step:
                 self.result.first_eval_loss = self.result.eval_loss = self._evaluate()
             self._reset_peak_memory()
@@ -177,7 +183,7 @@ class Trainer:
 
     def _launch(self, step: int, batches: Iterator[Batch], before: Launched | None) -> Launched:
         """Queue one optimizer step. In between the step `before` is checked; without `ahead` this one is as well."""
-        config, start = self.config, time.perf_counter()
+        config, start = self.config, mark(self.model.device) if before is None else before.end
         self.model.train()
         total = torch.zeros((), device=self.model.device)
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
@@ -206,6 +212,7 @@ class Trainer:
         if self.ahead:
             self.optimizer.skip_if(~(total + norm).isfinite())  # type: ignore[union-attr]
         self.optimizer.step()
+        launched.end = mark(self.model.device)
         return launched
 
     def _check(self, launched: Launched) -> None:
@@ -218,20 +225,18 @@ class Trainer:
         self.stopping = self.stopping or bool(stops)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(self._diagnosis(launched.step, loss, norm, launched.micro_batches))
-        begin, self.checked_at = max(launched.start, self.checked_at), time.perf_counter()
-        rates = dict(learning_rate=self.config.learning_rate_at(launched.step))
-        rates |= dict(tokens_per_second=self.config.tokens_per_step / (self.checked_at - begin))
-        launched.row = dict(step=launched.step, loss=loss, grad_norm=norm, **rates)
+        rate = self.config.learning_rate_at(launched.step)
+        launched.row = dict(step=launched.step, loss=loss, grad_norm=norm, learning_rate=rate)
 
     def _row(self, launched: Launched) -> dict[str, Any]:
         """A step's row, once its values are there, and with the evaluation if one is due."""
         self._check(launched)
         row, step = launched.row, launched.step
         self.result.step, self.result.loss = step, row["loss"]
+        row["tokens_per_second"] = self._speed(elapsed(launched.start, launched.end))
         if (self.config.eval_every and step % self.config.eval_every == 0) or step == self.config.steps:
             row["eval_loss"] = self.result.eval_loss = self._evaluate()
-        self._note_speed(row["tokens_per_second"])
-        if self.config.save_every and len(self.speeds) == 1 and self.parallel.ranks.world == 1:
+        if self.config.save_every and len(self.seconds) == 1 and self.parallel.ranks.world == 1:
             self.checkpoints.reserve(*self._content())
         return row
 
@@ -308,13 +313,13 @@ class Trainer:
         """This rank's random state among those saved, which may be of another number of ranks."""
         return states if states.dim() == 1 else states[self.parallel.ranks.rank % len(states)].clone()
 
-    def _note_speed(self, tokens_per_second: float) -> None:
-        """Tokens a second as the median of the steps so far in this process; the first ones compile and warm up."""
-        self.speeds = [*getattr(self, "speeds", []), tokens_per_second]
-        ordered = sorted(self.speeds[min(10, len(self.speeds) // 2) :])
-        self.result.tokens_per_second = ordered[len(ordered) // 2]
+    def _speed(self, seconds: float) -> float:
+        """Tokens per second of a step; the run's result is the median of the newest steps."""
+        self.seconds.append(seconds)
+        self.result.tokens_per_second = self.config.tokens_per_step / statistics.median(self.seconds)
         if self.model.device.type == "cuda":
             self.result.peak_memory = torch.cuda.max_memory_allocated(self.model.device)
+        return self.config.tokens_per_step / seconds
 
     def _reset_peak_memory(self) -> None:
         if self.model.device.type == "cuda":
@@ -330,6 +335,21 @@ class Trainer:
             f"step {step}: the {what} is {loss if what == 'loss' else norm}; {place}. The weights "
             "are those of the step before: try a lower --learning-rate, --recipe current, or more BF16 layers"
         )
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Inside, the same inputs give the same bits on the same GPU, at the cost of cuDNN's attention, which does not."""
+    fills: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), fills.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it PyTorch refuses cuBLAS
+    torch.use_deterministic_algorithms(True)
+    fills.fill_uninitialized_memory = False  # an aid for debugging
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        fills.fill_uninitialized_memory = before[1]
 
 
 @torch.no_grad()
@@ -386,6 +406,23 @@ def _to(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cuda":
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def mark(device: torch.device) -> Mark:
+    """The moment at which `device` has done all that is queued."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def elapsed(start: Mark, end: Mark) -> float:
+    """Seconds between two moments of one device; waits for the second."""
+    if isinstance(start, float) or isinstance(end, float):
+        return float(end) - float(start)  # type: ignore[arg-type]
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

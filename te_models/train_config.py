@@ -30,6 +30,7 @@ class TrainConfig:
     gradient_accumulation: int = _field(1, "Micro-batches of a step.")
     cache_fp8_weights: bool = _field(True, "Quantize the weights once a step, not once a micro-batch.")
     cuda_graph: bool = _field(True, "Replay forward and backward as one CUDA graph, where they can be captured.")
+    deterministic: bool = _field(False, "The same bits in every run on the same GPU; slower.")
     optimizer: str = _field("adamw", "One of adamw, adamw8bit, adamwfp8, te-adam, muon, muon8bit or galore.")
     optimizer_options: str | Mapping[str, Any] = _field(
         "", 'As "name=value,name=value", in Python also a dict: docs/optimizers.md.'

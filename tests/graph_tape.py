@@ -55,14 +55,15 @@ class Tape(TorchDispatchMode):
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
         states = [generator.get_state() for generator in self.generators]
-        with self:
-            yield
-        for tensor, value in reversed(
-            self._before.values()
-        ):  # of views that overlap, the first one's value is the oldest
-            tensor.copy_(value)
-        for generator, state in zip(self.generators, states, strict=True):
-            generator.set_state(state)
+        try:
+            with self:
+                yield
+        finally:
+            # Of views that overlap, the first one's value is the oldest.
+            for tensor, value in reversed(self._before.values()):
+                tensor.copy_(value)
+            for generator, state in zip(self.generators, states, strict=True):
+                generator.set_state(state)
 
     def replay(self) -> None:
         with torch._C._AutoDispatchBelowAutograd():  # what was recorded lies below it, backward included

@@ -7,7 +7,19 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = [  # a module may import from earlier lines only; modules of one line do not import each other
-    {"errors", "durable", "matmul", "environment", "collectives", "ranks", "sharded", "fp8_gather", "held"},
+    {
+        "errors",
+        "durable",
+        "matmul",
+        "environment",
+        "collectives",
+        "ranks",
+        "sharded",
+        "fp8_gather",
+        "held",
+        "cudnn",
+        "cuda_capture",
+    },
     {"config", "recipe", "train_config", "formats", "tokenizer", "chat", "modes"},
     {"parameter_bytes"},
     {"presets", "state", "nested_state", "extra_state", "data", "hf_families", "memory", "fp8_params"},

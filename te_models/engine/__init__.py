@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 from types import ModuleType
 
 import torch
 
+from te_models.cudnn import load_torchs_cudnn
 from te_models.errors import unknown
 from te_models.recipe import SCHEMES, Recipe
 
@@ -47,6 +49,8 @@ def get_engine(name: str = "auto", device: torch.device | str | None = None) -> 
 
 def engine_module(name: str) -> ModuleType:
     """The namespace of "native" or "emulated", imported when first asked for: Transformer Engine is slow to import."""
+    if name == "native" and "transformer_engine" not in sys.modules:
+        load_torchs_cudnn()
     return importlib.import_module(f"te_models.engine.{name}")
 
 

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from te_models.cudnn import cudnn_is_sound
+
 # cuDNN is 1.65x FlashAttention-2 forward and backward on an H200 at head_dim 128, S 2048 (350 against 212 TFLOP/s).
 CUDA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # For small heads and short sequences: with cuDNN first, training graphs of tiny models made illegal memory accesses
@@ -18,9 +20,14 @@ SMALL_ORDER = CUDA_ORDER[1:]
 DECODE_ORDER = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def suits_cudnn(seq: int, size: int, dtype: torch.dtype) -> bool:
-    """Whether cuDNN's kernel is the one for `seq` queries of `size` channels a head."""
-    return dtype.itemsize == 2 and size in (64, 128) and seq >= 128
+def suits_cudnn(seq: int, size: int, dtype: torch.dtype, masked: bool = False) -> bool:
+    """Whether cuDNN's kernel is the one for `seq` queries of `size` channels per head, `masked` by a tensor or causal.
+
+    With a mask, cuDNN 9.19 makes NaN gradients at some lengths that are no multiple of its tiles of 128 keys
+    (pytorch/pytorch#196678). Its backward is not deterministic.
+    """
+    fits = dtype.itemsize == 2 and size in (64, 128) and seq >= 128 and not (masked and seq % 128)
+    return fits and not torch.are_deterministic_algorithms_enabled() and cudnn_is_sound()
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -33,7 +40,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     options: dict[str, Any] = dict(
         attn_mask=mask, is_causal=mask is None and q.shape[-2] > 1, enable_gqa=q.shape[1] != k.shape[1]
     )
-    order = CUDA_ORDER if suits_cudnn(q.shape[-2], q.shape[-1], q.dtype) else SMALL_ORDER
+    suits = q.is_cuda and suits_cudnn(q.shape[-2], q.shape[-1], q.dtype, mask is not None)
+    order = CUDA_ORDER if suits else SMALL_ORDER
     return _attention(q, k, v, order, options)
 
 

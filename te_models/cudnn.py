@@ -1,0 +1,58 @@
+"""One cuDNN per process, for the sake of attention.
+
+PyTorch's wheels bring a cuDNN of their own, and Transformer Engine loads the system's where there is one. cuDNN is a
+family of libraries that find each other by name, so parts of the second one then answer the calls of the first. With
+9.14 and 9.19 mixed, the backward of attention writes to wrong addresses at lengths that are no multiple of 128: an
+illegal memory access in a CUDA graph, wrong gradients or nothing at all elsewhere (docs/LOG.md, 2026-11-22).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+
+_LIBRARY = re.compile(r"(/\S*)/libcudnn[a-z_]*\.so\.(\d+)\S*$")
+
+
+def loaded_cudnns() -> dict[Path, str]:
+    """Folder -> major version of the cuDNN libraries in this process; empty where the system does not tell."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return {}
+    return {Path(found[1]).resolve(): found[2] for found in map(_LIBRARY.search, lines) if found}
+
+
+def load_torchs_cudnn() -> None:
+    """Load every part of the cuDNN that PyTorch uses. Call before importing Transformer Engine, which then uses it too."""
+    found = loaded_cudnns()
+    if len(found) != 1:
+        return
+    ((folder, major),) = found.items()
+    for library in sorted(folder.glob(f"libcudnn*.so.{major}")):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    os.environ.setdefault("CUDNN_HOME", str(folder))  # where Transformer Engine looks first
+
+
+def cudnn_is_sound() -> bool:
+    """Whether cuDNN's attention can be trusted: not where two versions are mixed, which is said in a warning, once."""
+    return _is_sound("transformer_engine" in sys.modules)
+
+
+@functools.cache
+def _is_sound(with_transformer_engine: bool) -> bool:
+    found = loaded_cudnns()
+    if len(found) < 2:
+        return True
+    warnings.warn(
+        f"two cuDNNs are mixed in this process ({', '.join(map(str, found))}), which makes its attention compute wrong "
+        "gradients: te_models uses FlashAttention, which is slower. Build the first model before you import "
+        "transformer_engine, and it will find one cuDNN",
+        stacklevel=2,
+    )
+    return False
