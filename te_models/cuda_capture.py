@@ -25,17 +25,27 @@ def outside_captures() -> Iterator[None]:
 
 
 @contextmanager
-def capture(graph: Any, stream: Any) -> Iterator[None]:
+def capture(graph: Any, stream: Any, *generators: torch.Generator) -> Iterator[None]:
     """Capture what runs inside into `graph`, a torch.cuda.CUDAGraph, on `stream`.
 
+    `generators`: those registered with the graph, besides the device's own.
+
     Raises:
-        RuntimeError: the capture failed (`failed_capture` recognizes it). Nothing inside has run on the device, the
-            current stream is the one of before, and another capture may be tried.
+        RuntimeError: the capture failed (`failed_capture` recognizes it). Nothing inside has run on the device, stream
+            and generators are as before, and another capture may be tried.
     """
-    # torch.cuda.graph leaves its own stream current where the end of the capture raises.
-    before = torch.cuda.stream(torch.cuda.current_stream())
-    with _CUDA, before, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        yield
+    drawn_from = (torch.cuda.default_generators[stream.device.index], *generators)
+    with _CUDA:
+        copies = [generator.clone_state() for generator in drawn_from]
+        before = torch.cuda.stream(torch.cuda.current_stream())
+        try:
+            with before, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                yield
+        except BaseException:
+            # PyTorch leaves its stream current, and its generators "capturing", where the end of a capture raises.
+            for generator, copy in zip(drawn_from, copies, strict=True):
+                generator.graphsafe_set_state(copy)
+            raise
 
 
 def failed_capture(error: BaseException) -> bool:

@@ -112,7 +112,7 @@ class Loop:
         """Capture a step and replay it. Where another thread disturbs the capture, this and all later steps run eagerly."""
         length = self.cache.length
         try:
-            with capture(self.graph, self.stream):
+            with capture(self.graph, self.stream, self.generator):
                 self.step()
         except RuntimeError as error:
             if not failed_capture(error):

@@ -107,7 +107,8 @@ def pretend_cuda(patch: Any) -> list[Tape]:
     patch.setattr("torch.cuda.Stream", Stream)
     patch.setattr("torch.cuda.current_stream", Stream)
     patch.setattr("torch.cuda.stream", lambda stream: contextlib.nullcontext())
-    patch.setattr("torch.cuda.graph", lambda tape, stream, **options: tape.capture())
+    for module in ("decode", "graphed"):
+        patch.setattr(f"te_models.{module}.capture", lambda tape, stream, *generators: tape.capture())
     # On a processor the emulated engine looks for NaN before it decodes; this is what it does on a GPU.
     patch.setattr(numerics, "decode_fp8", lambda codes, dtype: codes.view(numerics.TORCH_FP8[dtype]).float())
     patch.setattr("te_models.generate._with_graph", lambda model, choice, use_cache: bool(choice is True))

