@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from te_models.data import Document, document_fields, end_of_text, has_text, hash_document, json_document, row_document
 from te_models.durable import first_line
+from te_models.errors import MissingPackage, needs
 from te_models.tokenizer import Tokenizer
 
 BLOCK_BYTES = 2**19
@@ -174,7 +175,7 @@ def readable_errors(path: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if type(error) is ValueError:
+        if type(error) in (ValueError, MissingPackage):
             raise
         raise ValueError(f"{path}: not readable ({first_line(error)}): check the file") from None
     except ImportError as error:  # fsspec names the package that a protocol needs
@@ -262,10 +263,8 @@ def _open(path: str) -> Iterator[IO[bytes]]:
         if (compression := _compression(path)) is None:
             yield file
             return
-        try:
+        with needs(f"{path}: {compression}", "pyarrow", "15", "train"):
             import pyarrow  # noqa: PLC0415
-        except ImportError:
-            raise ValueError(f'{path}: needs the pyarrow package: pip install "te-models[train]"') from None
         with pyarrow.CompressedInputStream(file, compression) as stream, io.BufferedReader(stream, 2**20) as buffered:
             yield buffered
 
@@ -292,11 +291,9 @@ def _decode(raw: bytes, path: str, at: int) -> str:
 
 @contextlib.contextmanager
 def _parquet(file: IO[bytes], path: str) -> Iterator[Any]:
-    try:
+    with needs(f"{path}: Parquet", "pyarrow", "15", "train"):
         import pyarrow  # noqa: PLC0415
         import pyarrow.parquet  # noqa: PLC0415
-    except ImportError:
-        raise ValueError(f'{path}: Parquet needs the pyarrow package: pip install "te-models[train]"') from None
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
             yield table

@@ -366,7 +366,7 @@ def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: 
         result = run(config, names[0], names[1], device=device, tell=status.update, **given)
     console.print(bench_table(result))
     if out is not None:
-        write_bench(result, out, preset)
+        console.print(f"plot: {write_bench(result, out, preset)}", soft_wrap=True, markup=False, highlight=False)
 
 
 @cli.command()

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from te_models.errors import unknown
+from te_models.errors import needs, unknown
 from te_models.tokenizer import Tokenizer
 
 IGNORED = -100  # the label that no loss counts, Hugging Face's and PyTorch's convention
@@ -439,11 +439,9 @@ def json_document(line: str, where: str, source: str) -> Document:
 
 
 def _read_parquet(file: Path, source: str) -> Iterator[Document]:
-    try:
+    with needs(f"{file}: Parquet", "pyarrow", "15", "train"):
         import pyarrow  # noqa: PLC0415
         import pyarrow.parquet  # noqa: PLC0415
-    except ImportError:
-        raise ValueError(f'{file}: Parquet needs the pyarrow package: pip install "te-models[train]"') from None
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
             fields = document_fields(table.schema_arrow.names, str(file))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from te_models.checkpoints import Checkpoints
 from te_models.data import check_vocabulary
 from te_models.distributed import Parallel, parallel, restarts
 from te_models.generate import continue_text
-from te_models.metrics import plot_losses, read_metrics
+from te_models.metrics import drawn, plot_losses, read_metrics
 from te_models.model import CausalLM
 from te_models.optim import resolve_options
 from te_models.report import outcome, progress, summary
@@ -128,11 +127,8 @@ def _finetune(
 
 def _draw(folder: Path, recipe: str) -> str:
     """Draw the run's loss curve; returns where it is, or why there is none."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "not drawn: matplotlib is missing (pip install 'te-models[train]')"
     path = folder / "loss.png"
-    plot_losses(path, {recipe: read_metrics(folder / "metrics.jsonl")}, folder.name)
-    return str(path)
+    return drawn(path, lambda: plot_losses(path, {recipe: read_metrics(folder / "metrics.jsonl")}, folder.name))
 
 
 def model_tokenizer(path: str | None, model_folder: str | None) -> Tokenizer:

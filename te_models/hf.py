@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from te_models.config import ModelConfig
 from te_models.durable import first_line, readable, replacing_folder, write_file
+from te_models.errors import needs
 from te_models.formats import CheckpointError, list_some, open_safetensors, read_json, render_json, render_safetensors
 from te_models.fp8_params import plain, write_weight
 from te_models.hf_families import TOP, Family, Rows, family_for, family_of, row_blocks
@@ -104,10 +105,8 @@ def local_folder(name: str | Path) -> Path:
     path = readable(Path(name))
     if path.exists() or not _is_hub_name(str(name)):
         return path
-    try:
+    with needs(f"{name} is no folder here, and the Hugging Face hub", "huggingface_hub", "0.26", "hf"):
         from huggingface_hub import snapshot_download  # noqa: PLC0415
-    except ImportError:
-        raise ValueError(f"{name} is no folder here; for the Hugging Face hub: pip install 'te-models[hf]'") from None
     try:
         return Path(
             snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
+from te_models.errors import needs
 from te_models.model import CausalLM
+
+with needs("te_models.lora", "peft", "0.19", "lora"):
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import check_adapters_to_merge
 
 PROJECTIONS = ("qkvg_proj", "o_proj", "gate_up_proj", "down_proj")
 

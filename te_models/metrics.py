@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from te_models.errors import MissingPackage, needs
 
 
 class MetricsLog:
@@ -105,12 +107,19 @@ def plot_bench(path: Path, result: Mapping[str, Any], title: str) -> None:
     _write(figure, path)
 
 
+def drawn(path: Path, draw: Callable[[], None]) -> str:
+    """Where `draw` put its figure, or why there is none: what was measured is kept without matplotlib too."""
+    try:
+        draw()
+    except MissingPackage as error:
+        return f"not drawn: {error}"
+    return str(path)
+
+
 def _figure(size: tuple[float, float]) -> Any:
     """An empty figure of so many inches."""
-    try:
+    with needs("drawing", "matplotlib", "3.8", "train"):
         from matplotlib.figure import Figure  # noqa: PLC0415  optional, and slow to import
-    except ImportError:
-        raise ValueError("drawing needs matplotlib: pip install 'te-models[train]'") from None
     return Figure(figsize=size, dpi=130, layout="constrained")
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from te_models.config import ModelConfig
 from te_models.engine import engine_module
+from te_models.errors import needs
 from te_models.kernels import elementwise
 from te_models.kernels.attention import causal_attention
 from te_models.kernels.attention_core import Heads
@@ -90,10 +91,8 @@ def torch_peer(config: ModelConfig, device: torch.device, convert: Callable[[nn.
 def torchao_peer(config: ModelConfig, device: torch.device) -> Peer:
     """The torch peer with torchao's float8 training, tensorwise dynamic scales, in all linears but the head."""
     _need_cuda(device, "torchao")
-    try:
+    with needs("--peers torchao", "torchao", "0.17", "optim"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415  optional
-    except ImportError:
-        raise ValueError("--peers torchao needs torchao: pip install torchao") from None
 
     def convert(peer: nn.Module) -> None:
         settings = Float8LinearConfig.from_recipe_name("tensorwise")

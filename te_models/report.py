@@ -14,7 +14,7 @@ from rich.table import Table
 
 from te_models.data import TokenDataset
 from te_models.durable import replace_text
-from te_models.metrics import plot_bench
+from te_models.metrics import drawn, plot_bench
 from te_models.model import CausalLM
 from te_models.streaming import StreamingDataset
 from te_models.train import Result
@@ -120,9 +120,10 @@ def bench_table(result: dict[str, Any]) -> Table:
     return table
 
 
-def write_bench(result: dict[str, Any], out: str, title: str) -> None:
-    """Write bench.json and bench.png into the folder `out`."""
+def write_bench(result: dict[str, Any], out: str, title: str) -> str:
+    """Write bench.json and bench.png into the folder `out`; returns where the plot is, or why there is none."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / "bench.json", json.dumps(result, indent=1) + "\n")
-    plot_bench(folder / "bench.png", result, title)
+    plot = folder / "bench.png"
+    return drawn(plot, lambda: plot_bench(plot, result, title))

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from te_models.errors import needs
+
 _ROLES = ("bos", "eos", "pad")
 
 
@@ -144,10 +146,8 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, document: Any, file: Path) -> None:
-        try:
+        with needs(str(file), "tokenizers", "0.20", "train"):
             from tokenizers import Tokenizer as Backend  # noqa: PLC0415
-        except ImportError:
-            raise ValueError(f'{file} needs the tokenizers package: pip install "te-models[train]"') from None
         try:
             self._backend = Backend.from_str(json.dumps(document))
         except Exception as error:  # the library raises nothing more specific

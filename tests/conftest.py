@@ -1,6 +1,8 @@
 """Shared by all tests: one seed, one thread, a clean engine, and the reason why a GPU test is skipped."""
 
+import importlib.metadata
 import os
+from collections.abc import Callable
 
 import hypothesis
 import pytest
@@ -21,6 +23,22 @@ def fresh_state():
     emulated.FP8GlobalStateManager.reset()
     yield
     emulated.FP8GlobalStateManager.reset()
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str | None], None]:
+    """`pretend(package, version)` has it installed in that version; None: not at all."""
+    real = importlib.metadata.version
+
+    def pretend(package: str, version: str | None) -> None:
+        def found(name: str) -> str:
+            if name == package and version is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version or "" if name == package else real(name)
+
+        monkeypatch.setattr(importlib.metadata, "version", found)
+
+    return pretend
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -112,12 +112,21 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
     assert message in capsys.readouterr().err
 
 
-def test_the_command_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("matplotlib", [True, False])
+def test_the_command_writes_figures(
+    matplotlib: bool, tmp_path: Path, pretend: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not matplotlib:
+        pretend("matplotlib", None)
     fields = [part for name, value in SHAPE.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     shape = ["--batch-size", "1", "--seq-len", "8", "--steps", "2", "--warm-up", "1", *fields]
     assert main(["bench", "--preset", "gated-nano", "--recipes", "bf16,current", "--out", str(tmp_path), *shape]) == 0
-    assert "te-models current" in capsys.readouterr().out
-    assert (tmp_path / "bench.png").stat().st_size > 5000
+    out = capsys.readouterr().out
+    assert "te-models current" in out
+    if matplotlib:
+        assert (tmp_path / "bench.png").stat().st_size > 5000 and f"plot: {tmp_path / 'bench.png'}\n" in out
+    else:
+        assert "plot: not drawn: drawing needs matplotlib" in out and not (tmp_path / "bench.png").exists()
     assert [row["name"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]] == [
         "te-models bf16", "te-models current"
     ]  # fmt: skip

@@ -466,14 +466,16 @@ def test_a_table_reads_what_it_writes(family: Any) -> None:
     assert family_of(family.write(config)) is family and family_for(config, family) is family
 
 
-def test_the_hub_is_asked_for_names_and_offline_says_so(monkeypatch: pytest.MonkeyPatch, theirs: Any) -> None:
+def test_the_hub_is_asked_for_names_and_offline_says_so(
+    monkeypatch: pytest.MonkeyPatch, theirs: Any, pretend: Any
+) -> None:
     refused("nobody/nothing-0.1b", "nobody/nothing-0.1b is no folder here, and the Hugging Face hub did not give it")
     refused("/no/such/folder", "/no/such/folder")
     folder = theirs("llama2")[1]
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(folder))
     assert load("meta/llama").config == load(folder).config  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    refused("meta/llama", "pip install 'te-models[hf]'")
+    pretend("huggingface_hub", None)
+    refused("meta/llama", "pip install -U 'te-models[hf]'")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

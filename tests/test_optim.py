@@ -290,9 +290,10 @@ def test_options_come_from_text_or_a_dict() -> None:
     assert text["momentum"] == 0.9 and text["ns_steps"] == 6 and text["nesterov"] is False and text["rest"] == "adamw"
 
 
-def test_torchao_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs torchao: pip install 'te-models\[optim\]'"):
+@pytest.mark.parametrize("version", [None, "0.16.0"])
+def test_torchao_missing_or_old_is_said(pretend: Any, version: str | None) -> None:
+    pretend("torchao", version)
+    with pytest.raises(ValueError, match=r"needs torchao 0.17 or newer.*: pip install -U 'te-models\[optim\]'"):
         build_optimizer("adamw8bit", nn.Linear(2, 2), 1e-3, 0.0)
 
 

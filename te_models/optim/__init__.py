@@ -6,7 +6,6 @@ Every one has the interface of te_models.optim.master.MasterWeights, so the trai
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from te_models.errors import unknown
+from te_models.errors import needs, unknown
 from te_models.optim.galore import GaLore
 from te_models.optim.groups import groups
 from te_models.optim.master import MasterWeights
@@ -44,9 +43,8 @@ def adamw(lr: float, options: dict[str, Any], parameters: Groups) -> Built:
 
 def _lowbit(name: str) -> Callable[[float, dict[str, Any], Groups], Built]:
     def build(lr: float, options: dict[str, Any], parameters: Groups) -> Built:
-        if importlib.util.find_spec("torchao") is None:
-            raise ValueError(f"optimizer {name!r} needs torchao: pip install 'te-models[optim]'")
-        lowbit = importlib.import_module("te_models.optim.lowbit")  # torchao takes two seconds to import
+        with needs(f"optimizer {name!r}", "torchao", "0.17", "optim"):
+            lowbit = importlib.import_module("te_models.optim.lowbit")  # torchao takes two seconds to import
         return lowbit.lowbit_adamw(name, parameters, lr, {"stochastic_rounding": False, **options})
 
     return build

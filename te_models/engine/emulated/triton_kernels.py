@@ -58,7 +58,8 @@ def _decode(code, E5M2: tl.constexpr):
     else:
         code = code.to(tl.int32)
         value = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-        value = tl.where((code & 0x7F) == 0x7F, float("nan"), tl.where(code > 127, -value, value))
+        # Triton before 3.8 interprets -value as 0 - value, which loses the sign of zero.
+        value = tl.where((code & 0x7F) == 0x7F, float("nan"), tl.where(code > 127, value * -1.0, value))
     return value
 
 
