@@ -22,7 +22,7 @@ import click
 import torch
 
 from te_models import CausalLM
-from te_models.graphed import WARM_UP, GraphedStep
+from te_models.training.cuda_graph import WARM_UP, GraphedStep
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gated-1b": dict(preset="gated-1b", batch=8, seq=2048),
@@ -102,7 +102,7 @@ def measure(shape: dict[str, Any], recipe: str, fp8_params: bool, rounds: int) -
 @click.option("--shape", "names", multiple=True, type=click.Choice(list(SHAPES)), help="May be repeated; default: all.")
 def run(out: Path, rounds: int, names: tuple[str, ...]) -> None:
     """Measure the grid."""
-    from te_models.environment import environment
+    from te_models.inspect.environment import environment
 
     result: dict[str, Any] = {"environment": environment(), "shapes": SHAPES, "rows": {}}
     for name, shape in ((name, SHAPES[name]) for name in names or SHAPES):

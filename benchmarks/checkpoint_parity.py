@@ -21,10 +21,10 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from te_models import CausalLM
-from te_models.environment import environment
-from te_models.fp8_params import plain, weight_codes
-from te_models.fp8_state import fp8_state
-from te_models.kernels import attention
+from te_models.fp8.primary_weights import plain, weight_codes
+from te_models.fp8.scaling_state import fp8_state
+from te_models.inspect.environment import environment
+from te_models.kernels import sdpa
 from te_models.optim import build_optimizer
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -113,7 +113,7 @@ def run(options: dict[str, Any], mode: str | int, steps: int, cache: bool) -> di
 )
 def main(out: Path | None, engine: str, steps: int, only: tuple[str, ...]) -> None:
     """Compare; exits with 1 if a bit differs."""
-    attention.CUDA_ORDER = attention.SMALL_ORDER = [SDPBackend.MATH]
+    sdpa.CUDA_ORDER = sdpa.SMALL_ORDER = [SDPBackend.MATH]
     rows: list[dict[str, Any]] = []
     for name in only or RECIPES:
         for fp8_params, cache in ((False, False), (False, True), (True, False)):

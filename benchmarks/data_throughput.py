@@ -24,7 +24,7 @@ def write_corpus(folder: Path, mib: int) -> list[Path]:
     import pyarrow
     import pyarrow.parquet
 
-    from te_models.data import load_documents
+    from te_models.data.dataset import load_documents
 
     texts, size = [], 0
     while size < mib * 2**20:
@@ -53,7 +53,7 @@ def train_bpe(folder: Path, corpus: Path) -> Path:
 
 def measure(path: Path, words: object, packing: str) -> tuple[float, float]:
     """Tokens read and encoded a second of processor time, and seconds to pack a batch of 8 x 2,048."""
-    from te_models.streaming import StreamingDataset
+    from te_models.data.streaming import StreamingDataset
 
     data = StreamingDataset(str(path), words, 2048, batch_size=8, seed=0, packing=packing)
     encode, encoding = data.reader.encode, 0.0
@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=8)
     arguments = parser.parse_args()
-    from te_models.tokenizer import load_tokenizer
+    from te_models.data.tokenizer import load_tokenizer
 
     with tempfile.TemporaryDirectory() as name:
         files = write_corpus(Path(name), arguments.mib)

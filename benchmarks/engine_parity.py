@@ -19,13 +19,13 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from te_models import CausalLM
-from te_models.data import TokenDataset, load_documents
-from te_models.fp8_state import fp8_state, load_fp8_state
-from te_models.kernels import attention
+from te_models.checkpoint.pretrained import load_weights, weights
+from te_models.config.training import TrainConfig
+from te_models.data.dataset import TokenDataset, load_documents
+from te_models.data.tokenizer import load_tokenizer
+from te_models.fp8.scaling_state import fp8_state, load_fp8_state
+from te_models.kernels import sdpa
 from te_models.optim import build_optimizer
-from te_models.saved import load_weights, weights
-from te_models.tokenizer import load_tokenizer
-from te_models.train_config import TrainConfig
 
 SHAPE = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4)
 RECIPES: dict[str, dict[str, Any]] = {
@@ -134,9 +134,9 @@ def linear_ratio(recipe: str, size: int = 1024, rows: int = 512) -> float:
 @click.option("--steps", default=50)
 def main(out: Path, steps: int) -> None:
     """Compare the engines and write the figures."""
-    from te_models.environment import environment
+    from te_models.inspect.environment import environment
 
-    attention.CUDA_ORDER[:] = [SDPBackend.MATH]
+    sdpa.CUDA_ORDER[:] = [SDPBackend.MATH]
     result: dict[str, Any] = {"environment": environment(), "model": SHAPE, "recipes": {}, "linear_time_over_bf16": {}}
     for recipe in RECIPES:
         parts = {how: compare(recipe, steps, how) for how in ("free", "twice", "lockstep")}

@@ -23,11 +23,11 @@ import click
 import torch
 
 from te_models import CausalLM
-from te_models.data import TokenDataset, load_documents, split_documents
-from te_models.environment import environment
-from te_models.tokenizer import load_tokenizer
-from te_models.train import Trainer
-from te_models.train_config import TrainConfig
+from te_models.config.training import TrainConfig
+from te_models.data.dataset import TokenDataset, load_documents, split_documents
+from te_models.data.tokenizer import load_tokenizer
+from te_models.inspect.environment import environment
+from te_models.training.trainer import Trainer
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": dict(fused=False, compile=False, graph=False),

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from te_models.metrics import plot_losses, read_metrics
+from te_models.training.metrics import plot_losses, read_metrics
 
 RUN = dict(preset="gated-124m", steps=400, batch_size=32, seq_len=1024, learning_rate=3e-4, warmup_steps=30)
 RUN |= dict(eval_every=50, eval_batches=16, seed=0, sample_tokens=0)
@@ -32,7 +32,7 @@ def cli() -> None:
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change a field of the run.")
 def run(recipes: str, out: Path, changes: tuple[str, ...]) -> None:
     """Train once a recipe, each in a process of its own through the command line, and collect the metrics."""
-    from te_models.environment import environment
+    from te_models.inspect.environment import environment
 
     fields = {**RUN, **dict(change.split("=", 1) for change in changes)}
     result: dict[str, Any] = {"environment": environment(), "run": fields, "recipes": {}}

@@ -29,8 +29,8 @@ import click
 import torch
 
 from te_models import CausalLM
-from te_models.durable import first_line
-from te_models.hf import MAX_SHARD_BYTES, write_hugging_face
+from te_models.files.atomic import first_line
+from te_models.interop.hf import MAX_SHARD_BYTES, write_hugging_face
 
 TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
 TINY |= dict(head_dim=16, vocab_size=288, max_position_embeddings=512, dtype=torch.float32)
@@ -68,7 +68,7 @@ def cli() -> None:
 def run(models: str, recipes: str, batches: str, prompt: int, budget: float, tiny: bool, read: bool,
         out: Path | None) -> None:  # fmt: skip
     """Measure every model under every recipe and batch, transformers beside it."""
-    from te_models.environment import environment
+    from te_models.inspect.environment import environment
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not tiny:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from te_models import CausalLM
-from te_models.data import TokenDataset, load_documents, split_documents
-from te_models.environment import environment
-from te_models.tokenizer import load_tokenizer
-from te_models.train import Trainer
-from te_models.train_config import TrainConfig
+from te_models.config.training import TrainConfig
+from te_models.data.dataset import TokenDataset, load_documents, split_documents
+from te_models.data.tokenizer import load_tokenizer
+from te_models.inspect.environment import environment
+from te_models.training.trainer import Trainer
 
 SHAPE: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1

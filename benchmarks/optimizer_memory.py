@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from te_models import CausalLM
-from te_models.environment import environment
+from te_models.inspect.environment import environment
 from te_models.optim import build_optimizer, muon8bit
-from te_models.optim.packing import pack, state_bytes
+from te_models.optim.state_tensors import pack, state_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 clock = time.perf_counter if DEVICE == "cuda" else time.process_time

@@ -13,9 +13,9 @@ import click
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from te_models.bench import model_step, parse
-from te_models.environment import environment
-from te_models.presets import get_preset
+from te_models.config.presets import get_preset
+from te_models.inspect.bench import model_step, parse
+from te_models.inspect.environment import environment
 
 # The first row whose words are all in a kernel's name says of what kind it is.
 KINDS: list[tuple[str, tuple[str, ...]]] = [

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from te_models import CausalLM, list_recipes
-from te_models.data import TokenDataset, load_documents, split_documents
-from te_models.finetune import finetune, model_tokenizer
-from te_models.train import evaluate
+from te_models.data.dataset import TokenDataset, load_documents, split_documents
+from te_models.training.finetune import finetune, model_tokenizer
+from te_models.training.trainer import evaluate
 
 MANTISSA_BITS = {"BF16": 7, "E4M3": 3, "E4M3/E5M2": 3, "E2M1": 1}  # of the formats in the forward pass
 
@@ -44,7 +44,7 @@ MANTISSA_BITS = {"BF16": 7, "E4M3": 3, "E4M3/E5M2": 3, "E2M1": 1}  # of the form
 @click.option("--out", type=click.Path(path_type=Path), help="Where the JSON goes.")
 def main(model: str | None, steps: int, data: str | None, batches: int, out: Path | None) -> None:
     """Measure every recipe, print the table, write the JSON."""
-    from te_models.environment import environment
+    from te_models.inspect.environment import environment
 
     with tempfile.TemporaryDirectory() as folder:
         if model is None:

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from te_models.distributed import Parallel, parallel
-from te_models.environment import environment
-from te_models.presets import get_preset
-from te_models.roofline import model_flops
-from te_models.train import Trainer
-from te_models.train_config import TrainConfig
+from te_models.config.presets import get_preset
+from te_models.config.training import TrainConfig
+from te_models.inspect.environment import environment
+from te_models.inspect.roofline import model_flops
+from te_models.training.parallel import Parallel, parallel
+from te_models.training.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results" / "scaling_h200.json"
 

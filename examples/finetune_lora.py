@@ -8,10 +8,10 @@ import argparse
 import torch
 
 from te_models import CausalLM
-from te_models.data import TokenDataset, check_vocabulary, load_documents
-from te_models.lora import add_lora
-from te_models.saved import tokenizer_of
-from te_models.tokenizer import load_tokenizer
+from te_models.checkpoint.pretrained import tokenizer_of
+from te_models.data.dataset import TokenDataset, check_vocabulary, load_documents
+from te_models.data.tokenizer import load_tokenizer
+from te_models.training.lora import add_lora
 
 
 def main() -> None:

@@ -8,11 +8,11 @@ python examples/generate.py Qwen/Qwen3-0.6B --chat --prompt "Why is the sky blue
 import argparse
 
 from te_models import CausalLM
-from te_models.chat import ChatTemplate
-from te_models.generate import stream_text
-from te_models.hf import local_folder
-from te_models.saved import saved_folder, tokenizer_of
-from te_models.tokenizer import load_tokenizer
+from te_models.checkpoint.pretrained import saved_folder, tokenizer_of
+from te_models.data.chat_template import ChatTemplate
+from te_models.data.tokenizer import load_tokenizer
+from te_models.generation.generate import stream_text
+from te_models.interop.hf import local_folder
 
 
 def main() -> None:

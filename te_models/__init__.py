@@ -9,11 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from te_models.config import ModelConfig
-    from te_models.graphed import GraphedStep
-    from te_models.model import CausalLM
-    from te_models.presets import get_preset, list_presets
-    from te_models.recipe import Recipe, get_recipe, list_recipes
+    from te_models.causal_lm import CausalLM
+    from te_models.config.model import ModelConfig
+    from te_models.config.presets import get_preset, list_presets
+    from te_models.config.recipe import Recipe, get_recipe, list_recipes
+    from te_models.training.cuda_graph import GraphedStep
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 _HOME = {
-    "CausalLM": "te_models.model",
-    "GraphedStep": "te_models.graphed",
-    "ModelConfig": "te_models.config",
-    "Recipe": "te_models.recipe",
-    "get_preset": "te_models.presets",
-    "get_recipe": "te_models.recipe",
-    "list_presets": "te_models.presets",
-    "list_recipes": "te_models.recipe",
+    "CausalLM": "te_models.causal_lm",
+    "GraphedStep": "te_models.training.cuda_graph",
+    "ModelConfig": "te_models.config.model",
+    "Recipe": "te_models.config.recipe",
+    "get_preset": "te_models.config.presets",
+    "get_recipe": "te_models.config.recipe",
+    "list_presets": "te_models.config.presets",
+    "list_recipes": "te_models.config.recipe",
 }
 
 

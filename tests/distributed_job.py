@@ -1,4 +1,4 @@
-"""Run by tests/test_many_processes.py in each of several processes: the cases one after the other, so that one start serves all."""
+"""Run by tests/training/test_parallel.py in each of several processes: the cases one after the other, so that one start serves all."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 import te_models.engine.emulated as emulated
-from te_models import offload
-from te_models.data import Document, TokenDataset
-from te_models.distributed import Parallel, meshes, parallel, reshard
-from te_models.fp8_state import fp8_state
-from te_models.metrics import read_metrics
-from te_models.presets import get_preset
-from te_models.sharded import local
-from te_models.tokenizer import load_tokenizer
-from te_models.train import Diverged, Result, Trainer
-from te_models.train_config import TrainConfig
+from te_models.config.presets import get_preset
+from te_models.config.training import TrainConfig
+from te_models.data.dataset import Document, TokenDataset
+from te_models.data.tokenizer import load_tokenizer
+from te_models.distributed.dtensor import local
+from te_models.fp8.scaling_state import fp8_state
+from te_models.model import offload
+from te_models.training.metrics import read_metrics
+from te_models.training.parallel import Parallel, meshes, parallel, reshard
+from te_models.training.trainer import Diverged, Result, Trainer
 
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2)
 TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(40)]

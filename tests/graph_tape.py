@@ -91,7 +91,7 @@ def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def pretend_cuda(patch: Any) -> list[Tape]:
-    """Let te_models.decode and te_models.graphed capture on the CPU: `patch` is pytest's monkeypatch; returns the tapes that are made."""
+    """Let te_models.generation.decode_loop and te_models.training.cuda_graph capture on the CPU: `patch` is pytest's monkeypatch; returns the tapes that are made."""
     tapes: list[Tape] = []
 
     def graph() -> Tape:
@@ -111,5 +111,5 @@ def pretend_cuda(patch: Any) -> list[Tape]:
         patch.setattr(f"te_models.{module}.capture", lambda tape, stream, *generators: tape.capture())
     # On a processor the emulated engine looks for NaN before it decodes; this is what it does on a GPU.
     patch.setattr(numerics, "decode_fp8", lambda codes, dtype: codes.view(numerics.TORCH_FP8[dtype]).float())
-    patch.setattr("te_models.generate._with_graph", lambda model, choice, use_cache: bool(choice is True))
+    patch.setattr("te_models.generation.generate._with_graph", lambda model, choice, use_cache: bool(choice is True))
     return tapes

@@ -16,7 +16,7 @@ multiprocessing.set_forkserver_preload(
         "torch.distributed.tensor",
         "torch._dynamo",
         "einops._torch_specific",
-        "te_models.model",
+        "te_models.causal_lm",
         "te_models.engine.emulated",
         "pytest",
     ]

@@ -51,11 +51,11 @@ def test_a_package_that_cannot_be_imported_is_named(pretend: Pretend) -> None:
 @pytest.mark.parametrize("version", [None, "0.18.1"])
 def test_lora_without_peft_is_one_line(pretend: Pretend, monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     pretend("peft", version)
-    monkeypatch.delitem(sys.modules, "te_models.lora", raising=False)
+    monkeypatch.delitem(sys.modules, "te_models.training.lora", raising=False)
     with pytest.raises(
-        ImportError, match=r"^te_models.lora needs peft .* or newer.*: pip install -U 'te-models\[lora\]'$"
+        ImportError, match=r"^te_models.training.lora needs peft .* or newer.*: pip install -U 'te-models\[lora\]'$"
     ):
-        importlib.import_module("te_models.lora")
+        importlib.import_module("te_models.training.lora")
 
 
 def test_the_oldest_versions_are_those_of_pyproject() -> None:

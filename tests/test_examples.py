@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from te_models import CausalLM, list_recipes
-from te_models.tokenizer import ByteTokenizer
+from te_models.data.tokenizer import ByteTokenizer
 
 EXAMPLES = sorted(path.name for path in (Path(__file__).parent.parent / "examples").glob("*.py"))
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"

@@ -12,7 +12,7 @@ import torch
 
 import te_models.engine.emulated as te
 from te_models import CausalLM, list_recipes
-from te_models.recipe import get_recipe
+from te_models.config.recipe import get_recipe
 
 FILE = Path(__file__).parent.parent / "benchmarks/recipe_accuracy.py"
 QUANTIZED = [name for name in list_recipes() if name != "bf16"]

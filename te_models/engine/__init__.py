@@ -2,6 +2,9 @@
 
 An engine is a module with Transformer Engine's own names (Linear, RMSNorm, autocast, checkpoint, recipe, ...). Layers
 receive it as `te` and read the same with either. The choice is made once, here, and never changes by itself.
+
+Lives here: te.Linear, te.RMSNorm, autocast and recompute, in both implementations.
+Not here: operations between the linears (te_models.kernels) and the FP8 state of a model (te_models.fp8).
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from types import ModuleType
 
 import torch
 
-from te_models.cudnn import load_torchs_cudnn
+from te_models.config.recipe import SCHEMES, Recipe
+from te_models.device.cudnn import load_torchs_cudnn
 from te_models.errors import unknown
-from te_models.recipe import SCHEMES, Recipe
 
 ENGINES = ("auto", "native", "emulated")
 OLDEST = (

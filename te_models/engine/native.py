@@ -39,9 +39,9 @@ from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.optimizers import FusedAdam
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_align_size_for_quantization
 
-import te_models.engine.handover_triton as handover_triton
-from te_models.engine.handover_triton import Codes
-from te_models.held import held, keep, kept
+import te_models.kernels.handover_triton as handover_triton
+from te_models.kernels.early_save import held, keep, kept
+from te_models.kernels.handover_triton import Codes
 
 __version__ = version("transformer-engine")
 autocast = _te.autocast

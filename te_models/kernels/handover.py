@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_models.held import held, keep, kept
+from te_models.kernels.early_save import held, keep, kept
 from te_models.kernels.elementwise import swiglu as silu_times_up
 from te_models.kernels.elementwise import swiglu_backward
 
@@ -31,7 +31,7 @@ def norm(module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module
 
 
 class _SwiGLU(torch.autograd.Function):
-    """SwiGLU from two functions, so that one may know where its input is saved (te_models/held.py)."""
+    """SwiGLU from two functions, so that one may know where its input is saved (te_models/kernels/early_save.py)."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:

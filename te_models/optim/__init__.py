@@ -1,6 +1,9 @@
 """Optimizers by name: what each is built from, its options and their defaults. docs/optimizers.md says when to use which.
 
 Every one has the interface of te_models.optim.master.MasterWeights, so the training loop knows none of them.
+
+Lives here: update rules, and the FP32 master weights that they update.
+Not here: the training loop and its learning-rate schedule (te_models.training).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from te_models.optim.galore import GaLore
 from te_models.optim.groups import groups
 from te_models.optim.master import MasterWeights
 from te_models.optim.muon8bit import Muon8bit
-from te_models.optim.owners import Owners
+from te_models.optim.parameter_owners import Owners
 from te_models.optim.te_adam import MOMENTS, TEAdam
 
 Groups = list[dict[str, Any]]

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from te_models.layers import GatedAttention, SwiGLU
+from te_models.model.layers import GatedAttention, SwiGLU
 
 # What the parts are; the first is what Muon and GaLore work on, all others are AdamW's.
 ROLES = (

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_models.fp8_params import is_quantized, new_master, take_master
+from te_models.distributed.dtensor import local, pieces
+from te_models.fp8.primary_weights import is_quantized, new_master, take_master
 from te_models.optim.groups import Part
-from te_models.optim.owners import Owners, placeholder
-from te_models.optim.packing import pack, unpack
-from te_models.sharded import local, pieces
+from te_models.optim.parameter_owners import Owners, placeholder
+from te_models.optim.state_tensors import pack, unpack
 
 CHUNK = 2**28  # parameters updated at a time
 
@@ -68,7 +68,7 @@ class MasterWeights:
         for part, view in views.items():
             self._views[id(part.parameter)].append((part, view))
         self.optimizers = build([{**group, "params": [views[part] for part in group["params"]]} for group in groups])
-        # te_models.distributed puts another one here where gradients lie in pieces on several ranks.
+        # te_models.training.parallel puts another one here where gradients lie in pieces on several ranks.
         self.gradient_norm: Callable[[list[nn.Parameter]], Tensor] = gradient_norm
         self._shrink: Tensor | None = None  # what the next step multiplies gradients with
         fused = all(isinstance(o, torch.optim.AdamW) and o.defaults["fused"] for o in self.optimizers)

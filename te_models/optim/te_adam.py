@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.fp8_params import is_quantized
+from te_models.fp8.primary_weights import is_quantized
 from te_models.optim.groups import Part
 from te_models.optim.master import check_kind, clip_factor, gradient_norm, set_group_rate
 

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 import te_models.engine.emulated as te
-from te_models import collectives
+from te_models.distributed import collectives
 
 SIZE, HALF = 256, 128  # each rank has whole 128x128 blocks of everything
 RECIPES: dict[str, Any] = {

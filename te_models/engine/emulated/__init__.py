@@ -23,7 +23,6 @@ from te_models.engine.emulated.autocast import (
     quantized_model_init,
     set_support,
 )
-from te_models.engine.emulated.checkpoint import checkpoint
 from te_models.engine.emulated.gemm import exact_gemm
 from te_models.engine.emulated.linear import Linear
 from te_models.engine.emulated.module import drop_cached_weights, reset_fp8_state, restored_recompute
@@ -36,6 +35,7 @@ from te_models.engine.emulated.quantizers import (
     MXFP8Quantizer,
 )
 from te_models.engine.emulated.recipe_state import DelayedScalingRequest, QuantizerRole
+from te_models.engine.emulated.recompute import checkpoint
 from te_models.engine.emulated.rmsnorm import RMSNorm
 from te_models.engine.emulated.tensors import Float8BlockwiseQTensor, Float8Tensor, MXFP8Tensor, QuantizedTensor
 

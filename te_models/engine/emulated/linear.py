@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_models.device.cpu_matmul import matmul
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.gemm import gemm
 from te_models.engine.emulated.module import TransformerEngineBaseModule
@@ -22,7 +23,6 @@ from te_models.engine.emulated.numerics import device_type
 from te_models.engine.emulated.parallel import MODES, Parallelism, divide, split_sizes
 from te_models.engine.emulated.quantizers import Float8Quantizer
 from te_models.engine.emulated.tensors import QuantizedTensor, QuantizedTensorStorage, as_matrix
-from te_models.matmul import matmul
 
 
 @dataclass

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.collectives import all_gather, all_reduce, reduce_scatter
+from te_models.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from te_models.engine.emulated.nvfp4 import NVFP4Quantizer, NVFP4TensorStorage
 from te_models.engine.emulated.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8Quantizer
 from te_models.engine.emulated.tensors import (

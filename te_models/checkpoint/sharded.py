@@ -1,0 +1,187 @@
+"""Checkpoints that many processes write at once, and that any number of processes, or one, reads.
+
+The folder is the one that a single process writes (te_models.checkpoint.folder): whole tensors in safetensors files with an index,
+JSON, a manifest. So nothing in it depends on how many processes there were, no step consolidates it afterwards, and
+from_pretrained, generate and convert read it as it is. The tensors are shared out among the processes by size; each is
+gathered, tensor by tensor, and its owner keeps and writes it. All processes must see the same file system.
+
+PyTorch's own torch.distributed.checkpoint is not used: its planner's metadata is a pickle, and its safetensors writer
+leaves slices by rank that have to be consolidated before anything else can read them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from te_models.checkpoint.folder import Content, finish_folder, prepare, record, refuse_strangers, write_index
+from te_models.checkpoint.run_folder import Checkpoints
+from te_models.distributed.control import Ranks
+from te_models.distributed.dtensor import cut, local, whole
+from te_models.files.atomic import SaveError, first_line, replacing_folder
+from te_models.files.formats import render_safetensors
+from te_models.fp8.scaling_state import fp8_state
+from te_models.model.tensor_parallel import gather_state, shard
+
+_OPTIMIZER = re.compile(r"optimizer\.(masters|state)\.(\d+)")
+Plan = dict[str, dict[str, int]]  # group -> tensor name -> number of the file; process `number % world` writes it
+
+
+class ShardedCheckpoints(Checkpoints):
+    """`Checkpoints` of a job of several processes, which all call `save` with the same names in the same order.
+
+    Tensors may be DTensors. `latest` names a checkpoint only once the files of every process are durable.
+    """
+
+    ranks: Ranks
+    model: Any  # whose parameters, and an optimizer's state of them, are saved
+    names: list[str]  # of the optimizer's parameters, in its order
+    fetch: Callable[[str, int, Tensor], Tensor] | None = None  # MasterWeights.fetch
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        documents: Mapping[str, Any],
+        *,
+        blocking: bool = True,
+        copy_later: bool = False,
+    ) -> Path:
+        """As `Checkpoints.save`, from all processes at once.
+
+        Raises:
+            ValueError: something given cannot be saved exactly, or `blocking` is False.
+            SaveError: it failed on some process; earlier checkpoints are intact. All processes raise alike.
+        """
+        if not blocking or copy_later:
+            raise ValueError("several processes save together: blocking=False is for one")
+        path = self.root / f"step-{step:08d}"
+        content: list[Content] = []
+
+        def plan() -> list[Any]:
+            content.append(prepare({g: {n: local(t) for n, t in m.items()} for g, m in tensors.items()}, documents))
+            return [self._shared_out(tensors, content[0].aliases), content[0].aliases]
+
+        files, aliases = self.ranks.from_first(plan, ValueError)
+        with ExitStack() as stack:
+
+            def begin() -> str:
+                real = Path(os.path.realpath(path))
+                refuse_strangers(real)
+                self.sweep()
+                return str(stack.enter_context(replacing_folder(real)))
+
+            folder = Path(self.ranks.from_first(begin, SaveError))
+            totals: dict[str, int] = {}
+            records = self._write(folder, files, tensors, totals)
+
+            def finish() -> None:
+                self._index(folder, records, files, totals)
+                finish_folder(folder, records, content[0])
+                stack.close()
+                self.publish(path)
+
+            self.ranks.from_first(finish, SaveError)
+        return path
+
+    def _shared_out(self, tensors: Mapping[str, Mapping[str, Tensor]], aliases: Mapping[str, Any]) -> Plan:
+        """Each tensor's file: the largest tensors first, each to the file that is least full, none beyond the limit."""
+        plan: Plan = {}
+        for group, members in tensors.items():
+            own = {name: t.numel() * t.itemsize for name, t in members.items() if name not in aliases.get(group, {})}
+            count = max(min(self.ranks.world, len(own)), -(-sum(own.values()) // self.max_shard_bytes), 1)
+            full, files = [0] * count, {}
+            for name in sorted(own, key=lambda name: -own[name]):
+                files[name] = full.index(min(full))
+                full[files[name]] += own[name]
+            plan[group] = {name: files[name] for name in own}
+        return plan
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        """All of a tensor, from its pieces (FSDP) and from the parts of all tensor-parallel ranks."""
+        tensor, found = whole(tensor), _OPTIMIZER.match(name)
+        if found and self.fetch is not None:
+            tensor = self.fetch(found[1], int(found[2]), tensor)
+        if self.model.tp.size > 1 and found:
+            name = self.names[int(found[2])] if tensor.dim() else name
+        return gather_state(self.model, {name: tensor})[name]
+
+    def _write(
+        self, folder: Path, plan: Plan, tensors: Mapping[str, Mapping[str, Tensor]], totals: dict[str, int]
+    ) -> dict[str, Any]:
+        """Write this process's files; returns the manifest's entries for those of all, and each group's size in `totals`."""
+        written: dict[str, Any] = {}
+        failure = None
+        for group, files in plan.items():
+            mine: dict[int, dict[str, Tensor]] = {
+                n: {} for n in files.values() if n % self.ranks.world == self.ranks.rank
+            }
+            for name, number in files.items():
+                full = self._whole(
+                    name, tensors[group][name].detach()
+                )  # on all processes, also those that do not keep it
+                totals[group] = totals.get(group, 0) + full.numel() * full.itemsize
+                if number in mine:
+                    mine[number][name] = full.cpu()
+            try:
+                for number, members in mine.items():
+                    file = _file(group, number, files)
+                    written[file] = record(folder / file, render_safetensors(members))
+            except OSError as error:
+                failure = failure or f"rank {self.ranks.rank}: {first_line(error)}"
+        everything: dict[str, Any] = {}
+        failures = []
+        for entries, problem in self.ranks.gather([written, failure]):
+            everything |= entries
+            failures += [problem] if problem else []
+        if failures:
+            raise SaveError(f"could not save {folder.name}: {failures[0]}; earlier checkpoints are intact")
+        return everything
+
+    def _index(self, folder: Path, records: dict[str, Any], plan: Plan, totals: Mapping[str, int]) -> None:
+        for group, files in plan.items():
+            if len(set(files.values())) > 1:
+                weight_map = {name: _file(group, number, files) for name, number in files.items()}
+                records[f"{group}.safetensors.index.json"] = write_index(folder, group, weight_map, totals[group])
+
+
+def _file(group: str, number: int, files: Mapping[str, int]) -> str:
+    count = max(files.values()) + 1
+    return f"{group}.safetensors" if count == 1 else f"{group}-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def cut_optimizer_state(
+    state: dict[str, Any], masters: Sequence[Tensor], model: Any, names: Sequence[str]
+) -> dict[str, Any]:
+    """A saved optimizer state with this rank's piece of every tensor that belongs to a master in pieces."""
+
+    def own(index: int, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        return cut(shard(names[index], value, model.config, model.tp), masters[index])
+
+    found = [{key: own(i, value) for key, value in values.items()} for i, values in enumerate(state["state"])]
+    return {**state, "state": found, "masters": [own(i, value) for i, value in enumerate(state["masters"])]}
+
+
+@torch.no_grad()
+def shared_amaxes(model: nn.Module, world: int) -> None:
+    """Give every rank the largest amaxes that any has recorded since its last update, so that one rank's are all ranks'.
+
+    The next update takes the largest over all ranks anyway, so no scale changes by it.
+    """
+    rows = [history[0] for name, history in fp8_state(model).items() if name.endswith("amax_history")]
+    if world == 1 or not rows:
+        return
+    largest = torch.cat(rows)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    for row, values in zip(rows, largest.split([len(row) for row in rows]), strict=True):
+        row.copy_(values)

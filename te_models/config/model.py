@@ -1,0 +1,273 @@
+"""The shape of a decoder: frozen, keyword-only, checked, with Hugging Face's field names. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError, dataclass, field, fields
+from typing import Any, get_type_hints
+
+from te_models.errors import unknown
+
+ATTENTION_GATES = ("elementwise", "headwise", "none")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# What each kind of RoPE scaling must have and may have, beside `rope_type`; te_models.model.rope computes them.
+ROPE_SCALINGS = {
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor",),
+        ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+         "truncate"),
+    ),
+    "longrope": (("short_factor", "long_factor"), ("original_max_position_embeddings", "factor", "attention_factor")),
+}  # fmt: skip
+
+# Output rows of the headwise gate are padded to this: the widest alignment of a feature dimension that a recipe asks for
+# (MXFP8 blocks of 32; Transformer Engine's get_align_size_for_quantization), so that one weight serves every recipe.
+FEATURE_ALIGNMENT = 32
+
+
+@dataclass(kw_only=True, unsafe_hash=True)  # frozen by __setattr__ below
+class ModelConfig:
+    """Shape of a gated-attention decoder. Sizes are counts of elements; every field can be overridden by keyword.
+
+    `attention_gate` is "elementwise" (one sigmoid gate per channel of the attention output), "headwise" (one per head)
+    or "none" (Llama, Qwen3, Mistral): Qiu et al. 2025, arXiv 2505.06708. `attention_bias` is a bias on q, k and v
+    (Qwen2); `qk_norm` an RMSNorm on each head of q and k (Qwen3). `num_key_value_heads` defaults to
+    `num_attention_heads` and `head_dim` to `hidden_size / num_attention_heads`.
+
+    `rope_scaling` is None or a row of ROPE_SCALINGS, such as {"rope_type": "linear", "factor": 2.0};
+    `partial_rotary_factor` the share of a head's channels that RoPE rotates (Qwen3-Next); `no_rope_layers` has an entry a
+    layer, 1 with RoPE and 0 without (SmolLM3's name and meaning). A query sees the last `sliding_window` keys, itself
+    included, in the layers that `layer_types` calls "sliding_attention", or in all if that is None (Mistral).
+    `zero_centered_norm` stores gamma - 1 in every norm (Qwen3-Next). `eos_token_id` may be several.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int = None  # type: ignore[assignment]  # filled in below, so that readers see an int
+    head_dim: int = None  # type: ignore[assignment]
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
+    partial_rotary_factor: float = 1.0
+    no_rope_layers: tuple[int, ...] | None = None
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    attention_gate: str = "elementwise"
+    attention_bias: bool = False
+    qk_norm: bool = False
+    zero_centered_norm: bool = False
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("no_rope_layers", "layer_types", "eos_token_id"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
+        _check_types(self)
+        _check_layers(self)
+        if self.num_key_value_heads is None:
+            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
+                    f"{self.num_attention_heads}: change one of them or give head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        if self.attention_gate not in ATTENTION_GATES:
+            raise unknown("attention_gate", self.attention_gate, ATTENTION_GATES)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd: rotary embeddings rotate pairs of channels")
+        if self.rotary_size < 2 or self.rotary_size % 2 or self.rotary_size > self.head_dim:
+            raise ValueError(
+                f"partial_rotary_factor={self.partial_rotary_factor} rotates {self.rotary_size} of head_dim={self.head_dim}"
+                " channels: it must be an even number from 2 to head_dim"
+            )
+        if self.rope_scaling is not None:
+            object.__setattr__(self, "rope_scaling", _checked_scaling(self.rope_scaling, self.rotary_size // 2))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Fields are set once. Other names are free: transformers.Trainer sets `use_cache` on any model's config."""
+        if name in self.__dataclass_fields__ and name in self.__dict__:
+            raise FrozenInstanceError(f"cannot assign to field {name!r}: make another config with dataclasses.replace")
+        object.__setattr__(self, name, value)
+
+    @property
+    def q_size(self) -> int:
+        """Channels of all query heads."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Channels of all key (or value) heads."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def qkvg_size(self) -> int:
+        """Output channels of the one projection that gives queries, keys, values and the gate."""
+        return self.q_size + 2 * self.kv_size + self.gate_size
+
+    @property
+    def gate_size(self) -> int:
+        """Output rows of the gate: one a channel, one a head (padded to the FP8 alignment), or none."""
+        if self.attention_gate == "elementwise":
+            return self.q_size
+        if self.attention_gate == "headwise":
+            return -(-self.num_attention_heads // FEATURE_ALIGNMENT) * FEATURE_ALIGNMENT
+        return 0
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of a head that RoPE rotates."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Positions a row may have: max_position_embeddings, or what RoPE is stretched to where that is more.
+
+        The factor of dynamic NTK is over max_position_embeddings, that of YaRN and LongRoPE over the original context.
+        """
+        limit, scaling = self.max_position_embeddings, self.rope_scaling or {}
+        if scaling.get("rope_type") not in ("dynamic", "yarn", "longrope"):
+            return limit
+        original = scaling.get("original_max_position_embeddings", limit)
+        return max(limit, int(original * scaling.get("factor", 1)))
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether this layer rotates its queries and keys."""
+        return self.no_rope_layers is None or bool(self.no_rope_layers[layer])
+
+    def window(self, layer: int) -> int | None:
+        """How many keys a query of this layer sees, itself included; None for all before it."""
+        slides = self.layer_types is None or self.layer_types[layer] == "sliding_attention"
+        return self.sliding_window if slides else None
+
+    @property
+    def num_padding_parameters(self) -> int:
+        """Parameters of the rows that pad the headwise gate to the FP8 alignment; nothing reads their output."""
+        if self.attention_gate != "headwise":
+            return 0
+        rows = self.gate_size - self.num_attention_heads
+        return self.num_hidden_layers * rows * (self.hidden_size + self.attention_bias)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters that the outputs depend on: those of a published model, without the padding of a headwise gate."""
+        d, q = self.hidden_size, self.q_size
+        rows = (
+            q + 2 * self.kv_size + {"elementwise": q, "headwise": self.num_attention_heads}.get(self.attention_gate, 0)
+        )
+        attention = d * rows + q * d + rows * self.attention_bias + 2 * self.head_dim * self.qk_norm
+        layer = attention + 3 * d * self.intermediate_size + 2 * d
+        tables = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
+        return tables + self.num_hidden_layers * layer + d
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, resolved, as plain JSON values."""
+        values = dataclasses.asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """The config with these fields; an unknown or a missing one is a ValueError."""
+        known = config_fields()
+        for name in values:
+            if name not in known:
+                raise unknown("config field", name, known)
+        required = [f.name for f in fields(cls) if f.default is dataclasses.MISSING]
+        if missing := [name for name in required if name not in values]:
+            raise ValueError(f"the config lacks {', '.join(missing)}")
+        return cls(**values)
+
+
+def config_fields() -> dict[str, Any]:
+    """Name -> type of every field of ModelConfig, in order."""
+    hints = get_type_hints(ModelConfig)
+    return {f.name: hints[f.name] for f in fields(ModelConfig)}
+
+
+def _check_types(config: ModelConfig) -> None:
+    """Sizes are positive ints, rates positive floats, flags bools: a string from a hand-written file is an error."""
+    for f in fields(config):
+        value, kind = getattr(config, f.name), str(f.type)
+        if value is None and (f.default is None):
+            continue
+        if kind.startswith("bool"):
+            good = isinstance(value, bool)
+        elif kind.startswith("int"):
+            smallest = 0 if f.name.endswith("_token_id") else 1
+            several = value if isinstance(value, tuple) and "tuple" in kind else (value,)
+            good = all(isinstance(v, int) and not isinstance(v, bool) and v >= smallest for v in several)
+        elif kind.startswith("float"):
+            good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+        elif kind.startswith("Mapping"):
+            good = isinstance(value, Mapping)
+        else:
+            good = isinstance(value, tuple if kind.startswith("tuple") else str)
+        if not good:
+            raise ValueError(f"{f.name}={value!r} is not a valid {kind.split(' ')[0]}: give a positive {kind}")
+
+
+def _check_layers(config: ModelConfig) -> None:
+    """The fields with an entry a layer have one for each, of a known kind."""
+    for name, allowed in (("no_rope_layers", (0, 1)), ("layer_types", LAYER_TYPES)):
+        values = getattr(config, name)
+        if values is None:
+            continue
+        if len(values) != config.num_hidden_layers:
+            raise ValueError(f"{name} has {len(values)} entries for num_hidden_layers={config.num_hidden_layers}")
+        for value in values:
+            if value not in allowed:
+                raise ValueError(f"{name} holds {value!r}, which is not supported: choose from {allowed}")
+    if config.layer_types and "sliding_attention" in config.layer_types and config.sliding_window is None:
+        raise ValueError("layer_types asks for sliding_attention: give sliding_window")
+
+
+def _checked_scaling(scaling: Mapping[str, Any], pairs: int) -> dict[str, Any]:
+    """`rope_scaling` with exactly the fields of its type, or a ValueError that names what is not supported."""
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind not in ROPE_SCALINGS:
+        raise ValueError(f"rope_scaling of type {kind!r} is not supported: choose from {', '.join(ROPE_SCALINGS)}")
+    required, optional = ROPE_SCALINGS[kind]
+    known = required + optional
+    given = {name: scaling[name] for name in scaling if name not in ("rope_type", "type") and scaling[name] is not None}
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"rope_scaling of type {kind!r} with {name}={value!r} is not supported: it takes {known}")
+        _check_scaling_field(name, value, pairs)
+    if missing := [name for name in required if name not in given]:
+        raise ValueError(f"rope_scaling of type {kind!r} lacks {', '.join(missing)}")
+    return {"rope_type": kind, **{name: given[name] for name in known if name in given}}
+
+
+def _check_scaling_field(name: str, value: Any, pairs: int) -> None:
+    """A positive number, a flag for `truncate`, one number for each of the `pairs` of channels for a list."""
+    if name == "truncate":
+        if not isinstance(value, bool):
+            raise ValueError(f"rope_scaling: truncate={value!r} is not true or false")
+        return
+    several = name in ("short_factor", "long_factor")
+    if several and (not isinstance(value, (list, tuple)) or len(value) != pairs):
+        raise ValueError(
+            f"rope_scaling: {name} is not a list of {pairs} numbers, one for each pair of rotated channels"
+        )
+    for number in value if several else (value,):
+        if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < float("inf"):
+            raise ValueError(f"rope_scaling: {name}={number!r} is not a positive number")

@@ -1,0 +1,249 @@
+"""Precision recipes: a TOML file of values over a row of Transformer Engine's fields. No torch.
+
+`SCHEMES` says what each of Transformer Engine's recipe classes takes; a file in `recipes/` gives the values; keywords
+override them. A new recipe of a known scheme is one TOML file, a new scheme one row here.
+
+Transformer Engine itself ignores unknown fields without a word (section 1.1 of its behaviour: a misspelt
+`amax_histroy_len` does nothing); here each is an error that names the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from te_models.errors import unknown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Check = type | tuple[Any, ...]  # bool, int (any), or the allowed values
+
+HYBRID_OR_E4M3 = ("HYBRID", "E4M3")
+OVERRIDE = ("none", "high_precision", "dequantized")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What one of Transformer Engine's recipe classes needs: rows a multiple of `rows`, features of `features`.
+
+    `scattered_rows`: what the rows of each rank are a multiple of, so that quantized rows can be sent (0: of `rows`).
+    """
+
+    fields: Mapping[str, Check] = field(default_factory=dict)
+    rows: int = 16
+    features: int = 16
+    scattered_rows: int = 0
+    available: str = "is_fp8_available"  # the engine's function that says whether, and if not why
+    stateful: bool = False  # scales and amax histories live from step to step and belong in a checkpoint
+    forward: str = "E4M3"
+
+
+SCHEMES: dict[str, Scheme] = {
+    "none": Scheme(rows=1, features=1, available="", forward="BF16"),
+    "DelayedScaling": Scheme(
+        dict(margin=int, fp8_format=HYBRID_OR_E4M3, amax_history_len=int, amax_compute_algo=("most_recent", "max"),
+             reduce_amax=bool),
+        stateful=True,
+    ),
+    "Float8CurrentScaling": Scheme(
+        dict(fp8_format=HYBRID_OR_E4M3, use_power_2_scales=bool, backward_override=OVERRIDE),
+    ),
+    "Float8BlockScaling": Scheme(
+        dict(fp8_format=HYBRID_OR_E4M3, use_f32_scales=bool, x_block_scaling_dim=(1, 2), w_block_scaling_dim=(1, 2),
+             grad_block_scaling_dim=(1, 2), backward_override=OVERRIDE),
+        scattered_rows=128, available="is_fp8_block_scaling_available",
+    ),
+    "MXFP8BlockScaling": Scheme(
+        dict(fp8_format=HYBRID_OR_E4M3, enable_2d_quantization=bool, backward_override=OVERRIDE),
+        rows=32, features=32, available="is_mxfp8_available",
+    ),
+    "NVFP4BlockScaling": Scheme(
+        dict(disable_rht=bool, disable_stochastic_rounding=bool, disable_2d_quantization=bool,
+             backward_override=OVERRIDE),
+        rows=128, features=32, available="is_nvfp4_available", forward="E2M1",
+    ),
+}  # fmt: skip
+
+# Ours, beside the scheme's own: which layers stay out of FP8.
+EDGES: dict[str, Check] = dict(num_layers_at_start_in_bf16=int, num_layers_at_end_in_bf16=int, lm_head=("bf16", "fp8"))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A precision recipe with every value resolved; change it with `replace`, which checks.
+
+    `scheme` is the name of Transformer Engine's recipe class ("none" for BF16) and `fields` its values.
+    """
+
+    name: str
+    scheme: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_end_in_bf16: int = 0
+    lm_head: str = "bf16"
+    description: str = ""
+    hardware: str = ""
+
+    def __post_init__(self) -> None:
+        if self.scheme not in SCHEMES:
+            raise unknown("scheme", self.scheme, SCHEMES)
+        checks = {**SCHEMES[self.scheme].fields, **EDGES}
+        for name, value in {**self.fields, **{edge: getattr(self, edge) for edge in EDGES}}.items():
+            if name not in checks:
+                raise unknown(f"field of recipe {self.name!r}", name, checks)
+            _check(name, value, checks[name])
+        if self.lm_head == "fp8" and self.num_layers_at_end_in_bf16:
+            raise ValueError("lm_head='fp8' needs num_layers_at_end_in_bf16=0: the FP8 layers are one region")
+        object.__setattr__(self, "fields", MappingProxyType(dict(self.fields)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
+        return self  # nothing in it can change
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any layer is to run below BF16."""
+        return self.scheme != "none"
+
+    @property
+    def stateful(self) -> bool:
+        """Whether scales and amax histories live from step to step."""
+        return SCHEMES[self.scheme].stateful
+
+    @property
+    def row_alignment(self) -> int:
+        """The number of tokens of a GEMM must be a multiple of this."""
+        return SCHEMES[self.scheme].rows
+
+    @property
+    def scattered_row_alignment(self) -> int:
+        """The number of each rank's tokens must be a multiple of this under sequence parallelism."""
+        return SCHEMES[self.scheme].scattered_rows or self.row_alignment
+
+    @property
+    def feature_alignment(self) -> int:
+        """Input and output features of a GEMM must be multiples of this."""
+        return SCHEMES[self.scheme].features
+
+    @property
+    def formats(self) -> str:
+        """The formats of activations and gradients, such as "E4M3/E5M2"."""
+        forward = SCHEMES[self.scheme].forward
+        return f"{forward}/E5M2" if self.fields.get("fp8_format") == "HYBRID" else forward
+
+    def replace(self, **overrides: Any) -> Recipe:
+        """This recipe with some fields changed; an unknown field or a bad value is a ValueError."""
+        own = {name: overrides.pop(name) for name in list(overrides) if name in EDGES}
+        return dataclasses.replace(self, fields={**self.fields, **overrides}, **own)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every resolved value, as plain JSON values: the content of `recipe.json`."""
+        edges = {name: getattr(self, name) for name in EDGES}
+        return {"name": self.name, "scheme": self.scheme, **self.fields, **edges}
+
+    def build(self, te: Any) -> Any:
+        """The engine's recipe object: an instance of Transformer Engine's class (None for BF16)."""
+        if not self.quantized:
+            return None
+        values = dict(self.fields)
+        if "fp8_format" in values:
+            values["fp8_format"] = te.recipe.Format[values["fp8_format"]]
+        if values.get("backward_override") == "none":
+            values["backward_override"] = None
+        built = getattr(te.recipe, self.scheme)(**values)
+        # Transformer Engine reads these three from the environment alone, whatever the constructor was told.
+        power_of_two = values.get("use_power_2_scales", not values.get("use_f32_scales", True))
+        if self.scheme in ("Float8CurrentScaling", "Float8BlockScaling"):
+            for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+                setattr(built, operand, te.recipe.QParams(power_2_scale=power_of_two))
+        return built
+
+
+def list_recipes() -> list[str]:
+    """Names of the recipes that come with the package."""
+    order = list(SCHEMES)
+    return sorted(_shipped(), key=lambda name: order.index(get_recipe(name).scheme))
+
+
+def get_recipe(recipe: str | Path | Recipe | Any, **overrides: Any) -> Recipe:
+    """The Recipe meant by a name, a TOML file's path, a Recipe or one of Transformer Engine's recipe objects.
+
+    Raises ValueError for an unknown name, field or value (naming the nearest valid one) and for a file that is not TOML.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe.replace(**overrides)
+    if not isinstance(recipe, (str, Path)):
+        return _from_object(recipe).replace(**overrides)
+    shipped = _shipped()
+    if str(recipe) in shipped:
+        return _from_file(shipped[str(recipe)]).replace(**overrides)
+    if str(recipe).endswith(".toml"):
+        return _from_file(Path(recipe)).replace(**overrides)
+    raise unknown("recipe", recipe, [*shipped, "the path of a .toml file"])
+
+
+def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
+    """The Recipe that `Recipe.to_dict` or a TOML file describes."""
+    about: dict[str, Any] = {"name": "custom"}
+    about |= {k: v for k, v in values.items() if k in ("name", "scheme", "description", "hardware", *EDGES)}
+    if "scheme" not in about:
+        raise ValueError(f"a recipe needs scheme = one of {', '.join(SCHEMES)}")
+    return Recipe(fields={k: v for k, v in values.items() if k not in about}, **about)
+
+
+def recipe_fields() -> dict[str, Check]:
+    """Name -> check of every field of every scheme, the BF16 edges included."""
+    merged = {name: check for scheme in SCHEMES.values() for name, check in scheme.fields.items()}
+    return {**merged, **EDGES}
+
+
+def _shipped() -> dict[str, Path]:
+    """Name -> file. In a wheel the files lie inside the package, in a checkout beside it."""
+    here = Path(__file__).parent.parent
+    folder = next(f for f in (here / "recipes", here.parent / "recipes") if f.is_dir())
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def _from_file(path: Path) -> Recipe:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the recipe {str(path)!r}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"the recipe {str(path)!r} is not TOML: {error}") from None
+    return recipe_from_dict({"name": path.stem, **values})
+
+
+def _from_object(recipe: Any) -> Recipe:
+    """Read one of Transformer Engine's recipe objects, of either engine."""
+    scheme = type(recipe).__name__
+    if scheme not in SCHEMES:
+        raise ValueError(
+            f"recipe={recipe!r}: give a name ({', '.join(_shipped())}), a .toml file or a TE recipe object"
+        )
+    values = {name: getattr(recipe, name) for name in SCHEMES[scheme].fields}
+    if "fp8_format" in values:
+        values["fp8_format"] = values["fp8_format"].name
+    if "backward_override" in values:
+        values["backward_override"] = values["backward_override"] or "none"
+    return Recipe(name=scheme, scheme=scheme, fields=values, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1)
+
+
+def _check(name: str, value: Any, check: Check) -> None:
+    if isinstance(check, tuple):
+        if value not in check or isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, check))}")
+    elif check is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}: give true or false")
+    elif not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: give a whole number")
+    elif value < (1 if name == "amax_history_len" else 0):
+        raise ValueError(f"{name}={value!r} is too small: give {1 if name == 'amax_history_len' else 0} or more")

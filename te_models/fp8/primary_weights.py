@@ -1,0 +1,222 @@
+"""FP8 primary weights: te.Linear weights that are FP8 codes and inverse scales, without a BF16 copy on the device.
+
+Transformer Engine makes them under `quantized_model_init` (section 10 of its behaviour) and reads them as they are, so a
+step casts no weight. What an update must not lose lives in the optimizer's FP32 masters; after each step the codes are
+made again from those. A weight is written here and nowhere else: an ordinary in-place operation would quantize again
+what is already quantized, and an in-place operation on a slice of one would be lost.
+
+Under FSDP2 a parameter is a DTensor whose piece is an FP8Shard (te_models.fp8.fsdp_gather).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_models.config.recipe import Recipe
+from te_models.distributed.dtensor import local, piece, pieces, put
+from te_models.fp8.fsdp_gather import FP8Shard
+
+E4M3_MAX = 448.0
+SCHEMES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")
+# Those with one scale a weight, which all ranks can share; where blocks have scales, their rows would have to fit the cut.
+SHARDED_SCHEMES = SCHEMES[:2]
+# The fields of a recipe that say how a weight is quantized.
+WEIGHT_FIELDS = ("use_power_2_scales", "use_f32_scales", "w_block_scaling_dim", "enable_2d_quantization")
+# Transformer Engine's attributes that hold the codes and their inverse scales; a format has two or four of them.
+_PARTS = ("data", "scale_inv", "rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise a ValueError if weights cannot be kept in the format of this recipe."""
+    if recipe.scheme not in SCHEMES:
+        raise ValueError(
+            f"fp8_params=True needs an FP8 recipe, and {recipe.name!r} is {recipe.scheme!r}: choose recipe='current', "
+            "'blockwise', 'delayed' or 'mxfp8', or leave fp8_params out"
+        )
+
+
+def same_codes(one: Recipe, other: Recipe) -> bool:
+    """Whether both recipes quantize a weight into the same kind of codes."""
+    return one.scheme == other.scheme and all(one.fields.get(f) == other.fields.get(f) for f in WEIGHT_FIELDS)
+
+
+def quantized(parameter: Any) -> Any:
+    """The engine's quantized tensor that an FP8 primary weight is, or this rank's piece of it; None for another tensor."""
+    own = local(parameter)
+    own = own.fp8 if isinstance(own, FP8Shard) else own
+    return own if hasattr(own, "quantize_") else None
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Whether a parameter is an FP8 primary weight, of either engine."""
+    return quantized(tensor) is not None
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor without its graph; the dequantized values of an FP8 weight, in its nominal dtype."""
+    fp8 = quantized(tensor)
+    return tensor.detach() if fp8 is None else pieces(fp8.dequantize().detach(), tensor)
+
+
+def clear_states(model: nn.Module) -> None:
+    """Scales 1 and histories 0 in modules with FP8 weights: they were built by quantizing what the memory held."""
+    for module in _owners(model).values():
+        # Transformer Engine's own reset fails on the state of a recipe that has none of these (2.20).
+        if getattr(module.fp8_meta.get("scaling_fwd"), "amax_history", None) is not None:
+            module.reset_fp8_meta_tensors()
+
+
+@torch.no_grad()
+def drop_transposed(model: Any) -> None:
+    """Let a backward transpose the weights' codes and drop that copy, which is a byte a parameter otherwise.
+
+    Transformer Engine does so where FSDP2 gathers weights, and for weights with one scale it can do it anywhere.
+    """
+    if model.recipe.scheme not in SHARDED_SCHEMES:
+        return
+    for module in _owners(model).values():
+        fp8 = quantized(module.weight)
+        module._is_fsdp2 = True
+        fp8._quantizer.set_usage(columnwise=False)
+        fp8.update_usage(columnwise_usage=False)
+
+
+@torch.no_grad()
+def write_weight(parameter: Any, value: Tensor) -> None:
+    """Give a parameter its values, or its piece of them; an FP8 weight also keeps them, on the CPU, for the optimizer's master.
+
+    Under DelayedScaling the scale is first taken from the values, where Transformer Engine casts the first ones with
+    scale 1, into the subnormals (section 10).
+    """
+    fp8 = quantized(parameter)
+    if fp8 is None:
+        put(parameter, value)
+        return
+    value = value.detach().to(parameter.dtype)
+    for part in _PARTS:
+        scales = getattr(fp8, f"_{part}", None) if part.endswith("scale_inv") else None
+        if scales is not None:
+            scales.zero_()  # blocks' scales lie in rows that are filled up, with what the memory held
+    quantizer = fp8._quantizer
+    if _delayed(quantizer) and (amax := value.abs().amax().float()) > 0:
+        quantizer.scale.fill_(E4M3_MAX / amax.item())
+        quantizer.amax.zero_()
+    fp8.quantize_(piece(value, parameter).to(fp8.device))
+    keep_initial_value(parameter, value)
+
+
+@torch.no_grad()
+def take_master(parameter: Any, master: Tensor) -> None:
+    """Give an FP8 weight the values of its master after a step."""
+    fp8 = quantized(parameter)
+    fp8.quantize_(local(master).to(fp8.device))
+
+
+def keep_initial_value(parameter: Any, value: Tensor) -> None:
+    """Remember the values that an FP8 weight was made of, where Transformer Engine's optimizers look for them too."""
+    own = piece(value, parameter).detach()
+    quantized(parameter)._high_precision_init_val = own.to("cpu", parameter.dtype, copy=own is not value)
+
+
+@torch.no_grad()
+def new_master(parameter: Any) -> Tensor:
+    """The FP32 master of an FP8 weight: the values it was made of, if they are still kept, else the dequantized ones."""
+    fp8 = quantized(parameter)
+    value = getattr(fp8, "_high_precision_init_val", None)
+    if value is None:
+        return plain(parameter).float()
+    del fp8._high_precision_init_val
+    return pieces(value.to(fp8.device, torch.float32, copy=True), parameter)
+
+
+def weight_codes(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> live codes and inverse scales of every FP8 weight: `<weight>.data` uint8 [O, I] and `<weight>.scale_inv`
+    FP32 [1], or rowwise and columnwise ones where blocks have scales. Codes are cut up as their weight is."""
+    return {
+        f"{name}.{part}": pieces(tensor, parameter) if part == "data" else tensor
+        for name, parameter in model.named_parameters()
+        if (fp8 := quantized(parameter)) is not None
+        for part in _PARTS
+        if (tensor := getattr(fp8, f"_{part}", None)) is not None
+    }
+
+
+@torch.no_grad()
+def load_codes(model: nn.Module, codes: Mapping[str, Tensor]) -> None:
+    """Overwrite codes and inverse scales with `codes`, which fit (`weight_codes` says what does)."""
+    live = weight_codes(model)
+    for name, tensor in codes.items():
+        put(live[name], tensor)
+    for name, parameter in model.named_parameters():
+        fp8 = quantized(parameter)
+        if f"{name}.data" in codes and fp8.get_usages()["columnwise"]:  # the transposed copy is of the codes before
+            fp8.update_usage(columnwise_usage=False)
+            fp8.update_usage(columnwise_usage=True)
+
+
+@torch.no_grad()
+def relink(model: nn.Module, built: Any) -> None:
+    """Connect FP8 weights to the new FP8 state of their modules after the old one was dropped.
+
+    `built` is the engine's recipe object. Delayed scales are the caller's to bring along.
+    """
+    for module in _owners(model).values():
+        fp8, quantizer = quantized(module.weight), _weight_quantizer(module, built)
+        for name in ("columnwise_usage", "with_amax_reduction", "amax_reduction_group"):
+            if hasattr(fp8._quantizer, name):
+                setattr(quantizer, name, getattr(fp8._quantizer, name))
+        fp8._quantizer = quantizer
+
+
+@torch.no_grad()
+def make_shards(model: Any, group: Any) -> None:
+    """Let what FSDP2 left of the weights that are to be FP8 be FP8 codes, without values yet (`write_weight`).
+
+    `group` are the processes that share each weight, over which current scaling takes its amax.
+
+    Raises:
+        ValueError: the recipe gives blocks their own scales, or a weight's rows cannot be shared out evenly.
+    """
+    if model.recipe.scheme not in SHARDED_SCHEMES:
+        raise ValueError(
+            f"FP8 primary weights in pieces need one scale a weight, which recipe {model.recipe.name!r} does not have: choose "
+            "recipe='delayed' or 'current', or leave fp8_params out"
+        )
+    for name, module in model.named_modules():
+        if not (isinstance(module, model.te.Linear) and module.primary_weights_in_fp8):
+            continue
+        weight: Any = module.weight
+        if len(weight) % weight.device_mesh.size():
+            raise ValueError(
+                f"the {len(weight)} rows of {name}.weight cannot be shared evenly by {weight.device_mesh.size()} processes, as FP8 "
+                "primary weights have to be: change the number of processes, or leave fp8_params out"
+            )
+        quantizer, own = _weight_quantizer(module, model.te_recipe), local(weight)
+        quantizer.set_usage(rowwise=True, columnwise=False)
+        fp8 = quantizer.make_empty(own.shape, dtype=own.dtype, device=own.device)
+        if hasattr(quantizer, "with_amax_reduction"):
+            fp8._quantizer.with_amax_reduction, fp8._quantizer.amax_reduction_group = True, group
+        weight._local_tensor = FP8Shard(fp8)  # FSDP2 looks for it before the first forward
+
+
+def _weight_quantizer(module: Any, built: Any) -> Any:
+    """A quantizer for a module's FP8 weight, with the scale and the amax of the module where it has them."""
+    if "scaling_fwd" not in module.fp8_meta:
+        module.fp8_meta.update(recipe=built, num_gemms=1)
+        module.init_fp8_meta_tensors(built)
+    quantizer = module.quantizers["scaling_fwd"][1].copy()
+    quantizer.internal = False
+    return quantizer
+
+
+def _owners(model: nn.Module) -> dict[str, Any]:
+    return {name: m for name, m in model.named_modules() if is_quantized(getattr(m, "weight", None))}
+
+
+def _delayed(quantizer: Any) -> bool:
+    recipe = quantizer._get_compatible_recipe()
+    return not isinstance(recipe, tuple) and recipe.delayed()

@@ -1,0 +1,113 @@
+"""The FP8 state of a model (scales and amax histories) as plain named tensors: read, write, freeze.
+
+Only stateful recipes (DelayedScaling) have any. Names are `<module>.scaling_fwd.scale` and so on; the tensors are those
+that Transformer Engine keeps in `module.fp8_meta` (sections 2.1 and 7.11 of its behaviour): `scale` FP32 [3] forward
+(input, weight, output) and [2] backward, `amax_history` FP32 [length, same]; row 0 is the step under way, the last row
+the newest finished one. They are written in place, never rebound: the engine's registry holds the same tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_models.config.recipe import Recipe
+
+DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+
+
+def fp8_state(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> live tensor of every scale and amax history in the model; empty before the first FP8 forward."""
+    found: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        meta: dict[str, Any] = getattr(module, "fp8_meta", {})
+        for direction in DIRECTIONS:
+            state: Any = meta.get(direction)
+            if getattr(state, "amax_history", None) is not None:
+                found[f"{name}.{direction}.scale"] = state.scale
+                found[f"{name}.{direction}.amax_history"] = state.amax_history
+    return found
+
+
+@torch.no_grad()
+def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Any) -> None:
+    """Write `tensors` (as from `fp8_state`) into the model, which need not have run yet.
+
+    `built` is the engine's DelayedScaling object that the model will run under. A history of another length keeps its
+    newest entries. Raises ValueError, before anything is written, when a name or a width does not fit the model.
+    """
+    modules: dict[str, Any] = dict(model.named_modules())
+    owners = {name.rsplit(".", 2)[0] for name in tensors}
+    if strange := sorted(owner for owner in owners if not hasattr(modules.get(owner), "fp8_meta")):
+        raise ValueError(f"the FP8 state is of another model: this one has no FP8 module {strange[0]!r}")
+    for owner in sorted(owners):
+        if "scaling_fwd" not in modules[owner].fp8_meta:
+            modules[owner].fp8_meta.update(recipe=built, num_gemms=1)
+            modules[owner].init_fp8_meta_tensors(built)
+    live = fp8_state(model)
+    for name, value in tensors.items():
+        if name not in live or live[name].shape[-1:] != value.shape[-1:]:
+            raise ValueError(f"the FP8 state does not fit the model at {name!r} ({list(value.shape)})")
+    for name, value in tensors.items():
+        live[name].copy_(_resized(value, len(live[name])) if name.endswith("amax_history") else value)
+
+
+@torch.no_grad()
+def convert_scales(model: nn.Module, old: Recipe, new: Recipe) -> None:
+    """Turn the scales of one DelayedScaling recipe, which the model holds, into those of another one.
+
+    Amaxes are of the tensors themselves, so histories stay as they are; a scale is the format's largest number, less the
+    margin, over an amax, so it changes by a power of two. A tensor that was never seen keeps scale 1.
+    """
+    live = fp8_state(model)
+    for name, scale in live.items():
+        if name.endswith(".scale"):
+            direction = name.split(".")[-2]
+            seen = (scale != 1) | (live[name.removesuffix("scale") + "amax_history"].amax(0) > 0)
+            scale.mul_(torch.where(seen, _largest(new, direction) / _largest(old, direction), 1.0))
+
+
+def _largest(recipe: Recipe, direction: str) -> float:
+    """What an amax is scaled to: 448 in E4M3, 57344 in E5M2, divided by 2^margin."""
+    wide = direction == "scaling_bwd" and recipe.fields.get("fp8_format", "HYBRID") == "HYBRID"
+    return (57344.0 if wide else 448.0) * 2.0 ** -recipe.fields.get("margin", 0)
+
+
+@contextlib.contextmanager
+def frozen_fp8_state(model: nn.Module) -> Iterator[None]:
+    """Whatever runs inside leaves every scale and amax history as it was, to the bit.
+
+    Transformer Engine records the amax of any forward, evaluation included, and lets it into the next training update
+    (section 2.5).
+    """
+    live = fp8_state(model)
+    before = {name: torch.empty_like(tensor) for name, tensor in live.items()}
+    _copy_all(before, live)
+    try:
+        yield
+    finally:
+        now = fp8_state(model)
+        _copy_all({name: now[name] for name in before if name in now}, before)
+        for name in now.keys() - before.keys():  # a module that ran for the first time: back to what it is born with
+            now[name].fill_(1.0 if name.endswith("scale") else 0.0)
+
+
+@torch.no_grad()
+def _copy_all(to: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
+    """Copy the tensors of these names, a few kernels for all: a decoding step has time for no more."""
+    if to:
+        torch._foreach_copy_(list(to.values()), [source[name] for name in to])
+
+
+def _resized(history: Tensor, length: int) -> Tensor:
+    """`history` [n, width] as [length, width]: row 0 and the newest rows kept, the oldest dropped or zero."""
+    kept = min(len(history), length) - 1
+    out = history.new_zeros(length, history.shape[1])
+    out[0] = history[0]
+    if kept:
+        out[-kept:] = history[-kept:]
+    return out

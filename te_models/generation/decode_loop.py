@@ -1,0 +1,146 @@
+"""The loop that makes tokens from a KV cache: the prompt once, then one step of fixed shapes for every token.
+
+The step keeps all it works on at fixed addresses and asks nothing of the host, so on a GPU it is captured in a CUDA graph
+once and replayed; without that, the host spends longer launching a step's kernels than the device running them. The
+same function runs eagerly everywhere else, with the same results. The host learns a token while the device makes the
+next one.
+
+Under an FP8 recipe the weights are quantized with the prompt and the codes kept for all steps (one byte a parameter).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.device.cuda_capture import capture, failed_capture
+from te_models.model.kv_cache import KVCache
+
+Pick = Callable[[Tensor], Tensor]  # logits FP32 [B, V] -> tokens int64 [B]
+
+log = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def cached_tokens(
+    model: Any, ids: Tensor, mask: Tensor | None, count: int, pick: Pick, generator: torch.Generator, graph: bool
+) -> Generator[Tensor]:
+    """The `count` tokens after `ids` [B, S], int64 [B] on the host, one step at a time.
+
+    `graph` captures the steps after the first in a CUDA graph; `generator` is what `pick` draws from. The weights must
+    not change before the last token: an FP8 recipe has quantized them.
+    """
+    loop = Loop(model, ids, mask, count, pick, generator, graph)
+    ahead, launched = int(ids.is_cuda), 0
+    try:
+        for step in range(count):
+            while launched < min(count, step + 1 + ahead):
+                loop.launch(launched)
+                launched += 1
+            yield loop.arrived(step)
+    finally:
+        for module in linears(model):
+            model.te.drop_cached_weights(module)
+
+
+@torch.no_grad()
+def recomputed_tokens(model: Any, ids: Tensor, mask: Tensor | None, count: int, pick: Pick) -> Generator[Tensor]:
+    """The same tokens without a cache: the whole sequence anew for each."""
+    for _ in range(count):
+        new = pick(model(ids, attention_mask=mask, logits_to_keep=1).logits[:, -1].float())
+        yield new.cpu()
+        ids = torch.cat((ids, new[:, None]), dim=1)
+        mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=1)
+
+
+class Loop:
+    """The state of one generation on the device.
+
+    Attributes:
+        newest: int64 [B, 1], the tokens that the next step reads.
+        made: int64 [count, B], all tokens so far.
+        done: int64 [1], how many steps have been made.
+    """
+
+    def __init__(self, model: Any, ids: Tensor, mask: Tensor | None, count: int, pick: Pick,
+                 generator: torch.Generator, graph: bool) -> None:  # fmt: skip
+        batch, length = ids.shape
+        self.model, self.ids, self.mask, self.pick, self.generator = model, ids, mask, pick, generator
+        self.cache = KVCache(model.local_config, batch, length + count, model.device, model.dtype)
+        log.info("%r", self.cache)
+        self.newest = ids.new_zeros(batch, 1)
+        self.made = ids.new_zeros(count, batch)
+        self.done = ids.new_zeros(1)
+        self.graph: Any = torch.cuda.CUDAGraph() if graph else None
+        self.stream: Any = torch.cuda.Stream(ids.device) if graph else None
+        self.host = torch.empty(count, batch, dtype=torch.long, pin_memory=True) if ids.is_cuda else self.made
+        self.events: list[Any] = []
+
+    def launch(self, step: int) -> None:
+        """Start step number `step` and the copy of its tokens to the host, and wait for neither."""
+        if step == 0:
+            self._forward(self.ids, self.mask, first=True)
+        elif self.graph is None:
+            self.step()
+        elif step == 1:
+            self._warm_up()
+        elif step == 2:
+            self._capture()
+        else:
+            self.cache.length += 1
+            self.graph.replay()
+        if self.made.is_cuda:
+            self.host[step].copy_(self.made[step], non_blocking=True)
+            self.events.append(torch.cuda.Event())
+            self.events[-1].record()
+
+    def arrived(self, step: int) -> Tensor:
+        """The tokens of a step that was launched, int64 [B] on the host, once they are there."""
+        if self.made.is_cuda:
+            self.events[step].synchronize()
+        return self.host[step]
+
+    def step(self) -> None:
+        """One token for each row: fixed shapes and addresses, and nothing that the host would have to know."""
+        self._forward(self.newest, None, first=False)
+
+    def _capture(self) -> None:
+        """Capture a step and replay it. Where another thread disturbs the capture, this and all later steps run eagerly."""
+        length = self.cache.length
+        try:
+            with capture(self.graph, self.stream, self.generator):
+                self.step()
+        except RuntimeError as error:
+            if not failed_capture(error):
+                raise
+            log.warning("generation goes on without its CUDA graph: %s", str(error).splitlines()[0])
+            self.graph, self.cache.length = None, length
+            self.step()
+            return
+        self.graph.replay()
+
+    def _forward(self, ids: Tensor, mask: Tensor | None, first: bool) -> None:
+        keep = first if self.model.recipe.quantized else None  # the prompt quantizes the weights, the steps use that
+        options = dict(cache=self.cache, attention_mask=mask, logits_to_keep=1, is_first_microbatch=keep)
+        new = self.pick(self.model(ids, **options).logits[:, -1].float())
+        self.made.index_copy_(0, self.done, new[None])
+        self.newest.copy_(new[:, None])
+        self.done += 1
+
+    def _warm_up(self) -> None:
+        """A step on the stream of the capture, where the libraries get their workspaces and kernels are compiled."""
+        current = torch.cuda.current_stream(self.made.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            self.step()
+        current.wait_stream(self.stream)
+        self.graph.register_generator_state(self.generator)
+
+
+def linears(model: Any) -> list[Any]:
+    """Every te.Linear of the model."""
+    return [module for module in model.modules() if isinstance(module, model.te.Linear)]

@@ -1,0 +1,170 @@
+"""What a user would train with instead: the same decoder in plain PyTorch, in torchao float8, in te.TransformerLayer.
+
+Each peer has the shape of a ModelConfig, the same tokens and the best settings it is known for: torch.compile of every
+block and of the loss, cuDNN attention first. Only what is timed is here: one forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_models.config.model import ModelConfig
+from te_models.config.recipe import Recipe, get_recipe
+from te_models.engine import engine_module
+from te_models.errors import needs
+from te_models.kernels import elementwise
+from te_models.kernels.gated_attention import Heads
+from te_models.kernels.sdpa import causal_attention
+from te_models.model.rope import rotary_tables
+
+Step = Callable[[], Tensor]
+
+
+class TorchBlock(nn.Module):
+    """layers.Block in torch.nn alone. x [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, config: ModelConfig, **factory: Any) -> None:
+        super().__init__()
+        self.heads = Heads(
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.attention_gate
+        )
+        d, f = config.hidden_size, config.intermediate_size
+        self.qkvg_proj = nn.Linear(d, config.qkvg_size, bias=False, **factory)
+        self.o_proj = nn.Linear(config.q_size, d, bias=False, **factory)
+        self.gate_up_proj = nn.Linear(d, 2 * f, bias=False, **factory)
+        self.down_proj = nn.Linear(f, d, bias=False, **factory)
+        self.norms = nn.ModuleList(nn.RMSNorm(d, config.rms_norm_eps, **factory) for _ in range(2))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """As layers.Block."""
+        q, k, v, gate = self.heads.split(self.qkvg_proj(self.norms[0](x)).flatten(0, 1), len(x))
+        q, k = elementwise.rope(q, cos, sin), elementwise.rope(k, cos, sin)
+        out = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+        out = out if gate is None else elementwise.gate(out, gate)
+        x = x + self.o_proj(out.flatten(-2))
+        return x + self.down_proj(elementwise.swiglu(self.gate_up_proj(self.norms[1](x))))
+
+
+class Peer(nn.Module):
+    """Embedding, blocks, norm and head; `call` runs one block, `around` lies round all of them."""
+
+    def __init__(
+        self, config: ModelConfig, blocks: list[nn.Module], call: Callable[..., Tensor], **factory: Any
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
+        self.blocks, self.call = nn.ModuleList(blocks), call
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits [B, S, V] of ids [B, S]."""
+        x = self.embed(ids)
+        return self.lm_head(self.norm(self.call(self.blocks, x)))
+
+
+def torch_peer(config: ModelConfig, device: torch.device, convert: Callable[[nn.Module], None] | None = None) -> Peer:
+    """nn.Linear and nn.RMSNorm in BF16, each block compiled on a GPU; `convert` changes the model before that."""
+    _check(config)
+    factory: dict[str, Any] = dict(device=device, dtype=torch.bfloat16)
+
+    def call(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device)
+        cos, sin = rotary_tables(config, positions, x.dtype)
+        for block in blocks:
+            x = block(x, cos, sin)
+        return x
+
+    peer = Peer(config, [TorchBlock(config, **factory) for _ in range(config.num_hidden_layers)], call, **factory)
+    if convert is not None:
+        convert(peer)
+    if device.type == "cuda":
+        for block in peer.blocks:
+            block.compile()
+    return peer
+
+
+def torchao_peer(config: ModelConfig, device: torch.device) -> Peer:
+    """The torch peer with torchao's float8 training, tensorwise dynamic scales, in all linears but the head."""
+    _need_cuda(device, "torchao")
+    with needs("--peers torchao", "torchao", "0.17", "optim"):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415  optional
+
+    def convert(peer: nn.Module) -> None:
+        settings = Float8LinearConfig.from_recipe_name("tensorwise")
+        convert_to_float8_training(peer, config=settings, module_filter_fn=lambda _, name: name != "lm_head")
+
+    return torch_peer(config, device, convert)
+
+
+def te_layer_peer(config: ModelConfig, device: torch.device, recipe: Recipe | None) -> Peer:
+    """NVIDIA's fused te.TransformerLayer, which has no gate, hence fewer FLOPs; all layers in the recipe's format."""
+    _check(config)
+    _need_cuda(device, "te-layer")
+    te = engine_module("native")
+    factory: dict[str, Any] = dict(device=device, dtype=torch.bfloat16)
+    blocks = [
+        te.TransformerLayer(
+            config.hidden_size, config.intermediate_size, config.num_attention_heads,
+            num_gqa_groups=config.num_key_value_heads, kv_channels=config.head_dim, hidden_dropout=0.0,
+            attention_dropout=0.0, layernorm_epsilon=config.rms_norm_eps, bias=False, normalization="RMSNorm",
+            activation="swiglu", attn_input_format="bshd", self_attn_mask_type="causal", fuse_qkv_params=True,
+            params_dtype=torch.bfloat16, device=device,
+        )
+        for _ in range(config.num_hidden_layers)
+    ]  # fmt: skip
+    rope = te.RotaryPositionEmbedding(config.head_dim)
+    te_recipe = recipe.build(te) if recipe is not None else None
+
+    def call(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+        frequencies = rope(x.shape[1]).to(device)
+        with te.autocast(enabled=te_recipe is not None, recipe=te_recipe):
+            for block in blocks:
+                x = block(x, rotary_pos_emb=frequencies)
+        return x
+
+    return Peer(config, blocks, call, **factory)
+
+
+PEERS: dict[str, Callable[[ModelConfig, torch.device], Peer]] = {
+    "torch": torch_peer,
+    "torchao": torchao_peer,
+    "te-layer": lambda config, device: te_layer_peer(config, device, get_recipe("delayed")),
+    "te-layer-bf16": lambda config, device: te_layer_peer(config, device, None),
+}
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuse what the peers do not have, rather than time another model."""
+    own = {"qk_norm": config.qk_norm, "attention_bias": config.attention_bias, "sliding_window": config.sliding_window}
+    own |= {"partial_rotary_factor below 1": config.rotary_size != config.head_dim}
+    if found := [name for name, value in own.items() if value]:
+        raise ValueError(f"the peers have no {found[0]}: choose a gated-* preset, or --peers none")
+
+
+def _need_cuda(device: torch.device, name: str) -> None:
+    if device.type != "cuda":
+        raise ValueError(f"peer {name!r} needs a CUDA device: choose --peers torch, or none")
+
+
+def peer_step(peer: Peer, ids: Tensor) -> Step:
+    """One forward and backward of `peer` on ids [B, S], predicting each next token; returns the loss."""
+
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+        return elementwise.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    loss_of = torch.compile(loss_of) if ids.is_cuda else loss_of
+    targets = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+
+    def step() -> Tensor:
+        for parameter in peer.parameters():
+            parameter.grad = None
+        loss = loss_of(peer(ids), targets)
+        loss.backward()
+        return loss.detach()
+
+    return step

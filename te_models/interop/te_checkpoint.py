@@ -1,0 +1,109 @@
+"""A checkpoint of Transformer Engine's own modules: weights, and the FP8 state it pickles, read without running any of it.
+
+`torch.save(model.state_dict(), "model.pt")`, or the same tensors in safetensors files, hold every parameter and, for each
+module, a uint8 tensor `<module>._extra_state`: empty, or under DelayedScaling a pickle (section 7.10 of Transformer
+Engine's behaviour), which Transformer Engine refuses to load unless told that running it is safe. A .pt file is read by
+PyTorch's restricted loader, which makes tensors and nothing else; the pickles in it by te_models.interop.te_extra_state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.config.recipe import SCHEMES, Recipe, get_recipe
+from te_models.files.atomic import first_line
+from te_models.files.formats import CheckpointError, open_safetensors
+from te_models.interop.te_extra_state import read_extra_state
+
+SUFFIXES = (".pt", ".pth")
+EXTRA = "_extra_state"
+_PARTS = {
+    "scale_fwd": "scaling_fwd.scale", "amax_history_fwd": "scaling_fwd.amax_history",
+    "scale_bwd": "scaling_bwd.scale", "amax_history_bwd": "scaling_bwd.amax_history",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TECheckpoint:
+    """Parameters by name, scales and histories by the names of te_models.fp8.scaling_state, and the recipe's fields in them."""
+
+    weights: dict[str, Tensor]
+    fp8_state: dict[str, Tensor]
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def recipe(self, layers: int) -> Recipe:
+        """The recipe that a model of `layers` blocks was saved under: BF16 unless there is state; the BF16 layers at its
+        ends are those without."""
+        if not self.fp8_state:
+            return get_recipe("bf16")
+        parts = [name.split(".") for name in self.fp8_state]
+        inside = [int(part[1]) for part in parts if part[0] == "layers" and part[1].isdecimal()] or [0]
+        head = "fp8" if any(part[0] == "lm_head" for part in parts) else "bf16"
+        edges = dict(num_layers_at_start_in_bf16=min(inside), num_layers_at_end_in_bf16=layers - 1 - max(inside))
+        return get_recipe("delayed", **self.fields, **edges, lm_head=head)
+
+
+def te_files(folder: Path) -> list[Path]:
+    """The files of a Transformer Engine checkpoint in `folder`; none if it holds something else."""
+    pickles = sorted(path for path in folder.glob("*") if path.suffix in SUFFIXES)
+    tensors = sorted(folder.glob("*.safetensors"))
+    if any(name.endswith(EXTRA) for path in tensors for name in open_safetensors(path)):
+        return tensors
+    return pickles if not tensors else []
+
+
+def read_te_checkpoint(path: str | Path, rename: Callable[[str], str] | None = None) -> TECheckpoint:
+    """Reads a .pt, .pth or .safetensors file, or all those of a folder.
+
+    Args:
+        path: the file or folder. A state_dict under the key "model" or "state_dict" of a larger dictionary is found.
+        rename: their name of a parameter -> ours, for a model with other names; modules are renamed along with them.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it holds what would have to be run to be read; one line.
+    """
+    path = Path(path)
+    files = te_files(path) if path.is_dir() else [path]
+    if not files:
+        raise CheckpointError(
+            f"{path} holds no Transformer Engine checkpoint: no .pt or .pth, no {EXTRA} in safetensors"
+        )
+    weights: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    fields: dict[str, Any] = {}
+    for file in files:
+        for theirs, value in (_read_pt(file) if file.suffix in SUFFIXES else open_safetensors(file)).items():
+            name = rename(theirs) if rename is not None else theirs
+            if not name.endswith(EXTRA):
+                weights[name] = value
+            elif value is not None and (found := read_extra_state(value)):
+                module = name.removesuffix(EXTRA)
+                state |= {module + ours: found[part] for part, ours in _PARTS.items() if part in found}
+                fields = fields or found["recipe"]
+    known = {name: fields[name] for name in SCHEMES["DelayedScaling"].fields if fields.get(name) is not None}
+    return TECheckpoint(weights, state, known)
+
+
+def _read_pt(file: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # the loader's errors have no common base but this one
+        raise CheckpointError(
+            f"{file} is damaged, or holds more than tensors, which is not run ({first_line(error)}): save the model's "
+            "state_dict() alone, with weights that are not in FP8"
+        ) from None
+    for key in ("model", "state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping) or not all(
+        isinstance(name, str) and (isinstance(value, Tensor) or (value is None and name.endswith(EXTRA)))
+        for name, value in content.items()
+    ):
+        raise CheckpointError(f"{file} is no state_dict: it must map names to tensors")
+    return dict(content)

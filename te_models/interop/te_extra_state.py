@@ -1,0 +1,289 @@
+"""Transformer Engine's own saved FP8 state, read without unpickling it.
+
+Under DelayedScaling, Transformer Engine (2.20, section 7.10 of its behaviour) puts a pickle into `state_dict()` as the
+uint8 tensor `_extra_state` of every module, and refuses to load it unless told that running its code is safe. Here the
+pickle is interpreted instead: the few opcodes and the few globals that such a state is made of are given their meaning
+by this file, no name is ever imported, and anything else is refused.
+"""
+
+import io
+import math
+import pickletools
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.files.atomic import first_line
+from te_models.files.formats import CheckpointError
+
+MAX_BYTES = 64 * 2**20
+MAX_OPCODES = 4096  # a real state has about 200
+TENSOR_DIMS = {"scale_fwd": 1, "amax_history_fwd": 2, "scale_bwd": 1, "amax_history_bwd": 2}
+
+_RECIPES = "transformer_engine.common.recipe"
+_RECIPE_CLASSES = (
+    "DelayedScaling",
+    "Float8CurrentScaling",
+    "Float8BlockScaling",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "MMParams",
+    "QParams",
+    "_FormatHelper",
+)
+_FORMAT = f"{_RECIPES}.Format"
+_FORMATS = {(6, 6): "E2M1", (448, 448): "E4M3", (57344, 57344): "E5M2", (448, 57344): "HYBRID"}
+_REBUILD_TENSOR = "torch._utils._rebuild_tensor_v2"
+_LOAD_STORAGE = "torch.storage._load_from_bytes"
+_ORDERED_DICT = "collections.OrderedDict"
+_GETATTR = "builtins.getattr"
+_STATE_GLOBALS = frozenset(
+    {_FORMAT, _REBUILD_TENSOR, _LOAD_STORAGE, _ORDERED_DICT, _GETATTR}
+    | {f"{_RECIPES}.{name}" for name in _RECIPE_CLASSES}
+)
+_OPCODES = {opcode.code: opcode for opcode in pickletools.opcodes}
+_FLOAT_STORAGE = "torch.FloatStorage"
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_LEGACY_VERSION = 1001
+_SCALARS = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class _Global:
+    """The name of something importable, which stays a name."""
+
+    name: str
+
+
+@dataclass
+class _Inert:
+    """What would have become an instance of a recipe class."""
+
+    kind: str
+    arguments: tuple[Any, ...]
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Lazy:
+    """A contiguous FP32 tensor that is copied out only if it is wanted."""
+
+    data: memoryview
+    shape: tuple[int, ...]
+
+
+def read_extra_state(payload: Tensor | bytes) -> dict[str, Any]:
+    """Reads the `_extra_state` of one Transformer Engine module.
+
+    Args:
+        payload: uint8 [bytes], or the bytes. Both the form of `te.Linear` and the nested one of `te.ops` are read,
+            and that of Transformer Engine 1.x, which had no recipe in it.
+
+    Returns:
+        Empty where the module has no state. Otherwise "recipe" (its fields by name, "recipe_type" among them, formats
+        as "HYBRID"), "extra_fp8_variables", and what there is of "scale_fwd" [3 g], "amax_history_fwd" [length, 3 g],
+        "scale_bwd" [2 g] and "amax_history_bwd" [length, 2 g]: FP32, own memory, for g GEMMs.
+
+    Raises:
+        CheckpointError: the payload is damaged, or holds anything that such a state has no need of.
+    """
+    if isinstance(payload, Tensor):
+        if payload.dtype != torch.uint8 or payload.ndim != 1:
+            raise CheckpointError(f"an extra state is uint8 [bytes], not {payload.dtype} {list(payload.shape)}")
+        payload = payload.detach().cpu().numpy().tobytes()
+    if not payload:
+        return {}
+    if len(payload) > MAX_BYTES:
+        raise CheckpointError(f"the extra state has {len(payload)} bytes, more than the limit of {MAX_BYTES}")
+    try:
+        state = _interpret(io.BytesIO(payload), _STATE_GLOBALS)
+        return _checked(state) if state is not None else {}
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, struct.error) as error:
+        raise CheckpointError(f"the extra state is refused ({type(error).__name__}: {first_line(error)})") from None
+
+
+def _checked(state: Any) -> dict[str, Any]:
+    """Brings the three forms of a state into one."""
+    if not isinstance(state, dict):
+        raise ValueError("it is not a dictionary")
+    parts = [state[mode] for mode in ("forward", "backward") if mode in state] or ([state] if state else [])
+    found: dict[str, Any] = {}
+    for part in parts:
+        recipe = part.get("recipe", _Inert("DelayedScaling", ()))
+        if not isinstance(recipe, _Inert):
+            raise ValueError("its recipe is not one of Transformer Engine's")
+        found["recipe"] = {"recipe_type": recipe.kind, **_fields(recipe.fields)}
+        found.setdefault("extra_fp8_variables", {}).update(_fields(part.get("extra_fp8_variables", {})))
+        found |= {name: _materialise(name, part[name]) for name in TENSOR_DIMS if name in part}
+    for direction in ("fwd", "bwd"):
+        widths = [
+            found[name].shape[-1] for name in (f"scale_{direction}", f"amax_history_{direction}") if name in found
+        ]
+        if len(widths) == 1 or len(set(widths)) > 1:
+            raise ValueError(f"scale_{direction} and amax_history_{direction} do not go together")
+    return found
+
+
+def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Public fields as plain values, at most one level deep, so that shared references cannot blow up."""
+
+    def plain(value: Any) -> Any:
+        if type(value) in _SCALARS:
+            return value
+        if type(value) in (tuple, list) and all(type(item) in _SCALARS for item in value):
+            return list(value)
+        if isinstance(value, _Inert) and all(type(item) in _SCALARS for item in value.fields.values()):
+            return {name: item for name, item in value.fields.items() if not name.startswith("_")}
+        raise ValueError("a field of it is not a plain value")
+
+    return {name: plain(value) for name, value in values.items() if not name.startswith("_")}
+
+
+def _materialise(name: str, value: Any) -> Tensor:
+    if not isinstance(value, _Lazy) or len(value.shape) != TENSOR_DIMS[name]:
+        raise ValueError(f"{name} is not a tensor of {TENSOR_DIMS[name]} dimensions")
+    return torch.frombuffer(bytearray(value.data), dtype=torch.float32).reshape(value.shape)
+
+
+def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Any:
+    """Evaluates one pickle, up to and including its STOP, with `known` as the only globals."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+
+    def pop(count: int) -> list[Any]:
+        if len(stack) < count:
+            raise ValueError("the stack is empty")
+        taken = stack[len(stack) - count :]
+        del stack[len(stack) - count :]
+        return taken
+
+    for opcode, argument in _operations(stream):
+        match opcode:
+            case "PROTO" | "FRAME" | "BINPERSID":
+                pass
+            case "STOP":
+                return pop(1)[0]
+            case "NONE" | "NEWTRUE" | "NEWFALSE":
+                stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode])
+            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "BINUNICODE" | "SHORT_BINUNICODE":
+                stack.append(argument)
+            case "BINBYTES" | "SHORT_BINBYTES" | "BINBYTES8":
+                stack.append(argument)
+            case "EMPTY_DICT" | "EMPTY_LIST" | "EMPTY_TUPLE":
+                stack.append({"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}[opcode]())
+            case "MARK":
+                marks.append(len(stack))
+            case "TUPLE":
+                stack.append(tuple(pop(len(stack) - marks.pop())))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(tuple(pop(int(opcode[-1]))))
+            case "APPEND" | "APPENDS":
+                items = pop(1 if opcode == "APPEND" else len(stack) - marks.pop())
+                _expect(list, stack[-1]).extend(items)
+            case "SETITEM" | "SETITEMS":
+                items = pop(2 if opcode == "SETITEM" else len(stack) - marks.pop())
+                _set_items(_expect(dict, stack[-1]), items)
+            case "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            case "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "GLOBAL" | "STACK_GLOBAL":
+                name = argument if opcode == "GLOBAL" else ".".join(pop(2))
+                if name not in known:
+                    raise ValueError(f"it refers to {name[:80]}")
+                stack.append(_Global(name))
+            case "REDUCE" | "NEWOBJ":
+                function, arguments = pop(2)
+                stack.append(_call(_expect(_Global, function).name, _expect(tuple, arguments)))
+            case "BUILD":
+                (fields,) = pop(1)
+                _expect(_Inert, stack[-1]).fields.update(_expect(dict, fields))
+            case _:
+                raise ValueError(f"it uses the opcode {opcode}")
+
+
+def _operations(stream: io.BytesIO) -> Iterator[tuple[str, Any]]:
+    """The opcodes of a pickle and their arguments; those that are lines of text, which are of no use here, undecoded."""
+    for _ in range(MAX_OPCODES):
+        code = stream.read(1).decode("latin1")
+        if code not in _OPCODES:
+            raise ValueError(f"it has the byte {code!r} for an opcode" if code else "it has no end")
+        opcode = _OPCODES[code]
+        if opcode.name == "GLOBAL":
+            yield opcode.name, f"{stream.readline()[:-1].decode()}.{stream.readline()[:-1].decode()}"
+        elif opcode.arg is None or opcode.arg.n == pickletools.UP_TO_NEWLINE:
+            yield opcode.name, None
+        else:
+            yield opcode.name, opcode.arg.reader(stream)
+    raise ValueError(f"more than {MAX_OPCODES} opcodes")
+
+
+def _expect(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"a {type(value).__name__} where a {kind.__name__} belongs")
+    return value
+
+
+def _set_items(target: dict[str, Any], items: list[Any]) -> None:
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        target[_expect(str, key)] = value
+
+
+def _call(function: str, arguments: tuple[Any, ...]) -> Any:
+    """The meaning of the known globals when called."""
+    if function == _LOAD_STORAGE:
+        (data,) = arguments
+        return _read_storage(_expect(bytes, data))
+    if function == _REBUILD_TENSOR:
+        return _rebuild_tensor(*arguments[:4])
+    if function == _ORDERED_DICT and not arguments:
+        return {}
+    if function == _FORMAT:
+        (helper,) = arguments
+        return _FORMATS[_expect(_Inert, helper).arguments]
+    if function == _GETATTR and arguments[0] == _Global(_FORMAT) and arguments[1] in _FORMATS.values():
+        return arguments[1]
+    kind = function.removeprefix(f"{_RECIPES}.")
+    if kind in _RECIPE_CLASSES:
+        return _Inert(kind, arguments)
+    raise ValueError(f"it calls {function}")
+
+
+def _rebuild_tensor(data: Any, offset: Any, shape: Any, stride: Any) -> _Lazy:
+    """Part of an FP32 storage as a contiguous tensor."""
+    for number in (offset, *_expect(tuple, shape), *_expect(tuple, stride)):
+        if _expect(int, number) < 0:
+            raise ValueError("a tensor has a negative size")
+    contiguous = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    if stride != contiguous:
+        raise ValueError("a tensor is not contiguous")
+    count = math.prod(shape)
+    if 4 * (offset + count) > len(_expect(memoryview, data)):
+        raise ValueError("a tensor is larger than its storage")
+    return _Lazy(data[4 * offset : 4 * (offset + count)], shape)
+
+
+def _read_storage(data: bytes) -> memoryview:
+    """The FP32 data of a storage in PyTorch's pre-1.6 file format, which pickling a tensor uses to this day.
+
+    The format is five pickles (magic number, version, platform, a persistent id that describes the storage, the list
+    of its keys), then the number of elements as int64 and the elements.
+    """
+    stream = io.BytesIO(data)
+    known = frozenset({_FLOAT_STORAGE})
+    magic, version, platform, description, keys = (_interpret(stream, known) for _ in range(5))
+    label, kind, key, _, count, view = description
+    header = (magic, version, platform["little_endian"], label, kind, keys, view)
+    if header != (_LEGACY_MAGIC, _LEGACY_VERSION, True, "storage", _Global(_FLOAT_STORAGE), [key], None):
+        raise ValueError("a storage in it is not FP32 in PyTorch's format")
+    start = stream.tell() + 8
+    if data[start - 8 : start] != struct.pack("<q", count) or len(data) != start + 4 * count:
+        raise ValueError("a storage in it is truncated")
+    return memoryview(data)[start:]

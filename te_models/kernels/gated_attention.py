@@ -1,0 +1,242 @@
+"""Everything between the two GEMMs of attention as one operation: RoPE, causal attention, the output gate.
+
+Written out for autograd it would make a copy of q, k and v each way to change their layout, and its backward would
+concatenate four gradients into one: 12 of 183 ms a step at 1B on an H200. Here q and k are rotated where qkvg_proj has
+put them, attention reads views, and the backward writes each gradient to its place in one buffer. What is kept for
+backward: the rotated projection, attention's output and its log-sum-exp.
+
+`Operations` are the elementwise parts: `PLAIN` here, in Triton in gated_attention_triton.py. Shapes as in model/layers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_models.config.model import ModelConfig
+from te_models.kernels.sdpa import suits_cudnn
+
+
+def can_fuse(config: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether attention_core computes this model's attention of `tokens` tokens a row.
+
+    Not with QK-norm or RoPE on a part of the channels; and on CUDA devices where cuDNN's kernel is not the one for them.
+    """
+    if config.qk_norm or config.rotary_size != config.head_dim:
+        return False
+    return device.type != "cuda" or suits_cudnn(tokens, config.head_dim, dtype)
+
+
+class Heads(NamedTuple):
+    """How the columns of qkvg divide: [q: query*dim | k: key*dim | v: key*dim | gate]."""
+
+    query: int
+    key: int
+    dim: int
+    gate: str  # "elementwise", "headwise" or "none", as ModelConfig.attention_gate
+
+    def split(self, qkvg: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Views of qkvg [B*S, Q]: q [B, S, A, H], k and v [B, S, K, H], the gate [B, S, A, H or 1] or None."""
+        sizes = [self.query * self.dim, self.key * self.dim, self.key * self.dim]
+        q, k, v, rest = qkvg.unflatten(0, (batch, -1)).split([*sizes, qkvg.shape[1] - sum(sizes)], dim=-1)
+        q, k, v = (t.unflatten(-1, (-1, self.dim)) for t in (q, k, v))
+        if self.gate == "none":
+            return q, k, v, None
+        # A headwise gate has one column a head, and further ones that only fill up the alignment.
+        gate = (
+            rest.unflatten(-1, (self.query, self.dim)) if self.gate == "elementwise" else rest[..., : self.query, None]
+        )
+        return q, k, v, gate
+
+
+class Operations(NamedTuple):
+    """The elementwise parts; tensors [B, S, heads, H] of any strides whose channels lie together.
+
+    `codes` None: they write no FP8.
+    """
+
+    rotate: Callable[[Tensor, Tensor, Tensor, Tensor, bool], None]
+    copy: Callable[[Tensor, Tensor], None]
+    gate: Callable[[Tensor, Tensor], Tensor]
+    gate_backward: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    codes: CodeOperations | None = None
+
+
+class CodeOperations(NamedTuple):
+    """The last ones of forward and backward, writing codes [N, K] and transposed [K, N] from column `first` on.
+
+    Tensors as above; `place` is a target's (engine.native.Target). `new` makes codes to write to.
+    """
+
+    new: Callable[[int, int, torch.device], Any]
+    gate: Callable[..., None]  # (codes, place, first, x, logits or None)
+    rotate: Callable[..., None]  # (codes, place, first, x, cos, sin, inverse)
+    gate_backward: Callable[..., Tensor]  # (codes, place, first, dy, x, logits): the gradient for x
+
+
+def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
+    """Write RoPE of x, or its inverse (which is its gradient), into `out`, which may be x.
+
+    cos, sin [S, H] or [B, S, H], whose halves repeat.
+    """
+    cos, sin = cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1) * sin
+    out.copy_(x.float() * cos + (-turned if inverse else turned))
+
+
+def copy(x: Tensor, out: Tensor) -> None:
+    """Write x into `out`."""
+    out.copy_(x)
+
+
+def gate(x: Tensor, logits: Tensor) -> Tensor:
+    """x [B, S, A, H] * sigmoid(logits [B, S, A, H or 1]), contiguous, computed in FP32."""
+    return (x.float() * torch.sigmoid(logits.float())).to(x.dtype).contiguous()
+
+
+def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Tensor:
+    """The gradient of `gate` for x, contiguous; that for the logits is written into `dlogits`."""
+    opening = torch.sigmoid(logits.float())
+    slope = dy.float() * x.float() * opening * (1 - opening)
+    dlogits.copy_(slope if logits.shape[-1] == x.shape[-1] else slope.sum(-1, keepdim=True))
+    return (dy.float() * opening).to(dy.dtype).contiguous()
+
+
+PLAIN = Operations(rotate, copy, gate, gate_backward)
+
+
+class _AttentionCore(torch.autograd.Function):
+    """See attention_core."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkvg: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        batch: int,
+        rows: int,
+        heads: Heads,
+        ops: Operations,
+        targets: tuple[Any, Any],
+    ) -> Tensor:
+        """qkvg [N, Q] -> [B*S, A*H]; rotates q and k in place."""
+        qkvg = qkvg.detach()  # autograd refuses changes to a view that another function returned; its producer is done
+        q, k, v, logits = heads.split(qkvg[:rows], batch)
+        if cos is not None and sin is not None:
+            ops.rotate(q, q, cos, sin, False)
+            ops.rotate(k, k, cos, sin, False)
+        out, *kept = _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        # Codes are for all rows and columns, and one value a head would need a sum over what its kernel has in parts.
+        whole = ops.codes is not None and not _has_filling(qkvg, rows, heads) and heads.gate != "headwise"
+        gradient, target = targets if whole else (None, None)
+        ctx.setting = (batch, rows, heads, ops, gradient)
+        ctx.plain = [value for value in kept if not isinstance(value, Tensor)]
+        ctx.places = [isinstance(value, Tensor) for value in kept]
+        ctx.save_for_backward(qkvg, cos, sin, out, *(value for value in kept if isinstance(value, Tensor)))
+        mixed = out.transpose(1, 2)
+        if target is not None and ops.codes is not None:
+            codes = ops.codes.new(rows, heads.query * heads.dim, qkvg.device)
+            ops.codes.gate(codes, target.place, 0, mixed, logits)
+            return target.tensor(codes, qkvg.dtype)
+        return (mixed if logits is None else ops.gate(mixed, logits)).reshape(rows, -1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradient of qkvg, made in one buffer."""
+        batch, rows, heads, ops, target = ctx.setting
+        qkvg, cos, sin, out, *tensors = ctx.saved_tensors
+        plain, tensors = iter(ctx.plain), iter(tensors)
+        kept = [next(tensors) if place else next(plain) for place in ctx.places]
+        q, k, v, logits = heads.split(qkvg[:rows], batch)
+        dy, mixed = dy.view(batch, -1, heads.query, heads.dim), out.transpose(1, 2)
+
+        def slopes(dmixed: Tensor) -> list[Tensor]:
+            own = (dmixed.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out, kept)
+            return [t.transpose(1, 2) for t in _attention_backward(*own)]
+
+        if target is not None:
+            codes = ops.codes.new(*qkvg.shape, qkvg.device)
+            _write_codes(codes, target.place, heads, ops.codes, dy, mixed, logits, cos, sin, slopes)
+            return target.tensor(codes, qkvg.dtype), *[None] * 8
+        grad = torch.zeros_like(qkvg) if _has_filling(qkvg, rows, heads) else torch.empty_like(qkvg)
+        gq, gk, gv, glogits = heads.split(grad[:rows], batch)
+        dq, dk, dv = slopes(dy if logits is None else ops.gate_backward(dy, mixed, logits, glogits))
+        for slope, place in ((dq, gq), (dk, gk)):
+            if cos is None:
+                ops.copy(slope, place)
+            else:
+                ops.rotate(slope, place, cos, sin, True)
+        ops.copy(dv, gv)
+        return grad, *[None] * 8
+
+
+def _write_codes(
+    codes: Any, place: Any, heads: Heads, ops: CodeOperations, dy: Tensor, mixed: Tensor, logits: Tensor | None,
+    cos: Tensor | None, sin: Tensor | None, slopes: Callable[[Tensor], list[Tensor]],
+) -> None:  # fmt: skip
+    """The backward's gradient [q | k | v | gate] as codes; `slopes` is attention's own backward."""
+    starts = [
+        0,
+        heads.query * heads.dim,
+        (heads.query + heads.key) * heads.dim,
+        (heads.query + 2 * heads.key) * heads.dim,
+    ]
+    dmixed = dy if logits is None else ops.gate_backward(codes, place, starts[3], dy, mixed, logits)
+    dq, dk, dv = slopes(dmixed)
+    for slope, first in ((dq, starts[0]), (dk, starts[1])):
+        if cos is None:
+            ops.gate(codes, place, first, slope, None)
+        else:
+            ops.rotate(codes, place, first, slope, cos, sin, True)
+    ops.gate(codes, place, starts[2], dv, None)
+
+
+def _has_filling(qkvg: Tensor, rows: int, heads: Heads) -> bool:
+    """Whether qkvg has rows or columns that only fill up the alignment, whose gradient is zero."""
+    gate = {"elementwise": heads.query * heads.dim, "headwise": heads.query, "none": 0}[heads.gate]
+    return qkvg.shape != (rows, (heads.query + 2 * heads.key) * heads.dim + gate)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """Causal attention of [B, heads, S, H]: its output, and what its backward wants."""
+    if q.is_cuda:
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False)
+    group = q.shape[1] // k.shape[1]
+    wide = [t.float().repeat_interleave(group, 1) for t in (k, v)]
+    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q.float(), *wide, 0.0, True)
+    return out.to(q.dtype), log_sum
+
+
+def _attention_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: list[Any]
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k and v."""
+    if q.is_cuda:
+        log_sum, cum_q, cum_k, max_q, max_k, seed, offset, _ = kept
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dy, q, k, v, out, log_sum, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, True
+        )
+    group = q.shape[1] // k.shape[1]
+    wide = [t.float().repeat_interleave(group, 1) for t in (k, v)]
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dy.float(), q.float(), *wide, out.float(), kept[0], 0.0, True
+    )
+    return dq, *(t.unflatten(1, (-1, group)).sum(2) for t in (dk, dv))
+
+
+def attention_core(
+    qkvg: Tensor, cos: Tensor | None, sin: Tensor | None, batch: int, seq: int, heads: Heads, ops: Operations = PLAIN,
+    targets: tuple[Any, Any] = (None, None),
+) -> Tensor:  # fmt: skip
+    """gate(attention(rope(q), rope(k), v)) of the projection qkvg [N, Q], N >= B*S; returns [B*S, A*H].
+
+    cos, sin [S, H] or [B, S, H], None for a layer without RoPE. **Overwrites q and k in qkvg**, which only its producer may
+    hold besides: te.Linear does not keep its output. `targets` (kernels.handover.targets): where the gradient of qkvg and
+    the result may be written as FP8.
+    """
+    return _AttentionCore.apply(qkvg, cos, sin, batch, batch * seq, heads, ops, targets)

@@ -1,0 +1,351 @@
+"""The elementwise parts of attention_core in Triton: each tensor is read once and written once, in any layout.
+
+A program handles a few heads of one token. Tested against the plain operations through Triton's interpreter on a CPU
+(TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_models.kernels.gated_attention import CodeOperations, Operations
+from te_models.kernels.handover_triton import (
+    BAND,
+    Codes,
+    new_codes,
+    note_inverse,
+    raise_amax,
+    sigmoid,
+    store_codes,
+    tile,
+)
+
+HEADS = 8  # heads a program
+TOKENS = (
+    32  # tokens a program of those that write codes, each of one head, with four warps; 64 are as fast, 128 are not
+)
+TURNED = 8  # heads a program of rotate_codes, which share a token's angles
+
+
+@triton.jit
+def _rotate_kernel(
+    x, out, cos, sin,
+    x_batch, x_seq, x_head, out_batch, out_seq, out_head, table_batch, table_seq,
+    seq, heads,
+    sign: tl.constexpr, half: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, place = token // seq, token % seq
+    head = part * block + tl.arange(0, block)[:, None]
+    channel = tl.arange(0, half)[None, :]
+    inside = (head < heads) & (channel >= 0)
+    source = x + batch * x_batch + place * x_seq + head * x_head + channel
+    target = out + batch * out_batch + place * out_seq + head * out_head + channel
+    angle = batch * table_batch + place * table_seq + channel
+    first = tl.load(source, inside).to(tl.float32)
+    second = tl.load(source + half, inside).to(tl.float32)
+    c, s = tl.load(cos + angle).to(tl.float32), tl.load(sin + angle).to(tl.float32) * sign
+    tl.store(target, (first * c - second * s).to(out.dtype.element_ty), inside)
+    tl.store(target + half, (second * c + first * s).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _copy_kernel(
+    x, out,
+    x_batch, x_seq, x_head, out_batch, out_seq, out_head,
+    seq, heads,
+    dim: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, place = token // seq, token % seq
+    head = part * block + tl.arange(0, block)[:, None]
+    channel = tl.arange(0, dim)[None, :]
+    inside = (head < heads) & (channel >= 0)
+    value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside)
+    tl.store(out + batch * out_batch + place * out_seq + head * out_head + channel, value, inside)
+
+
+@triton.jit
+def _gate_kernel(
+    x, logits, out,
+    x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+    seq, heads,
+    headwise: tl.constexpr, dim: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, place = token // seq, token % seq
+    head = part * block + tl.arange(0, block)[:, None]
+    channel = tl.arange(0, dim)[None, :]
+    inside = (head < heads) & (channel >= 0)
+    value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside).to(tl.float32)
+    column = head * g_head + (0 if headwise else channel)
+    opening = tl.sigmoid(tl.load(logits + batch * g_batch + place * g_seq + column, inside).to(tl.float32))
+    tl.store(out + (token * heads + head) * dim + channel, (value * opening).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _gate_backward_kernel(
+    dy, x, logits, dlogits, dx,
+    dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dg_batch, dg_seq, dg_head,
+    seq, heads,
+    headwise: tl.constexpr, dim: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, place = token // seq, token % seq
+    head = part * block + tl.arange(0, block)[:, None]
+    channel = tl.arange(0, dim)[None, :]
+    inside = (head < heads) & (channel >= 0)
+    slope = tl.load(dy + batch * dy_batch + place * dy_seq + head * dy_head + channel, inside, 0.0).to(tl.float32)
+    value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside, 0.0).to(tl.float32)
+    column = head * g_head + (0 if headwise else channel)
+    opening = tl.sigmoid(tl.load(logits + batch * g_batch + place * g_seq + column, inside, 0.0).to(tl.float32))
+    tl.store(dx + (token * heads + head) * dim + channel, (slope * opening).to(dx.dtype.element_ty), inside)
+    change = slope * value * opening * (1 - opening)
+    target = dlogits + batch * dg_batch + place * dg_seq + head * dg_head
+    if headwise:
+        change = tl.sum(change, axis=1)[:, None]
+        tl.store(target, change.to(dlogits.dtype.element_ty), head < heads)
+    else:
+        tl.store(target + channel, change.to(dlogits.dtype.element_ty), inside)
+
+
+def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
+    """attention_core.rotate."""
+    batch, seq, heads, dim = x.shape
+    table = (cos.stride(0) if cos.ndim == 3 else 0, cos.stride(-2))
+    grid = (batch * seq, triton.cdiv(heads, HEADS))
+    _rotate_kernel[grid](
+        x, out, cos, sin, *x.stride()[:3], *out.stride()[:3], *table, seq, heads,
+        sign=-1.0 if inverse else 1.0, half=dim // 2, block=HEADS,
+    )  # fmt: skip
+
+
+def copy(x: Tensor, out: Tensor) -> None:
+    """attention_core.copy."""
+    batch, seq, heads, dim = x.shape
+    grid = (batch * seq, triton.cdiv(heads, HEADS))
+    _copy_kernel[grid](x, out, *x.stride()[:3], *out.stride()[:3], seq, heads, dim=dim, block=HEADS)
+
+
+def gate(x: Tensor, logits: Tensor) -> Tensor:
+    """attention_core.gate."""
+    batch, seq, heads, dim = x.shape
+    out = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
+    grid = (batch * seq, triton.cdiv(heads, HEADS))
+    _gate_kernel[grid](
+        x,
+        logits,
+        out,
+        *x.stride()[:3],
+        *logits.stride()[:3],
+        seq,
+        heads,
+        headwise=logits.shape[-1] != dim,
+        dim=dim,
+        block=HEADS,
+    )
+    return out
+
+
+def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Tensor:
+    """attention_core.gate_backward."""
+    batch, seq, heads, dim = x.shape
+    dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
+    grid = (batch * seq, triton.cdiv(heads, HEADS))
+    _gate_backward_kernel[grid](
+        dy,
+        x,
+        logits,
+        dlogits,
+        dx,
+        *dy.stride()[:3],
+        *x.stride()[:3],
+        *logits.stride()[:3],
+        *dlogits.stride()[:3],
+        seq,
+        heads,
+        headwise=logits.shape[-1] != dim,
+        dim=dim,
+        block=HEADS,
+    )
+    return dx
+
+
+@triton.jit
+def _rows(x, i, head, batch_stride, seq_stride, head_stride, seq):
+    """Pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]; S is None where tokens lie as those of one row do."""
+    if seq is None:
+        at = x + i * seq_stride + head * head_stride
+    else:
+        at = x + (i // seq) * batch_stride + (i % seq) * seq_stride + head * head_stride
+    return at[:, None]
+
+
+@triton.jit
+def _read(pointers, channel, inside):
+    return tl.load(pointers + channel[None, :], inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _gated(
+    x, logits, i, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated: tl.constexpr
+):
+    value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
+    if gated:
+        value *= sigmoid(_read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside))
+    return value
+
+
+@triton.jit
+def _gate_codes_kernel(
+    x, logits, codes, transposed, scale, amax, scale_inv,
+    x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+    rows, seq, heads, width, first,
+    gated: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    row, head = tile(tl.cdiv(rows, block), heads, BAND)
+    group, channel = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4), tl.arange(0, dim)
+    i = 4 * group
+    inside = (i < rows)[:, None]
+    a = _gated(x, logits, i, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    b = _gated(x, logits, i + 1, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    c = _gated(x, logits, i + 2, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    d = _gated(x, logits, i + 3, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    s, j = tl.load(scale), first + head * dim + channel
+    raise_amax(amax, store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, E5M2))
+    note_inverse(s, scale_inv)
+
+
+@triton.jit
+def _angles(cos, sin, i, table_batch, table_seq, seq, sign, channel, inside):
+    at = ((i // seq) * table_batch + (i % seq) * table_seq)[:, None]
+    return _read(cos + at, channel, inside), _read(sin + at, channel, inside) * sign
+
+
+@triton.jit
+def _rotated(x, i, head, x_batch, x_seq, x_head, seq, c, s, channel, inside, half: tl.constexpr):
+    at = _rows(x, i, head, x_batch, x_seq, x_head, seq)
+    one, two = _read(at, channel, inside), _read(at + half, channel, inside)
+    return one * c - two * s, two * c + one * s
+
+
+@triton.jit
+def _rotate_codes_kernel(
+    x, cos, sin, codes, transposed, scale, amax, scale_inv,
+    x_batch, x_seq, x_head, table_batch, table_seq,
+    rows, seq, heads, width, first, sign,
+    half: tl.constexpr, block: tl.constexpr, turned: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    row, part = tile(tl.cdiv(rows, block), tl.cdiv(heads, turned), BAND)
+    group = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4)
+    i, channel, s = 4 * group, tl.arange(0, half), tl.load(scale)
+    inside = (i < rows)[:, None]
+    ca, sa = _angles(cos, sin, i, table_batch, table_seq, seq, sign, channel, inside)
+    cb, sb = _angles(cos, sin, i + 1, table_batch, table_seq, seq, sign, channel, inside)
+    cc, sc = _angles(cos, sin, i + 2, table_batch, table_seq, seq, sign, channel, inside)
+    cd, sd = _angles(cos, sin, i + 3, table_batch, table_seq, seq, sign, channel, inside)
+    largest = tl.zeros((block // 4, half), tl.float32)
+    for head in range(part * turned, tl.minimum((part + 1) * turned, heads)):
+        a, e = _rotated(x, i, head, x_batch, x_seq, x_head, seq, ca, sa, channel, inside, half)
+        b, f = _rotated(x, i + 1, head, x_batch, x_seq, x_head, seq, cb, sb, channel, inside, half)
+        c, g = _rotated(x, i + 2, head, x_batch, x_seq, x_head, seq, cc, sc, channel, inside, half)
+        d, h = _rotated(x, i + 3, head, x_batch, x_seq, x_head, seq, cd, sd, channel, inside, half)
+        j = first + head * 2 * half + channel
+        one = store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, E5M2)
+        two = store_codes(e, f, g, h, s, group, j + half, rows, width, codes, transposed, width, E5M2)
+        largest = tl.maximum(largest, tl.maximum(one, two))
+    raise_amax(amax, largest)
+    note_inverse(s, scale_inv)
+
+
+@triton.jit
+def _gate_slopes(
+    dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch, dx_seq,
+    dx_head, seq, channel, inside,
+):  # fmt: skip
+    slope = _read(_rows(dy, i, head, dy_batch, dy_seq, dy_head, seq), channel, inside)
+    value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
+    opening = sigmoid(_read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside))
+    at = _rows(dx, i, head, dx_batch, dx_seq, dx_head, seq) + channel[None, :]
+    tl.store(at, (slope * opening).to(dx.dtype.element_ty), mask=inside & (channel >= 0)[None, :])
+    return slope * value * opening * (1 - opening)
+
+
+@triton.jit
+def _gate_backward_codes_kernel(
+    dy, x, logits, dx, codes, transposed, scale, amax, scale_inv,
+    dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch, dx_seq, dx_head,
+    rows, seq, heads, width, first,
+    dim: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    row, head = tile(tl.cdiv(rows, block), heads, BAND)
+    group, channel = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4), tl.arange(0, dim)
+    i = 4 * group
+    inside = (i < rows)[:, None]
+    a = _gate_slopes(dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    b = _gate_slopes(dy, x, logits, dx, i + 1, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    c = _gate_slopes(dy, x, logits, dx, i + 2, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    d = _gate_slopes(dy, x, logits, dx, i + 3, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    s, j = tl.load(scale), first + head * dim + channel
+    raise_amax(amax, store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, E5M2))
+    note_inverse(s, scale_inv)
+
+
+Place = tuple[Tensor, Tensor, bool]  # scale, amax, E5M2
+
+
+def _of(codes: Codes, place: Place) -> tuple[Tensor, ...]:
+    """What a kernel is told of where it writes."""
+    return codes.codes, codes.transposed, *place[:2], codes.scale_inv
+
+
+def _even(seq: int, *tensors: Tensor) -> int | None:
+    """S; None where the tokens of tensors [B, S, heads, H] lie as those of one row do, which spares divisions."""
+    return None if all(tensor.stride(0) == seq * tensor.stride(1) for tensor in tensors) else seq
+
+
+def gate_codes(codes: Codes, place: Place, first: int, x: Tensor, logits: Tensor | None) -> None:
+    """attention_core.gate, or x itself where there are no logits, as codes."""
+    batch, seq, heads, dim = x.shape
+    gate = x if logits is None else logits
+    _gate_codes_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
+        x, gate, *_of(codes, place), *x.stride()[:3], *gate.stride()[:3],
+        batch * seq, _even(seq, x, gate), heads, codes.transposed.shape[0], first,
+        gated=logits is not None, dim=dim, block=TOKENS, BAND=BAND, E5M2=place[2], num_warps=4,
+    )  # fmt: skip
+
+
+def rotate_codes(codes: Codes, place: Place, first: int, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
+    """attention_core.rotate as codes."""
+    batch, seq, heads, dim = x.shape
+    table = (cos.stride(0) if cos.ndim == 3 else 0, cos.stride(-2))
+    _rotate_codes_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED),)](
+        x, cos, sin, *_of(codes, place), *x.stride()[:3], *table,
+        batch * seq, seq, heads, codes.transposed.shape[0], first, -1.0 if inverse else 1.0,
+        half=dim // 2, block=TOKENS, turned=TURNED, BAND=BAND, E5M2=place[2], num_warps=4,
+    )  # fmt: skip
+
+
+def gate_backward_codes(codes: Codes, place: Place, first: int, dy: Tensor, x: Tensor, logits: Tensor) -> Tensor:
+    """attention_core.gate_backward, with the gradient for the logits as codes."""
+    batch, seq, heads, dim = x.shape
+    dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
+    strides = [stride for tensor in (dy, x, logits, dx) for stride in tensor.stride()[:3]]
+    _gate_backward_codes_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
+        dy, x, logits, dx, *_of(codes, place), *strides, batch * seq, _even(seq, dy, x, logits, dx), heads,
+        codes.transposed.shape[0], first,
+        dim=dim, block=TOKENS, BAND=BAND, E5M2=place[2], num_warps=4,
+    )  # fmt: skip
+    return dx
+
+
+TRITON = Operations(
+    rotate, copy, gate, gate_backward, CodeOperations(new_codes, gate_codes, rotate_codes, gate_backward_codes)
+)

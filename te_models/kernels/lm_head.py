@@ -1,0 +1,94 @@
+"""The language-model head and its loss as one operation that never holds the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.device.cpu_matmul import add_product, matmul
+from te_models.planning.memory_estimate import head_rows
+
+# loss_and_gradient's signature. It may write the gradient over the logits and return their memory.
+Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+Multiply = Callable[[list[Tensor], Tensor], None]  # tensors by a scalar on their device, in place
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Gradients are made in the forward, while a chunk's logits are there; the backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, kernel: Kernel, multiply: Multiply | None
+    ) -> Tensor:
+        """See linear_cross_entropy."""
+        ctx.multiply = multiply
+        wants = ctx.needs_input_grad[:2]
+        dx = torch.empty_like(x) if wants[0] else None
+        dw, sums = None, wants[1] and chunk < len(x)
+        if sums:
+            dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        count = (targets != -100).sum().clamp(min=1)
+        total = torch.zeros((), dtype=torch.float32, device=x.device)
+        for start in range(0, len(x), chunk):
+            part = slice(start, start + chunk)
+            logits = matmul(x[part], weight.t())
+            loss, dlogits = kernel(logits, targets[part], count, any(wants))
+            total += loss
+            if dx is not None and dlogits is not None:
+                matmul(dlogits, weight, out=dx[part])
+            if dw is not None and dlogits is not None:
+                add_product(dw, dlogits.t(), x[part])
+            elif wants[1] and dlogits is not None:
+                dw = matmul(dlogits.t(), x)
+            del logits, dlogits  # before the next chunk's are made
+        ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Both gradients times the loss's own, which is 1 or 1 / gradient_accumulation."""
+        saved = ctx.saved_tensors
+        slopes: Any = [slope for slope in saved if slope is not None]
+        # A graph that is kept may be gone through again, and reads them again.
+        if ctx.multiply is None or torch._C._autograd._get_current_graph_task_keep_graph():
+            slopes = torch._foreach_mul(slopes, grad.to(slopes[0].dtype))
+        else:
+            ctx.multiply(slopes, grad)
+        scaled = iter(slopes)
+        return *(None if slope is None else next(scaled) for slope in saved), None, None, None, None
+
+
+def loss_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Cross-entropy summed over the targets other than -100, divided by `count`, and its gradient for the logits.
+
+    logits [T, V] in any dtype, targets int64 [T]; the loss is an FP32 scalar, the gradient [T, V] in the dtype of the
+    logits.
+    """
+    counted = targets != -100
+    logs = torch.log_softmax(logits.float(), dim=-1)
+    index = targets.clamp(min=0)[:, None]
+    loss = -(logs.gather(1, index)[:, 0] * counted).sum() / count
+    if not gradient:
+        return loss, None
+    hit = torch.arange(logits.shape[1], device=logits.device) == index  # a comparison fuses, a scatter does not
+    return loss, ((logs.exp() - hit.float()) * (counted / count)[:, None]).to(logits.dtype)
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None, kernel: Kernel = loss_and_gradient,
+    multiply: Multiply | None = None,
+) -> Tensor:  # fmt: skip
+    """Mean cross-entropy of the logits `x @ weight.T`, which exist for `chunk` rows at a time.
+
+    x [T, D], weight [V, D], targets int64 [T], of which -100 does not count; an FP32 scalar, zero when no target counts.
+    The logits are rounded to the dtype of x as a BF16 head rounds them, so the loss is cross_entropy's; the gradient of
+    the weight is summed over the chunks in FP32. `chunk` None takes te_models.planning.memory_estimate.head_rows; `kernel` is
+    loss_and_gradient, its compiled twin, or the one of lm_head_triton.py, which needs no second buffer for the gradient;
+    `multiply`, of that file, spares copies of both gradients in backward. (The idea of making the gradient chunk by chunk in
+    the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)
+    """
+    rows = chunk or head_rows(len(x), weight.shape[0], weight.shape[1], x.device.type == "cuda")
+    return _LinearCrossEntropy.apply(x, weight, targets, rows, kernel, multiply)

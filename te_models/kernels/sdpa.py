@@ -1,0 +1,83 @@
+"""Causal attention through PyTorch's scaled_dot_product_attention, with cuDNN's kernel first where there is a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from te_models.device.cudnn import cudnn_is_sound
+
+# cuDNN is 1.65x FlashAttention-2 forward and backward on an H200 at head_dim 128, S 2048 (350 against 212 TFLOP/s).
+CUDA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# For heads and lengths at which cuDNN was not measured to be faster.
+SMALL_ORDER = CUDA_ORDER[1:]
+# For one query a row under a mask: FlashAttention takes no mask, and cuDNN would plan anew for every cache length.
+DECODE_ORDER = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def suits_cudnn(seq: int, size: int, dtype: torch.dtype, masked: bool = False) -> bool:
+    """Whether cuDNN's kernel is the one for `seq` queries of `size` channels per head, `masked` by a tensor or causal.
+
+    With a mask, cuDNN 9.19 makes NaN gradients at some lengths that are no multiple of its tiles of 128 keys
+    (pytorch/pytorch#196678). Its backward is not deterministic.
+    """
+    fits = dtype.itemsize == 2 and size in (64, 128) and seq >= 128 and not (masked and seq % 128)
+    return fits and not torch.are_deterministic_algorithms_enabled() and cudnn_is_sound()
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention in which query i sees keys 0..i, or what `mask` (bool, or added to the scores) lets it see.
+
+    q [B, N, S, H]; k, v [B, K, M, H] with N a multiple of K and M = S without a mask; returns [B, N, S, H].
+    """
+    if mask is not None and q.shape[-2] == 1:
+        return _decode_attention(q, k, v, mask)
+    options: dict[str, Any] = dict(
+        attn_mask=mask, is_causal=mask is None and q.shape[-2] > 1, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    suits = q.is_cuda and suits_cudnn(q.shape[-2], q.shape[-1], q.dtype, mask is not None)
+    order = CUDA_ORDER if suits else SMALL_ORDER
+    return _attention(q, k, v, order, options)
+
+
+def _decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """One query a row. The N/K heads that share a key are taken as queries of one head: no key is copied or read twice."""
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
+    return _attention(grouped, k, v, DECODE_ORDER, dict(attn_mask=mask)).reshape(q.shape)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, order: list[SDPBackend], options: dict[str, Any]) -> Tensor:
+    if q.is_cuda:
+        with sdpa_kernel(order, set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+    # Most processors have no BF16 instructions: FP32 is five times faster there, and no less exact.
+    if (mask := options["attn_mask"]) is not None and mask.is_floating_point():
+        options = {**options, "attn_mask": mask.float()}
+    return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
+
+
+def attention_mask(
+    seq: int, window: int | None, real: Tensor | None, documents: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """Which keys each of `seq` positions sees, bool [(B, 1,) S, S]; None for plain causal.
+
+    `window` counts the position itself; `real` bool [B, S] is False at padding, which nothing sees but itself, so that
+    no row is empty; `documents` int [B, S] lets each position see its own document alone.
+    """
+    if real is None and documents is None and (window is None or window >= seq):
+        return None
+    position = torch.arange(seq, device=device)
+    distance = position[:, None] - position
+    mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if documents is not None:
+        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+    return mask if real is None else (mask & real[:, None, None, :]) | (distance == 0)
+
+
+def attention_kernel(device: torch.device) -> str:
+    """The name of the kernel that runs first on this device, for the summary before training."""
+    return "cuDNN (PyTorch SDPA)" if device.type == "cuda" else "PyTorch SDPA (CPU)"

@@ -1,0 +1,4 @@
+"""The decoder's layers and the parts of a forward pass: RoPE, KV cache, recompute, offload, tensor parallelism.
+
+Not here: loading, saving and generation, which te_models.causal_lm adds, and training (te_models.training).
+"""

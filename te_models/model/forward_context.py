@@ -1,0 +1,90 @@
+"""What the layers must know of the tokens in a batch: positions, and who may look at whom."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_models.config.model import ModelConfig
+from te_models.kernels.sdpa import attention_mask
+from te_models.model.kv_cache import KVCache
+from te_models.model.recompute import Recompute
+from te_models.model.rope import rotary_tables
+
+
+class Tokens(NamedTuple):
+    """The tokens of one forward, described once for all layers."""
+
+    batch: int
+    seq: int
+    cos: Tensor  # [S, R] or [B, S, R], R channels rotated, in the dtype of the activations
+    sin: Tensor
+    cache: KVCache | None
+    masks: dict[int | None, Tensor | None]  # sliding window -> which keys are seen (kernels.attention.attention_mask)
+    real: Tensor | None  # bool [B*S, 1], False at padding inside the batch; None where there is none
+    recompute: Recompute  # which activations are kept for backward
+
+    @property
+    def weights(self) -> dict[str, bool | None]:
+        """What every te.Linear is told of its weight's FP8 copy."""
+        return {"is_first_microbatch": self.recompute.first_microbatch}
+
+
+def describe(
+    config: ModelConfig,
+    ids: Tensor,
+    cache: KVCache | None,
+    real: Tensor | None,
+    documents: Tensor | None,
+    recompute: Recompute,
+    dtype: torch.dtype,
+) -> Tokens:
+    """Positions and masks of the newest tokens `ids` [B, S] of each row, on their device.
+
+    `real` and `documents` [B, S] are CausalLM.forward's attention_mask and document_ids. A ValueError says what does not
+    fit: more tokens than the model has positions, shapes, arguments that exclude each other.
+    """
+    batch, seq = ids.shape
+    _check(config, ids, cache, real, documents)
+    padded = None if real is None or bool(real.all()) else real.to(ids.device, torch.bool)
+    documents = None if documents is None else documents.to(ids.device)
+    windows = {config.window(layer) for layer in range(config.num_hidden_layers)}
+    masks: dict[int | None, Tensor | None]
+    positions = cache.extend(seq, padded) if cache else None
+    if cache and positions is not None:
+        masks = {window: cache.visible(window) for window in windows}
+    else:
+        masks = {window: attention_mask(seq, window, padded, documents, ids.device) for window in windows}
+        positions = _positions(seq, padded, documents, ids.device)
+    cos, sin = rotary_tables(config, positions, dtype)
+    return Tokens(batch, seq, cos, sin, cache, masks, None if padded is None else padded.reshape(-1, 1), recompute)
+
+
+def _positions(seq: int, padded: Tensor | None, documents: Tensor | None, device: torch.device) -> Tensor:
+    """int64 [S] or [B, S]: how many tokens of its row, or of its document, lie before each token."""
+    place = torch.arange(seq, device=device)
+    if documents is not None:
+        first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=False)
+        return place - torch.where(first, place, 0).cummax(dim=1).values
+    return place if padded is None else (padded.cumsum(-1) - 1).clamp(min=0)
+
+
+def _check(
+    config: ModelConfig, ids: Tensor, cache: KVCache | None, real: Tensor | None, documents: Tensor | None
+) -> None:
+    length, limit = ids.shape[1] + (cache.length if cache else 0), config.longest_sequence
+    if length > limit:
+        name = "max_position_embeddings" if limit == config.max_position_embeddings else "what RoPE stretches to"
+        raise ValueError(f"a sequence of {length} tokens is longer than {name}={limit}: shorten it or raise that field")
+    for name, given in (("attention_mask", real), ("document_ids", documents)):
+        if given is not None and given.shape != ids.shape:
+            raise ValueError(
+                f"{name} has shape {list(given.shape)}, input_ids {list(ids.shape)}: give one entry a token"
+            )
+    if documents is not None and not (cache is None and real is None):
+        raise ValueError(
+            "document_ids goes with neither a cache nor an attention_mask: give padding a document of its own"
+        )

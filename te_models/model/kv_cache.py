@@ -1,0 +1,101 @@
+"""The key/value cache: allocated once, at fixed addresses, with its fill level on the device.
+
+A forward writes keys and values of its tokens into their slots and attends over all slots under a mask, so that every
+step of one token has the same shapes, reads the same addresses and asks nothing of the host: it can be captured in a
+CUDA graph. The first forward, the prompt, attends to itself alone, with the fast causal kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_models.config.model import ModelConfig
+
+# Slots come in multiples of this, which the kernels that take a mask want of its rows.
+SLOTS = 16
+
+
+class KVCache:
+    """Keys and values of the positions seen so far, one pair a layer, for rows of unequal length.
+
+    Memory: 2 * layers * B * K * max_length * H elements of `dtype` (`nbytes`).
+
+    Attributes:
+        length: positions seen, padding included, as the host counts them: a captured step does not.
+        filled: the same on the device, int64 [1].
+        counts: int64 [B], the tokens of each row without padding, hence the position of its next one.
+        real: bool [B, slots], False at padding; meaningless beyond `filled`.
+    """
+
+    def __init__(self, config: ModelConfig, batch: int, max_length: int, device: torch.device, dtype: torch.dtype):
+        slots = -(-max_length // SLOTS) * SLOTS
+        shape = (config.num_hidden_layers, 2, batch, config.num_key_value_heads, slots, config.head_dim)
+        try:
+            # Zeros, since a slot that the mask hides still takes part in a product, and NaN times 0 is NaN.
+            self.buffer = torch.zeros(shape, device=device, dtype=dtype)
+        except torch.OutOfMemoryError:
+            size = torch.Size(shape).numel() * dtype.itemsize / 2**30
+            raise ValueError(
+                f"a KV cache for {batch} rows of {max_length} positions takes {size:.2f} GiB, which {device} does not have "
+                "free: lower the batch or max_new_tokens"
+            ) from None
+        self.max_length, self.length = max_length, 0
+        self.filled = torch.zeros(1, dtype=torch.long, device=device)
+        self.counts = torch.zeros(batch, dtype=torch.long, device=device)
+        self.real = torch.ones(batch, slots, dtype=torch.bool, device=device)
+        self._index = torch.arange(slots, device=device)
+        self._slots: Tensor | None = None  # int64 [S], of the forward under way; None while it is the first one
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.buffer.nbytes
+
+    def __repr__(self) -> str:
+        layers, _, batch, *_ = self.buffer.shape
+        size = f"{self.nbytes / 2**20:,.1f} MiB"
+        return f"KVCache({batch} rows x {self.max_length} positions x {layers} layers: {size})"
+
+    def extend(self, seq: int, real: Tensor | None) -> Tensor | None:
+        """Make room for the `seq` newest tokens of each row; their positions int64 [B, S], or None in the first forward.
+
+        `real` bool [B, S] is False at padding; None: there is none. To be called once a forward, before `append`.
+        """
+        if self.length + seq > self.max_length:
+            raise ValueError(
+                f"the KV cache has room for {self.max_length} positions, not {self.length + seq}: make it longer"
+            )
+        new = self.real.new_ones(len(self.counts), seq) if real is None else real
+        slots = self.filled + self._index[:seq]
+        positions = (self.counts[:, None] + new.cumsum(-1) - 1).clamp(min=0)
+        self.real.index_copy_(1, slots, new)
+        self.counts += new.sum(-1)
+        self.filled += seq
+        first = self.length == 0
+        self.length += seq
+        self._slots = None if first else slots
+        return None if first else positions
+
+    def visible(self, window: int | None) -> Tensor:
+        """What the newest tokens add to the scores of each slot: 0 where they see it, -inf where not, [B, 1, S, slots].
+
+        As in kernels.attention.attention_mask; a padding token sees itself, so that no row is empty.
+        """
+        assert self._slots is not None
+        distance = self._slots[:, None] - self._index
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        seen = (seen & self.real[:, None, None, :]) | (distance == 0)
+        return torch.zeros_like(seen, dtype=self.buffer.dtype).masked_fill_(~seen, float("-inf"))
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v [B, K, S, H] of the newest tokens; returns what they attend to: themselves in the first forward,
+        afterwards all slots, [B, K, slots, H]."""
+        keys, values = self.buffer[layer]
+        if self._slots is None:
+            keys[:, :, : k.shape[2]] = k
+            values[:, :, : v.shape[2]] = v
+            return k, v
+        keys.index_copy_(2, self._slots, k)
+        values.index_copy_(2, self._slots, v)
+        return keys, values

@@ -1,0 +1,263 @@
+"""Activation offload: what a block keeps for its backward waits in the memory of the host while later blocks run.
+
+    compute   block 0 | block 1   | block 2   | block 3   | head, loss | block 3     | block 2     | block 1 ...
+    copies            | 0 to host | 1 to host | 2 to host |            | 2 to device | 1 to device | 0 to device
+
+Two blocks' worth is on the device at a time: a block's tensors leave when it is done, their memory is let go of when the
+next one is done, and they come back while the block above runs backward. The last block's would only come back at once,
+so they stay. Where the copies take longer than the computation, the computation waits: memory is bounded, time is not.
+
+What is moved is decided when the block is done, storage by storage: only then is it known which FP8 copies of weights
+are kept for the next micro-batch. Whatever somebody else holds (parameters, those copies, rotary tables, masks) stays,
+since moving it would free nothing. A storage that several nodes saved, or saved views of, is moved once.
+
+It rests on PyTorch's hooks for saved tensors alone, and like activation checkpointing it belongs to a forward pass: passes
+may be abandoned, or run backward in any order. Transformer Engine's own get_cpu_offload_context (2.20) counts layers
+over all forwards, so that the next forward drops what an earlier one still needs, and leaves views such as q, k, v on the
+device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from te_models.distributed.dtensor import local
+
+# Storages up to this size stay: PyTorch's CUDA allocator serves them from segments that small tensors share, so that
+# moving one makes no room for a large one, and its copy would take longer to launch than to run.
+SMALL = 2**20
+# Bytes of a page of host memory; a power of two, to which PyTorch's allocator of pinned memory rounds up.
+PAGE = 2**24
+ALIGNMENT = 512  # of a storage's place in the pages, as of CUDA's allocations
+
+
+class HostMemory:
+    """Pages of host memory, pinned where they serve a GPU, and the stream of the copies to and from them.
+
+    Pages are lent to blocks and kept when they come back, so that after the first step none is allocated, whatever the
+    shapes: `pages` of PAGE bytes are the most that were ever in use at a time. A copy of this object starts with none.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.stream: torch.cuda.Stream | None = None
+        self.free: list[Tensor] = []
+        self.pages = 0
+
+    def __reduce__(self) -> Any:
+        return HostMemory, ()
+
+    def serve(self, device: torch.device) -> None:
+        """Serve tensors on `device` from now on."""
+        if device != self.device:
+            self.device, self.free, self.pages = device, [], 0
+            self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def lend(self, size: int) -> list[Tensor]:
+        """Pages, uint8 [PAGE] each, for so many bytes."""
+        while len(self.free) * PAGE < size:
+            try:
+                self.free.append(torch.empty(PAGE, dtype=torch.uint8, pin_memory=self.stream is not None))
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"activation_offload: the host gives no more memory, {self.pages * PAGE / 2**30:.1f} GiB are in use: "
+                    "use activation_checkpointing='full', or fewer tokens a micro-batch"
+                ) from error
+            self.pages += 1
+        return [self.free.pop() for _ in range(-(-size // PAGE))]
+
+    def take_back(self, pages: list[Tensor], device: torch.device) -> None:
+        """The end of `lend`. Copies from or to them may still run: the next ones are behind those in the same stream."""
+        if device == self.device:
+            self.free += pages
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Inside, copies run beside the computation, but after all of it so far."""
+        with torch.no_grad():
+            if self.stream is None:
+                yield
+                return
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.stream):
+                yield
+
+    def mark(self) -> Any:
+        """What to wait for until all copies so far are done; None: they are."""
+        return None if self.stream is None else self.stream.record_event()
+
+
+class _Storage:
+    """The bytes of one storage: on the device (`content`, uint8), or, while that is None, `size` of them on the host."""
+
+    def __init__(self, block: _Block, start: int, content: Tensor) -> None:
+        self.block, self.start, self.size = block, start, len(content)
+        self.content: Tensor | None = content
+
+    def __del__(self) -> None:
+        self.block.wait()  # else its memory could be given to others while it is still being copied into
+
+    def on_host(self) -> Iterator[tuple[int, Tensor]]:
+        """(first byte, its place) of each piece of it that lies in one page."""
+        done = 0
+        while done < self.size:
+            page, offset = divmod(self.start + done, PAGE)
+            piece = self.block.pages[page][offset : offset + self.size - done]
+            yield done, piece
+            done += len(piece)
+
+
+class _Kept:
+    """What autograd holds in place of a tensor that a block saved."""
+
+    def __init__(self, block: _Block, tensor: Tensor) -> None:
+        self.block, self.version = block, tensor._version
+        # Without its graph: autograd holds this object, so that a node which saved its own output would never be freed.
+        self.tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
+        self.storage: _Storage | None = None
+
+    def leave(self, storage: _Storage) -> None:
+        """Hold the bytes of its storage in place of the tensor."""
+        tensor = self._unchanged()
+        self.layout = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+        self.storage, self.tensor = storage, None
+
+    def unpack(self) -> Tensor:
+        """The tensor as it was saved, on the device."""
+        self.block.fetch()
+        if self.storage is None:
+            return self._unchanged()
+        content = self.storage.content
+        assert content is not None
+        dtype, *view = self.layout
+        return torch.empty(0, dtype=dtype, device=content.device).set_(content.untyped_storage(), *view)
+
+    def _unchanged(self) -> Tensor:
+        """The tensor; autograd's own check for changes is off where there are hooks."""
+        assert self.tensor is not None
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"{self.tensor.dtype} tensor {list(self.tensor.shape)} that a block saved (activation_offload)"
+            )
+        return self.tensor
+
+
+class _Block:
+    """What one block keeps in one forward pass. Lives as long as autograd holds a tensor of it."""
+
+    def __init__(self, memory: HostMemory, below: _Block | None) -> None:
+        self.memory, self.device = memory, memory.device
+        self.below = (lambda: None) if below is None else weakref.ref(below)
+        self.storages: list[weakref.ref[_Storage]] = []
+        self.pages: list[Tensor] = []
+        self.event: torch.cuda.Event | None = None
+
+    def __del__(self) -> None:
+        self.memory.take_back(self.pages, self.device)
+
+    def move(self, kept: list[_Kept], stay: set[int]) -> None:
+        """Start to copy to the host what was saved, but for storages at the addresses `stay`, and small ones."""
+        found: dict[int, _Storage] = {}
+        size = 0
+        for saved in kept:
+            tensor = saved.tensor
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self.device:
+                continue  # a subclass keeps its data elsewhere: FP8 weights, pieces of FSDP
+            storage = tensor.untyped_storage()
+            address, nbytes = storage.data_ptr(), storage.nbytes()
+            if nbytes <= SMALL or address in stay:
+                continue
+            if address not in found:
+                content = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)  # type: ignore[call-overload]
+                found[address] = _Storage(self, size, content)
+                size += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            saved.leave(found[address])
+        self.pages = self.memory.lend(size)
+        self.storages = [weakref.ref(storage) for storage in found.values()]
+        with self.memory.copying():
+            for storage in found.values():
+                for first, place in storage.on_host():
+                    place.copy_(storage.content[first : first + len(place)], non_blocking=True)  # type: ignore[index]
+        self.event = self.memory.mark() if found else None
+
+    def release(self) -> None:
+        """Let go of the device's memory, behind the copies to the host."""
+        self.wait()
+        for storage in self._alive():
+            storage.content = None
+
+    def fetch(self) -> None:
+        """Have everything on the device that is still needed, and the block below on its way there."""
+        self._load()
+        self.wait()
+        if (below := self.below()) is not None:
+            below._load()
+
+    def _load(self) -> None:
+        missing = [storage for storage in self._alive() if storage.content is None]
+        if not missing:
+            return
+        for storage in missing:  # memory of the computation's stream, which is free for copies once that has come here
+            storage.content = torch.empty(storage.size, dtype=torch.uint8, device=self.device)
+        with self.memory.copying():
+            for storage in missing:
+                for first, place in storage.on_host():
+                    storage.content[first : first + len(place)].copy_(place, non_blocking=True)  # type: ignore[index]
+        self.event = self.memory.mark()
+
+    def wait(self) -> None:
+        """Let the computation wait for the copies that this block has started."""
+        if self.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.event)
+            self.event = None
+
+    def _alive(self) -> list[_Storage]:
+        return [storage for ref in self.storages if (storage := ref()) is not None]
+
+
+class Offload:
+    """The activation offload of one forward pass through `blocks` blocks, into `memory`."""
+
+    def __init__(self, memory: HostMemory, blocks: int, device: torch.device) -> None:
+        memory.serve(device)
+        self.memory, self.last = memory, blocks - 1
+        self.below: _Block | None = None
+
+    @contextlib.contextmanager
+    def block(self, layer: int, module: nn.Module, shared: Any) -> Iterator[None]:
+        """Inside, block number `layer` runs; `shared` are its arguments whose tensors all blocks use."""
+        block, kept = _Block(self.memory, self.below), []
+
+        def pack(tensor: Tensor) -> _Kept:
+            kept.append(_Kept(block, tensor))
+            return kept[-1]
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, _Kept.unpack):
+                yield
+            if layer < self.last:
+                block.move(kept, _addresses(module, shared))
+        finally:
+            kept.clear()  # autograd holds `pack` as long as anything that it packed
+        if self.below is not None:
+            self.below.release()
+        self.below = block
+
+
+@torch.no_grad()
+def _addresses(module: nn.Module, shared: Any) -> set[int]:
+    """Of the storages that live on whatever becomes of the block's: parameters, FP8 weights kept between micro-batches."""
+    tensors: list[Any] = [*module.parameters(), *module.buffers()]
+    tensors += [leaf for leaf in tree_leaves(shared) if isinstance(leaf, Tensor)]
+    for child in module.modules():
+        tensors += getattr(child, "_fp8_workspaces", {}).values()
+    parts = [part for t in tensors for part in (t.get_data_tensors() if hasattr(t, "get_data_tensors") else (t,))]
+    return {local(part).untyped_storage().data_ptr() for part in parts if part is not None}

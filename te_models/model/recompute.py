@@ -1,0 +1,198 @@
+"""Activation checkpointing: which activations are kept for backward and which are recomputed, under any recipe.
+
+A mode (te_models/config/recompute_modes.py) is a property of a forward pass, never a wrapper module, so parameter names and state_dict
+keys do not change. Under "selective" a recompute makes an RMSNorm's output and, from it, gate_up_proj's again: SwiGLU's
+backward needs no more, and reads it where kernels.swiglu has saved it before anything else (te_models/kernels/early_save.py).
+
+The recompute is PyTorch's (torch.utils.checkpoint without reentrance: it restores random numbers, works with
+torch.autograd.grad, and checks that the second pass saves what the first one did). Around it this file gives each
+recompute what Transformer Engine needs and torch does not know of: the autocast, the scales of the first pass, and that
+nothing it records stays. Those belong to the pass, not to a queue, so passes may be abandoned or run backward in any
+order; te.checkpoint keeps them in one global queue, where an abandoned forward makes every later recompute use stale
+scales (section 2.7 of Transformer Engine's behaviour).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from te_models.config.recompute_modes import recomputes_block, recomputes_mlp, recomputes_product
+from te_models.kernels.early_save import remade
+from te_models.model.offload import Offload
+
+
+class Recompute:
+    """The activation checkpointing of one forward pass.
+
+    Made at the start of the pass, before any scale can change; `te_recipe` is the recipe of the FP8 blocks (None: BF16).
+    """
+
+    def __init__(
+        self,
+        mode: str | int,
+        te: ModuleType,
+        te_recipe: Any,
+        layers: int,
+        first_microbatch: bool | None = None,
+        offload: Offload | None = None,
+        fp8_weights: bool = False,
+    ) -> None:
+        """`first_microbatch` is what te.Linear is told of its weight's FP8 copy: True makes and keeps it, False uses the
+        one kept, None makes it and keeps nothing. `offload` takes what blocks keep to the host (te_models.model.offload).
+        `fp8_weights`: the weights of FP8 blocks are FP8 (te_models.fp8.primary_weights)."""
+        self.mode, self.te, self.te_recipe = mode if torch.is_grad_enabled() else "none", te, te_recipe
+        self.first_microbatch, self.fp8_weights = first_microbatch, fp8_weights
+        self.offload = offload if torch.is_grad_enabled() else None
+        self.layer, self.layers = 0, layers  # the block that runs, of so many
+
+    def block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
+        """block(x, *args), recomputed in backward if the mode says so of block number `layer`."""
+        if self.offload is None:
+            return self._block(block, layer, x, *args)
+        with self.offload.block(layer, block, args):
+            return self._block(block, layer, x, *args)
+
+    def _block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
+        self.layer = layer
+        if recomputes_block(self.mode, layer):
+            return self._recomputed(block, block, x, *args)
+        return block(x, *args)
+
+    def part(self, owner: nn.Module, function: Callable[..., Any], x: Tensor, delta: Tensor, *args: Any) -> Any:
+        """function(x, delta, *args), the MLP of the block that runs, up to SwiGLU's output, with the linears of `owner`.
+
+        Recomputed in backward if the mode says so, from x + delta, of which the function makes the same as of both.
+        """
+        if recomputes_mlp(self.mode, self.layer, self.layers, self._fp8, self.fp8_weights):
+            return self._recomputed(owner, function, x + delta, None, *args)
+        return function(x, delta, *args)
+
+    def remade(self, hidden: Tensor) -> contextlib.AbstractContextManager[None]:
+        """Inside, the te.Linear that takes `hidden` from kernels.swiglu does not keep it, if the mode says so."""
+        if torch.is_grad_enabled() and recomputes_product(self.mode, self._fp8, self.fp8_weights):
+            return remade(hidden)
+        return contextlib.nullcontext()
+
+    @property
+    def _fp8(self) -> bool:
+        return self.te.FP8GlobalStateManager.is_fp8_enabled()
+
+    def _recomputed(self, owner: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+        def contexts() -> tuple[Any, Any]:
+            if not self._fp8:
+                return contextlib.nullcontext(), contextlib.nullcontext()
+            caches: list[tuple[Any, dict[str, Any]]] = []
+            return self._noting_caches(owner, caches), self._as_in_first_pass(owner, forward_scales(owner), caches)
+
+        return checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            context_fn=contexts,
+            preserve_rng_state=may_draw(getattr(function, "__self__", owner)),
+        )
+
+    @contextlib.contextmanager
+    def _noting_caches(self, owner: nn.Module, caches: list[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
+        """Note the FP8 weights that the first pass used, if they are kept between micro-batches."""
+        yield
+        if self.first_microbatch is not None:
+            modules = [m for m in owner.modules() if hasattr(m, "_fp8_workspaces")]
+            caches += [(module, dict(module._fp8_workspaces)) for module in modules]  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def _as_in_first_pass(
+        self, owner: nn.Module, scales: dict[str, Tensor], caches: list[tuple[Any, dict[str, Any]]]
+    ) -> Iterator[None]:
+        """Run a recompute under the recipe, the scales and the kept FP8 weights of the first pass; leave no trace of it.
+
+        The enabled autocast lies in a disabled one, so that its exit updates no scale (section 1.4).
+        """
+        states = forward_states(owner)
+        first, kept = self.first_microbatch, [(module, module._fp8_workspaces) for module, _ in caches]
+        self.first_microbatch = None if first is None else False
+        for module, cache in caches:
+            module._fp8_workspaces = cache
+        now = [tensor for state in states.values() for tensor in (state.scale, state.amax_history[0])]
+        with torch.no_grad():
+            before = copies(now)
+            known = [name for name in states if name in scales]
+            overwrite([states[name].scale for name in known], [scales[name] for name in known])
+            for name in states.keys() - scales.keys():
+                states[name].scale.fill_(1.0)
+        try:
+            with (
+                self.te.restored_recompute(),
+                self.te.autocast(enabled=False, recipe=self.te_recipe),
+                self.te.autocast(enabled=True, recipe=self.te_recipe),
+            ):
+                yield
+        finally:
+            self.first_microbatch = first
+            for module, cache in kept:
+                module._fp8_workspaces = cache
+            overwrite(now, before)
+
+
+def may_draw(owner: nn.Module) -> bool:
+    """Whether random numbers could be drawn in `owner`: by dropout, or by a third-party hook or module.
+
+    Restoring their state takes the host longer than the recompute's launches, so it is left out where nothing can need it.
+    """
+    return any(
+        not all(map(_draws_nothing, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
+        or (isinstance(module, nn.Dropout) and module.p > 0)
+        or not _draws_nothing(type(module))
+        for module in owner.modules()
+    )
+
+
+def _draws_nothing(source: Any) -> bool:
+    """Whether a class or a hook comes from a library known to draw no random numbers, such as FSDP2's hooks."""
+    return str(getattr(source, "__module__", "")).startswith(("torch.", "transformer_engine.", "te_models."))
+
+
+def forward_states(owner: nn.Module) -> dict[str, Any]:
+    """Name -> forward scaling state of each module in `owner` that has scales and amax histories."""
+    found = {}
+    for name, module in owner.named_modules():
+        meta: dict[str, Any] = getattr(module, "fp8_meta", {})
+        if getattr(meta.get("scaling_fwd"), "amax_history", None) is not None:
+            found[name] = meta["scaling_fwd"]
+    return found
+
+
+def forward_scales(owner: nn.Module) -> dict[str, Tensor]:
+    """A copy of the forward scales in `owner`; a module that has not run yet has none (they are 1)."""
+    states = forward_states(owner)
+    return dict(zip(states, copies([state.scale for state in states.values()]), strict=True))
+
+
+@torch.no_grad()
+def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
+    """Copy each value to its tensor, all by one kernel: one by one takes the host longer than a recompute's launches."""
+    if tensors:
+        torch._foreach_copy_(tensors, values)
+
+
+def copies(tensors: list[Tensor]) -> list[Tensor]:
+    """A copy of each."""
+    new = [torch.empty_like(tensor) for tensor in tensors]
+    overwrite(new, tensors)
+    return new
+
+
+def refuse_foreign_recompute(stateful: bool) -> None:
+    """Raise if a whole model with scales to update is being recomputed in backward by somebody else's checkpoint."""
+    if stateful and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "the model is being recomputed by a checkpoint around it, which would record every amax twice: "
+            "use activation_checkpointing='full' instead"
+        )

@@ -1,0 +1,111 @@
+"""Rotary embeddings: the angle of every position, and the ways of stretching them to longer contexts.
+
+Each way is a row of SCALINGS, which gives the angular frequencies and a factor on cos and sin, FP32. Two of them depend
+on the length of the text; they read it on the device, so that nothing waits there and a captured graph stays right as
+the text grows. As in transformers, keys in a cache keep the angles of the time when they were written.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.config.model import ModelConfig
+
+Scaling = Mapping[str, Any]
+
+
+def rotary_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(cos, sin) [..., R] of the integer positions [...]; angles in FP32, the tables in `dtype`."""
+    frequency, factor = _exponentials(config, config.rope_theta, positions.device), 1.0
+    if (scaling := config.rope_scaling) is not None:
+        frequency, factor = SCALINGS[scaling["rope_type"]](config, scaling, frequency, positions)
+    angle = positions.float().unsqueeze(-1) * frequency
+    angle = torch.cat((angle, angle), dim=-1)
+    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+
+
+def _exponentials(config: ModelConfig, base: float | Tensor, device: torch.device) -> Tensor:
+    """base^(-2i/R) for the R/2 pairs of channels (Su et al. 2021, arXiv 2104.09864)."""
+    channel = torch.arange(0, config.rotary_size, 2, device=device, dtype=torch.float32)
+    return 1.0 / base ** (channel / config.rotary_size)
+
+
+def _linear(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+    """Position interpolation: all frequencies divided by `factor` (Chen et al. 2023, arXiv 2306.15595)."""
+    return frequency / scaling["factor"], 1.0
+
+
+def _dynamic(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+    """A base that grows with the text once it is longer than max_position_embeddings (Emozilla 2023, "dynamic NTK")."""
+    factor, size, original = scaling["factor"], config.rotary_size, config.max_position_embeddings
+    growth = factor * (positions.max() + 1).clamp(min=original).float() / original - (factor - 1)
+    return _exponentials(config, config.rope_theta * growth ** (size / (size - 2)), frequency.device), 1.0
+
+
+def _llama3(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+    """Llama 3.1: wavelengths below original / high_freq_factor stay, those above original / low_freq_factor are
+    divided by `factor`, and between the two it interpolates."""
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequency / scaling["factor"] + kept * frequency, 1.0
+
+
+def _yarn(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): channels that turn more than beta_fast times in the original context
+    stay, those that turn less than beta_slow times are divided by `factor`, with a ramp over the channels between."""
+    factor, size = scaling["factor"], config.rotary_size
+    original = scaling.get("original_max_position_embeddings", config.max_position_embeddings)
+
+    def channel(turns: float) -> float:  # the (fractional) pair of channels that turns so often
+        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low, high = channel(scaling.get("beta_fast", 32)), channel(scaling.get("beta_slow", 1))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    width = high - low if high != low else 0.001
+    pair = torch.arange(size // 2, device=frequency.device, dtype=torch.float32)
+    slowed = ((pair - low) / width).clamp(0, 1)
+    return frequency / factor * slowed + frequency * (1 - slowed), _yarn_factor(scaling)
+
+
+def _yarn_factor(scaling: Scaling) -> float:
+    """What YaRN multiplies cos and sin with, so that attention over more keys stays as sharp."""
+    if "attention_factor" in scaling:
+        return scaling["attention_factor"]
+    log = math.log(scaling["factor"]) if scaling["factor"] > 1 else 0.0
+    if "mscale" in scaling and "mscale_all_dim" in scaling:
+        return (0.1 * scaling["mscale"] * log + 1) / (0.1 * scaling["mscale_all_dim"] * log + 1)
+    return 0.1 * log + 1
+
+
+def _longrope(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a divisor for each pair of channels, another beyond the original
+    context."""
+    original = scaling.get("original_max_position_embeddings", config.max_position_embeddings)
+    short, long = (_constant(tuple(scaling[f"{kind}_factor"]), frequency.device) for kind in ("short", "long"))
+    factor = scaling.get("factor", config.max_position_embeddings / original)
+    sharpness = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return frequency / torch.where(positions.max() >= original, long, short), scaling.get("attention_factor", sharpness)
+
+
+@functools.lru_cache(maxsize=64)
+def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """FP32 values on the device, copied there once: a graph under capture cannot read the host's memory."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+SCALINGS: dict[str, Callable[[ModelConfig, Scaling, Tensor, Tensor], tuple[Tensor, float]]] = {
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

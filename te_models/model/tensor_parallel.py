@@ -1,0 +1,311 @@
+"""Tensor parallelism of a CausalLM: which rank has which heads and channels, and what the ranks tell each other.
+
+Each rank runs the same model code on `local(config)`, a model of its share of the heads and of the MLP's channels.
+te.Linear does the rest: the projections into attention and MLP are column-parallel, those out of them row-parallel. The
+embedding, the norms and the head are replicated.
+
+With sequence parallelism a rank has its own rows alone of everything between a row-parallel and the next column-parallel
+layer, norms included, and of the residual stream. The number of bytes sent is the same; they are FP8 codes one way.
+
+Parameters are plain tensors with an attribute `tp_sharded`: where it is False the parameter and its gradient are the same
+on all ranks, where it is True they are this rank's part of a larger one (a norm of all gradients sums the squares of those
+over the ranks).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from te_models.config.model import ModelConfig
+from te_models.config.recipe import Recipe
+from te_models.distributed.collectives import all_gather, all_reduce
+from te_models.distributed.dtensor import filling, whole
+from te_models.fp8.primary_weights import is_quantized, plain, write_weight
+
+Sections = tuple[tuple[int, int], ...]  # (rows in use, rows stored) of each part of a fused weight
+
+
+def _qkvg(config: ModelConfig) -> Sections:
+    gate = config.num_attention_heads if config.attention_gate == "headwise" else config.gate_size
+    return (*((size, size) for size in (config.q_size, config.kv_size, config.kv_size)), (gate, config.gate_size))
+
+
+def _gate_up(config: ModelConfig) -> Sections:
+    return ((config.intermediate_size, config.intermediate_size),) * 2
+
+
+# Module -> the parts of its rows, each of which is divided between the ranks (column-parallel); None: its columns are
+# (row-parallel). What is not here is replicated.
+SPLITS: dict[str, Callable[[ModelConfig], Sections] | None] = {
+    "qkvg_proj": _qkvg,
+    "o_proj": None,
+    "gate_up_proj": _gate_up,
+    "down_proj": None,
+}
+
+
+def is_sharded(name: str) -> bool:
+    """Whether the parameter of this name is divided between the ranks."""
+    *_, module, kind = ("", *name.split("."))
+    return module in SPLITS and (kind == "weight" or (kind == "bias" and SPLITS[module] is not None))
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The ranks that share a model; `mesh` None: one rank, for which every method here is the identity."""
+
+    mesh: DeviceMesh | None = None
+    sequence: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mesh is None and self.sequence:
+            raise ValueError("sequence_parallel=True divides the tokens between the ranks of tp_mesh: give tp_mesh")
+        if self.mesh is not None and self.mesh.ndim != 1:
+            raise ValueError(f"tp_mesh has {self.mesh.ndim} dimensions: give the one of tensor parallelism, mesh['tp']")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
+        return self
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return 1 if self.mesh is None else self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank()
+
+    @property
+    def group(self) -> Any:
+        """Their process group."""
+        return None if self.mesh is None else self.mesh.get_group()
+
+    @property
+    def scatters(self) -> bool:
+        """Whether a rank has its own rows alone of the residual stream."""
+        return self.sequence and self.size > 1
+
+    def linear(self, mode: str) -> dict[str, Any]:
+        """te.Linear's arguments for a "column" or "row" parallel layer."""
+        if self.size == 1:
+            return {}
+        return dict(parallel_mode=mode, tp_group=self.group, tp_size=self.size, sequence_parallel=self.sequence)
+
+    def local(self, config: ModelConfig) -> ModelConfig:
+        """The config of one rank's share of the heads and of the MLP's channels.
+
+        Raises:
+            ValueError: they cannot be divided evenly between the ranks.
+        """
+        if self.size == 1:
+            return config
+        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+        counts = {name: getattr(config, name) for name in names}
+        common = math.gcd(*counts.values())
+        for name, count in counts.items():
+            if count % self.size:
+                fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+                raise ValueError(f"{name}={count} cannot be divided between {self.size} ranks: use {fits}")
+        return dataclasses.replace(config, **{name: count // self.size for name, count in counts.items()})
+
+    @property
+    def each(self) -> str:
+        """For messages about `local` sizes."""
+        return "" if self.size == 1 else f" on each of {self.size} ranks"
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Raise if the ranks could not read each other's FP8 codes under this recipe."""
+        if self.scatters and recipe.stateful and not recipe.fields.get("reduce_amax", True):
+            raise ValueError(
+                f"recipe {recipe.name!r} has reduce_amax=False, and sequence parallelism needs the same scales on all ranks:"
+                " use reduce_amax=True or sequence_parallel=False"
+            )
+
+    def rows(self, count: int, alignment: int) -> int:
+        """The rows that `count` tokens are padded to, so that those of each rank are a multiple of `alignment`."""
+        step = alignment * (self.size if self.scatters else 1)
+        return math.ceil(count / step) * step
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """This rank's rows of x [N, D], which all ranks have; its gradient is again whole on all ranks."""
+        return _Scatter.apply(x, self) if self.scatters else x  # type: ignore[return-value]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows of all ranks [N, D], to be used alike by all of them."""
+        return _Gather.apply(x, self) if self.scatters else x  # type: ignore[return-value]
+
+    def norm(self, norm: nn.Module, x: Tensor, partial: bool) -> Tensor:
+        """norm(x). Where x is a part of what the weight acts on, the weight's gradient is summed over the ranks.
+
+        In the graph, not by a hook on the parameter, which FSDP replaces.
+        """
+        if not partial or self.size == 1:
+            return norm(x)
+        return torch.func.functional_call(norm, {"weight": _Summed.apply(norm.weight, self)}, (x,))
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        if self.size > 1:
+            torch.distributed.barrier(self.group)
+
+    def mark(self, model: nn.Module) -> None:
+        """Set `tp_sharded` on each parameter."""
+        for name, parameter in model.named_parameters():
+            parameter.tp_sharded = self.size > 1 and is_sharded(name)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def filling_all(self, model: Any) -> Iterator[dict[str, Tensor]]:
+        """`filling` for all parameters of a model, the whole ones in the CPU's memory."""
+        with ExitStack() as stack:
+            yield {
+                name: stack.enter_context(self.filling(name, parameter, model.config, "cpu"))
+                for name, parameter in model.named_parameters(remove_duplicate=False)
+            }
+
+    @contextmanager
+    def filling(self, name: str, target: Tensor, config: ModelConfig, device: Any = None) -> Iterator[Tensor]:
+        """Gives a tensor to write all values of the whole parameter into; this rank's part of it goes to `target`.
+
+        Every rank draws all random numbers, so that a model starts with the same values on any number of ranks. An FP8
+        weight is quantized once all its values are there.
+        """
+        complete = self.size == 1 or not is_sharded(name)
+        if complete and not is_quantized(target):
+            with nullcontext(target) if device is not None else filling(target) as values:
+                yield values
+            return
+        shape = target.shape if complete else whole_shape(name, target.shape, config, self.size)
+        full = torch.empty(shape, dtype=target.dtype, device=device or target.device)
+        yield full
+        write_weight(target, full if complete else shard(name, full, config, self))
+
+    def check_same_random_state(self, device: torch.device) -> None:
+        """Raise if the ranks would draw different random numbers for the parameters that they share."""
+        if self.size == 1:
+            return
+        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        states = all_gather(state.to(device)[None], self.group)
+        if not bool((states == states[0]).all()):
+            raise ValueError(
+                "the tensor-parallel ranks have different random states: call torch.manual_seed alike on all"
+            )
+
+
+def whole_shape(name: str, local: torch.Size, config: ModelConfig, size: int) -> tuple[int, ...]:
+    """The shape of the whole parameter, given that of a rank's part."""
+    sections = SPLITS[name.split(".")[-2]]
+    if sections is None:
+        return (local[0], local[1] * size)
+    return (sum(stored for _, stored in sections(config)), *local[1:])
+
+
+def shard(name: str, whole: Tensor, config: ModelConfig, tp: TensorParallel) -> Tensor:
+    """This rank's part of a parameter (or of a tensor of its shape, such as an optimizer's), which is a copy if divided.
+
+    The rows that pad a headwise gate are zeros.
+    """
+    if tp.size == 1 or not is_sharded(name):
+        return whole
+    sections = SPLITS[name.split(".")[-2]]
+    if sections is None:
+        return whole.chunk(tp.size, 1)[tp.rank].contiguous()
+    parts = []
+    blocks = whole.split([stored for _, stored in sections(config)])
+    for block, (rows, stored) in zip(blocks, sections(tp.local(config)), strict=True):
+        parts.append(_padded(block[tp.rank * rows : (tp.rank + 1) * rows], stored))
+    return torch.cat(parts)
+
+
+def unshard(name: str, parts: list[Tensor], config: ModelConfig, tp: TensorParallel) -> Tensor:
+    """The whole parameter from the parts of all ranks: the inverse of `shard`."""
+    sections = SPLITS[name.split(".")[-2]]
+    if sections is None:
+        return torch.cat(parts, 1)
+    own = sections(tp.local(config))
+    split = [part.split([stored for _, stored in own]) for part in parts]
+    blocks = []
+    for i, (_, stored) in enumerate(sections(config)):
+        blocks.append(_padded(torch.cat([part[i][: own[i][0]] for part in split]), stored))
+    return torch.cat(blocks)
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    return F.pad(rows, (*(0, 0) * (rows.ndim - 1), 0, count - len(rows)))
+
+
+def shard_state(full: Mapping[str, Tensor], config: ModelConfig, mesh: DeviceMesh | None) -> dict[str, Tensor]:
+    """This rank's part of every tensor of a state; those that are not divided are passed on.
+
+    A tensor's name ends in the parameter's, and it has the parameter's shape: weights, masters, moments.
+    """
+    tp = TensorParallel(mesh)
+    return {name: shard(name, tensor, config, tp) for name, tensor in full.items()}
+
+
+@torch.no_grad()
+def gather_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The whole tensors of `state`, this rank's parts (None: the model's parameters), on every rank.
+
+    A collective: all ranks call it, with the same names. One tensor at a time, on the device of the part.
+    """
+    if state is None:
+        state = {name: plain(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    if model.tp.size == 1:
+        return dict(state)
+    found = {}
+    for name, tensor in state.items():
+        if is_sharded(name):
+            parts = all_gather(whole(tensor.detach())[None], model.tp.group)
+            tensor = unshard(name, list(parts.unbind()), model.config, model.tp)
+        found[name] = tensor
+    return found
+
+
+class _Scatter(torch.autograd.Function):
+    """Forward: own rows; backward: all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return x.chunk(tp.size)[tp.rank].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_gather(grad, ctx.tp.group), None
+
+
+class _Gather(torch.autograd.Function):
+    """Forward: all rows; backward: own rows, since all ranks compute the same gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return all_gather(x, tp.group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad.chunk(ctx.tp.size)[ctx.tp.rank].contiguous(), None
+
+
+class _Summed(torch.autograd.Function):
+    """Forward: the identity; backward: the sum over the ranks, in FP32."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_reduce(grad.float(), ctx.tp.group).to(grad.dtype), None

@@ -1,0 +1,227 @@
+"""What fits on which GPU: the tables of `te-models plan --memory`, from te_models.planning.memory_estimate."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from te_models.config.model import ModelConfig
+from te_models.config.recipe import Recipe
+from te_models.config.recompute_modes import MODES, check_mode
+from te_models.planning.memory_estimate import Memory, Training, kept_bytes, memory_moments
+from te_models.planning.parameter_bytes import OPTIMIZERS, model_parameters
+
+GPUS = {"24 GB": 24, "48 GB": 48, "80 GB": 80, "141 GB": 141}  # sizes as sold: 10^9 bytes
+# Left free: the accuracy that the tests hold predictions to (5 %). CUDA's context lies in what a GPU has beyond its name:
+# 80 GB are 85.5 * 10^9 bytes on an H100, 141 GB are 150.8 * 10^9 on an H200.
+HEADROOM = 0.05
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The predicted memory of a training step on each GPU. Prints as tables; `to_dict` has plain JSON values, in bytes."""
+
+    config: ModelConfig
+    recipe: Recipe
+    training: Training
+
+    @property
+    def moments(self) -> list[Memory]:
+        """The moments that can be the peak: the loss, the worst of backward, the optimizer's step."""
+        return memory_moments(self.config, self.recipe, self.training)
+
+    @property
+    def peak(self) -> Memory:
+        """The moment that takes most: what torch.cuda.max_memory_allocated will say, within 5 %."""
+        return max(self.moments, key=lambda memory: memory.total)
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory that activation offload takes, for each GPU; pinned."""
+        return kept_bytes(self.config, self.recipe, self.training, on_host=True)
+
+    def fits(self, gigabytes: float) -> bool:
+        """Whether the peak, with 5 % to spare, fits on a GPU sold with so many gigabytes (10^9 bytes)."""
+        return self.peak.total <= (1 - HEADROOM) * gigabytes * 10**9
+
+    def largest_batch(self, gigabytes: float) -> int:
+        """The most sequences a GPU that fit; 0 if not even one does."""
+
+        def fits(batch: int) -> bool:
+            return replace(self, training=replace(self.training, batch_size=batch)).fits(gigabytes)
+
+        if not fits(1):
+            return 0
+        most = 2
+        while fits(most):
+            most *= 2
+        least = most // 2
+        while most - least > 1:
+            middle = (least + most) // 2
+            least, most = (middle, most) if fits(middle) else (least, middle)
+        return least
+
+    def by_mode(self) -> Iterator[tuple[str | int, MemoryPlan]]:
+        """This plan under every mode of activation checkpointing, its own included."""
+        own = self.training.activation_checkpointing
+        for mode in dict.fromkeys((*MODES, own)):
+            yield mode, replace(self, training=replace(self.training, activation_checkpointing=mode))
+
+    def optimizers(self) -> dict[str, int]:
+        """Name -> bytes of state and FP32 masters on each GPU."""
+        parameters = model_parameters(self.config)
+        return {n: o.of(parameters, self.training.dtype_bytes) // self.training.gpus for n, o in OPTIMIZERS.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that the tables show."""
+        return {
+            "parameters": self.config.num_parameters,
+            "recipe": self.recipe.to_dict(),
+            "training": asdict(self.training),
+            "moments": {memory.moment: {**memory.parts(), "total": memory.total} for memory in self.moments},
+            "host": self.host,
+            "peak": {"moment": self.peak.moment, "total": self.peak.total},
+            "fits": {name: self.fits(size) for name, size in GPUS.items()},
+            "largest_batch": {
+                name: {str(mode): plan.largest_batch(size) for mode, plan in self.by_mode()}
+                for name, size in GPUS.items()
+            },
+            "optimizers": self.optimizers(),
+        }
+
+    def __rich__(self) -> Group:
+        t, each = self.training, " on each GPU" if self.training.gpus > 1 else ""
+        about = (
+            f"{self.config.num_parameters:,} parameters, recipe {self.recipe.name}, {t.batch_size} x {t.seq_len:,} tokens{each}, "
+            f"{t.optimizer or 'no optimizer'}, activation checkpointing {t.activation_checkpointing}, {t.gpus} GPU"
+            f"{'s (FSDP)' if each else ''}{f', {_gib(self.host)} GiB on the host' if self.host else ''}"
+        )
+        lines: list[Any] = [about, ""]
+        for title, table in (
+            (f"memory of a training step{each}, GiB", self._parts_table()),
+            (f"largest batch a GPU, in sequences of {t.seq_len:,} tokens", self._fit_table()),
+            (f"optimizer state with FP32 masters{each}", self._optimizer_table()),
+        ):
+            lines += [Text(title, style="bold"), table, ""]
+        return Group(*lines[:-1])
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=140, no_color=True).print(self)
+        return out.getvalue().rstrip()
+
+    def _parts_table(self) -> Table:
+        table, moments = _table("what"), self.moments
+        for memory in moments:
+            table.add_column(memory.moment, justify="right", style="green" if memory == self.peak else "")
+        for name in moments[0].parts():
+            if any(values := [memory.parts()[name] for memory in moments]):
+                table.add_row(name.replace("_", " ").replace("fp8", "FP8"), *(_gib(value) for value in values))
+        totals = [_gib(memory.total) + (" (peak)" if memory == self.peak else "") for memory in moments]
+        table.add_row("total", *totals, style="bold")
+        return table
+
+    def _fit_table(self) -> Table:
+        plans = dict(self.by_mode())
+        table = _table("GPU", "this plan")
+        for mode in plans:
+            table.add_column(f"checkpointing {mode}", justify="right")
+        for name, size in GPUS.items():
+            largest = (str(plan.largest_batch(size) or "-") for plan in plans.values())
+            table.add_row(name, "fits" if self.fits(size) else "does not fit", *largest)
+        return table
+
+    def _optimizer_table(self) -> Table:
+        table = _table("optimizer")
+        for column in ("bytes a parameter", "GiB", "against adamw"):
+            table.add_column(column, justify="right")
+        table.add_column("state")
+        found = self.optimizers()
+        elements = sum(p.numel for p in model_parameters(self.config)) / self.training.gpus
+        for name, size in found.items():
+            saved = f"{100 * (size / found['adamw'] - 1):+.0f} %" if name != "adamw" else ""
+            style = "green" if name == self.training.optimizer else ""
+            table.add_row(name, f"{size / elements:.2f}", _gib(size), saved, OPTIMIZERS[name].what, style=style)
+        return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def plan_memory(
+    config: ModelConfig,
+    recipe: Recipe,
+    *,
+    batch_size: int = 8,
+    seq_len: int = 256,
+    optimizer: str | None = "adamw",
+    activation_checkpointing: str | int = "none",
+    activation_offload: bool = False,
+    gpus: int = 1,
+    gradient_accumulation: int = 1,
+    fp8_params: bool = False,
+    dtype_bytes: int = 2,
+    logits: bool = False,
+    compile: bool = True,
+    fused: bool = True,
+) -> MemoryPlan:
+    """The predicted memory of training a model of this shape on a GPU; nothing is built and no GPU is needed.
+
+    Args:
+        config, recipe: as of te_models.get_preset and te_models.get_recipe.
+        batch_size: sequences of one micro-batch over all `gpus`, as in te_models.TrainConfig.
+        seq_len: tokens of each.
+        optimizer: a row of te_models.planning.parameter_bytes.OPTIMIZERS; None for forward and backward alone.
+        activation_checkpointing: "none", "selective", "full" or every N-th block.
+        activation_offload: whether blocks keep their activations on the host (te_models.model.offload).
+        gpus: processes among which FSDP2 shares weights, gradients and optimizer state.
+        gradient_accumulation: micro-batches a step; from two on, gradients are held during the forward.
+        fp8_params: whether the weights of FP8 layers are FP8 (te_models.fp8.primary_weights).
+        dtype_bytes: of parameters and activations.
+        logits: whether the forward returns them; the Trainer's does not (`return_logits=False`), and they never exist.
+        compile, fused: as CausalLM's.
+
+    Raises:
+        ValueError: for a value that no training could have.
+    """
+    if batch_size < 1 or gpus < 1 or batch_size % gpus:
+        raise ValueError(f"batch_size={batch_size} cannot be shared by gpus={gpus}: give a positive multiple of it")
+    if seq_len > config.max_position_embeddings:
+        raise ValueError(
+            f"seq_len={seq_len} is longer than max_position_embeddings={config.max_position_embeddings}: lower it or raise "
+            "that field"
+        )
+    if fp8_params and not recipe.quantized:
+        raise ValueError(
+            f"fp8_params=True needs an FP8 recipe, and {recipe.name!r} is none: choose another, or leave it out"
+        )
+    training = Training(
+        batch_size=batch_size // gpus,
+        seq_len=seq_len,
+        optimizer=optimizer,
+        activation_checkpointing=check_mode(activation_checkpointing),
+        activation_offload=activation_offload,
+        gpus=gpus,
+        held_gradients=gradient_accumulation > 1,
+        cached_weights=gradient_accumulation > 1 and gpus == 1,
+        fp8_params=fp8_params,
+        logits=logits,
+        compile=compile,
+        fused=fused,
+        dtype_bytes=dtype_bytes,
+    )
+    return MemoryPlan(config, recipe, training)

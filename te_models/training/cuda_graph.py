@@ -1,0 +1,184 @@
+"""Forward and backward of a model as one CUDA graph: the host launches a step once and replays it.
+
+Without that, the host takes longer to launch the kernels of a small step than the device to run them (gated-350m: 158 of
+185 ms were launches). A graph bakes in addresses and Python values, so what it reads is copied to where the first step
+had it, and gradients appear where the first step made them.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from te_models.causal_lm import CausalLM
+from te_models.device.cuda_capture import capture, failed_capture
+from te_models.model.recompute import may_draw
+
+WARM_UP = 3  # eager steps before the capture: compilers, libraries' workspaces, and FP8 state that the first step makes
+ATTEMPTS = 3  # captures that may fail, a step each, before all further steps run eagerly
+
+log = logging.getLogger(__name__)
+
+
+class GraphedStep:
+    """One training step's forward and backward, the same computation as the eager one::
+
+        step = GraphedStep(model)
+        loss = step(input_ids=ids, labels=labels)
+        optimizer.step()
+
+    Each call makes the gradients anew (there is nothing to zero) and returns the loss, an FP32 scalar that the next call
+    overwrites. The first calls run eagerly, and so does a call whose capture another thread has disturbed (by
+    synchronizing the device, say); the next call tries again. Weights and FP8 state may be changed in place between calls.
+
+    Of a model that FSDP2 shares out, the gathers of weights and the reductions of gradients are in the graph too.
+
+    Args:
+        model: on a CUDA device.
+
+    Raises:
+        ValueError: for what cannot be captured (`obstacle` says why), and when a call's tensors have other shapes or names
+            than the first one's, or the model has changed its recipe since.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        if reason := obstacle(model):
+            raise ValueError(f"no CUDA graph of this model: {reason}")
+        self.model, self.recipe = model, model.recipe
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.shared = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.calls = self.failures = 0
+        self.graph: Any = None  # a torch.cuda.CUDAGraph, once the step has been captured
+        self.stream: Any = torch.cuda.Stream(model.device)
+        self.inputs: dict[str, Tensor] = {}
+        self.gradients: list[Tensor | None] = []
+        self.loss, self.weight = torch.empty(0), torch.ones((), device=model.device)
+
+    def __call__(self, weight: Tensor | float = 1.0, **batch: Tensor) -> Tensor:
+        """`batch`: CausalLM.forward's tensors, `input_ids` and `labels` among them; returns the loss.
+
+        `weight`: by what the loss is multiplied, on the model's device if it is a tensor.
+        """
+        self._take(batch)
+        self.weight.copy_(weight) if isinstance(weight, Tensor) else self.weight.fill_(weight)
+        for module in self.shared:
+            module.reshard()  # an evaluation leaves weights gathered: captured so, the graph would never gather them
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.calls += 1
+        if self.graph is None and self.calls > WARM_UP and self.failures < ATTEMPTS:
+            self._capture()
+        if self.graph is None:
+            current = torch.cuda.current_stream(self.model.device)
+            self.stream.wait_stream(current)
+            with torch.cuda.stream(self.stream):
+                self._run()
+            current.wait_stream(self.stream)
+            return self.loss
+        self.graph.replay()
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        return self.loss
+
+    def _capture(self) -> None:
+        """Capture the step. A failure changes nothing but `failures`, since a capture executes nothing."""
+        graph: Any = torch.cuda.CUDAGraph()
+        try:
+            with NoHostCopies() if self.shared else nullcontext(), capture(graph, self.stream):
+                self._run()
+        except RuntimeError as error:
+            if not failed_capture(error):
+                raise
+            self.failures += 1
+            for parameter in self.parameters:
+                parameter.grad = None
+            again = "the next step tries again" if self.failures < ATTEMPTS else "all further steps run without it"
+            log.warning("the CUDA graph of the step was not captured, %s: %s", again, str(error).splitlines()[0])
+            return
+        self.graph = graph
+        self.gradients = [parameter.grad for parameter in self.parameters]
+
+    def _run(self) -> None:
+        loss = self.model(**self.inputs, return_logits=False).loss * self.weight
+        loss.backward()
+        self.loss = loss.detach()
+
+    def _take(self, batch: dict[str, Tensor]) -> None:
+        """Copy the batch to where the graph reads it."""
+        if self.model.recipe is not self.recipe:
+            raise ValueError("the model's recipe has changed: make a new GraphedStep")
+        if not self.model.training or not torch.is_grad_enabled():
+            raise ValueError("a GraphedStep trains: call model.train() before it, and evaluate with the model itself")
+        if "attention_mask" in batch:
+            raise ValueError(
+                "a CUDA graph cannot ask whether attention_mask has padding: pack documents (document_ids)"
+            )
+        if not self.inputs:
+            self.inputs = {name: torch.empty_like(value, device=self.model.device) for name, value in batch.items()}
+        for name in dict.fromkeys((*self.inputs, *batch)):
+            shapes = [list(tensors[name].shape) if name in tensors else None for tensors in (self.inputs, batch)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"{name} has shape {shapes[1]}, in the first call {shapes[0]}: a CUDA graph has one shape, so make a "
+                    "GraphedStep for each"
+                )
+            self.inputs[name].copy_(batch[name], non_blocking=True)
+
+
+def obstacle(model: Any) -> str | None:
+    """Why this model's step cannot be captured in a CUDA graph; None if it can."""
+    if not isinstance(model, CausalLM):
+        return "it is wrapped (by LoRA or DDP)"
+    if model.device.type != "cuda":
+        return f"it is on {model.device.type}"
+    if model.activation_checkpointing != "none" and any(may_draw(block) for block in model.layers):
+        return "activation checkpointing restores the random state for a hook or a module of its own"
+    if model.activation_offload:
+        return "activation offload copies to the host"
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        return "its dropout"
+    if model.tp.size > 1:
+        return "tensor parallelism"
+    if model.fp8_params and isinstance(model, FSDPModule):
+        return "its FP8 weights are gathered with scales that each step makes anew"
+    return None
+
+
+class NoHostCopies(TorchDispatchMode):
+    """FSDP2's copies between one buffer and many tensors as one copy each.
+
+    Its own kernels read the tensors' addresses from host memory that is somebody else's by the time of a replay.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.fsdp.split_with_sizes_copy.default:
+            return _split(*args, **kwargs)
+        if func is torch.ops.fsdp.chunk_cat.default:
+            return _chunk_cat(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _split(source: Tensor, sizes: list[int], dim: int = 0, *, out: list[Tensor]) -> None:
+    """Pieces of `source` of these sizes along `dim`, into the tensors `out`."""
+    for piece, tensor in zip(source.split(sizes, dim), out, strict=True):
+        tensor.copy_(piece)
+
+
+def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
+    """Each tensor in `num_chunks` chunks of its rows, the last ones short or missing, side by side in as many rows of `out`."""
+    assert dim == 0
+    first = 0
+    for tensor in tensors:
+        rows = -(-tensor.shape[0] // num_chunks)
+        size = rows * tensor[0].numel()
+        if tensor.shape[0] % num_chunks:
+            out[:, first : first + size].zero_()
+        for row, chunk in zip(out, tensor.split(rows), strict=False):
+            row[first : first + chunk.numel()].copy_(chunk.flatten())
+        first += size

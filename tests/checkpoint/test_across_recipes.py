@@ -1,0 +1,105 @@
+"""Saved under one recipe, loaded or resumed under another: what has a meaning moves along, the rest is left out aloud."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import CausalLM, list_recipes
+from te_models.config.recipe import get_recipe
+from te_models.fp8.scaling_state import fp8_state
+
+SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1)
+IDS = torch.arange(32).reshape(2, 16)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of each recipe after three steps, saved."""
+    root = tmp_path_factory.mktemp("recipes")
+    for recipe in list_recipes():
+        model = trained(recipe)
+        model.save_pretrained(root / recipe)
+    return {recipe: root / recipe for recipe in list_recipes()}
+
+
+def trained(recipe: str, **fields: Any) -> CausalLM:
+    torch.manual_seed(2)
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **SHAPE, **fields)
+    for step in range(3):
+        loss = model((IDS + step) % 200, labels=IDS).loss
+        assert loss is not None
+        loss.backward()
+    model.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("old", list_recipes())
+@pytest.mark.parametrize("new", list_recipes())
+def test_every_recipe_loads_what_any_other_saved(old: str, new: str, folders: dict[str, Path]) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = CausalLM.from_pretrained(folders[old], recipe=new, device="cpu")
+    dropped = get_recipe(old).stateful and not get_recipe(new).stateful
+    assert [str(w.message).splitlines() for w in said if "left out" in str(w.message)] == [
+        [f"{folders[old]} was saved under recipe {old!r}; recipe {new!r} has no use for its scales and amax histories, which "
+         "are left out"]
+    ] * dropped  # fmt: skip
+    assert len(said) == dropped and model.recipe.name == new
+    assert bool(fp8_state(model)) == (get_recipe(old).stateful and get_recipe(new).stateful)
+    loss = model(IDS, labels=IDS).loss
+    assert loss is not None and loss.isfinite()
+    loss.backward()
+
+
+MOVES = [
+    dict(amax_history_len=4), dict(amax_history_len=2000), dict(amax_compute_algo="max"), dict(margin=2),
+    dict(fp8_format="E4M3"), dict(fp8_format="E4M3", margin=1, amax_history_len=8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", MOVES, ids=str)
+@pytest.mark.parametrize("way", ["from_pretrained", "set_recipe"])
+def test_delayed_scales_are_those_that_the_other_recipe_would_have(
+    fields: dict[str, Any], way: str, folders: dict[str, Path]
+) -> None:
+    if way == "from_pretrained":
+        model = CausalLM.from_pretrained(folders["delayed"], device="cpu", **fields)
+    else:
+        model = CausalLM.from_pretrained(folders["delayed"], device="cpu")
+        model.set_recipe("delayed", **fields)
+    saved = fp8_state(CausalLM.from_pretrained(folders["delayed"], device="cpu"))
+    wide = fields.get("fp8_format", "HYBRID") == "HYBRID"
+    for name, tensor in fp8_state(model).items():
+        if name.endswith("amax_history"):
+            kept = min(len(tensor), len(saved[name])) - 1
+            assert len(tensor) == fields.get("amax_history_len", len(saved[name]))
+            assert torch.equal(tensor[-kept:], saved[name][-kept:])
+            continue
+        largest = (57344 if "bwd" in name and wide else 448) / 2 ** fields.get("margin", 0)
+        newest = saved[name.removesuffix("scale") + "amax_history"][-1]
+        expected = torch.where(newest > 0, torch.full_like(newest, largest).div(newest), 1.0)
+        assert torch.equal(tensor, expected), name
+
+
+def test_layers_that_leave_fp8_leave_their_scales(folders: dict[str, Path]) -> None:
+    with pytest.warns(UserWarning, match="has no use for 16 of its 32 scales"):
+        model = CausalLM.from_pretrained(folders["delayed"], device="cpu", num_layers_at_end_in_bf16=2)
+    assert {name.split(".")[1] for name in fp8_state(model)} == {"1"}
+    more = CausalLM.from_pretrained(folders["delayed"], device="cpu", num_layers_at_end_in_bf16=0)
+    assert {name.split(".")[1] for name in fp8_state(more)} == {"1", "2"}
+    more(IDS, labels=IDS).loss.backward()
+    assert {name.split(".")[1] for name in fp8_state(more)} == {"1", "2", "3"}
+
+
+def test_saved_after_an_evaluation_outside_fp8_the_scales_are_there(tmp_path: Path) -> None:
+    """Transformer Engine's own state_dict holds them only if the last forward was in FP8."""
+    model = trained("delayed")
+    before = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
+    with torch.no_grad(), model.te.autocast(enabled=False, recipe=model.te_recipe):
+        model.layers[1].mlp.down_proj(torch.ones(16, 32, dtype=torch.bfloat16))
+    model.save_pretrained(tmp_path / "m")
+    after = fp8_state(CausalLM.from_pretrained(tmp_path / "m", device="cpu"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)

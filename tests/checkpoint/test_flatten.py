@@ -1,0 +1,160 @@
+"""Nested state survives tensors plus JSON exactly, and tensors that do not fit a model are named before it is touched."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from te_models.checkpoint.flatten import flatten_state, unflatten_state
+from te_models.checkpoint.folder import CheckpointError, load_folder, match, save_folder
+
+WANTED = {"a": torch.empty(2, 3, device="meta"), "b": torch.empty(4, dtype=torch.bfloat16, device="meta")}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "options", "message"),
+    [
+        ({"a": torch.ones(2, 3), "b": torch.ones(4).bfloat16()}, {}, None),
+        ({"a": torch.ones(2, 3)}, {}, "missing: b"),
+        ({"a": torch.ones(2, 3)}, {"allow_missing": ["b"]}, None),
+        ({"a": torch.ones(2, 3), "b": torch.ones(4)}, {}, "b is torch.float32, not torch.bfloat16"),
+        ({"a": torch.ones(2, 3), "b": torch.ones(4)}, {"check_dtype": False}, None),
+        ({"a": torch.ones(3, 2), "b": torch.ones(4)}, {"check_dtype": False}, r"a has shape \[3, 2\], not \[2, 3\]"),
+        (
+            {"a": torch.ones(2, 3), "x._extra_state": torch.ones(1)},
+            {"allow_missing": "b"},
+            "unexpected: x._extra_state",
+        ),
+        ({**WANTED, "x._extra_state": torch.ones(1)}, {"allow_extra": ["*._extra_state"]}, None),
+        ({}, {}, "missing: a, b"),
+    ],
+)
+def test_match(loaded: dict[str, Tensor], options: dict[str, Any], message: str | None) -> None:
+    if message is None:
+        match(WANTED, loaded, **options)
+    else:
+        with pytest.raises(CheckpointError, match=message):
+            match(WANTED, loaded, **options)
+
+
+def test_match_says_no_more_than_a_line_can_hold() -> None:
+    expected = {f"{'x' * 500}{i}": torch.ones(1) for i in range(1000)}
+    with pytest.raises(CheckpointError, match="and 995 more") as caught:
+        match(expected, {})
+    assert len(str(caught.value)) < 1000
+
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**200), 2**200)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.sampled_from([torch.arange(3), torch.tensor(2.5), torch.empty(0)])
+)
+KEYS = st.text(max_size=3) | st.integers() | st.sampled_from(["$tensor", "a.b", "a", "__metadata__"]) | st.booleans()
+STATES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(KEYS | st.tuples(st.integers(), st.text(max_size=2)), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def assert_equal_state(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert [(type(key), key) for key in found] == [(type(key), key) for key in expected]
+        for key in expected:
+            assert_equal_state(found[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for left, right in zip(found, expected, strict=True):
+            assert_equal_state(left, right)
+    else:
+        assert repr(found) == repr(expected)
+
+
+@settings(max_examples=300, deadline=None)
+@given(STATES)
+def test_any_state_survives_json(state: Any) -> None:
+    tensors, document = flatten_state(state)
+    assert "__metadata__" not in tensors
+    assert_equal_state(unflatten_state(tensors, json.loads(json.dumps(document, allow_nan=False))), state)
+
+
+def test_places_that_read_alike_keep_their_own_tensors() -> None:
+    state = {
+        "a": {"b": torch.zeros(1), "b_": torch.ones(1)},
+        "a.b": torch.ones(2),
+        0: torch.zeros(3),
+        "0": torch.ones(3),
+    }
+    assert_equal_state(unflatten_state(*flatten_state(state)), state)
+
+
+def test_special_floats_survive() -> None:
+    state = {"best": float("-inf"), "other": [float("inf"), -0.0, 5e-324], "nan": float("nan")}
+    assert_equal_state(unflatten_state(*flatten_state(state)), state)
+
+
+def test_optimizer_and_random_state_survive_a_folder(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {"optimizer": optimizer.state_dict(), "python": random.getstate(), "torch": torch.get_rng_state()}
+    tensors, document = flatten_state(state)
+    assert "optimizer.state.0.exp_avg" in tensors
+    save_folder(tmp_path / "out", {"training": tensors}, {"training": document})
+    found = load_folder(tmp_path / "out")
+    again = unflatten_state(found.tensors["training"], found.documents["training"])
+    assert_equal_state(again, state)
+    optimizer.load_state_dict(again["optimizer"])
+    random.setstate(again["python"])
+
+
+@pytest.mark.parametrize("value", [{1, 2}, 1j, b"x", torch.float32, torch.Size([1]), object()])
+def test_other_types_are_refused_with_their_place(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"state\.0\.x is a "):
+        flatten_state({"state": [{"x": value}]})
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"$tensor": "absent"},
+        {"$tensor": ["a"]},
+        {"$tuple": 1},
+        {"$dict": [[1]]},
+        {"$dict": [[[], 1]]},
+        {"$float": "1e3"},
+        {"$float": []},
+        {"$unknown": 1},
+        {"$tensor": "a", "more": 1},
+        [],
+    ],
+)
+def test_damaged_states_are_refused(document: Any) -> None:
+    with pytest.raises(CheckpointError):
+        unflatten_state({"a": torch.ones(1)}, document)
+
+
+def test_a_deep_state_is_refused() -> None:
+    document: Any = []
+    for _ in range(20_000):
+        document = [document]
+    with pytest.raises(CheckpointError, match="recursion"):
+        unflatten_state({}, document)

@@ -1,0 +1,374 @@
+"""Saving survives kills, full disks and failures at every point; rotation and background saving keep their promises."""
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_models.checkpoint.folder import SaveError, load_folder, save_folder
+from te_models.checkpoint.run_folder import Checkpoints
+from te_models.files import atomic
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def content(step: int) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    return {"model": {"w": torch.full((100,), float(step)), "v": torch.tensor(step)}}, {"training": {"step": step}}
+
+
+def step_of(path: Path | None) -> int:
+    """The step of a checkpoint, after checking that all of it is of that step."""
+    assert path is not None
+    found = load_folder(path)
+    step = found.documents["training"]["step"]
+    assert found.tensors["model"]["v"] == step
+    assert torch.equal(found.tensors["model"]["w"], torch.full((100,), float(step)))
+    return step
+
+
+def entries(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+# Failures
+
+
+class Fault:
+    """Makes the n-th call of any of some functions of `os` fail as on a full disk."""
+
+    NAMES = ("mkdir", "open", "fsync", "rename", "replace")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+        self.calls, self.at = 0, at
+        for name in self.NAMES:
+            monkeypatch.setattr(os, name, self.faulty(getattr(os, name)))
+
+    def faulty(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls == self.at:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return function(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize("replaces", [True, False], ids=["replaces", "new"])
+def test_a_failure_at_any_point_leaves_the_previous_one(
+    replaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = 0
+    for at in range(1, 100):
+        root = tmp_path / str(at)
+        root.mkdir()
+        if replaces:
+            save_folder(root / "out", *content(1))
+        with monkeypatch.context() as patch:
+            fault = Fault(patch, at)
+            try:
+                save_folder(root / "out", *content(2), max_shard_bytes=8)
+                error = None
+            except SaveError as caught:
+                error = str(caught)
+        if error is None:
+            assert step_of(root / "out") == 2
+        else:
+            failures += 1
+            assert error.startswith(f"could not save {root / 'out'}: [Errno 28] No space left on device")
+            assert "\n" not in error
+            assert entries(root) == ({"out"} if replaces else set())
+            assert not replaces or step_of(root / "out") == 1
+        save_folder(root / "out", *content(3))
+        assert entries(root) == {"out"}
+        if fault.calls < at:
+            break
+    # mkdir, an fsync for each of 5 files, open and fsync of both folders, the rename in, and the rename aside.
+    assert failures == 11 + replaces
+
+
+@contextlib.contextmanager
+def tiny_disk() -> Iterator[None]:
+    """No file may grow beyond 2 KB: writes fail half-way, in the system itself.
+
+    The limit is the whole process's, so it ends within the test: pytest's own report may be going to a longer file.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_full_disk_leaves_the_previous_one(blocking: bool, tmp_path: Path) -> None:
+    run = Checkpoints(tmp_path)
+    run.save(1, *content(1))
+    tensors, documents = content(2)
+    tensors["optimizer"] = {"m": torch.zeros(10_000)}
+    with tiny_disk(), pytest.raises(SaveError, match=r"could not save .*step-00000002: .*File too large"):
+        run.save(2, tensors, documents, blocking=blocking)
+        run.wait()
+    assert entries(tmp_path) == {"step-00000001", "latest"}
+    assert step_of(run.latest()) == 1
+    run.save(2, *content(2))
+    assert step_of(run.latest()) == 2
+
+
+def test_an_interrupt_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_folder(tmp_path / "out", *content(1))
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save_folder(tmp_path / "out", *content(2))
+    assert entries(tmp_path) == {"out"}
+    assert step_of(tmp_path / "out") == 1
+
+
+def test_everything_is_fsynced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def record(name: str) -> None:
+        function = getattr(os, name)
+
+        def call(target: Any, *rest: Any) -> Any:
+            events.append(name + " " + Path(os.readlink(f"/proc/self/fd/{target}") if name == "fsync" else target).name)
+            return function(target, *rest)
+
+        monkeypatch.setattr(os, name, call)
+
+    record("fsync")
+    record("rename")
+    save_folder(tmp_path / "out", *content(1))
+    *files, folder, rename, parent, _ = [event.split(".saving-")[0] for event in events]
+    assert set(files) == {"fsync model.safetensors", "fsync training.json", "fsync manifest.json"}
+    assert (folder, rename, parent) == ("fsync .out", "rename .out", f"fsync {tmp_path.name}")
+
+
+# Kills
+
+
+def test_kills_never_damage_or_lose_a_checkpoint(tmp_path: Path) -> None:
+    script = REPOSITORY / "benchmarks" / "kill_while_saving.py"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), "--kills", "12", "--folder", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["whole"] + summary["none saved yet"] == 12
+    assert summary["whole"] > 0
+
+
+def test_a_kill_between_the_two_renames_is_recovered_from(tmp_path: Path) -> None:
+    run = Checkpoints(tmp_path)
+    run.save(1, *content(1))
+    os.rename(tmp_path / "step-00000001", tmp_path / ".step-00000001.replaced")
+    (tmp_path / ".step-00000001.saving-0123abcd").mkdir()
+    assert run.latest() == tmp_path / "step-00000001"
+    assert run.all() == [tmp_path / "step-00000001"]
+    assert step_of(run.latest()) == 1
+    run.save(2, *content(2))
+    assert entries(tmp_path) == {"latest", "step-00000001", "step-00000002"}
+    assert step_of(tmp_path / "step-00000001") == 1
+
+
+def test_leftovers_are_swept_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("..step-1", ".step-00000003.saving-ab", ".latest.saving-cd", ".other.saving-ef", "metrics.jsonl"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / ".step-00000002.saving-00").mkdir()
+    (tmp_path / ".step-00000002.saving-00" / "model.safetensors").write_text("x")
+    run = Checkpoints(tmp_path)
+    run.save(1, *content(1))
+    kept = {"..step-1", ".other.saving-ef", "metrics.jsonl"}
+    assert entries(tmp_path) == {"latest", "step-00000001", *kept}
+
+
+# Rotation
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3, 4]), (3, [2, 3, 4]), (1, [4])])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_keeps_the_last_ones(keep: int | None, left: list[int], blocking: bool, tmp_path: Path) -> None:
+    run = Checkpoints(tmp_path / "a" / "b", keep_last=keep)
+    assert run.latest() is None
+    assert run.all() == []
+    for step in (1, 2, 3, 4):
+        path = run.save(step, *content(step), blocking=blocking)
+        assert path.name == f"step-{step:08d}"
+    run.wait()
+    assert [step_of(path) for path in run.all()] == left
+    assert step_of(run.latest()) == 4
+    assert (tmp_path / "a" / "b" / "latest").read_text() == "step-00000004\n"
+
+
+def test_old_ones_go_only_after_the_new_one_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Checkpoints(tmp_path, keep_last=1)
+    run.save(1, *content(1))
+    with monkeypatch.context() as patch:
+        fault = Fault(patch, 10**6)
+        run.save(2, *content(2))
+    for at in range(1, fault.calls):
+        with monkeypatch.context() as patch:
+            Fault(patch, at)
+            try:
+                run.save(3, *content(3))
+            except SaveError:
+                assert step_of(run.latest()) in (2, 3)
+    assert step_of(run.latest()) == 3
+
+
+def test_a_rerun_from_an_earlier_step_keeps_what_it_saves(tmp_path: Path) -> None:
+    run = Checkpoints(tmp_path, keep_last=2)
+    for step in (10, 20, 5):
+        run.save(step, *content(step))
+    assert step_of(run.latest()) == 5
+    assert [step_of(path) for path in run.all()] == [5, 10, 20]
+
+
+def test_replaces_the_checkpoint_of_the_same_step(tmp_path: Path) -> None:
+    run = Checkpoints(tmp_path)
+    run.save(7, *content(1))
+    run.save(7, *content(2))
+    assert step_of(run.latest()) == 2
+    assert entries(tmp_path) == {"latest", "step-00000007"}
+
+
+@pytest.mark.parametrize("text", [b"", b"step-00000009\n", b"../elsewhere\n", b"\xff\xfe", b"x" * 10_000])
+def test_latest_falls_back_on_the_newest_folder(text: bytes, tmp_path: Path) -> None:
+    run = Checkpoints(tmp_path)
+    for step in (1, 2):
+        run.save(step, *content(step))
+    (tmp_path / "latest").write_bytes(text)
+    assert step_of(run.latest()) == 2
+
+
+def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+    run = Checkpoints(tmp_path)
+    for step in (99_999_999, 100_000_000, 3):
+        run.save(step, *content(step))
+    assert [step_of(path) for path in run.all()] == [3, 99_999_999, 100_000_000]
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_keeps_at_least_one(keep: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Checkpoints(tmp_path, keep_last=keep)
+
+
+# Background
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing is written before the event is set."""
+    event, write = threading.Event(), atomic.write_file
+
+    def write_late(*args: Any) -> Any:
+        assert event.wait(30)
+        return write(*args)
+
+    for module in ("te_models.checkpoint.folder", "te_models.files.atomic"):
+        monkeypatch.setattr(f"{module}.write_file", write_late)
+    yield event
+    event.set()
+
+
+def test_background_saves_are_of_the_moment_of_the_call(tmp_path: Path, slow_disk: threading.Event) -> None:
+    run = Checkpoints(tmp_path)
+    weight = torch.ones(100)
+    documents = {"training": {"list": [1]}}
+    tensors = {"model": {"w": weight, "tied": weight, "t": weight.view(10, 10).t(), "f8": weight.to(torch.float8_e5m2)}}
+    run.save(1, tensors, documents, blocking=False)
+    weight.zero_()
+    documents["training"]["list"].append(2)
+    assert run.latest() is None
+    slow_disk.set()
+    run.wait()
+    found = load_folder(tmp_path / "step-00000001")
+    assert found.documents["training"] == {"list": [1]}
+    assert all(
+        torch.equal(tensor.float(), torch.ones_like(tensor).float()) for tensor in found.tensors["model"].values()
+    )
+    assert found.tensors["model"]["tied"].data_ptr() == found.tensors["model"]["w"].data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_background_saves_of_cuda_tensors_are_of_the_moment_of_the_call(tmp_path: Path) -> None:
+    run = Checkpoints(tmp_path)
+    weight = torch.ones(1 << 24, device="cuda")
+    for step in (1, 2):
+        weight.fill_(float(step))
+        run.save(step, {"model": {"w": weight, "t": weight.view(4096, 4096).t()}}, {}, blocking=False)
+        weight.zero_()
+        assert run._buffers["model", "w"].is_pinned()
+    run.wait()
+    for path, step in zip(run.all(), (1, 2), strict=True):
+        assert all((tensor == step).all() for tensor in load_folder(path).tensors["model"].values())
+
+
+def test_background_buffers_are_reused_and_follow_the_shapes(tmp_path: Path) -> None:
+    run = Checkpoints(tmp_path)
+    pointers = []
+    for step, size in enumerate((10, 10, 20)):
+        run.save(step, {"model": {"w": torch.full((size,), float(step))}}, {}, blocking=False)
+        pointers.append(run._buffers["model", "w"].data_ptr())
+    run.wait()
+    assert pointers[0] == pointers[1]
+    for step, size in enumerate((10, 10, 20)):
+        found = load_folder(tmp_path / f"step-{step:08d}").tensors["model"]["w"]
+        assert torch.equal(found, torch.full((size,), float(step)))
+
+
+@pytest.mark.parametrize("asks", ["wait", "save"])
+def test_background_errors_surface_once(
+    asks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Checkpoints(tmp_path)
+    with monkeypatch.context() as patch:
+        Fault(patch, 3)
+        run.save(1, *content(1), blocking=False)
+        with pytest.raises(SaveError, match="No space left"):
+            run.wait() if asks == "wait" else run.save(2, *content(2))
+    assert "No space left" in caplog.text
+    run.wait()
+    run.save(3, *content(3))
+    assert [step_of(path) for path in run.all()] == [3]
+
+
+def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
+    run = Checkpoints(tmp_path)
+    with pytest.raises(ValueError, match="flatten_state"):
+        run.save(1, {}, {"training": {1: 2}}, blocking=False)
+    run.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pending_saves_finish_at_exit(tmp_path: Path) -> None:
+    program = (
+        "import sys, time, torch\n"
+        "from te_models.checkpoint import folder\n"
+        "from te_models.checkpoint.run_folder import Checkpoints\n"
+        "write = folder.write_file\n"
+        "folder.write_file = lambda *args: (time.sleep(0.1), write(*args))[1]\n"
+        "Checkpoints(sys.argv[1]).save(1, {'model': {'w': torch.full((100,), 1.0), 'v': torch.tensor(1)}},\n"
+        "                              {'training': {'step': 1}}, blocking=False)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True, timeout=60)
+    assert step_of(Checkpoints(tmp_path).latest()) == 1

@@ -1,0 +1,197 @@
+"""The command line: what it prints, that mistakes end in one line and exit code 2, that help is quick."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from te_models import list_presets, list_recipes
+from te_models.cli import main
+from te_models.cli.commands import cli
+
+TINY = ["--hidden-size", "64", "--intermediate-size", "96", "--num-hidden-layers", "4", "--num-attention-heads", "2"]
+TINY += ["--num-key-value-heads", "1", "--device", "cpu"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(12):
+        (folder / f"{number}.txt").write_text(f"{number} green bottles, hanging on the wall. " * 12)
+    return folder
+
+
+def finetune(out: Path, corpus: Path, *more: str) -> list[str]:
+    fixed = ["--steps", "3", "--seq-len", "32", "--batch-size", "2", "--sample-tokens", "8"]
+    return ["finetune", "--preset", "gated-nano", *TINY, "--data", str(corpus), "--out", str(out), *fixed, *more]
+
+
+@pytest.mark.parametrize("command", sorted(cli.commands))
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture) -> None:
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Usage: te-models") and len(text.splitlines()) > 4
+
+
+def test_the_surface_is_what_the_documents_promise(capsys: pytest.CaptureFixture) -> None:
+    assert set(cli.commands) == {"list", "plan", "verify", "finetune", "generate", "bench", "convert"}
+    main(["finetune", "--help"])
+    text = capsys.readouterr().out
+    promised = (
+        "--preset --model --recipe --engine --data --steps --batch-size --seq-len --seed --out --resume --optimizer"
+    )
+    promised += " --activation-checkpointing --amax-history-len --num-hidden-layers --num-layers-at-start-in-bf16"
+    for flag in promised.split():
+        assert flag in text, flag
+
+
+def test_list_names_every_preset_and_recipe(capsys: pytest.CaptureFixture) -> None:
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in [*list_presets(), *list_recipes()]) and "1,242,646,528" in out
+
+
+@pytest.mark.parametrize("preset", list_presets())
+def test_plan_shows_any_preset_at_once(preset: str, capsys: pytest.CaptureFixture) -> None:
+    start = time.process_time()
+    assert main(["plan", "--preset", preset, "--recipe", "delayed", "--num-layers-at-end-in-bf16", "2"]) == 0
+    assert time.process_time() - start < 5, "the plan of a model needs no memory for it"
+    out = capsys.readouterr().out
+    assert "E4M3/E5M2 DelayedScaling" in out and "num_layers_at_end_in_bf16 = 2" in out
+
+
+def test_finetune_resume_and_generate(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "run"
+    assert main(finetune(out, corpus, "--recipe", "delayed", "--amax-history-len", "4")) == 0
+    printed = capsys.readouterr().out
+    for part in (
+        "parameters",
+        "engine",
+        "emulated",
+        "8 in E4M3/E5M2, 9 in BF16",
+        "tokens a step",
+        "eval loss before",
+        "sample",
+    ):
+        assert part in printed, part
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    newest = out / "checkpoints" / "step-00000003"
+    assert json.loads((newest / "recipe.json").read_text())["amax_history_len"] == 4
+    assert (
+        main(finetune(out, corpus, "--recipe", "delayed", "--amax-history-len", "4", "--steps", "5", "--resume")) == 0
+    )
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 5
+    capsys.readouterr()
+    for model in (out, newest):
+        assert (
+            main(["generate", "--model", str(model), "--prompt", "7 green", "--max-new-tokens", "8", "--device", "cpu"])
+            == 0
+        )
+        assert capsys.readouterr().out.startswith("7 green")
+
+
+def test_one_seed_is_one_run_and_another_seed_another(corpus: Path, tmp_path: Path) -> None:
+    losses = []
+    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        assert main(finetune(tmp_path / name, corpus, "--recipe", "current", "--seed", seed)) == 0
+        rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(row)["loss"] for row in rows])
+    assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["finetune", "--preset", "gated-nan"], "did you mean 'gated-nano'"),
+        (["finetune"], "give either --preset NAME or --model DIR"),
+        (["finetune", "--preset", "gated-nano", "--recipe", "delayd"], "did you mean 'delayed'"),
+        (
+            ["finetune", "--preset", "gated-nano", "--recipe", "current", "--margin", "1"],
+            "unknown field of recipe 'current'",
+        ),
+        (["finetune", "--preset", "gated-nano", "--amax-histroy-len", "1"], "--amax-history-len"),
+        (["finetune", "--preset", "gated-nano", "--engine", "nativ"], "did you mean 'native'"),
+        (
+            ["finetune", "--preset", "gated-nano", "--engine", "native", "--device", "cpu"],
+            "engine='native' is not possible here",
+        ),
+        (["finetune", "--preset", "gated-nano", "--data", "/does/not/exist"], "/does/not/exist"),
+        (["finetune", "--preset", "gated-nano", "--vocab-size", "64"], "--vocab-size 259 or more"),
+        (["finetune", "--preset", "gated-nano", "--seq-len", "4096"], "max_position_embeddings=1024"),
+        (["finetune", "--preset", "gated-nano", "--steps", "0"], "steps=0 is out of range"),
+        (["finetune", "--preset", "gated-nano", "--optimizer", "adam"], "did you mean 'adamw'"),
+        (["finetune", "--preset", "gated-nano", "--resume"], "nothing to resume"),
+        (["generate", "--model", "/does/not/exist", "--prompt", "x"], "/does/not/exist"),
+        (["generate", "--preset", "gated-nano", "--prompt", ""], "the prompt is empty"),
+        (["plan", "--preset", "gated-nano", "--hidden-size", "100"], "not a multiple of num_attention_heads"),
+        (["plane"], "plan"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, corpus: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] == "finetune" and "--data" not in arguments:
+        arguments = [*arguments, "--data", str(corpus)]
+    if arguments[0] == "finetune":
+        arguments = [*arguments, "--out", str(tmp_path / "run")]
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("te-models: ")
+    assert not (tmp_path / "run").exists(), "nothing is left behind"
+
+
+def test_a_run_is_not_overwritten_nor_a_damaged_checkpoint_read(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "run"
+    assert main(finetune(out, corpus)) == 0
+    assert main(finetune(out, corpus)) == 2
+    assert "already holds a run of 3 steps: add --resume or give another --out" in capsys.readouterr().err
+    weights = next(out.glob("checkpoints/*/model.safetensors"))
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
+    assert main(["generate", "--model", str(out), "--prompt", "x", "--device", "cpu"]) == 2
+    assert "model.safetensors" in capsys.readouterr().err
+
+
+def test_help_and_import_need_no_heavy_package() -> None:
+    code = "import sys; import te_models; from te_models.cli import main; main(['--help']); "
+    code += "print(sorted({'torch', 'transformer_engine', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.splitlines()[-1] == "[]"
+    code = "import sys; import te_models; te_models.CausalLM; "
+    code += "print(sorted({'transformer_engine', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.splitlines()[-1] == "[]"
+
+
+def test_finetune_streams_and_resumes_exactly(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in "ab":
+        lines = [json.dumps({"text": f"{name}{number} green bottles, hanging on the wall. "}) for number in range(200)]
+        (data / f"{name}.jsonl").write_text("\n".join(lines))
+    more = ("--streaming", "--packing", "documents", "--data-workers", "0", "--save-every", "2", "--eval-batches", "1")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(finetune(whole, data, *more, "--steps", "4")) == 0
+    assert "JSONL in 2 files, streamed in" in capsys.readouterr().out
+    assert main(finetune(parts, data, *more, "--steps", "2", "--warmup-steps", "20")) == 0
+    assert main(finetune(parts, data, *more, "--steps", "4", "--resume")) == 0
+    losses = [
+        [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (whole, parts)
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert main(finetune(tmp_path / "c", data, "--streaming", "--packing", "document")) == 2
+    assert main(finetune(tmp_path / "c", tmp_path / "none.jsonl", "--streaming")) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and "did you mean 'documents'" in errors[0] and "no such file or folder" in errors[1]

@@ -1,0 +1,126 @@
+"""ModelConfig and the presets: parameter counts, derived fields, refusals."""
+
+import dataclasses
+import time
+
+import pytest
+
+from te_models import CausalLM, ModelConfig, get_preset, list_presets
+from te_models.config.presets import PRESETS
+
+SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+
+
+@pytest.mark.parametrize("name", list_presets())
+@pytest.mark.parametrize("gate", ["elementwise", "headwise", "none"])
+def test_parameter_count_is_the_built_models(name: str, gate: str) -> None:
+    config = get_preset(name, attention_gate=gate, qk_norm=gate == "none", attention_bias=gate == "headwise")
+    model = CausalLM(config, device="meta", engine="emulated")
+    assert sum(p.numel() for p in model.parameters()) == config.num_parameters + config.num_padding_parameters
+    assert (config.num_padding_parameters > 0) == (gate == "headwise" and config.num_attention_heads % 32 > 0)
+
+
+def test_sizes_are_those_the_names_promise() -> None:
+    # Millions of parameters, counted by hand from the shapes: tables + layers * (attention + 3DF + 2D) + D.
+    expected = {
+        "gated-nano": 2.638,
+        "gated-124m": 123.686,
+        "gated-350m": 366.265,
+        "gated-896": 356.265,
+        "gated-1b": 1242.647,
+    }
+    for name, millions in expected.items():
+        assert get_preset(name).num_parameters / 1e6 == pytest.approx(millions, abs=5e-4)
+
+
+# Parameters of the published checkpoints, tied tables counted once and without the padding of the headwise gate.
+PUBLISHED = {
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "smollm3-3b": 3_075_098_624,
+    "qwen-gated-1b-elementwise": 1_728_177_152,
+    "qwen-gated-1b-headwise": 1_721_754_624,
+    "qwen-gated-1b-baseline": 1_720_837_120,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_shapes_have_the_published_size(name: str) -> None:
+    CausalLM.from_preset("gated-nano", device="meta", engine="emulated")  # imports the engine
+    start = time.process_time()
+    model = CausalLM.from_preset(name, device="meta", engine="emulated")
+    assert time.process_time() - start < 1
+    assert model.config.num_parameters == PUBLISHED[name]
+    padding = model.config.num_padding_parameters
+    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name] + padding
+
+
+def test_derived_fields_are_derived_after_overrides() -> None:
+    assert get_preset("gated-1b", num_attention_heads=32).head_dim == 64
+    assert get_preset("gated-350m", num_attention_heads=16).num_key_value_heads == 16
+    assert get_preset("gated-8b", num_hidden_layers=4).num_hidden_layers == 4
+
+
+def test_the_headwise_gate_is_padded_to_the_fp8_alignment() -> None:
+    config = ModelConfig(**SMALL, attention_gate="headwise")
+    assert config.gate_size == 32 and config.qkvg_size % 32 == 0
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(hidden_size=0), "hidden_size=0"),
+        (dict(hidden_size="64"), "hidden_size='64'"),
+        (dict(num_hidden_layers=True), "num_hidden_layers=True"),
+        (dict(rms_norm_eps=-1.0), "rms_norm_eps=-1.0"),
+        (dict(attention_gate="element"), "did you mean 'elementwise'"),
+        (dict(hidden_size=66), "not a multiple of num_attention_heads"),
+        (dict(num_key_value_heads=3), "num_key_value_heads=3"),
+        (dict(head_dim=15), "head_dim=15 is odd"),
+        (dict(tie_word_embeddings="yes"), "tie_word_embeddings='yes'"),
+        (dict(rope_scaling={"rope_type": "ntk", "factor": 4.0}), "'ntk' is not supported"),
+        (dict(rope_scaling={"rope_type": "linear"}), "lacks factor"),
+        (dict(rope_scaling={"rope_type": "linear", "factor": 2.0, "beta": 1.0}), "beta=1.0 is not supported"),
+        (dict(rope_scaling={"rope_type": "linear", "factor": "2"}), "factor='2' is not a positive number"),
+        (dict(no_rope_layers=[1, 0]), "no_rope_layers has 2 entries"),
+        (dict(no_rope_layers=[1, 0, 2]), "no_rope_layers holds 2"),
+        (dict(layer_types=["full_attention"] * 2 + ["chunked_attention"]), "'chunked_attention'"),
+        (dict(layer_types=["sliding_attention"] * 3), "give sliding_window"),
+        (dict(sliding_window=0), "sliding_window=0"),
+        (dict(partial_rotary_factor=1.5), "partial_rotary_factor=1.5"),
+        (dict(partial_rotary_factor=0.2), "partial_rotary_factor=0.2"),
+        (dict(eos_token_id=[1, -2]), "eos_token_id=(1, -2)"),
+    ],
+)
+def test_bad_values_are_refused_in_one_line(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=".") as error:
+        ModelConfig(**{**SMALL, **change})
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_unknown_names_suggest_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean 'gated-nano'"):
+        get_preset("gated-nan")
+    with pytest.raises(ValueError, match="did you mean 'num_hidden_layers'"):
+        get_preset("gated-nano", num_hiden_layers=3)
+    with pytest.raises(ValueError, match="did you mean 'hidden_size'"):
+        ModelConfig.from_dict({**SMALL, "hidden_sizes": 3})
+    with pytest.raises(ValueError, match="lacks vocab_size"):
+        ModelConfig.from_dict({k: v for k, v in SMALL.items() if k != "vocab_size"})
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_a_config_survives_json(name: str) -> None:
+    config = get_preset(name)
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.hidden_size = 1  # type: ignore[misc]
+    config.use_cache = False  # type: ignore[attr-defined]  # as transformers.Trainer does, every time one is made
+    config.use_cache = True  # type: ignore[attr-defined]
+    assert ModelConfig.from_dict(config.to_dict()) == config

@@ -1,0 +1,106 @@
+"""Recipes: the shipped files, overrides by keyword, refusals, and the engine's objects that come of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import te_models.engine.emulated as te
+from te_models import get_recipe, list_recipes
+from te_models.config.recipe import SCHEMES, recipe_from_dict
+
+QUANTIZED = [name for name in list_recipes() if name != "bf16"]
+
+
+def test_all_six_are_there_in_order() -> None:
+    assert list_recipes() == ["bf16", "delayed", "current", "blockwise", "mxfp8", "nvfp4"]
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_a_shipped_file_says_what_it_is_for(name: str) -> None:
+    text = (Path(__file__).parents[2] / "recipes" / f"{name}.toml").read_text()
+    assert "# When:" in text and "# Hardware:" in text
+    recipe = get_recipe(name)
+    assert recipe.description and recipe.hardware
+    assert set(recipe.fields) == set(SCHEMES[recipe.scheme].fields), "the file gives every field of its scheme"
+
+
+def test_delayed_is_the_users_own() -> None:
+    fields = dict(
+        margin=0, fp8_format="HYBRID", amax_history_len=1024, amax_compute_algo="most_recent", reduce_amax=True
+    )
+    assert get_recipe("delayed").fields == fields
+    assert get_recipe("delayed").formats == "E4M3/E5M2" and get_recipe("mxfp8").formats == "E4M3"
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_the_engine_gets_every_value(name: str) -> None:
+    recipe = get_recipe(name)
+    built = recipe.build(te)
+    assert type(built).__name__ == recipe.scheme
+    for field, value in recipe.fields.items():
+        have = getattr(built, field)
+        assert (
+            have.name if field == "fp8_format" else have or "none" if field == "backward_override" else have
+        ) == value
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_an_engine_object_is_read_back(name: str) -> None:
+    recipe = get_recipe(name)
+    assert get_recipe(recipe.build(te)).fields == recipe.fields
+
+
+def test_power_of_two_scales_reach_the_operands() -> None:
+    # Transformer Engine takes these from the environment, whatever its constructor was told (section 1.2).
+    assert get_recipe("current", use_power_2_scales=True).build(te).fp8_quant_fwd_weight.power_2_scale is True
+    assert get_recipe("current").build(te).fp8_quant_bwd_grad.power_2_scale is False
+    assert get_recipe("blockwise").build(te).fp8_quant_fwd_inp.power_2_scale is True
+    assert get_recipe("blockwise", use_f32_scales=True).build(te).fp8_quant_fwd_inp.power_2_scale is False
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_a_recipe_survives_json(name: str) -> None:
+    recipe = get_recipe(name, num_layers_at_end_in_bf16=2)
+    back = recipe_from_dict(json.loads(json.dumps(recipe.to_dict())))
+    assert back.to_dict() == recipe.to_dict() and back.num_layers_at_end_in_bf16 == 2
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("delayd", {}, "did you mean 'delayed'"),
+        ("delayed", dict(amax_histroy_len=3), "did you mean 'amax_history_len'"),
+        ("delayed", dict(amax_history_len=0), "amax_history_len=0 is too small"),
+        ("delayed", dict(amax_history_len="16"), "amax_history_len='16': give a whole number"),
+        ("delayed", dict(amax_compute_algo="latest"), "'most_recent', 'max'"),
+        ("delayed", dict(reduce_amax=1), "reduce_amax=1: give true or false"),
+        ("current", dict(margin=1), "unknown field of recipe 'current' 'margin'"),
+        ("current", dict(fp8_format="E5M2"), "'HYBRID', 'E4M3'"),
+        ("blockwise", dict(x_block_scaling_dim=3), "choose one of 1, 2"),
+        ("bf16", dict(amax_history_len=4), "unknown field of recipe 'bf16'"),
+        ("mxfp8", dict(num_layers_at_start_in_bf16=-1), "too small"),
+        ("mxfp8", dict(lm_head="fp8"), "needs num_layers_at_end_in_bf16=0"),
+        ("missing.toml", {}, "cannot read the recipe 'missing.toml'"),
+    ],
+)
+def test_mistakes_are_refused_in_one_line(name: str, change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=".") as error:
+        get_recipe(name, **change)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('scheme = "DelayedScaling"\namax_history_len = 7\nnum_layers_at_start_in_bf16 = 2\n')
+    recipe = get_recipe(path)
+    assert (recipe.name, recipe.fields, recipe.num_layers_at_start_in_bf16) == ("mine", {"amax_history_len": 7}, 2)
+    assert get_recipe(str(path), amax_history_len=9).fields == {"amax_history_len": 9}
+    for text, message in (
+        ("scheme = ", "is not TOML"),
+        ("margin = 1", "needs scheme"),
+        ('scheme = "Delayed"', "DelayedScaling"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            get_recipe(path)

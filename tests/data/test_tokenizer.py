@@ -1,0 +1,216 @@
+"""Tokenizers: bytes, Hugging Face's format, and what is saved comes back."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from te_models.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+
+TEXTS = ["", "plain", "h\u00e9llo \u4f60\u597d \U0001f600", "<eos><bos> <0x41>", "a\u2028b\r\n\0c", " it 's , fine . "]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small byte-level BPE that adds, truncates and pads, as a file may say, and its special tokens beside it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>", "<x>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(["the cat and the hat and the bat"] * 8, trainer)
+    backend.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    backend.enable_truncation(4)
+    backend.enable_padding(length=6)
+    folder = tmp_path_factory.mktemp("bpe")
+    backend.save(str(folder / "tokenizer.json"))
+    write(folder, "tokenizer_config.json", {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "x"})
+    return folder
+
+
+def write(folder: Path, name: str, document: object) -> None:
+    (folder / name).write_text(json.dumps(document))
+
+
+def copy_bare(folder: Path, target: Path) -> Path:
+    target.mkdir()
+    (target / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    return target
+
+
+def ids(tokenizer: Tokenizer) -> tuple[int | None, ...]:
+    return tokenizer.vocab_size, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+
+
+def test_bytes_are_the_default() -> None:
+    tokenizer = load_tokenizer()
+    assert isinstance(tokenizer, ByteTokenizer)
+    assert ids(tokenizer) == (259, 256, 257, 258)
+    assert tokenizer.encode("a\u00e9") == [97, 0xC3, 0xA9]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        ([256, 104, 105, 257, 258], "hi"),
+        ([104, 0xC3], "h\ufffd"),
+        ([0xFF, 104], "\ufffdh"),
+        ([104, 259, 400, 105], "hi"),  # a model's vocabulary may be larger than its tokenizer's
+        ([], ""),
+    ],
+)
+def test_byte_decoding(tokens: list[int], text: str) -> None:
+    assert ByteTokenizer().decode(tokens) == text
+
+
+@given(st.text())
+@example("<eos>")
+def test_bytes_round_trip(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode_batch([text, text])[1].tolist() == tokenizer.encode(text)
+
+
+@given(st.text())
+@example("<eos> <0x41>")
+@example("".join(TEXTS))
+def test_the_tokenizers_library_reads_the_byte_tokenizer(text: str) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer.from_str(json.dumps(ByteTokenizer().documents()["tokenizer"]))
+    assert backend.encode(text).ids == ByteTokenizer().encode(text)
+    assert backend.decode(backend.encode(text).ids) == text
+    assert [backend.token_to_id(f"<{role}>") for role in ("bos", "eos", "pad")] == [256, 257, 258]
+
+
+def test_byte_tokenizer_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    ByteTokenizer().save(tmp_path / "new" / "folder")
+    assert isinstance(load_tokenizer(tmp_path / "new" / "folder"), ByteTokenizer)
+    assert isinstance(load_tokenizer(str(tmp_path / "new" / "folder" / "tokenizer.json")), ByteTokenizer)
+
+
+def test_saving_writes_two_files_over_what_was_there(folder: Path, tmp_path: Path) -> None:
+    for tokenizer in (load_tokenizer(folder), ByteTokenizer()):
+        tokenizer.save(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+        assert {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()} == tokenizer.documents()
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "the cat and the hat and the bat " * 5])
+def test_hugging_face_file_round_trip(folder: Path, text: str) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text  # so nothing was truncated, padded or added
+    assert [batch.tolist() for batch in tokenizer.encode_batch(["x", text])][1] == tokens
+    assert not {0, 1} & set(tokens)
+
+
+def test_batches_longer_than_a_part_keep_their_order(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    texts = [f"the {number}" for number in range(2500)]
+    assert [tokenizer.decode(tokens.tolist()) for tokens in tokenizer.encode_batch(texts)] == texts
+
+
+def test_hugging_face_file_is_loaded_with_its_special_tokens(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    assert ids(tokenizer) == (len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]), 0, 1, None)
+    assert tokenizer.decode([0, *tokenizer.encode("hat"), 2, 1, 5000]) == "hat"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, (None, None, None)),
+        ({"special_tokens_map.json": {"eos_token": "</s>", "pad_token": "a"}}, (None, 1, "a")),
+        ({"generation_config.json": {"bos_token_id": 0, "eos_token_id": [1, 0]}}, (0, 1, None)),
+        ({"tokenizer_config.json": {"eos_token": "<s>"}, "special_tokens_map.json": {"eos_token": "</s>"}}, (None, 0, None)),
+        ({"tokenizer_config.json": {"eos_token": None}, "generation_config.json": {"eos_token_id": 1}}, (None, 1, None)),
+        ({"tokenizer_config.json": {"eos_token": "absent"}}, (None, None, None)),
+    ],
+)  # fmt: skip
+def test_where_special_tokens_come_from(
+    folder: Path, tmp_path: Path, files: dict[str, object], expected: tuple
+) -> None:
+    bare = copy_bare(folder, tmp_path / "bare")
+    for name, document in files.items():
+        write(bare, name, document)
+    tokenizer = load_tokenizer(bare)
+    pad = tokenizer.encode("a")[0] if expected[2] == "a" else None
+    assert ids(tokenizer)[1:] == (*expected[:2], pad)
+    tokenizer.save(tmp_path / "saved")
+    assert ids(load_tokenizer(tmp_path / "saved")) == ids(tokenizer)
+    assert tokenizer.decode([i for i in ids(tokenizer)[1:] if i is not None]) == ""
+
+
+def test_hugging_face_tokenizer_comes_back(folder: Path, tmp_path: Path) -> None:
+    first = load_tokenizer(folder)
+    first.save(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert isinstance(again, HuggingFaceTokenizer)
+    assert (ids(again), [again.encode(text) for text in TEXTS]) == (ids(first), [first.encode(text) for text in TEXTS])
+    assert again.documents()["tokenizer_config"]["chat_template"] == "x"
+    again.save(tmp_path)  # over the files it came from
+    assert ids(load_tokenizer(tmp_path)) == ids(first)
+
+
+def test_vocabulary_with_holes_counts_to_its_highest_id(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 99}, unk_token="a")).save(str(tmp_path / "t.json"))
+    assert load_tokenizer(tmp_path / "t.json").vocab_size == 100
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "tokenizer.json: no such file; give a Hugging Face tokenizer.json or a folder that holds one"),
+        (b"{", "tokenizer.json: not JSON"),
+        (b"\xff\xfe\x00", "tokenizer.json: not JSON"),
+        (b"{}", "tokenizer.json: not a tokenizer.json of Hugging Face's tokenizers library"),
+        (b"[1]", "tokenizer.json: not a tokenizer.json of Hugging Face's tokenizers library"),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: bytes | None, message: str) -> None:
+    pytest.importorskip("tokenizers")
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(ValueError, match=r"tokenizer.json: cannot be read \("):
+        load_tokenizer(tmp_path)
+
+
+def test_bad_special_tokens_file(folder: Path, tmp_path: Path) -> None:
+    bare = copy_bare(folder, tmp_path / "bare")
+    (bare / "tokenizer_config.json").write_text("{,}")
+    with pytest.raises(ValueError, match=r"tokenizer_config.json: not JSON"):
+        load_tokenizer(bare)
+
+
+def test_a_missing_package_is_named(folder: Path, pretend: Callable) -> None:
+    pretend("tokenizers", None)
+    with pytest.raises(ValueError, match=r"needs tokenizers .*: pip install -U 'te-models\[train\]'"):
+        load_tokenizer(folder)
+
+
+def test_transformers_reads_the_byte_tokenizer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ByteTokenizer().save(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ids(tokenizer) == ids(ByteTokenizer())
+    for text in TEXTS:
+        tokens = tokenizer(text).input_ids
+        assert tokens == ByteTokenizer().encode(text)
+        assert tokenizer.decode([256, *tokens, 257], skip_special_tokens=True) == text

@@ -1,0 +1,226 @@
+"""FP8 primary weights under FSDP2: codes travel, one scale serves all ranks, and the run is the one of a single process."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_job import SHAPE, continue_from, make_trainer, outcome, run_case
+from ranks import run_ranks
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from te_models import CausalLM
+from te_models.checkpoint.folder import load_folder
+from te_models.config.presets import get_preset
+from te_models.config.training import TrainConfig
+from te_models.distributed.control import Ranks
+from te_models.distributed.dtensor import whole
+from te_models.engine.emulated import DType, Float8Quantizer
+from te_models.fp8.fsdp_gather import FP8Shard
+from te_models.fp8.primary_weights import quantized, weight_codes
+from te_models.optim import build_optimizer
+from te_models.training.parallel import Parallel, meshes
+from te_models.training.trainer import Trainer
+from tests.training.test_parallel import CLOSE, alone
+
+FSDP = dict(parallel="fsdp", fp8_params=True)
+RUNS: dict[str, dict[str, Any]] = {
+    "delayed": dict(FSDP, recipe="delayed"),
+    "current": dict(FSDP, recipe="current"),
+    "kept": dict(FSDP, recipe="delayed", reshard_after_forward=False),
+    "recomputed": dict(FSDP, recipe="delayed", mode="full"),
+    "accumulating": dict(FSDP, recipe="current", gradient_accumulation=2, tied=False, reshard_after_forward=False),
+}
+SAVED = dict(FSDP, recipe="delayed", dtype="bfloat16", steps=4, save_every=2)
+RESUMED = {"saved": SAVED, "resumed": dict(SAVED, resume="saved"), "from-one": dict(SAVED, resume="one")}
+
+
+def rank_job(rank: int, folder: str) -> None:
+    """In each process: all cases, one after the other, and what only the processes themselves can see."""
+    config, device = TrainConfig(parallel="fsdp"), torch.device("cpu")
+    shared = Parallel("fsdp", Ranks(dist.group.WORLD), device, *meshes(config, device), config)
+    found = {name: run_case(shared, Path(folder), name, case) for name, case in {**RUNS, **RESUMED}.items()}
+    for recipe in ("delayed", "current"):
+        found[f"born-{recipe}"] = born(shared, Path(folder), dict(FSDP, recipe=recipe, steps=2))
+    if rank == 0:
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+
+
+def born(shared: Parallel, root: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """A fresh model's codes, what training it sends, and its codes against a cast of the whole masters after it."""
+    run = make_trainer(shared, root / f"born-{case['recipe']}", case)
+    fresh = {name: whole(codes).tolist() for name, codes in weight_codes(run.model).items()}
+    sent: list[int] = []
+    gather = dist.all_gather_single
+
+    def counted(out: Any, own: Any, *args: Any, **options: Any) -> Any:
+        sent.append(own.nbytes)
+        return gather(out, own, *args, **options)
+
+    dist.all_gather_single = counted
+    try:
+        shared.ranks.gather(run.run().loss)
+    finally:
+        dist.all_gather_single = gather
+    return dict(fresh=fresh, sent=sorted(set(sent)), wrong=differing(run))
+
+
+def gpu_job(rank: int, folder: str) -> None:
+    """On the engine of this process's device: losses with weights in pieces and whole, all ranks on the same batches."""
+    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    config, control = TrainConfig(parallel="fsdp"), Ranks(dist.new_group(backend="gloo"))
+    shared = Parallel("fsdp", control, device, *meshes(config, device), config)
+    for recipe, mode in itertools.product(("delayed", "current"), ("none", "full")):
+        options: dict[str, Any] = dict(recipe=recipe, fp8_params=True, activation_checkpointing=mode, device=device)
+        one, cut = (losses(build, options) for build in (CausalLM, shared.build))
+        assert cut == pytest.approx(one, rel=2e-3), (recipe, mode)
+
+
+def losses(build: Any, options: dict[str, Any], steps: int = 5) -> list[float]:
+    torch.manual_seed(3)
+    model = build(get_preset("gated-nano", **SHAPE), **options)
+    model.te.FP8GlobalStateManager.reset()
+    optimizer = build_optimizer("adamw", model, 3e-3, 0.1)
+    ids = torch.randint(0, 256, (steps, 2, 64), generator=torch.Generator().manual_seed(0)).to(model.device)
+    found = []
+    for batch in ids:
+        loss = model(batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_on_gpus_weights_in_pieces_train_as_whole_ones(ranks: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    run_ranks(gpu_job, tmp_path, ranks, "nccl")
+
+
+def differing(run: Trainer) -> int:
+    """How many codes and scales differ from those that one process makes of the whole masters, with the same scale."""
+    masters, wrong = run.optimizer.masters_by_id(), 0
+    for parameter in run.model.parameters():
+        if (fp8 := quantized(parameter)) is None:
+            continue
+        master, scale = whole(masters[id(parameter)]), fp8._scale_inv.reciprocal()
+        if isinstance(fp8._quantizer, Float8Quantizer):
+            scale = fp8._quantizer.scale
+            wrong += int(fp8._scale_inv != scale.reciprocal())
+        else:
+            wrong += int(abs(scale * master.abs().max() - 448) > 1e-3)
+        expected = Float8Quantizer(scale, torch.zeros(1), fp8._fp8_dtype)(master)._data
+        wrong += int((gathered(fp8._data) != expected).sum())
+    return wrong
+
+
+def gathered(own: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    return torch.cat(parts)
+
+
+def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any]:
+    """What one process gets for the case."""
+    run = make_trainer(Parallel(), out, alone(case))
+    return outcome(run, run.run(resume=resume))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gather")
+
+
+@pytest.fixture(scope="module")
+def two(root: Path) -> dict[str, Any]:
+    solo(root / "one", SAVED)
+    run_ranks(rank_job, root, 2)
+    return json.loads((root / "found.json").read_text())
+
+
+def test_a_shard_is_read_as_its_values_and_written_by_nobody() -> None:
+    fp8 = Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1), DType.kFloat8E4M3)(torch.randn(4, 16))
+    shard = FP8Shard(fp8)
+    assert torch.equal(shard * 2, fp8.dequantize() * 2) and torch.equal(
+        shard.view(-1) * 2, fp8.dequantize().view(-1) * 2
+    )
+    with pytest.raises(NotImplementedError, match="use te_models.fp8.primary_weights.write_weight"):
+        shard.add_(1)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "accumulating"])
+def test_two_processes_compute_what_one_does(name: str, two: dict[str, Any], tmp_path: Path) -> None:
+    expected, found = solo(tmp_path, RUNS[name]), two[name]
+    for what in ("losses", "norms"):
+        assert found[what] == pytest.approx(expected[what], rel=CLOSE[RUNS[name]["recipe"]]), what
+
+
+@pytest.mark.parametrize("name", ["kept", "recomputed"])
+def test_neither_gathering_again_nor_recomputing_changes_a_bit(name: str, two: dict[str, Any]) -> None:
+    """Codes are made once a step, where BF16 weights are quantized again in backward, with other scales."""
+    assert two[name] == two["delayed"]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_codes_are_those_of_one_process_in_every_bit(recipe: str, two: dict[str, Any], tmp_path: Path) -> None:
+    case = {**FSDP, "recipe": recipe}
+    del case["parallel"]
+    fresh = weight_codes(make_trainer(Parallel(), tmp_path, case).model)
+    assert {name: codes.tolist() for name, codes in fresh.items()} == two[f"born-{recipe}"]["fresh"]
+    assert two[f"born-{recipe}"]["wrong"] == 0
+
+
+def test_a_block_sends_a_byte_a_parameter(two: dict[str, Any]) -> None:
+    model = CausalLM(get_preset("gated-nano", **SHAPE, tie_word_embeddings=True), device="cpu", dtype=torch.float32)
+    matrices, vectors = (sum(p.numel() for p in model.layers[1].parameters() if p.dim() == dim) for dim in (2, 1))
+    plain = 4 * (matrices + vectors)  # a block at an end of the model, which stays as it is
+    rest = 4 * sum(p.numel() for p in (model.embed_tokens.weight, model.norm.weight))  # type: ignore[union-attr,misc]
+    assert two["born-delayed"]["sent"] == sorted(size // 2 for size in (matrices + 4 * vectors, rest, plain))
+
+
+def test_resumed_by_as_many_it_is_the_same_run_to_the_bit(two: dict[str, Any], root: Path) -> None:
+    assert two["resumed"] == two["saved"]
+    whole_, resumed = (load_folder(root / n / "checkpoints" / "step-00000004", ["model", "training", "fp8_state", "fp8_weights"])
+                       for n in ("saved", "resumed"))  # fmt: skip
+    for group, tensors in whole_.tensors.items():
+        assert tensors and tensors.keys() == resumed.tensors[group].keys()
+        assert all(torch.equal(tensor, resumed.tensors[group][name]) for name, tensor in tensors.items()), group
+
+
+def test_any_number_of_processes_goes_on_from_any_other(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
+    continue_from(root / "saved", tmp_path / "run")
+    found = solo(tmp_path / "run", SAVED, resume=True)
+    assert found["losses"][:2] == two["saved"]["losses"][:2]
+    assert found["losses"] == pytest.approx(two["saved"]["losses"], rel=CLOSE["delayed"])
+    one = solo(tmp_path / "one", SAVED)
+    assert two["from-one"]["losses"][:2] == one["losses"][:2]
+    assert two["from-one"]["losses"] == pytest.approx(one["losses"], rel=CLOSE["delayed"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("ddp", dict(recipe="delayed"), "one process or --parallel fsdp, not ddp"),
+        ("fsdp", dict(recipe="blockwise"), "need one scale a weight, which recipe 'blockwise' does not have"),
+        ("fsdp", dict(recipe="current", world=3), "cannot be shared evenly by 3 processes"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused_in_one_line(kind: str, options: dict[str, Any], reason: str) -> None:
+    world = options.pop("world", 2)
+    store = FakeStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=world)
+    try:
+        config = TrainConfig(parallel=kind)
+        shared = Parallel(
+            kind, Ranks(dist.group.WORLD), torch.device("cpu"), *meshes(config, torch.device("cpu")), config
+        )
+        with pytest.raises(ValueError, match=reason) as found:
+            shared.build(get_preset("gated-nano", **SHAPE), fp8_params=True, **options)
+        assert "\n" not in str(found.value)
+    finally:
+        dist.destroy_process_group()

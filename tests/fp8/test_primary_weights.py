@@ -1,0 +1,271 @@
+"""FP8 primary weights: they train as BF16 ones do, lose no update, and come back from a folder in every bit."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import CausalLM
+from te_models.checkpoint.folder import CheckpointError, save_folder
+from te_models.checkpoint.pretrained import model_content
+from te_models.config.recipe import get_recipe
+from te_models.fp8.primary_weights import SCHEMES, is_quantized, plain, weight_codes
+from te_models.fp8.scaling_state import fp8_state
+from te_models.optim import build_optimizer
+
+RECIPES = ["delayed", "current", "blockwise", "mxfp8"]
+SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2)
+STEPS = 20
+CODES = {"delayed": 2, "current": 2, "blockwise": 4, "mxfp8": 4}  # tensors an FP8 weight is made of
+
+
+def build(recipe: str, fp8_params: bool = True, **fields: Any) -> CausalLM:
+    torch.manual_seed(3)
+    fields = {**(dict(amax_history_len=4) if recipe == "delayed" else {}), **fields}
+    return CausalLM.from_preset("gated-nano", recipe=recipe, fp8_params=fp8_params, device="cpu", **SHAPE, **fields)
+
+
+def quantized(model: CausalLM) -> dict[str, Any]:
+    return {name: p for name, p in model.named_parameters() if is_quantized(p)}
+
+
+def batch(seed: int) -> torch.Tensor:
+    """Rows that can be learnt: each token is the one before plus a constant of the row."""
+    generator = torch.Generator().manual_seed(seed)
+    start, stride = torch.randint(0, 64, (4, 1), generator=generator), torch.randint(1, 4, (4, 1), generator=generator)
+    return (start + stride * torch.arange(16)) % 64
+
+
+def train(model: CausalLM, steps: int, start: int = 0, optimizer: Any = None) -> tuple[list[float], Any]:
+    optimizer = optimizer or build_optimizer("adamw", model, lr=1e-2, weight_decay=0.1)
+    losses = []
+    for step in range(start, start + steps):
+        ids = batch(step)
+        loss = model(ids, labels=ids).loss
+        assert loss is not None
+        loss.backward()
+        optimizer.take_gradients(1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, optimizer
+
+
+def assert_same(one: CausalLM, other: CausalLM) -> None:
+    for have, want in (
+        (dict(one.named_parameters()), dict(other.named_parameters())),
+        (weight_codes(one), weight_codes(other)),
+        (fp8_state(one), fp8_state(other)),
+    ):
+        assert have.keys() == want.keys()
+        assert [name for name in have if not torch.equal(plain(have[name]), plain(want[name]))] == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_learns_as_with_bf16_weights(recipe: str) -> None:
+    ours, _ = train(build(recipe), STEPS)
+    theirs, _ = train(build(recipe, fp8_params=False), STEPS)
+    assert theirs[0] - theirs[-1] > 1.0, "nothing was learnt, so nothing is compared"
+    ends = [sum(losses[-5:]) / 5 for losses in (ours, theirs)]
+    assert ends[0] == pytest.approx(ends[1], rel=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_it_learns_on_transformer_engine_itself(recipe: str) -> None:
+    torch.manual_seed(3)
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, fp8_params=True, device="cuda", engine="native", **SHAPE)
+    assert quantized(model)
+    optimizer, losses = build_optimizer("adamw", model, lr=1e-2, weight_decay=0.1), []
+    for step in range(STEPS):
+        ids = batch(step).cuda()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.take_gradients(1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < sum(losses[:5]) - 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_weights_of_the_fp8_layers_and_no_others_are_codes(recipe: str) -> None:
+    model = build(recipe)
+    inside = {name for name, _ in model.named_parameters() if ".1." in name or ".2." in name}
+    assert set(quantized(model)) == {name for name in inside if name.endswith("proj.weight")}
+    assert len(weight_codes(model)) == CODES[recipe] * 8
+    before, weight = build(recipe, fp8_params=False), model.layers[1].mlp.down_proj.weight
+    for (name, p), q in zip(before.named_parameters(), model.parameters(), strict=True):
+        error = (plain(p) - plain(q)).float().norm() / plain(p).float().norm()
+        assert error < (0.04 if is_quantized(q) else 1e-9), name
+    assert "FP8 primary weights" in str(model.plan())
+    model(batch(0), labels=batch(0)).loss.backward()
+    assert weight.grad.dtype == torch.bfloat16 and not is_quantized(weight.grad)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_codes_are_transposed_for_a_backward_alone(recipe: str, mode: str) -> None:
+    model = build(recipe, activation_checkpointing=mode)
+    optimizer = build_optimizer("adamw", model, lr=1e-2, weight_decay=0.1)
+    for _ in range(2):
+        model(batch(0), labels=batch(0)).loss.backward()
+        assert not any(p.get_usages()["columnwise"] for p in quantized(model).values())
+        optimizer.take_gradients(1.0)
+        optimizer.step()
+    model.set_recipe(recipe, margin=1) if recipe == "delayed" else None
+    assert not any(p.get_usages()["columnwise"] for p in quantized(model).values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_swiglus_output_is_made_again(recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its codes are not kept, the gradients that they make have the same bits, and amaxes do not see them twice."""
+    shape = dict(
+        hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2
+    )
+    shape |= dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+    ids = torch.randint(0, 256, (8, 256), generator=torch.Generator().manual_seed(0)).cuda()
+    found = []
+    for again in (True, False):
+        if not again:
+            monkeypatch.setattr("te_models.model.recompute.recomputes_product", lambda *call: False)
+        torch.manual_seed(3)
+        place = dict(engine="native", device="cuda", recipe=recipe, fp8_params=True, activation_checkpointing=mode)
+        model = CausalLM.from_preset("gated-nano", **place, **shape)
+        model(ids, labels=ids, return_logits=False).loss.backward()
+        before = torch.cuda.memory_allocated()
+        loss = model(ids, labels=ids, return_logits=False).loss
+        kept = torch.cuda.memory_allocated() - before
+        model.zero_grad()
+        loss.backward()
+        mlp = model.layers[3].mlp  # no attention behind it, whose backward sums in an order that varies
+        found.append((kept, [mlp.down_proj.weight.grad, mlp.gate_up_proj.weight.grad], fp8_state(model)))
+    (less, ours, states), (more, theirs, others) = found
+    assert more - less > 0.9 * 4 * 8 * 256 * 1024  # a scale a layer takes a block of the allocator
+    assert all(map(torch.equal, ours, theirs))
+    amaxes = [name for name in states if name.endswith("amax_history") and name.startswith("layers.3.mlp")]
+    assert all(torch.equal(states[name], others[name]) for name in amaxes) and (amaxes or recipe == "current")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_update_is_lost_to_the_codes(recipe: str) -> None:
+    """A step far below FP8's resolution leaves the codes alone and moves the master; many of them move the codes."""
+    model = build(recipe)
+    initial = {name: p.get_high_precision_init_val() for name, p in quantized(model).items()}
+    optimizer = build_optimizer("adamw", model, lr=1e-5, weight_decay=0.0)
+    masters = dict(zip(map(id, optimizer.parameters), optimizer.masters, strict=True))
+    for name, p in quantized(model).items():
+        assert torch.equal(masters[id(p)], initial[name].float()) and p.get_high_precision_init_val() is None
+    weight: Any = model.layers[1].mlp.down_proj.weight
+    before = plain(weight).clone()
+    for _ in range(50):
+        weight.grad = torch.ones(weight.shape, dtype=torch.bfloat16)
+        optimizer.take_gradients(0.0)
+        optimizer.step()
+    moved = masters[id(weight)] - initial["layers.1.mlp.down_proj.weight"].float()
+    assert torch.allclose(moved, torch.full_like(moved, -50e-5), rtol=0.05)
+    changed = (plain(weight) != before).float().mean()
+    assert changed > 0.05, "the codes follow the master"
+    assert ((plain(weight).float() - masters[id(weight)]).norm() / masters[id(weight)].norm()) < 0.04
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_saved_and_loaded_it_is_the_same_to_the_bit(recipe: str, tmp_path: Path) -> None:
+    model = build(recipe)
+    _, optimizer = train(model, 3)
+    masters = dict(zip(map(id, optimizer.parameters), optimizer.masters, strict=True))
+    save_folder(tmp_path / "m", *model_content(model, masters))
+    loaded = CausalLM.from_pretrained(tmp_path / "m", device="cpu")
+    assert loaded.fp8_params and loaded.recipe.to_dict() == model.recipe.to_dict()
+    assert_same(loaded, model)
+    for name, p in quantized(loaded).items():
+        again = dict(model.named_parameters())[name]
+        assert torch.equal(p.get_high_precision_init_val(), masters[id(again)].bfloat16()), "the master, not the codes"
+    ids = batch(9)
+    for one in (loaded, model):
+        one(ids, labels=ids).loss.backward()
+    for p, q in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_folder_loads_without_fp8_params_and_for_transformers(recipe: str, tmp_path: Path) -> None:
+    model = build(recipe)
+    train(model, 2)
+    model.save_pretrained(tmp_path / "m")
+    dense = CausalLM.from_pretrained(tmp_path / "m", device="cpu", fp8_params=False)
+    assert not weight_codes(dense)
+    for (name, p), q in zip(model.named_parameters(), dense.named_parameters(), strict=True):
+        assert torch.equal(plain(p), q[1]), name
+    other = "blockwise" if recipe == "mxfp8" else "mxfp8"
+    with (
+        contextlib.nullcontext()
+        if recipe != "delayed"
+        else pytest.warns(UserWarning, match="has no use for its scales")
+    ):
+        again = CausalLM.from_pretrained(tmp_path / "m", device="cpu", recipe=other, fp8_params=True)
+    assert again.fp8_params and len(weight_codes(again)) == CODES[other] * 8
+
+
+def test_from_hugging_face_and_back(tmp_path: Path) -> None:
+    fields = dict(attention_gate="none", qk_norm=True)
+    source = build("current", fp8_params=False, **fields)
+    source.save_pretrained(tmp_path / "hf", format="hf")
+    options = dict(recipe="current", device="cpu", fp8_params=True)
+    loaded = CausalLM.from_pretrained(tmp_path / "hf", **options)
+    assert_same(loaded, build("current", **fields))
+    loaded.save_pretrained(tmp_path / "again", format="hf")
+    again = CausalLM.from_pretrained(tmp_path / "again", device="cpu")
+    for (name, p), q in zip(loaded.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(plain(p), q), name
+    gated = CausalLM.from_pretrained(tmp_path / "hf", attention_gate="elementwise", **options)
+    ids = batch(0)
+    assert torch.allclose(gated(ids).logits, loaded(ids).logits, atol=0.02)
+
+
+def test_the_scale_of_a_delayed_weight_fits_its_first_values() -> None:
+    """Transformer Engine casts them with scale 1, which leaves three bits of a weight of 0.02."""
+    model = build("delayed")
+    for name, p in quantized(model).items():
+        amax = p.get_high_precision_init_val().abs().amax().float()
+        assert p._scale_inv.item() == pytest.approx(amax.item() / 448, rel=1e-6), name
+    assert all(history[1:].abs().sum() == 0 for name, history in fp8_state(model).items() if name.endswith("history"))
+
+
+def test_a_swap_that_needs_other_codes_is_refused() -> None:
+    model = build("delayed")
+    for recipe, fields in (("current", {}), ("bf16", {}), ("delayed", dict(num_layers_at_start_in_bf16=2))):
+        with pytest.raises(ValueError, match="FP8 primary weights were made for recipe 'delayed'"):
+            model.set_recipe(recipe, **fields)
+    assert model.recipe.name == "delayed"
+    _, optimizer = train(model, 3)
+    before, scales = ({n: t.clone() for n, t in of(model).items()} for of in (weight_codes, fp8_state))
+    model.set_recipe("delayed", amax_history_len=6, margin=1)
+    assert all(torch.equal(before[name], t) for name, t in weight_codes(model).items())
+    weight: Any = model.layers[1].mlp.down_proj.weight
+    now = fp8_state(model)
+    name = "layers.1.mlp.down_proj.scaling_fwd.scale"
+    assert torch.equal(now[name][:2], scales[name][:2] / 2)
+    train(model, 2, start=3, optimizer=optimizer)
+    assert weight._scale_inv.item() == pytest.approx(1 / now[name][1].item(), rel=0.1), "updates reach the new scale"
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+def test_it_needs_a_recipe_in_fp8(recipe: str) -> None:
+    assert get_recipe(recipe).scheme not in SCHEMES
+    with pytest.raises(ValueError, match="fp8_params=True needs an FP8 recipe"):
+        build(recipe)
+
+
+def test_codes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    model = build("mxfp8")
+    tensors, documents = model_content(model)
+    name = "layers.1.mlp.down_proj.weight.columnwise_data"
+    for damage in (lambda codes: codes.pop(name), lambda codes: codes.update({name: codes[name][:-1].clone()})):
+        codes = dict(tensors["fp8_weights"])
+        damage(codes)
+        save_folder(tmp_path / "m", {**tensors, "fp8_weights": codes}, documents)
+        with pytest.raises(CheckpointError, match="columnwise_data"):
+            CausalLM.from_pretrained(tmp_path / "m", device="cpu")

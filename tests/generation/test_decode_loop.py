@@ -1,0 +1,239 @@
+"""The decoding step: fit for a CUDA graph, equal to the plain loop, and leaving nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graph_tape import pretend_cuda
+
+from te_models import CausalLM, list_recipes
+from te_models.data.tokenizer import ByteTokenizer
+from te_models.fp8.scaling_state import fp8_state
+from te_models.generation.decode_loop import linears
+from te_models.model.kv_cache import KVCache
+
+SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
+SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=96, tie_word_embeddings=False)
+YARN = dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=16)
+LONG = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, original_max_position_embeddings=24)
+# What treats positions, keys or weights in a way of its own.
+FEATURES: dict[str, dict[str, Any]] = {
+    "gated": {},
+    "llama": dict(attention_gate="none", rope_scaling=dict(rope_type="linear", factor=2.0)),
+    "headwise": dict(attention_gate="headwise", tie_word_embeddings=True),
+    "qwen2": dict(attention_bias=True, num_key_value_heads=4),
+    "qwen3": dict(qk_norm=True, head_dim=32),
+    "mistral": dict(sliding_window=5),
+    "window by layer": dict(sliding_window=5, layer_types=["full_attention", "sliding_attention"] * 2),
+    "smollm3": dict(no_rope_layers=[1, 0, 1, 0]),
+    "qwen3_next": dict(partial_rotary_factor=0.5, zero_centered_norm=True, qk_norm=True),
+    "dynamic": dict(rope_scaling=dict(rope_type="dynamic", factor=3.0), max_position_embeddings=32),
+    "yarn": dict(rope_scaling=YARN),
+    "longrope": dict(rope_scaling=LONG),
+}
+PROMPTS = [list(b"the quick brown fox"), list(b"jumps"), list(b"over the dog")]
+RECIPES = list_recipes()
+
+
+def build(recipe: str = "bf16", **options: Any) -> CausalLM:
+    torch.manual_seed(1)
+    dtype = torch.float32 if recipe == "bf16" else torch.bfloat16
+    place = dict(device="cpu", engine="emulated", dtype=dtype)
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, **{**place, **SHAPE, **options})
+    with torch.no_grad():  # weights of a trained model's size: a key at a wrong place matters
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.2)
+    return model
+
+
+@pytest.fixture
+def on_tape(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    """model.generate(...) with cuda_graph=True, captured and replayed on the CPU."""
+    tapes = pretend_cuda(monkeypatch)
+
+    def generate(model: CausalLM, prompts: Any = PROMPTS, count: int = 16, **options: Any) -> torch.Tensor:
+        out = model.generate(prompts, max_new_tokens=count, cuda_graph=True, **options)
+        assert tapes[-1].replays >= 1
+        return out
+
+    return generate
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_replayed_step_is_the_eager_step(feature: str, on_tape: Callable[..., torch.Tensor]) -> None:
+    model = build(**FEATURES[feature])
+    eager = model.generate(PROMPTS, max_new_tokens=16)
+    assert len(set(eager[:, 19:].flatten().tolist())) > 8
+    assert torch.equal(on_tape(model), eager)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_replayed_step_under_every_recipe(recipe: str, batch: int, on_tape: Callable[..., torch.Tensor]) -> None:
+    model = build(recipe)
+    ids = torch.randint(0, 256, (2, 16))
+    model(ids, labels=ids).loss.backward()
+    before = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
+    eager = model.generate(PROMPTS[:batch], max_new_tokens=6)
+    assert torch.equal(on_tape(model, PROMPTS[:batch], 6), eager)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fp8_state(model).items())
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(temperature=1.7), dict(top_k=7), dict(top_p=0.7), dict(min_p=0.05), dict(top_k=50, top_p=0.9, min_p=0.01),
+], ids=str)  # fmt: skip
+def test_replayed_sampling_draws_the_same(options: dict, on_tape: Callable[..., torch.Tensor]) -> None:
+    model = build()
+    eager = model.generate(PROMPTS, max_new_tokens=16, do_sample=True, seed=5, **options)
+    assert torch.equal(on_tape(model, do_sample=True, seed=5, **options), eager)
+    assert not torch.equal(on_tape(model, do_sample=True, seed=6, **options), eager)
+
+
+def test_stops_are_the_same_under_replay(on_tape: Callable[..., torch.Tensor]) -> None:
+    model, words = build(), ByteTokenizer()
+    free = model.generate(PROMPTS, max_new_tokens=16)[:, 19:]
+    stops = [int(free[0, 3]), int(free[1, 9])]
+    eager = model.generate(PROMPTS, max_new_tokens=16, eos_token_id=stops)
+    assert eager.shape[1] < 35 or (eager[:, -1] == stops[0]).any()
+    assert torch.equal(on_tape(model, eos_token_id=stops), eager)
+    ending = words.decode(free[0, 5:7].tolist())
+    options = dict(stop_strings=ending, tokenizer=words, eos_token_id=None)
+    assert torch.equal(on_tape(model, **options), model.generate(PROMPTS, max_new_tokens=16, **options))
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "bf16"])
+@torch.no_grad()
+def test_weights_quantized_once_are_those_quantized_every_time(recipe: str) -> None:
+    model = build(recipe).eval()
+    ids = torch.randint(0, 256, (2, 16))
+    steps = torch.randint(0, 256, (3, 2, 1))
+    logits = []
+    for once in (False, True):
+        cache = KVCache(model.config, 2, 20, model.device, model.dtype)
+        row = []
+        for number, new in enumerate((ids, *steps)):
+            first = number == 0 if once else None
+            row.append(model(new, cache=cache, is_first_microbatch=first).logits)
+        logits.append(row)
+    assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
+    fp8 = [module for block in model.layers for module in linears_of(model, block) if block.in_fp8]
+    assert fp8 and all(module._fp8_workspaces for module in fp8)
+
+
+def linears_of(model: CausalLM, block: torch.nn.Module) -> list[Any]:
+    return [module for module in block.modules() if isinstance(module, model.te.Linear)]
+
+
+@pytest.mark.parametrize("close_early", [False, True])
+def test_no_weight_codes_stay_behind(close_early: bool) -> None:
+    model = build("current")
+    first = model.generate(PROMPTS, max_new_tokens=4)
+    stream = model.stream(PROMPTS, max_new_tokens=4)
+    next(stream)
+    assert any(module._fp8_workspaces for module in linears(model))
+    stream.close() if close_early else list(stream)
+    assert not any(module._fp8_workspaces for module in linears(model))
+    with torch.no_grad():
+        for block in model.layers:
+            block.mlp.down_proj.weight.mul_(-3)
+    assert not torch.equal(model.generate(PROMPTS, max_new_tokens=4), first)
+
+
+def test_codes_of_older_weights_are_not_used() -> None:
+    model = build("current").eval()
+    with torch.no_grad():
+        model(torch.randint(0, 256, (2, 16)), is_first_microbatch=True)
+    with torch.no_grad():
+        for block in model.layers:
+            block.mlp.down_proj.weight.mul_(-3)
+    text = model.generate(PROMPTS, max_new_tokens=4)
+    assert torch.equal(model.generate(PROMPTS, max_new_tokens=4), text), "the second time nothing was kept"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("feature", FEATURES)
+def test_cached_steps_and_chunks_give_the_logits_of_the_whole(feature: str) -> None:
+    if feature == "dynamic" or feature == "longrope":
+        pytest.skip("its angles depend on the length so far: model/test_rope.py compares with transformers")
+    model = build(**FEATURES[feature]).eval()
+    ids, mask = torch.randint(0, 256, (3, 24)), torch.ones(3, 24, dtype=torch.long)
+    mask[1, :6] = mask[2, :9] = 0
+    whole = model(ids, attention_mask=mask).logits
+    cache = KVCache(model.config, 3, 24, model.device, model.dtype)
+    parts, at = [], 0
+    for size in (10, 1, 1, 4, 1, 7):
+        part = slice(at, at + size)
+        parts.append(model(ids[:, part], cache=cache, attention_mask=mask[:, part]).logits)
+        at += size
+    torch.testing.assert_close(torch.cat(parts, dim=1)[mask.bool()], whole[mask.bool()], atol=1e-4, rtol=0)
+    assert cache.length == int(cache.filled) == 24 and cache.counts.tolist() == [24, 18, 15]
+    with pytest.raises(ValueError, match="room for 24 positions, not 25"):
+        model(ids[:, :1], cache=cache)
+
+
+@torch.no_grad()
+def test_the_last_logits_alone_are_those_of_all() -> None:
+    ids = torch.randint(0, 256, (2, 9))
+    for recipe in RECIPES:
+        model = build(recipe).eval()
+        whole = model(ids).logits
+        for kept in (1, 3, 20):
+            part = model(ids, logits_to_keep=kept).logits
+            torch.testing.assert_close(part, whole[:, -kept:], atol=1e-5, rtol=0)
+        assert model(ids, labels=ids, logits_to_keep=1).logits.shape == whole.shape
+
+
+def test_the_cache_says_its_size(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    with caplog.at_level("INFO", logger="te_models.generation.decode_loop"):
+        model.generate(PROMPTS, max_new_tokens=10)
+    assert "KVCache(3 rows x 29 positions x 4 layers: 0.1 MiB)" in caplog.text
+    cache = KVCache(model.config, 3, 29, model.device, torch.float32)
+    assert cache.nbytes == 2 * 4 * 3 * 2 * 32 * 16 * 4
+
+    def full(*args: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("no\nroom")
+
+    monkeypatch.setattr("te_models.model.kv_cache.torch.zeros", full)
+    with pytest.raises(ValueError, match=r"a KV cache for 3 rows of 29 positions takes 0.00 GiB, which cpu does not"):
+        KVCache(model.config, 3, 29, model.device, torch.float32)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(cuda_graph=True), "cuda_graph=True needs a CUDA device and the model is on cpu"),
+    (dict(cuda_graph=True, use_cache=False), "cuda_graph=True needs the cache"),
+    (dict(cuda_graph="yes"), "unknown cuda_graph 'yes'"),
+])  # fmt: skip
+def test_what_cannot_be_captured_is_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match="cuda_graph") as error:
+        build().generate(PROMPTS, max_new_tokens=4, **options)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["native", "emulated"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "blockwise"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_cuda_graph_gives_the_eager_tokens(engine: str, recipe: str, batch: int, tmp_path: Path) -> None:
+    model = build(recipe, engine=engine, device="cuda", dtype=torch.bfloat16)
+    ids = torch.randint(0, 256, (2, 16), device="cuda")
+    model(ids, labels=ids).loss.backward()
+    before = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
+    for options in (dict(), dict(do_sample=True, seed=3, top_k=20, top_p=0.9, min_p=0.01)):
+        eager = model.generate(PROMPTS[:batch], max_new_tokens=24, cuda_graph=False, **options)
+        assert torch.equal(model.generate(PROMPTS[:batch], max_new_tokens=24, cuda_graph=True, **options), eager)
+        assert torch.equal(model.generate(PROMPTS[:batch], max_new_tokens=24, **options), eager)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fp8_state(model).items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_cuda_graph_of_every_feature(feature: str) -> None:
+    model = build("current", device="cuda", engine="native", **FEATURES[feature])
+    eager = model.generate(PROMPTS, max_new_tokens=16, cuda_graph=False)
+    assert torch.equal(model.generate(PROMPTS, max_new_tokens=16, cuda_graph=True), eager)

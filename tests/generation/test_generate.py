@@ -1,0 +1,427 @@
+"""Generation: sampling, unequal prompts, stops, streaming, chat templates, and that training is left as it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import CausalLM, list_recipes
+from te_models.cli import main
+from te_models.data.chat_template import ChatTemplate
+from te_models.data.tokenizer import ByteTokenizer, load_tokenizer
+from te_models.fp8.scaling_state import fp8_state
+from te_models.generation.generate import continue_text, sample, stream_text
+from te_models.model.kv_cache import KVCache
+
+pytest.importorskip("transformers")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import PreTrainedTokenizerFast
+    from transformers.generation import logits_process
+
+RECIPES = [name for name in list_recipes() if name != "nvfp4"]
+SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
+SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=96, device="cpu", engine="emulated")
+
+
+def build(recipe: str = "bf16", **options: Any) -> CausalLM:
+    torch.manual_seed(1)
+    dtype = torch.float32 if recipe == "bf16" else torch.bfloat16
+    return CausalLM.from_preset("gated-nano", recipe=recipe, **{"dtype": dtype, **SHAPE, **options})
+
+
+PROMPTS = [list(b"the quick brown fox"), list(b"jumps"), list(b"over the dog")]
+
+
+def test_unequal_prompts_give_what_each_gives_alone() -> None:
+    model = build(attention_bias=True, qk_norm=True)
+    with torch.no_grad():  # attention sharp enough for a key of padding to matter
+        for block in model.layers:
+            block.self_attn.qkvg_proj.bias.normal_(0, 1)
+            block.self_attn.o_proj.weight.mul_(20)
+    together = model.generate(PROMPTS, max_new_tokens=12)
+    assert together.shape == (3, 19 + 12)
+    for row, prompt in zip(together, PROMPTS, strict=True):
+        alone = model.generate([prompt], max_new_tokens=12)
+        assert torch.equal(row[19 - len(prompt) :], alone[0])
+    uncached = model.generate(PROMPTS, max_new_tokens=12, use_cache=False)
+    assert torch.equal(together, uncached)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@torch.no_grad()
+def test_the_cache_remembers_which_keys_are_padding(window: int | None) -> None:
+    model = build(attention_bias=True, sliding_window=window)
+    for block in model.layers:
+        block.self_attn.qkvg_proj.bias.normal_(0, 1)
+    ids, mask = torch.randint(0, 256, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :7] = 0
+    whole = model(ids, attention_mask=mask).logits
+    cache = KVCache(model.config, 2, 12, model.device, model.dtype)
+    parts = [model(ids[:, :9], cache=cache, attention_mask=mask[:, :9]).logits]
+    parts += [model(ids[:, i : i + 1], cache=cache).logits for i in range(9, 12)]
+    torch.testing.assert_close(torch.cat(parts, dim=1)[mask.bool()], whole[mask.bool()], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing_for_the_tokens(side: str) -> None:
+    model = build(attention_bias=True, sliding_window=4, layer_types=["full_attention", "sliding_attention"] * 2)
+    ids = torch.randint(0, 256, (2, 9))
+    pad = (5, 0) if side == "left" else (0, 5)
+    padded = torch.nn.functional.pad(ids, pad, value=7)
+    mask = torch.nn.functional.pad(torch.ones_like(ids), pad)
+    logits = model(padded, attention_mask=mask).logits
+    torch.testing.assert_close(logits[mask.bool()].view(2, 9, -1), model(ids).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_padding_inside_the_batch_changes_no_scale(recipe: str) -> None:
+    """The rows of padding stay zero through every layer, so an amax never comes from them."""
+    model = build(recipe, attention_bias=True)
+    ids, rows = torch.randint(0, 256, (2, 16)), []
+    mask = torch.ones_like(ids)
+    mask[0, :11] = 0
+    with torch.no_grad():
+        model.embed_tokens.weight[7] *= 1000
+        for block in model.layers:
+            block.self_attn.qkvg_proj.bias.normal_(0, 3)
+            for part in (block.self_attn.qkvg_proj, block.self_attn.o_proj, block.mlp.down_proj):
+                part.register_forward_hook(
+                    lambda module, inputs, output: rows.append(inputs[0][:11].abs().max().item())
+                )
+        model(ids.masked_fill(mask == 0, 7), attention_mask=mask)
+    assert rows == [0.0] * 12
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nothing_of_the_training_state_is_touched(recipe: str) -> None:
+    model = build(recipe)
+    for seed in range(2):
+        ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(seed))
+        model(ids, labels=ids).loss.backward()
+    before = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    for _ in range(3):
+        model.generate(PROMPTS, max_new_tokens=3, do_sample=True, seed=1)
+    stream = model.stream(PROMPTS, max_new_tokens=5)
+    next(stream)
+    stream.close()
+    assert model.training and torch.is_grad_enabled() and torch.equal(state, torch.get_rng_state())
+    assert bool(before) == (recipe == "delayed")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fp8_state(model).items())
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
+
+
+def test_a_stream_gives_the_tokens_of_generate() -> None:
+    model = build()
+    whole = model.generate(PROMPTS, max_new_tokens=6, do_sample=True, seed=3, temperature=1.5)
+    steps = list(model.stream(PROMPTS, max_new_tokens=6, do_sample=True, seed=3, temperature=1.5))
+    assert torch.equal(torch.stack(steps, dim=1), whole[:, -6:])
+
+
+@pytest.mark.parametrize(
+    "options, judge",
+    [
+        (dict(top_k=5), logits_process.TopKLogitsWarper(5)),
+        (dict(top_p=0.6), logits_process.TopPLogitsWarper(0.6)),
+        (dict(min_p=0.2), logits_process.MinPLogitsWarper(0.2)),
+        (dict(temperature=0.5), logits_process.TemperatureLogitsWarper(0.5)),
+    ],
+)
+def test_sampling_follows_the_distribution_of_transformers(options: dict, judge: Any) -> None:
+    logits = torch.randn(1, 40) * 2
+    expected = judge(None, logits.clone()).softmax(-1)[0]
+    drawn = sample(logits.expand(40_000, -1), torch.Generator().manual_seed(0), **options)
+    share = torch.bincount(drawn, minlength=40) / len(drawn)
+    assert (share[expected == 0] == 0).all()
+    torch.testing.assert_close(share, expected, atol=0.01, rtol=0)
+
+
+def test_a_seed_is_a_text_and_top_k_1_is_greedy() -> None:
+    model = build()
+    runs = [model.generate(PROMPTS, max_new_tokens=8, do_sample=True, seed=seed) for seed in (3, 3, 4)]
+    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
+    greedy = model.generate(PROMPTS, max_new_tokens=8)
+    assert torch.equal(model.generate(PROMPTS, max_new_tokens=8, do_sample=True, top_k=1), greedy)
+
+
+def test_rows_end_at_their_stop_tokens_and_are_filled_up() -> None:
+    model = build()
+    free = model.generate(PROMPTS, max_new_tokens=10)[:, 19:]
+    stops = [int(free[0, 3]), int(free[1, 5])]
+    out = model.generate(PROMPTS, max_new_tokens=10, eos_token_id=stops)[:, 19:]
+    for row, reference in zip(out, free, strict=True):
+        hits = [i for i, token in enumerate(reference.tolist()) if token in stops]
+        kept = hits[0] + 1 if hits else 10
+        assert torch.equal(row[:kept], reference[:kept][: len(row)])
+        assert set(row[kept:].tolist()) <= {stops[0]}, "without a pad token, the first stop token fills up"
+    own = build(eos_token_id=stops, pad_token_id=9)
+    own.load_state_dict(model.state_dict())
+    mine = own.generate(PROMPTS, max_new_tokens=10)[:, 19:]
+    assert torch.equal(mine == 9, (out == stops[0]) & (mine != out)) and (mine == 9).any()
+    assert torch.equal(own.generate(PROMPTS, max_new_tokens=10, eos_token_id=None)[:, 19:], free)
+
+
+def test_rows_end_at_their_stop_strings() -> None:
+    model, words = build(), ByteTokenizer()
+    free = model.generate(PROMPTS[:1], max_new_tokens=24, eos_token_id=None)[0, 19:].tolist()
+    text = words.decode(free)
+    start = next(i for i in range(3, 20) if all(32 <= token < 127 for token in free[i : i + 2]))
+    ending = bytes(free[start : start + 2]).decode()
+    out = model.generate(PROMPTS[:1], max_new_tokens=24, stop_strings=ending, tokenizer=words)[0, 19:].tolist()
+    assert words.decode(out).endswith(ending) and words.decode(out) == text[: text.index(ending) + 2]
+    pieces = list(stream_text(model, words, words.decode(PROMPTS[0]), 24, stop_strings=[ending]))
+    assert "".join(pieces) == text[: text.index(ending)], "text ends before the stop string"
+
+
+class Scripted(ByteTokenizer):
+    """Decodes ids to fixed pieces of text."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self.pieces = pieces
+
+    def decode(self, ids: Any) -> str:
+        return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    "pieces, stops, told",
+    [
+        ([b"a", b"b", b"c"], (), ["a", "b", "c"]),
+        ([b"a", "\u20ac".encode()[:2], "\u20ac".encode()[2:], b"d"], (), ["a", "\u20ac", "d"]),
+        ([b"a", b"<", b"b", b"<", b"/s>", b"never"], ("</s>",), ["a", "<b"]),
+        ([b"a", b"<", b"/"], ("</s>",), ["a", "</"]),
+    ],
+)
+def test_a_stream_of_text_tells_what_is_certain(
+    pieces: list[bytes], stops: Sequence[str], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scripted(model: Any, ids: Any, count: int, **options: Any) -> Any:
+        yield from (torch.tensor([i]) for i in range(count))
+
+    monkeypatch.setattr("te_models.generation.generate.stream", scripted)
+    assert list(stream_text(build(), Scripted(pieces), "x", len(pieces), stop_strings=stops)) == told
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_every_recipe_decodes_any_number_of_rows(recipe: str, batch: int) -> None:
+    model = build(recipe)
+    assert model.generate(PROMPTS[:batch], max_new_tokens=3).shape[0] == batch
+
+
+@pytest.mark.parametrize(
+    "prompt, options, message",
+    [
+        ([], {}, "the prompt is empty"),
+        ([[]], {}, "the prompt is empty"),
+        ([[1, 2], []], {}, "the prompt is empty"),
+        (torch.zeros(1, 0, dtype=torch.long), {}, "the prompt is empty"),
+        (torch.ones(2, 3, dtype=torch.long), dict(attention_mask=torch.tensor([[0] * 3, [1] * 3])), "prompt is empty"),
+        (torch.ones(1, 3, dtype=torch.long), dict(attention_mask=torch.tensor([[1, 1, 0]])), "padding on the right"),
+        (torch.ones(1, 3, dtype=torch.long), dict(attention_mask=torch.ones(1, 4)), "attention_mask has shape [1, 4]"),
+        ([1, 999], {}, "the prompt has token 999"),
+        ([1] * 97, {}, "max_position_embeddings=96"),
+        ([1], dict(max_new_tokens=96), "max_position_embeddings=96"),
+        ([1], dict(max_new_tokens=0), "max_new_tokens=0"),
+        ([1], dict(do_sample=True, temperature=0.0), "temperature=0.0"),
+        ([1], dict(do_sample=True, top_k=0), "top_k=0"),
+        ([1], dict(do_sample=True, top_p=1.5), "top_p=1.5"),
+        ([1], dict(do_sample=True, min_p=-0.1), "min_p=-0.1"),
+        ([1], dict(stop_strings=["x"]), "needs tokenizer="),
+        ([1], dict(stop_strings=[""], tokenizer=ByteTokenizer()), "a stop string is empty"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused_in_one_line(prompt: Any, options: dict, message: str) -> None:
+    model = build()
+    with pytest.raises(ValueError, match=".") as error:
+        model.generate(prompt, **{"max_new_tokens": 4, **options})
+    assert message in str(error.value) and "\n" not in str(error.value) and model.training
+
+
+TEMPLATE = """{%- if messages[0].role == 'user' and not messages[0].content %}{{ raise_exception('say something') }}{% endif %}
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'assistant' %}
+{% generation %}{{ '<|im_start|>assistant\\n' + message['content'] | trim + '<|im_end|>\\n' }}{% endgeneration %}
+    {%- else %}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>\\n' }}
+    {%- endif %}
+    {%- if loop.last %}{% break %}{% endif %}
+{%- endfor %}
+{%- if tools is not none %}{{ tools | tojson(indent=2) }}{% endif %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}
+{%- endif %}"""
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Hugging Face folder whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    specials = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
+    build(vocab_size=288, eos_token_id=258, dtype=torch.float32).save_pretrained(folder, format="hf")
+    document = ByteTokenizer().documents()["tokenizer"]
+    document["model"]["vocab"] = {k: v for k, v in document["model"]["vocab"].items() if v < 256}
+    document["model"]["vocab"] |= {token: 256 + i for i, token in enumerate(specials)}
+    added = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    document["added_tokens"] = [dict(id=256 + i, content=token, **added) for i, token in enumerate(specials)]
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    config = dict(
+        bos_token=specials[0],
+        eos_token=dict(__type="AddedToken", content=specials[2], **added),
+        tokenizer_class="PreTrainedTokenizerFast",
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    return folder
+
+
+MESSAGES = [
+    [dict(role="user", content=" hello ")],
+    [dict(role="system", content="be brief"), dict(role="user", content="hi")],
+    [dict(role="user", content="1"), dict(role="assistant", content=" 2 "), dict(role="user", content="3 <b> \u00e9")],
+]
+
+
+@pytest.mark.parametrize("messages", MESSAGES)
+@pytest.mark.parametrize(
+    "options", [{}, dict(enable_thinking=False), dict(tools=[{"name": "\u00e9t\u00e9", "b": [1]}])]
+)
+def test_a_chat_template_gives_what_transformers_gives(messages: list, options: dict, chat_model: Path) -> None:
+    judge = PreTrainedTokenizerFast.from_pretrained(chat_model)
+    text = ChatTemplate.of(chat_model).render(messages, **options)
+    assert text == judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    ids = judge.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
+    assert load_tokenizer(chat_model).encode(text) == ids
+
+
+def test_a_prompt_begins_as_transformers_begins_it(chat_model: Path, tmp_path: Path) -> None:
+    document = json.loads((chat_model / "tokenizer.json").read_text())
+    sequence = {"Sequence": {"id": "A", "type_id": 0}}
+    begin = {"SpecialToken": {"id": "<|begin|>", "type_id": 0}}
+    special = {"<|begin|>": dict(id="<|begin|>", ids=[256], tokens=["<|begin|>"])}
+    processor = dict(type="TemplateProcessing", single=[begin, sequence], pair=[begin, sequence, sequence])
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({**document, "post_processor": {**processor, "special_tokens": special}})
+    )
+    words = load_tokenizer(tmp_path)
+    assert (
+        words.encode_prompt("ab") == PreTrainedTokenizerFast.from_pretrained(tmp_path)("ab").input_ids == [256, 97, 98]
+    )
+    assert words.encode("ab") == ByteTokenizer().encode_prompt("ab") == [97, 98]
+    told = []
+    model = build(vocab_size=288)
+    model.register_forward_pre_hook(lambda module, inputs: told.append(inputs[0].tolist()))
+    continue_text(model, words, "ab", 1)
+    assert told == [[[256, 97, 98]]]
+
+
+def test_chat_templates_are_found_in_every_place(chat_model: Path, tmp_path: Path) -> None:
+    config = json.loads((chat_model / "tokenizer_config.json").read_text())
+    forms = {"list": [dict(name="tool_use", template="x"), dict(name="default", template="{{ bos_token }}!")]}
+    forms |= {"text": "{{ bos_token }}!", "file": "y"}
+    for form, template in forms.items():
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+        if form == "file":
+            (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}!")
+        assert ChatTemplate.of(tmp_path).render(MESSAGES[0]) == "<|begin|>!"
+    (tmp_path / "chat_template.jinja").write_text("{% nonsense %}")
+    with pytest.raises(ValueError, match="not valid Jinja"):
+        ChatTemplate.of(tmp_path)
+    with pytest.raises(ValueError, match="say something"):
+        ChatTemplate.of(chat_model).render([dict(role="user", content="")])
+
+
+def run(capsys: pytest.CaptureFixture, *arguments: str) -> str:
+    fixed = ["--device", "cpu", "--engine", "emulated", "--max-new-tokens", "6", "--greedy"]
+    assert main(["generate", *arguments, *fixed]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_command_line_continues_and_talks(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    model = CausalLM.from_pretrained(chat_model, device="cpu", engine="emulated")
+    words = load_tokenizer(chat_model)
+    at = ["--model", str(chat_model)]
+    assert run(capsys, *at, "--prompt", "ab") == continue_text(model, words, "ab", 6) + "\n"
+    prompt = ChatTemplate.of(chat_model).render(MESSAGES[1])
+    answer = "".join(stream_text(model, words, words.encode(prompt), 6))
+    assert run(capsys, *at, "--chat", "--system", "be brief", "--prompt", "hi") == answer + "\n"
+    monkeypatch.setattr("sys.stdin", iter(["hi\n", "again\n"]))
+    both = run(capsys, *at, "--chat", "--system", "be brief")
+    talk = [*MESSAGES[1], dict(role="assistant", content=answer), dict(role="user", content="again")]
+    second = "".join(stream_text(model, words, words.encode(ChatTemplate.of(chat_model).render(talk)), 6))
+    assert both == f"{answer}\n{second}\n"
+    assert main(["convert", *at, "--format", "te", "--out", str(tmp_path / "own"), "--recipe", "current"]) == 0
+    assert "parameters in float32" in capsys.readouterr().out
+    assert run(capsys, "--model", str(tmp_path / "own"), "--recipe", "bf16", "--chat", "--prompt", "hi", "--system",
+               "be brief") == answer + "\n"  # fmt: skip
+    assert main(["convert", "--model", str(tmp_path / "own"), "--out", str(tmp_path / "back")]) == 0
+    assert (tmp_path / "back/tokenizer.json").exists() and (tmp_path / "back/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "give --prompt TEXT, or --chat"),
+        (["--chat", "--prompt", "x", "--tokenizer", "PLAIN"], "has no chat template"),
+        (["--prompt", "x", "--tokenizer", "LARGE"], "the tokenizer has 300 ids but the model's vocab_size is 288"),
+        (["--prompt", "x" * 97], "max_position_embeddings=96"),
+        (["--prompt", "x", "--max-new-tokens", "4", "--top-p", "2"], "top_p=2.0"),
+        (["--prompt", "x", "--max-new-tokens", "4", "--temperature", "0"], "(--greedy)"),
+        (["--prompt", "x", "--model", "EMPTY"], "has no config.json: it holds no model"),
+    ],
+)
+def test_mistakes_on_the_command_line(
+    arguments: list[str], message: str, chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for name, size in (("PLAIN", 288), ("LARGE", 300)):
+        document = json.loads((chat_model / "tokenizer.json").read_text())
+        document["model"]["vocab"] |= {f"word{i}": i for i in range(259, size)}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(document))
+    (tmp_path / "EMPTY").mkdir()
+    shutil.copy(chat_model / "tokenizer.json", tmp_path / "EMPTY")
+    arguments = [str(tmp_path / a) if a in ("PLAIN", "LARGE", "EMPTY") else a for a in arguments]
+    assert main(["generate", "--model", str(chat_model), "--device", "cpu", *arguments]) == 2
+    told = capsys.readouterr()
+    assert message in told.err and told.err.count("\n") == 1
+    assert not told.out, "the prompt is not repeated before a refusal"
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--format", "hff"], "did you mean 'hf'"), (["--dtype", "float8"], "unknown dtype"),
+    (["--attention-gate", "element"], "did you mean 'elementwise'"),
+])  # fmt: skip
+def test_mistakes_in_converting(
+    arguments: list[str], message: str, chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    assert main(["convert", "--model", str(chat_model), "--out", str(out), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not out.exists()
+
+
+def test_tokenizer_files_come_along(chat_model: Path, tmp_path: Path) -> None:
+    model = CausalLM.from_pretrained(chat_model, device="cpu", engine="emulated")
+    model.save_pretrained(tmp_path / "back", format="hf")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (chat_model / name).read_bytes()
+
+
+def test_a_hugging_face_model_without_tokenizer_is_no_model_of_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    build().save_pretrained(tmp_path, format="hf")
+    assert main(["generate", "--model", str(tmp_path), "--device", "cpu", "--prompt", "x"]) == 2
+    assert "has no tokenizer.json: give --tokenizer" in capsys.readouterr().err

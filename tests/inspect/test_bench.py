@@ -1,0 +1,132 @@
+"""te-models bench: every variant is the same model on the same tokens, and its figures are what they are called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import CausalLM
+from te_models.cli import main
+from te_models.config.presets import get_preset
+from te_models.inspect.bench import WAYS, Measured, bench, parse
+from te_models.inspect.peers import TorchBlock, peer_step, torch_peer
+from te_models.inspect.roofline import Roofline, model_flops
+from te_models.training.metrics import plot_bench
+
+SHAPE: dict[str, Any] = dict(hidden_size=64, num_hidden_layers=3, intermediate_size=96, num_attention_heads=4)
+SHAPE |= dict(num_key_value_heads=2, vocab_size=96)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("gate", ["elementwise", "headwise", "none"])
+def test_the_torch_peer_is_the_same_model(gate: str) -> None:
+    config = get_preset("gated-nano", attention_gate=gate, **SHAPE)
+    model, peer = CausalLM(config, device="cpu", dtype=torch.float32), torch_peer(config, CPU).float()
+    model_weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    with torch.no_grad():
+        peer.embed.weight.copy_(model_weights["embed_tokens.weight"])
+        peer.lm_head.weight.copy_(model_weights.get("lm_head.weight", peer.embed.weight))
+        for number, block in enumerate(peer.blocks):
+            assert isinstance(block, TorchBlock)
+            for name in ("qkvg_proj", "o_proj"):
+                block.get_submodule(name).weight.copy_(model_weights[f"layers.{number}.self_attn.{name}.weight"])
+            for name in ("gate_up_proj", "down_proj"):
+                block.get_submodule(name).weight.copy_(model_weights[f"layers.{number}.mlp.{name}.weight"])
+    ids = torch.randint(0, 96, (2, 7))
+    torch.testing.assert_close(peer(ids), model(ids).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(peer_step(peer, ids)(), model(ids, labels=ids).loss.detach(), rtol=1e-5, atol=0)
+
+
+def test_flops_are_counted_by_the_tensors() -> None:
+    """6 operations a weight and token, and 12 B S^2 A H of attention, of which causality spares half."""
+    config = get_preset("gated-nano", attention_gate="elementwise", **SHAPE)
+    model = CausalLM(config, device="cpu")
+    weights = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in n)
+    weights += config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
+    expected = 6 * weights * 10 + 6 * 3 * 2 * 5 * 5 * 64
+    assert model_flops(config, 2, 5) == expected
+    assert model_flops(config, 2, 5, gated=False) == expected - 6 * 10 * 3 * 64 * 64
+
+
+def test_ratios_are_at_equal_operations() -> None:
+    reference = Measured("torch", flops=2e9, ms=[4.0, 4.0, 100.0])
+    half = Measured("te-layer", flops=1e9, ms=[2.0, 2.0, 2.0], peak_gib=1.0)
+    row = half.row(1000, Roofline(0.5, 0.25, 0.25), reference)
+    assert row["speed"] == 1.0 and row["ms"] == 2.0 and row["tokens_per_second"] == 500_000
+    assert row["model_tflops"] == 0.5 and row["of_roofline"] == 0.25
+    assert half.row(1000, Roofline(1.0, 0.5, 0.5), half)["of_roofline"] == 1.0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_to_run_reaches_the_model(way: str) -> None:
+    name, options = parse(f"delayed+{way}")
+    assert name == "delayed" and options == WAYS[way]
+    keywords = {key: value for key, value in options.items() if key != "cuda_graph"}  # model_step's own
+    CausalLM(get_preset("gated-nano", **SHAPE), device="meta", engine="emulated", recipe=name, **keywords)
+
+
+def test_bench_times_every_variant_as_often() -> None:
+    config = get_preset("gated-nano", **SHAPE)
+    result = bench(
+        config,
+        ["bf16", "delayed+fused"],
+        ["torch"],
+        batch_size=1,
+        seq_len=8,
+        steps=3,
+        warm_up=1,
+        device=CPU,
+        amax_history_len=4,
+    )
+    assert [row["name"] for row in result["rows"]] == ["torch", "te-models bf16", "te-models delayed+fused"]
+    assert result["reference"] == "torch" and result["rows"][0]["speed"] == 1.0 and result["roofline"] is None
+    losses = [row["loss"] for row in result["rows"]]
+    assert max(losses) - min(losses) < 0.5 and len(set(losses)) == 3
+    json.dumps(result)
+
+
+def test_the_plot_of_a_gpu_run(tmp_path: Path) -> None:
+    row = dict(name="torch", ms=3.0, ms_quartiles=[2.9, 3.2], peak_gib=1.5)
+    result = dict(rows=[row, {**row, "name": "te-models delayed"}], roofline=dict(total=2.0))
+    plot_bench(tmp_path / "bench.png", result, "a title")
+    assert (tmp_path / "bench.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--peers", "tourch"], "did you mean 'torch'"),
+        (["--peers", "torchao"], "needs a CUDA device"),
+        (["--recipes", "delayed+fussed"], "did you mean 'fused'"),
+        (["--recipes", "delaid"], "did you mean 'delayed'"),
+        (["--peers", "torch", "--sliding-window", "8"], "no sliding_window"),
+        (["--recipe", "bf16"], "--recipes"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--preset", "gated-nano", "--batch-size", "1", "--seq-len", "8", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("matplotlib", [True, False])
+def test_the_command_writes_figures(
+    matplotlib: bool, tmp_path: Path, pretend: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not matplotlib:
+        pretend("matplotlib", None)
+    fields = [part for name, value in SHAPE.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    shape = ["--batch-size", "1", "--seq-len", "8", "--steps", "2", "--warm-up", "1", *fields]
+    assert main(["bench", "--preset", "gated-nano", "--recipes", "bf16,current", "--out", str(tmp_path), *shape]) == 0
+    out = capsys.readouterr().out
+    assert "te-models current" in out
+    if matplotlib:
+        assert (tmp_path / "bench.png").stat().st_size > 5000 and f"plot: {tmp_path / 'bench.png'}\n" in out
+    else:
+        assert "plot: not drawn: drawing needs matplotlib" in out and not (tmp_path / "bench.png").exists()
+    assert [row["name"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]] == [
+        "te-models bf16", "te-models current"
+    ]  # fmt: skip

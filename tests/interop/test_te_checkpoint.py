@@ -1,0 +1,130 @@
+"""A checkpoint of Transformer Engine's own modules: its weights and pickled scales come in, and nothing in it is run."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from te_models import CausalLM
+from te_models.checkpoint.folder import CheckpointError
+from te_models.checkpoint.pretrained import load_te_checkpoint, read_te_checkpoint
+from te_models.cli import main
+from te_models.fp8.scaling_state import fp8_state
+from tests.interop.test_te_extra_state import DelayedScaling, Format, payload, te  # noqa: F401 - a fixture that every test here uses
+
+SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1)
+IDS = torch.arange(32).reshape(2, 16)
+
+
+def trained(recipe: str = "delayed", **fields: Any) -> CausalLM:
+    torch.manual_seed(2)
+    fields = {**(dict(amax_history_len=6, margin=1) if recipe == "delayed" else {}), **fields}
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **SHAPE, **fields)
+    for step in range(3):
+        loss = model((IDS + step) % 200, labels=IDS).loss
+        assert loss is not None
+        loss.backward()
+    model.zero_grad()
+    return model
+
+
+def stock(model: CausalLM) -> dict[str, Any]:
+    """Its state_dict as Transformer Engine writes it, with the state of delayed scaling pickled."""
+    found: dict[str, Any] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, module in model.named_modules():
+        states = [getattr(module, "fp8_meta", {}).get(key) for key in ("scaling_fwd", "scaling_bwd")]
+        if model.recipe.stateful and all(states):
+            forward, backward = states
+            recipe = DelayedScaling(
+                margin=1, amax_history_len=6, fp8_format=Format.HYBRID, amax_compute_algo="most_recent"
+            )
+            found[f"{name}._extra_state"] = payload({
+                "recipe": recipe, "scale_fwd": forward.scale, "amax_history_fwd": forward.amax_history,
+                "scale_bwd": backward.scale, "amax_history_bwd": backward.amax_history,
+                "extra_fp8_variables": {"num_gemms": 1},
+            })  # fmt: skip
+    return found
+
+
+def write(form: str, folder: Path, tensors: dict[str, Any]) -> Path:
+    """The checkpoint in one of its forms; returns what to read."""
+    folder.mkdir(exist_ok=True)
+    if form == "safetensors":
+        save_file(tensors, folder / "model.safetensors")
+        return folder / "model.safetensors"
+    torch.save({"model": tensors, "step": 7} if form == "nested.pt" else tensors, folder / "model.pt")
+    return folder / "model.pt"
+
+
+def assert_same(one: CausalLM, other: CausalLM) -> None:
+    assert one.recipe.to_dict() == other.recipe.to_dict()
+    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    have, want = fp8_state(one), fp8_state(other)
+    assert have.keys() == want.keys() and [name for name in want if not torch.equal(have[name], want[name])] == []
+
+
+@pytest.mark.parametrize("form", ["safetensors", "model.pt", "nested.pt"])
+@pytest.mark.parametrize("recipe", ["delayed", "bf16"])
+def test_a_folder_with_a_config_loads_by_itself(form: str, recipe: str, tmp_path: Path) -> None:
+    model = trained(recipe)
+    write(form, tmp_path / "te", stock(model))
+    config = {"model_type": "te_models", "dtype": "bfloat16", **model.config.to_dict()}
+    (tmp_path / "te" / "config.json").write_text(json.dumps(config))
+    loaded = CausalLM.from_pretrained(tmp_path / "te", device="cpu")
+    assert_same(loaded, model)
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert main(["convert", "--model", str(tmp_path / "te"), "--format", "te", "--out", str(tmp_path / "ours")]) == 0
+    assert_same(CausalLM.from_pretrained(tmp_path / "ours", device="cpu"), model)
+
+
+def test_into_a_model_of_other_names_and_another_recipe(tmp_path: Path) -> None:
+    model = trained(num_layers_at_end_in_bf16=0)
+    path = write("model.pt", tmp_path, {f"decoder.{name}": value for name, value in stock(model).items()})
+    fresh = CausalLM.from_preset("gated-nano", recipe="delayed", amax_history_len=6, margin=1, device="cpu",
+                                 num_layers_at_end_in_bf16=0, **SHAPE)  # fmt: skip
+    load_te_checkpoint(fresh, path, rename=lambda name: name.removeprefix("decoder."))
+    assert_same(fresh, model)
+    assert read_te_checkpoint(path, lambda name: name[8:]).recipe(4).to_dict() == model.recipe.to_dict()
+    current = CausalLM.from_preset("gated-nano", recipe="current", device="cpu", **SHAPE)
+    with pytest.warns(UserWarning, match="has no use for its scales"):
+        load_te_checkpoint(current, path, rename=lambda name: name.removeprefix("decoder."))
+    with pytest.raises(CheckpointError, match="missing: embed_tokens.weight"):
+        load_te_checkpoint(fresh, path)
+
+
+class Evil:
+    """Unpickling it makes a folder."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("run",)
+
+
+@pytest.mark.parametrize("where", ["file", "state"])
+def test_nothing_in_it_is_run(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tensors: dict[str, Any] = {"w": torch.ones(2)}
+    if where == "file":
+        tensors["lm_head._extra_state"] = Evil()
+    else:
+        tensors["lm_head._extra_state"] = torch.frombuffer(bytearray(pickle.dumps(Evil())), dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match="more than tensors" if where == "file" else "refused"):
+        read_te_checkpoint(write("model.pt", tmp_path / "te", tensors))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"a": 3}, {"a": {"b": torch.ones(1)}}, "truncated", None], ids=str)
+def test_what_is_no_state_dict_is_refused(content: Any, tmp_path: Path) -> None:
+    if content == "truncated":
+        path = write("model.pt", tmp_path, {"a": torch.ones(100)})
+        path.write_bytes(path.read_bytes()[:-300])
+    elif content is not None:
+        torch.save(content, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="is no state_dict|is damaged|holds no Transformer Engine checkpoint"):
+        read_te_checkpoint(tmp_path)

@@ -1,0 +1,107 @@
+"""FP8 written by the kernels of kernels/handover_triton.py, against the plain operation and a cast of its FP32 result.
+
+Run by test_triton_kernels.py in Triton's interpreter and on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_models.engine.emulated.numerics import FP8_MAX, DType
+from te_models.kernels import elementwise, handover_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(64, 128), (48, 272), (16, 16)]  # whole tiles, and parts of them
+SCALES = [1.0, 37.0, 2.0**18]  # the last saturates
+
+
+def random(*shape: int) -> Tensor:
+    g = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=g) * torch.logspace(-3, 1, shape[0])[:, None]).bfloat16().to(DEVICE)
+
+
+def state(scale: float) -> tuple[Tensor, Tensor]:
+    return torch.full((1,), scale, device=DEVICE), torch.zeros(1, device=DEVICE)
+
+
+def check(found: Any, wanted: Tensor, scale: float, amax: Tensor, e5m2: bool) -> None:
+    """Codes within one step of a cast of `wanted`, almost all equal: an FP32 function may round either way."""
+    form, limit = (torch.float8_e5m2, DType.kFloat8E5M2) if e5m2 else (torch.float8_e4m3fn, DType.kFloat8E4M3)
+    codes = (wanted * scale).clamp(-FP8_MAX[limit], FP8_MAX[limit]).to(form)
+    assert torch.equal(found.codes.t(), found.transposed)
+    torch.testing.assert_close(found.codes.view(form).float(), codes.float(), rtol=0.25, atol=2.0**-9)
+    assert (found.codes != codes.view(torch.uint8)).float().mean() < 0.01
+    torch.testing.assert_close(amax, wanted.abs().max().reshape(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.scale_inv, torch.full((1,), 1 / scale, device=DEVICE), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("e5m2", [False, True])
+def test_swiglu_and_its_gradient(shape: tuple[int, int], scale: float, e5m2: bool) -> None:
+    rows, columns = shape
+    gate_up, dy = random(rows, 2 * columns), random(rows, columns).flip(0).contiguous()
+    leaf = gate_up.float().requires_grad_()
+    y = elementwise.swiglu(leaf)
+    (slope,) = torch.autograd.grad(y, leaf, dy.float())
+    given, amax = state(scale)
+    check(handover_triton.swiglu(gate_up, given, amax, e5m2), y.detach(), scale, amax, e5m2)
+    given, amax = state(scale)
+    check(handover_triton.dswiglu(dy, gate_up, given, amax, e5m2), slope, scale, amax, e5m2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("e5m2", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cast(shape: tuple[int, int], scale: float, e5m2: bool, dtype: torch.dtype) -> None:
+    """Bit for bit: nothing is computed that could round either way."""
+    x = random(*shape).to(dtype) * (1 if dtype == torch.bfloat16 else 1.0009765)
+    given, amax = state(scale)
+    found = handover_triton.cast(x, given, amax, e5m2)
+    form, limit = (torch.float8_e5m2, 57344.0) if e5m2 else (torch.float8_e4m3fn, 448.0)
+    codes = (x.float() * scale).clamp(-limit, limit).to(form)
+    assert torch.equal(found.codes, codes.view(torch.uint8)) and torch.equal(found.codes.t(), found.transposed)
+    assert amax.item() == x.abs().max().item()
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 256)])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norm(shape: tuple[int, int], add: bool, zero_centered: bool) -> None:
+    x, delta = random(*shape), random(*shape).flip(1).contiguous()
+    if add:  # sums that BF16 holds: the interpreter cuts off where a GPU rounds
+        x, delta = ((t.clamp(-15, 15) * 4).round() / 4 for t in (x, delta))
+    weight = torch.linspace(0.5, 1.5, shape[1]).bfloat16().to(DEVICE)
+    total = x + delta if add else x
+    size = total.float()
+    inverse = (size.square().mean(-1) + 1e-5).rsqrt()
+    gamma = weight.float() + 1 if zero_centered else weight.float()
+    given, amax = state(3.0)
+    found, summed, rstd = handover_triton.norm(
+        x, delta if add else None, weight, 1e-5, zero_centered, given, amax, False
+    )
+    check(found, size * inverse[:, None] * gamma, 3.0, amax, False)
+    assert torch.equal(summed, total)
+    torch.testing.assert_close(rstd, inverse, rtol=1e-6, atol=0)
+
+
+def test_an_amax_is_raised_and_never_lowered() -> None:
+    gate_up = random(32, 64)
+    for before in (0.0, 1e6):
+        given, amax = state(1.0)
+        amax.fill_(before)
+        handover_triton.swiglu(gate_up, given, amax, False)
+        assert (amax.item() == before) == (before > 0)
+
+
+def test_nan_stays_nan() -> None:
+    gate_up = random(32, 64)
+    gate_up[3, 5] = float("nan")
+    given, amax = state(1.0)
+    codes = handover_triton.swiglu(gate_up, given, amax, False).codes.view(torch.float8_e4m3fn).float()
+    assert codes.isnan().sum() == 1 and codes[3, 5].isnan()

@@ -1,0 +1,190 @@
+"""RoPE, attention and gate as one operation equal the three written out; the Triton parts equal the plain ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import CausalLM
+from te_models.engine import emulated
+from te_models.kernels import elementwise
+from te_models.kernels.dispatch import PLAIN as PLAIN_KERNELS
+from te_models.kernels.dispatch import get_kernels
+from te_models.kernels.gated_attention import Heads, attention_core
+from te_models.kernels.sdpa import causal_attention
+
+LAYOUTS = {
+    "elementwise": Heads(4, 4, 8, "elementwise"),
+    "grouped": Heads(4, 2, 8, "elementwise"),
+    "headwise": Heads(6, 3, 4, "headwise"),
+    "none": Heads(4, 1, 16, "none"),
+}
+BATCH, SEQ, PADDING = 2, 6, 4  # whole groups of four rows
+
+
+def projection(heads: Heads, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """[N, Q] with rows, and for a headwise gate columns, that only fill up."""
+    gate = {"elementwise": heads.query * heads.dim, "headwise": 16, "none": 0}[heads.gate]
+    return torch.randn(BATCH * SEQ + PADDING, (heads.query + 2 * heads.key) * heads.dim + gate, dtype=dtype)
+
+
+def tables(dim: int, dtype: torch.dtype, per_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.rand(*((BATCH, SEQ) if per_row else (SEQ,)), dim // 2) * 6
+    angle = torch.cat((angle, angle), dim=-1).to(dtype)
+    return angle.cos(), angle.sin()
+
+
+def written_out(qkvg: torch.Tensor, cos: Any, sin: Any, heads: Heads) -> torch.Tensor:
+    q, k, v, gate = heads.split(qkvg[: BATCH * SEQ], BATCH)
+    if cos is not None:
+        q, k = elementwise.rope(q, cos, sin), elementwise.rope(k, cos, sin)
+    out = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+    return (out if gate is None else elementwise.gate(out, gate)).reshape(BATCH * SEQ, -1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("table", ["by position", "by row", "no rope"])
+def test_output_and_gradient_are_those_written_out(layout: str, table: str) -> None:
+    heads = LAYOUTS[layout]
+    cos, sin = (None, None) if table == "no rope" else tables(heads.dim, torch.float32, table == "by row")
+    qkvg = projection(heads, torch.float32)
+    one, other = qkvg.clone().requires_grad_(), qkvg.clone().requires_grad_()
+    mine = attention_core(one * 1.0, cos, sin, BATCH, SEQ, heads)
+    theirs = written_out(other, cos, sin, heads)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    dy = torch.randn_like(mine)
+    mine.backward(dy)
+    theirs.backward(dy)
+    assert one.grad is not None and other.grad is not None
+    torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
+    assert not one.grad[BATCH * SEQ :].any()
+
+
+def test_it_rotates_in_place_and_makes_no_copy_of_the_projection() -> None:
+    heads = LAYOUTS["grouped"]
+    qkvg, (cos, sin) = projection(heads, torch.float32), tables(heads.dim, torch.float32, False)
+    before = qkvg.clone()
+    attention_core(qkvg, cos, sin, BATCH, SEQ, heads)
+    turned = heads.query * heads.dim + heads.key * heads.dim
+    assert not torch.equal(qkvg[: BATCH * SEQ, :turned], before[: BATCH * SEQ, :turned])
+    assert torch.equal(qkvg[:, turned:], before[:, turned:])
+
+
+@pytest.mark.parametrize("gate", ["elementwise", "headwise"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_model_with_it_is_the_model_without(recipe: str, gate: str, mode: str) -> None:
+    losses, slopes = [], []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = CausalLM.from_preset(
+            "gated-nano",
+            recipe=recipe,
+            num_hidden_layers=4,
+            attention_gate=gate,
+            activation_checkpointing=mode,
+            dtype=torch.float32,
+            fused=fused,
+        )
+        ids = torch.randint(0, 256, (2, 11), generator=torch.Generator().manual_seed(1))
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        slopes.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert (slopes[0] - slopes[1]).norm() < 1e-4 * slopes[0].norm()
+
+
+@pytest.mark.parametrize("fields", [dict(qk_norm=True), dict(partial_rotary_factor=0.5)], ids=str)
+def test_what_it_does_not_compute_is_put_together(fields: dict[str, Any]) -> None:
+    losses = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        place = dict(device="cpu", engine="emulated", num_hidden_layers=1, dtype=torch.float32)
+        model = CausalLM.from_preset("gated-nano", fused=fused, **place, **fields)
+        ids = torch.randint(0, 256, (2, 11), generator=torch.Generator().manual_seed(1))
+        losses.append(model(ids, labels=ids).loss.item())
+    assert losses[0] == losses[1]
+
+
+def test_a_gpu_whose_cudnn_has_no_such_attention_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    kernels = get_kernels(emulated, torch.device("cuda"), compile=False, fused=True)
+    assert kernels == PLAIN_KERNELS
+    assert get_kernels(emulated, torch.device("cpu"), compile=False, fused=True).attention is not None
+
+
+INTERPRETED = """
+import torch
+from te_models.kernels.gated_attention import PLAIN
+from te_models.kernels.gated_attention_triton import TRITON
+from tests.kernels.test_gated_attention import BATCH, LAYOUTS, SEQ, projection, tables
+for name, heads in LAYOUTS.items():
+    for per_row in (False, True):
+        cos, sin = tables(heads.dim, torch.float32, per_row)
+        qkvg = projection(heads, torch.float32)  # the interpreter cuts BF16 off where a GPU rounds it
+        results = []
+        for ops in (PLAIN, TRITON):
+            own = qkvg.clone()
+            q, k, v, gate = heads.split(own[: BATCH * SEQ], BATCH)
+            ops.rotate(q, q, cos, sin, False)
+            ops.rotate(k, k, cos, sin, True)
+            ops.copy(k, v)
+            found = [own]
+            if gate is not None:
+                dgate = torch.full_like(gate.contiguous(), 7.0)
+                dy = torch.ones_like(v[:, :, :1]).expand(-1, -1, heads.query, -1) * 0.5
+                found += [ops.gate(q, gate), ops.gate_backward(dy, q, gate, dgate), dgate]
+            results.append(found)
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+            assert one.is_contiguous() == other.is_contiguous()
+        if heads.gate == "headwise":
+            continue
+        # The same as FP8, in columns of a wider tensor, with the scale 3; everything before them stays.
+        q, k, v, gate = heads.split(qkvg[: BATCH * SEQ].clone(), BATCH)
+        width = heads.query * heads.dim
+        for e5m2, form in ((False, torch.float8_e4m3fn), (True, torch.float8_e5m2)):
+            def check(write, wanted):
+                codes = TRITON.codes.new(BATCH * SEQ, width + 32, qkvg.device)
+                codes.codes.zero_(), codes.transposed.zero_()
+                amax = torch.zeros(1)
+                other = write(codes, (torch.full((1,), 3.0), amax, e5m2), 32)
+                wanted = wanted.reshape(BATCH * SEQ, -1)
+                end = 32 + wanted.shape[1]
+                assert not codes.codes[:, :32].any() and torch.equal(codes.codes.t(), codes.transposed)
+                found = codes.codes[:, 32:end].view(form).float()
+                cast = (3 * wanted).to(form)
+                assert (found != cast.float()).float().mean() < 0.01
+                torch.testing.assert_close(found, cast.float(), rtol=0.25, atol=1e-2)
+                torch.testing.assert_close(amax[0], wanted.abs().max(), rtol=1e-5, atol=0)
+                assert codes.scale_inv.item() == torch.tensor(1 / 3).item()
+                return other
+            plain = torch.empty_like(q.contiguous())
+            PLAIN.rotate(q, plain, cos, sin, True)
+            check(lambda *at: TRITON.codes.rotate(*at, q, cos, sin, True), plain)
+            check(lambda *at: TRITON.codes.gate(*at, k, None), k)
+            if gate is not None:
+                check(lambda *at: TRITON.codes.gate(*at, q, gate), PLAIN.gate(q, gate))
+                dgate = torch.empty_like(gate.contiguous())
+                dy = torch.linspace(-1, 1, q.numel()).view_as(q)
+                dx = PLAIN.gate_backward(dy, q, gate, dgate)
+                found = check(lambda *at: TRITON.codes.gate_backward(*at, dy, q, gate), dgate)
+                torch.testing.assert_close(found, dx, rtol=1e-5, atol=1e-6)
+print("equal")
+"""
+
+
+def test_triton_equals_plain_in_its_interpreter() -> None:
+    pytest.importorskip("triton", reason="Triton's interpreter runs these on a CPU: pip install triton")
+    root = Path(__file__).parents[2]
+    environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], cwd=root, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.strip() == "equal", done.stderr[-2000:]

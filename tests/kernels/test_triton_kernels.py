@@ -1,0 +1,49 @@
+"""Kernels in Triton: in its interpreter, which is chosen before Triton is imported, and on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models.engine import emulated
+from te_models.kernels.dispatch import PLAIN, get_kernels
+
+CASES = [("handover_cases.py",), ("lm_head_cases.py", "embedding_cases.py")]
+
+
+def run(cases: tuple[str, ...], environment: dict[str, str]) -> None:
+    files = [str(Path(__file__).parent / name) for name in cases]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases[0])
+def test_on_the_interpreter(cases: tuple[str, ...]) -> None:
+    pytest.importorskip("triton", reason="Triton's interpreter runs these on a CPU: pip install triton")
+    run(cases, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases[0])
+def test_on_a_gpu(cases: tuple[str, ...]) -> None:
+    run(cases, {})
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_runs_it_where_fused(monkeypatch: pytest.MonkeyPatch, compile: bool, fused: bool, device: str) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    kernels = get_kernels(emulated, torch.device(device), compile=compile, fused=fused)
+    assert ("triton" in kernels.embedding.__module__) == (fused and device == "cuda")
+    found = kernels.loss_and_gradient
+    where = "te_models.kernels.lm_head_triton" if fused and device == "cuda" else PLAIN.loss_and_gradient.__module__
+    assert found.__module__ == where
+    assert (found is PLAIN.loss_and_gradient) == (device == "cpu" or not (fused or compile))

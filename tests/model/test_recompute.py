@@ -1,0 +1,313 @@
+"""Activation checkpointing changes no bit, whatever happens between the forwards and the backwards."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch.nn.attention import SDPBackend
+
+from te_models import CausalLM
+from te_models.engine import emulated, get_engine
+from te_models.fp8.scaling_state import fp8_state
+from te_models.kernels import sdpa
+from te_models.model.recompute import may_draw
+
+MODES = ["selective", "full", 2]
+RECIPES = ["bf16", "delayed", "delayed_max", "current", "blockwise", "mxfp8"]
+ENGINES = ["emulated", pytest.param("native", marks=pytest.mark.gpu)]
+SHAPE = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
+SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=64)
+Make = Callable[..., CausalLM]
+
+
+@pytest.fixture(autouse=True)
+def fast_gemms() -> Iterator[None]:
+    """The order of a sum is not what is tested here, and tensor cores take most of a tiny model's time to emulate."""
+    with emulated.exact_gemm(0):
+        yield
+
+
+@pytest.fixture(params=ENGINES)
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
+    monkeypatch.setattr(sdpa, "CUDA_ORDER", [SDPBackend.MATH])  # the fast kernels' gradients vary from run to run
+
+    def build(recipe: str, mode: str | int, **options: Any) -> CausalLM:
+        if request.param == "native" and recipe == "mxfp8" and not get_engine("native")[0].is_mxfp8_available():
+            pytest.skip("this GPU does not run MXFP8")
+        fields: dict[str, Any] = dict(amax_history_len=6) if recipe.startswith("delayed") else {}
+        if recipe == "delayed_max":
+            fields["amax_compute_algo"] = "max"
+        torch.manual_seed(1)
+        place = dict(device="cuda" if request.param == "native" else "cpu", engine=request.param, compile=False)
+        name = recipe.removesuffix("_max")
+        model = CausalLM.from_preset(
+            "gated-nano", recipe=name, activation_checkpointing=mode, **{**SHAPE, **place, **fields, **options}
+        )
+        model.te.FP8GlobalStateManager.reset()
+        return model
+
+    return build
+
+
+def tokens(model: CausalLM, seed: int, batch: int = 2, seq: int = 9) -> torch.Tensor:
+    ids = torch.randint(0, SHAPE["vocab_size"], (batch, seq), generator=torch.Generator().manual_seed(seed))
+    return ids.to(model.device)
+
+
+def loss_of(model: CausalLM, seed: int) -> torch.Tensor:
+    ids = tokens(model, seed)
+    loss = model(ids, labels=ids).loss
+    assert loss is not None
+    return loss
+
+
+def update(model: CausalLM) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.05 * parameter.grad
+            parameter.grad = None
+
+
+def trace(model: CausalLM) -> dict[str, torch.Tensor]:
+    """Everything a step changes: weights, gradients, scales and amax histories."""
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found |= {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return found | {name: t.clone() for name, t in fp8_state(model).items()}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def count_updates(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> dict[bool, int]:
+    calls = {True: 0, False: 0}
+    registry = model.te.FP8GlobalStateManager
+    original = registry.reduce_and_update_fp8_tensors
+
+    def spy(forward: bool = True) -> None:
+        calls[forward] += 1
+        original(forward)
+
+    monkeypatch.setattr(registry, "reduce_and_update_fp8_tensors", staticmethod(spy))
+    return calls
+
+
+def eventful_run(model: CausalLM, steps: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Steps of three micro-batches with an evaluation every fifth, one abandoned forward and one exception."""
+    losses, traces = [], []
+    for step in range(steps):
+        if step == 2:
+            loss_of(model, 900)  # its backward never comes
+        if step == 3:
+            hook = model.layers[2].mlp.register_forward_pre_hook(fail)
+            hook2 = model.layers[2].mlp.down_proj.register_forward_pre_hook(fail)
+            with contextlib.suppress(ZeroDivisionError):
+                loss_of(model, 901)
+            hook.remove()
+            hook2.remove()
+        for micro in range(3):
+            loss = loss_of(model, 10 * step + micro)
+            loss.backward()
+            losses.append(loss.item())
+        traces.append(trace(model))
+        update(model)
+        if step % 5 == 4:
+            model.eval()
+            with torch.no_grad():
+                losses.append(loss_of(model, 500 + step).item())
+            model.train()
+    return losses, traces
+
+
+def fail(module: Any, inputs: Any) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("steps", [6, pytest.param(50, marks=pytest.mark.slow)])
+def test_eventful_steps_are_the_same_to_the_bit(make: Make, recipe: str, steps: int) -> None:
+    losses, traces = eventful_run(make(recipe, "none"), steps)
+    assert len(set(losses)) > 2 * steps
+    for mode in MODES:
+        again, recomputed = eventful_run(make(recipe, mode), steps)
+        assert losses == again
+        for one, other in zip(traces, recomputed, strict=True):
+            assert_same(one, other)
+
+
+@pytest.mark.parametrize("mode", ["none", *MODES])
+def test_one_forward_and_one_backward_update_a_step(
+    make: Make, mode: str | int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make("delayed", mode)
+    calls = count_updates(model, monkeypatch)
+    for step in range(1, 4):
+        loss_of(model, step).backward()
+        assert calls == {True: step, False: step}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_forwards_then_two_backwards_in_either_order(
+    make: Make, recipe: str, mode: str | int, order: tuple[int, int]
+) -> None:
+    traces = []
+    for which in ("none", mode):
+        model = make(recipe, which)
+        for step in range(3):
+            losses = [loss_of(model, 2 * step), loss_of(model, 2 * step + 1) * 3]
+            for index in order:
+                losses[index].backward()
+            traces.append(trace(model))
+            update(model)
+    for one, other in zip(traces[:3], traces[3:], strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_inner_autograd_grad_returns_the_gradients(make: Make, recipe: str, mode: str | int) -> None:
+    results = []
+    for which in ("none", mode):
+        model = make(recipe, which)
+        loss_of(model, 0).backward()
+        update(model)
+        parameters = list(model.parameters())
+        results.append((torch.autograd.grad(loss_of(model, 1), parameters), trace(model)))
+        assert all(p.grad is None for p in parameters)
+    (grads, state), (again, state_again) = results
+    assert all(map(torch.equal, grads, again)) and any(g.abs().sum() > 0 for g in grads)
+    assert_same(state, state_again)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_random_numbers_in_a_block_are_drawn_again(make: Make, mode: str | int) -> None:
+    def dropout(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(output, 0.3, training=True)
+
+    traces = []
+    for which in ("none", mode):
+        model = make("delayed", which)
+        for block in model.layers:
+            block.self_attn.register_forward_hook(dropout)
+            block.post_attention_layernorm.register_forward_hook(dropout)
+        for step in range(3):
+            torch.manual_seed(step)
+            loss_of(model, step).backward()
+            traces.append(trace(model))
+            update(model)
+    for one, other in zip(traces[:3], traces[3:], strict=True):
+        assert_same(one, other)
+
+
+def test_random_states_are_left_alone_where_nothing_draws(make: Make) -> None:
+    model = make("delayed", "full")
+    block, other = model.layers[1], model.layers[2]
+    assert not may_draw(block)
+    handle = block.post_attention_layernorm.register_forward_hook(lambda module, inputs, output: None)
+    assert may_draw(block) and not may_draw(other)
+    handle.remove()
+    block.mlp.drop = torch.nn.Dropout(0.0)
+    assert not may_draw(block)
+    block.mlp.drop = torch.nn.Dropout(0.1)
+    assert may_draw(block)
+    other.mlp.mine = type("Mine", (torch.nn.Module,), {"__module__": "users.own"})()
+    assert may_draw(other)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_names_and_keys_do_not_change_with_the_mode(make: Make, mode: str | int) -> None:
+    plain, wrapped = make("delayed", "none"), make("delayed", mode)
+    assert [n for n, _ in plain.named_parameters()] == [n for n, _ in wrapped.named_parameters()]
+    assert plain.state_dict().keys() == wrapped.state_dict().keys()
+
+
+def kept_bytes(model: CausalLM, batch: int = 4, seq: int = 32) -> int:
+    """Bytes of activations that a forward keeps for backward: distinct storages, parameters left out."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = tokens(model, 0, batch, seq)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(ids).logits.sum()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "current"])
+def test_the_modes_keep_less_and_less(make: Make, recipe: str) -> None:
+    kept = {mode: kept_bytes(make(recipe, mode, num_hidden_layers=6)) for mode in ("none", "selective", 2, "full")}
+    assert kept["full"] < 0.4 * kept["none"]
+    assert kept["full"] < kept[2] < kept["none"] and kept["full"] < kept["selective"] < 0.9 * kept["none"]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_foreign_checkpoint_round_a_block_is_refused(make: Make, reentrant: bool) -> None:
+    model = make("current", "none")
+    for block in model.layers:
+        own = block.forward
+        block.forward = lambda x, t, own=own: torch.utils.checkpoint.checkpoint(own, x, t, use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match="use activation_checkpointing='full' instead"):
+        loss_of(model, 0).backward()
+
+
+def test_a_foreign_checkpoint_round_blocks_in_bf16_is_right(make: Make) -> None:
+    traces = []
+    for foreign in (False, True):
+        model = make("bf16", "none")
+        for block in model.layers if foreign else []:
+            own = block.forward
+            block.forward = lambda x, t, own=own: torch.utils.checkpoint.checkpoint(own, x, t, use_reentrant=False)
+        loss_of(model, 0).backward()
+        traces.append(trace(model))
+    assert_same(*traces)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_foreign_checkpoint_round_the_model_is_refused_where_it_would_be_wrong(make: Make, reentrant: bool) -> None:
+    model = make("delayed", "none")
+    ids = tokens(model, 0)
+    anchor = torch.ones((), device=model.device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="use activation_checkpointing='full' instead"):
+        torch.utils.checkpoint.checkpoint(
+            lambda a: model(ids, labels=ids).loss * a, anchor, use_reentrant=reentrant
+        ).backward()
+
+
+def test_hugging_faces_switch_turns_on_our_own(make: Make) -> None:
+    model = make("delayed", "none")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    assert model.activation_checkpointing == "full"
+    loss_of(model, 0).backward()
+    model.gradient_checkpointing_disable()
+    assert model.activation_checkpointing == "none"
+
+
+@pytest.mark.parametrize("mode", ["ful", 0, -1, True, "0", 1.5])
+def test_a_wrong_mode_is_refused(make: Make, mode: Any) -> None:
+    with pytest.raises(ValueError, match="choose one of a number N of blocks, full, none, selective"):
+        make("bf16", mode)
+
+
+def test_a_copied_model_is_its_own(make: Make) -> None:
+    """The model, not a registry, owns what a recompute needs."""
+    model = make("current", "full")
+    twin = copy.deepcopy(model)
+    one, other = loss_of(model, 0), loss_of(twin, 0)
+    other.backward()
+    one.backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)

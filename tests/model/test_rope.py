@@ -1,0 +1,153 @@
+"""RoPE stretched to longer contexts: every kind against transformers, inside and beyond the original context."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import CausalLM
+from te_models.config.model import ROPE_SCALINGS, ModelConfig
+from te_models.model.rope import SCALINGS, rotary_tables
+
+pytest.importorskip("transformers")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+
+transformers.logging.set_verbosity_error()
+
+ORIGINAL = 24
+SIZES: dict[str, Any] = dict(vocab_size=131, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5)
+SIZES |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
+DENSE = dict(layer_types=["full_attention"] * 2, mlp_only_layers=[0, 1])
+LONG = dict(short_factor=[1.0 + 0.05 * i for i in range(8)], long_factor=[1.0 + 0.6 * i for i in range(8)])
+
+# One row a case: the family, max_position_embeddings, rope_parameters, and what else differs from SIZES.
+CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "linear": ("llama", 96, dict(rope_type="linear", factor=4.0), {}),
+    "dynamic": ("llama", ORIGINAL, dict(rope_type="dynamic", factor=4.0), {}),
+    "dynamic-qwen3": ("qwen3", ORIGINAL, dict(rope_type="dynamic", factor=5.0), dict(head_dim=32)),
+    "llama3": ("llama", 96, dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                 original_max_position_embeddings=ORIGINAL), {}),
+    "yarn": ("llama", 96, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=ORIGINAL), {}),
+    "yarn-of-its-window": ("llama", ORIGINAL, dict(rope_type="yarn", factor=4.0), {}),
+    "yarn-betas": ("qwen3", 96, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=ORIGINAL,
+                                     beta_fast=4.0, beta_slow=0.5, truncate=False), dict(head_dim=32)),
+    "yarn-factor": ("mistral", 96, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=ORIGINAL,
+                                        attention_factor=1.7), dict(sliding_window=9)),
+    "yarn-mscale": ("smollm3", 96, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=ORIGINAL,
+                                        mscale=2.0, mscale_all_dim=0.7), dict(no_rope_layers=[1, 0])),
+    "yarn-partial": ("qwen3_next", 96, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=ORIGINAL,
+                                            partial_rotary_factor=0.5), dict(head_dim=32, **DENSE)),
+    "longrope": ("llama", 96, dict(rope_type="longrope", original_max_position_embeddings=ORIGINAL, **LONG), {}),
+    "longrope-factors": ("qwen2", 96, dict(rope_type="longrope", original_max_position_embeddings=ORIGINAL, factor=8.0,
+                                           attention_factor=1.3, **LONG), {}),
+}  # fmt: skip
+# Where the angles depend on the length, keys in a cache keep those of their time, here as in transformers.
+BY_LENGTH = ("dynamic", "dynamic-qwen3", "longrope", "longrope-factors")
+
+
+@pytest.fixture(params=CASES)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, CausalLM]:
+    kind, window, rope, changes = CASES[request.param]
+    values = {**SIZES, "max_position_embeddings": window, "rope_parameters": {"rope_theta": 500.0, **rope}, **changes}
+    torch.manual_seed(3)
+    judge = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **values)).eval()
+    with torch.no_grad():
+        for parameter in judge.parameters():
+            if parameter.ndim > 1:  # sharp attention, so that angles matter
+                parameter.normal_(0, 0.2)
+    judge.save_pretrained(tmp_path / "theirs")
+    return judge, CausalLM.from_pretrained(tmp_path / "theirs", device="cpu", engine="emulated").eval()
+
+
+@torch.no_grad()
+def test_logits_inside_and_beyond_the_original_context(pair: tuple[Any, CausalLM]) -> None:
+    judge, model = pair
+    for length in (ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 3 * ORIGINAL):
+        ids = torch.randint(1, SIZES["vocab_size"], (2, length))
+        expected = judge(ids).logits
+        assert expected.std() > 0.1
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_text_across_the_end_of_the_original_context(pair: tuple[Any, CausalLM], request: Any) -> None:
+    judge, model = pair
+    mask = (torch.arange(9) >= torch.tensor([[0], [4]])).long()
+    ids = torch.randint(1, SIZES["vocab_size"], (2, 9)) * mask
+    expected = judge.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False)
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=24), expected)
+    uncached = model.generate(ids[:1], max_new_tokens=24, use_cache=False)
+    if request.node.callspec.params["pair"] in BY_LENGTH:
+        expected = judge.generate(ids[:1], max_new_tokens=24, do_sample=False, use_cache=False)
+    assert torch.equal(uncached, expected[:1])
+
+
+def test_the_config_goes_back_as_it_came(pair: tuple[Any, CausalLM], tmp_path: Path) -> None:
+    judge, model = pair
+    model.origin = type(model.origin)()  # as if it had begun here
+    model.save_pretrained(tmp_path / "back", format="hf")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    ids = torch.randint(1, SIZES["vocab_size"], (1, 2 * ORIGINAL))
+    assert torch.equal(again(ids).logits, judge.eval()(ids).logits)
+    assert CausalLM.from_pretrained(tmp_path / "back", device="cpu").config == model.config
+    model.save_pretrained(tmp_path / "own")
+    assert CausalLM.from_pretrained(tmp_path / "own", device="cpu").config == model.config
+    assert "rope_type" in json.loads((tmp_path / "own/config.json").read_text())["rope_scaling"]
+
+
+SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+
+
+@pytest.mark.parametrize("window, scaling, longest", [
+    (96, None, 96),
+    (96, dict(rope_type="linear", factor=4.0), 96),
+    (24, dict(rope_type="dynamic", factor=4.0), 96),
+    (24, dict(rope_type="yarn", factor=4.0), 96),
+    (40, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32), 128),
+    (200, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32), 200),
+    (96, dict(rope_type="longrope", original_max_position_embeddings=24, **LONG), 96),
+])  # fmt: skip
+def test_how_long_a_row_may_be(window: int, scaling: Any, longest: int) -> None:
+    config = ModelConfig(**SMALL, max_position_embeddings=window, rope_scaling=scaling)
+    assert config.longest_sequence == longest
+    model = CausalLM(config, device="cpu", engine="emulated")
+    assert model(torch.zeros(1, longest, dtype=torch.long)).logits.shape[1] == longest
+    name = "max_position_embeddings" if longest == window else "what RoPE stretches to"
+    with pytest.raises(ValueError, match=f"a sequence of {longest + 1} tokens is longer than {name}={longest}"):
+        model(torch.zeros(1, longest + 1, dtype=torch.long))
+    with pytest.raises(ValueError, match=f"more than {name}={longest}"):
+        model.generate([1] * longest, max_new_tokens=1)
+
+
+@pytest.mark.parametrize("scaling, message", [
+    (dict(rope_type="proportional", factor=4.0), "'proportional' is not supported"),
+    (dict(rope_type="dynamic", factor=4.0, alpha=2.0), "alpha=2.0 is not supported"),
+    (dict(rope_type="yarn"), "lacks factor"),
+    (dict(rope_type="yarn", factor=2.0, truncate="no"), "truncate='no'"),
+    (dict(rope_type="yarn", factor=2.0, beta_fast=0), "beta_fast=0"),
+    (dict(rope_type="longrope", short_factor=[1.0] * 8), "lacks long_factor"),
+    (dict(rope_type="longrope", short_factor=[1.0] * 7, long_factor=[1.0] * 8), "short_factor is not a list of 8"),
+    (dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[1.0] * 7 + ["x"]), "long_factor='x'"),
+])  # fmt: skip
+def test_what_a_scaling_lacks_or_has_too_much_is_named(scaling: dict, message: str) -> None:
+    with pytest.raises(ValueError, match="rope_scaling") as error:
+        ModelConfig(**SMALL, rope_scaling=scaling)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_one_table_of_kinds() -> None:
+    assert set(SCALINGS) == set(ROPE_SCALINGS) == {rope["rope_type"] for _, _, rope, _ in CASES.values()}
+    config = ModelConfig(**SMALL, rope_scaling=dict(rope_type="yarn", factor=4.0, attention_factor=None))
+    assert config.rope_scaling == dict(rope_type="yarn", factor=4.0)
+    cos, sin = rotary_tables(config, torch.arange(5), torch.float32)
+    factor = 0.1 * math.log(4) + 1
+    torch.testing.assert_close(cos**2 + sin**2, torch.full((5, 16), factor**2))

@@ -1,0 +1,132 @@
+"""FP8 weights kept between the micro-batches of a step: quantized once, used by all, and nothing else is different."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import CausalLM
+from te_models.fp8.scaling_state import fp8_state
+
+SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1)
+MODES = ["none", "selective", "full", 2]
+STATELESS = ["bf16", "current", "blockwise", "mxfp8"]
+ALL_FP8 = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0, lm_head="fp8")
+
+
+def build(recipe: str, mode: str | int, **fields: Any) -> CausalLM:
+    torch.manual_seed(1)
+    options = {**(dict(amax_history_len=4) if recipe == "delayed" else {}), **fields}
+    return CausalLM.from_preset(
+        "gated-nano", recipe=recipe, device="cpu", activation_checkpointing=mode, **SHAPE, **options
+    )
+
+
+def loss_of(model: CausalLM, seed: int, **how: Any) -> torch.Tensor:
+    ids = torch.randint(0, 256, (2, 8), generator=torch.Generator().manual_seed(seed))
+    loss = model(ids, labels=ids, **how).loss
+    assert loss is not None
+    return loss
+
+
+def run(model: CausalLM, cache: bool, steps: int = 2, swap: str | None = None) -> list[Any]:
+    """Steps of three micro-batches: an evaluation after the first, an abandoned forward and a swap after the second."""
+    found: list[Any] = []
+    for step in range(steps):
+        for micro in range(3):
+            loss = loss_of(model, 10 * step + micro, is_first_microbatch=micro == 0 if cache else None)
+            if micro == 2:
+                loss_of(model, 90 + step, is_first_microbatch=False if cache else None)  # its backward never comes
+            loss.backward()
+            found.append(loss.item())
+            if micro == 0:
+                with torch.no_grad():
+                    found.append(loss_of(model.eval(), 50).item())
+                model.train()
+            if micro == 1 and swap:
+                model.set_recipe(swap)
+        found += [p.grad.clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+    return found
+
+
+def assert_same(one: list[Any], other: list[Any]) -> None:
+    assert len(one) == len(other)
+    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("recipe", STATELESS)
+@pytest.mark.parametrize("mode", MODES)
+def test_it_changes_no_bit_of_a_recipe_without_state(recipe: str, mode: str | int) -> None:
+    assert_same(run(build(recipe, "none"), cache=False), run(build(recipe, mode), cache=True))
+
+
+def test_a_recipe_swapped_between_micro_batches_is_followed() -> None:
+    swapped = (run(build("current", "full"), cache=cache, swap="blockwise") for cache in (False, True))
+    assert_same(*swapped)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_under_delayed_scaling_checkpointing_still_changes_no_bit(mode: str | int) -> None:
+    models = [build("delayed", which) for which in ("none", mode)]
+    results = []
+    for model in models:
+        model.te.FP8GlobalStateManager.reset()
+        results.append(run(model, cache=True) + [t.clone() for t in fp8_state(model).values()])
+    assert_same(*results)
+
+
+def test_under_delayed_scaling_a_weight_counts_once_a_step() -> None:
+    """As in Transformer Engine: the codes keep the scale of the first micro-batch, so losses differ within its lag."""
+    cached, plain = build("delayed", "none"), build("delayed", "none")
+    with_cache, without = run(cached, cache=True), run(plain, cache=False)
+    for name, history in fp8_state(cached).items():
+        if name.endswith("scaling_fwd.amax_history"):
+            assert (history[:, 1] != 0).sum() == 2 and (history[:, 0] != 0).sum() == 3, "two steps, six micro-batches"
+    scalars = [(a, b) for a, b in zip(with_cache, without, strict=True) if isinstance(a, float)]
+    assert all(a == pytest.approx(b, rel=2e-3) for a, b in scalars)
+
+
+@pytest.mark.parametrize("recipe, mode, first, again", [
+    ("current", "none", 1, 0), ("mxfp8", "none", 1, 0), ("current", "full", 1, 0), ("mxfp8", "selective", 1, 0),
+])  # fmt: skip
+def test_a_weight_is_quantized_once_a_step_also_by_recomputes(
+    recipe: str, mode: str, first: int, again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(recipe, mode, **ALL_FP8, tie_word_embeddings=False)
+    loss_of(model, 0).backward()
+    counts = {"now": 0}
+    for module in model.modules():
+        if isinstance(module, model.te.Linear):
+            quantizer: Any = module.quantizers["scaling_fwd"][1]
+            original = quantizer._build
+
+            def spy(*args: Any, original: Any = original) -> Any:
+                counts["now"] += 1
+                return original(*args)
+
+            monkeypatch.setattr(quantizer, "_build", spy)
+    for flag, expected in ((True, first), (False, again), (False, again), (None, 2 if mode == "full" else None)):
+        counts["now"] = 0
+        loss_of(model, 1, is_first_microbatch=flag).backward()
+        if expected is not None:
+            blocks, head = 4 * 4, 1
+            assert counts["now"] == expected * blocks + min(expected, 1) * head, flag
+
+
+def test_an_exception_leaves_nothing_kept_that_is_stale() -> None:
+    model = build("current", "full")
+    hook = model.layers[2].register_forward_pre_hook(lambda *a: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        loss_of(model, 0, is_first_microbatch=True)
+    hook.remove()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    fresh = build("current", "none")
+    fresh.load_state_dict(model.state_dict())
+    assert loss_of(model, 1, is_first_microbatch=True).item() == loss_of(fresh, 1).item()

@@ -1,0 +1,435 @@
+"""Optimizers: which part of the model each updates, what it stores, that it resumes in every bit, and that it learns."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from te_models import CausalLM
+from te_models.checkpoint.flatten import flatten_state
+from te_models.checkpoint.pretrained import load_training_state
+from te_models.config.training import TrainConfig
+from te_models.data.dataset import Document, TokenDataset
+from te_models.data.tokenizer import load_tokenizer
+from te_models.model.layers import GatedAttention
+from te_models.optim import OPTIMIZERS, build_optimizer, master, muon8bit, resolve_options
+from te_models.optim.galore import leading_directions
+from te_models.optim.groups import groups, parts
+from te_models.optim.muon8bit import Muon8bit, dequantize, orthogonalize, quantize
+from te_models.optim.state_tensors import state_bytes
+from te_models.training.metrics import read_metrics
+from te_models.training.trainer import Diverged, Trainer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("torchao.optim")
+
+SHAPE: dict[str, Any] = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+)
+TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(30)]
+# Every optimizer, with options that matter for what is stored. te-adam needs a GPU: it has its own test.
+CASES = [
+    ("adamw", ""),
+    ("adamw8bit", ""),
+    ("adamw8bit", "stochastic_rounding=true"),
+    ("adamwfp8", ""),
+    ("muon", ""),
+    ("muon", "rest=adamwfp8"),
+    ("muon8bit", ""),
+    ("galore", "rank=8,refresh=3"),
+]
+NAMES = [f"{name} {options}".strip() for name, options in CASES]
+
+
+def test_the_cases_are_all_optimizers() -> None:
+    assert {name for name, _ in CASES} | {"te-adam"} == set(OPTIMIZERS)
+
+
+@pytest.fixture(autouse=True)
+def uncompiled() -> Iterator[None]:
+    """torchao compiles its step for each shape, which takes longer than these tests."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def trainer(out: Path, optimizer: str, options: str, **fields: Any) -> Trainer:
+    torch.manual_seed(5)
+    model = CausalLM.from_preset("gated-nano", recipe="bf16", device="cpu", **SHAPE)
+    defaults = dict(steps=4, batch_size=2, seq_len=32, warmup_steps=2, eval_every=0, clip_grad_norm=0.5)
+    config = TrainConfig(**{**defaults, "optimizer": optimizer, "optimizer_options": options, **fields})
+    data = TokenDataset(TEXT, load_tokenizer(None), config.seq_len, batch_size=config.batch_size, seed=config.seed)
+    return Trainer(model, data, [], config, out)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Two nested states are equal in every bit, dtypes included."""
+    (tensors, document), (others, other_document) = flatten_state(one), flatten_state(other)
+    if document != other_document or tensors.keys() != others.keys():
+        return False
+    return all(t.dtype == others[n].dtype and torch.equal(bits(t), bits(others[n])) for n, t in tensors.items())
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Trainer]:
+    """The finished run of four steps that variants are compared with, one an optimizer."""
+
+    @functools.cache
+    def run(optimizer: str, options: str) -> Trainer:
+        with torch.compiler.set_stance("force_eager"):
+            made = trainer(tmp_path_factory.mktemp("whole"), optimizer, options)
+            made.run()
+        return made
+
+    return run
+
+
+def assert_same_run(one: Trainer, other: Trainer) -> None:
+    """Metrics, weights, masters and optimizer state are equal in every bit."""
+    rows, others = (
+        [{**row, "tokens_per_second": 0} for row in read_metrics(run.out / "metrics.jsonl")] for run in (one, other)
+    )
+    assert rows == others
+    for (name, p), q in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    for name in ("kind", "state"):
+        assert same(one.optimizer.state_dict()[name], other.optimizer.state_dict()[name])
+    for m, n in zip(one.optimizer.masters, other.optimizer.masters, strict=True):
+        assert torch.equal(m, n)
+    assert quantized(one) == quantized(other)
+
+
+def quantized(run: Trainer) -> list[str]:
+    """What torchao's moments say of themselves: shape, block, whether codes have a sign."""
+    values = [v for o in run.optimizer.optimizers for state in o.state.values() for v in state.values()]
+    return [repr(v) for v in values if is_traceable_wrapper_subclass(v)]
+
+
+@pytest.mark.parametrize("optimizer, options", CASES, ids=NAMES)
+def test_four_steps_are_two_saved_and_two_resumed(
+    optimizer: str, options: str, whole: Callable[[str, str], Trainer], tmp_path: Path
+) -> None:
+    half = trainer(tmp_path, optimizer, options, save_every=2)
+    half.on_step = stop_at_three
+    with pytest.raises(KeyboardInterrupt):
+        half.run()
+    resumed = trainer(tmp_path, optimizer, options)
+    torch.manual_seed(99)  # the checkpoint's own random state must win: stochastic rounding draws from it
+    assert resumed.run(resume=True).step == 4
+    assert_same_run(whole(optimizer, options), resumed)
+    assert state_bytes(resumed.optimizer.state_dict()["state"]) > 0
+
+
+def stop_at_three(row: dict[str, Any]) -> None:
+    if row["step"] == 3:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("optimizer, options", CASES, ids=NAMES)
+def test_offloading_and_updating_a_few_at_a_time_change_no_bit(
+    optimizer: str, options: str, whole: Callable[[str, str], Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = whole(optimizer, options)
+    monkeypatch.setattr(master, "CHUNK", 5000)
+    run = trainer(tmp_path, optimizer, options, optimizer_offload=True)
+    assert len({id(t) for t in (*run.optimizer.parameters, *run.optimizer.masters)}) == 2 * len(run.optimizer.masters)
+    run.run()
+    assert_same_run(at_once, run)
+
+
+@pytest.mark.parametrize("optimizer, options", dict(reversed(CASES)).items())
+def test_it_learns_and_stops_at_a_bad_loss(optimizer: str, options: str, tmp_path: Path) -> None:
+    run = trainer(tmp_path, optimizer, options, steps=16, clip_grad_norm=1.0, learning_rate=1e-2)
+    run.run()
+    losses = [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert sum(losses[-3:]) / 3 < losses[0] - 1.0
+    before = copy.deepcopy(run.optimizer.state_dict())
+    with torch.no_grad():
+        run.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan
+    with pytest.raises(Diverged, match="step 17: the loss is nan"):
+        run._step(iter(run.dataset))
+    assert same(before, run.optimizer.state_dict())
+
+
+def test_another_optimizers_state_is_refused(tmp_path: Path) -> None:
+    trainer(tmp_path, "galore", "rank=8", steps=1).run()
+    for optimizer, options, message in (
+        ("adamw", "", "optimizer='galore', not 'adamw'"),
+        ("galore", "rank=16", "rank=8, not 16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer(tmp_path, optimizer, options, steps=2).run(resume=True)
+    run = trainer(tmp_path, "galore", "rank=8", steps=1)
+    state = load_training_state(run.model, run.checkpoints.latest())["optimizer"]
+    with pytest.raises(ValueError, match="of another model"):
+        run.optimizer.load_state_dict({**state, "masters": state["masters"][:-1]})
+
+
+# Which part goes where.
+
+
+@pytest.mark.parametrize("gate", ["elementwise", "headwise", "none"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_row_is_in_one_part_and_roles_follow_the_structure(gate: str, tied: bool) -> None:
+    fields = dict(attention_bias=True, qk_norm=True, tie_word_embeddings=tied, attention_gate=gate)
+    model = CausalLM.from_preset("gated-nano", device="cpu", **SHAPE, **fields)
+    found, config = parts(model), model.config
+    covered = {id(p): torch.zeros(len(p), dtype=torch.int) for p in model.parameters()}
+    for part in found:
+        part.of(covered[id(part.parameter)]).add_(1)
+    assert all((rows == 1).all() for rows in covered.values())
+
+    role = {(id(part.parameter), part.start): part.role for part in found}
+    q, kv = config.q_size, config.kv_size
+    for block in model.layers:
+        rows = {0: "hidden", q: "hidden", q + kv: "hidden", q + 2 * kv: "gate" if gate == "headwise" else "hidden"}
+        for start, expected in rows.items():
+            weight = block.self_attn.qkvg_proj.weight
+            assert start == len(weight) or role[id(weight), start] == expected
+        up = block.mlp.gate_up_proj.weight
+        assert role[id(up), 0] == role[id(up), config.intermediate_size] == "hidden"
+        assert role[id(block.self_attn.o_proj.weight), 0] == role[id(block.mlp.down_proj.weight), 0] == "hidden"
+        norms = [block.input_layernorm, block.post_attention_layernorm, block.self_attn.q_norm, block.self_attn.k_norm]
+        assert (
+            {role[id(norm.weight), 0] for norm in norms} == {role[id(block.self_attn.qkvg_proj.bias), 0]} == {"vector"}
+        )
+    assert role[id(model.embed_tokens.weight), 0] == "embedding"
+    assert role[id(model.lm_head.weight), 0] == ("embedding" if tied else "head")
+
+
+@pytest.mark.parametrize("matrices", [True, False])
+def test_only_matrices_outside_the_table_decay(matrices: bool) -> None:
+    model = CausalLM.from_preset("gated-nano", device="cpu", **SHAPE, attention_bias=True, tie_word_embeddings=False)
+    names = {id(p): name for name, p in model.named_parameters()}
+    decay: dict[str, set[float]] = {}
+    for group in groups(model, 0.1, matrices):
+        for part in group["params"]:
+            decay.setdefault(names[id(part.parameter)], set()).add(group["weight_decay"])
+    decayed = {n for n in names.values() if n.endswith("proj.weight")} | {"lm_head.weight"}
+    assert decay == {name: {0.1 if name in decayed else 0.0} for name in names.values()}
+
+
+def test_frozen_parameters_take_no_memory() -> None:
+    model = CausalLM.from_preset("gated-nano", device="cpu", **SHAPE)
+    model.embed_tokens.weight.requires_grad_(False)
+    assert all(part.parameter is not model.embed_tokens.weight for part in parts(model))
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "muon8bit"])
+def test_muon_orthogonalises_each_logical_matrix_of_a_fused_weight(optimizer: str) -> None:
+    """Without decay and with the original scaling a square matrix moves by learning rate x an orthogonal matrix."""
+    model = CausalLM.from_preset("gated-nano", device="cpu", dtype=torch.float32, **SHAPE)
+    attention = model.layers[0].self_attn
+    assert isinstance(attention, GatedAttention)
+    weight = attention.qkvg_proj.weight
+    before = weight.detach().clone()
+    tuned = build_optimizer(optimizer, model, lr=1.0, weight_decay=0.0, options="adjust_lr=original")
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    spans = ((0, 32), (32, 48), (48, 64), (64, 96))  # q, k, v, gate
+    for start, stop in spans:
+        nn.init.orthogonal_(weight.grad[start:stop])
+    weight.grad[:32] *= 1000  # q's gradient must not decide how far k, v and the gate move
+    tuned.take_gradients(0.0)
+    tuned.step()
+    moved = before - weight.detach()
+    for start, stop in spans:
+        singular = torch.linalg.svdvals(moved[start:stop])
+        assert singular.min() > 0.5 and singular.max() < 1.3, (start, stop)
+
+
+def test_the_rest_has_its_own_learning_rate() -> None:
+    model = CausalLM.from_preset("gated-nano", device="cpu", **SHAPE)
+    tuned = build_optimizer("muon", model, 1e-3, 0.1, {"rest_lr": 0.25, "rest": "adamw8bit"})
+    tuned.set_learning_rate(0.01)
+    assert [float(g["lr"]) for g in tuned.param_groups] == pytest.approx(
+        [0.01] + [0.0025] * (len(tuned.param_groups) - 1)
+    )
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("adam", "", "did you mean 'adamw'"),
+        ("muon", "momentun=0.9", "unknown option of optimizer 'muon' 'momentun': did you mean 'momentum'"),
+        ("muon", "momentum=1.0", "momentum=1.0 is out of range"),
+        ("muon", "momentum", "'momentum' has no value"),
+        ("muon", "ns_steps=2.5", "not a whole number"),
+        ("muon8bit", "nesterov=perhaps", "choose one of false, true"),
+        ("galore", "rank=0", "rank=0 is out of range"),
+        ("galore", {"rank": "many"}, "rank='many' is not a number"),
+        ("muon", "rest=sgd", "choose one of adamw, adamw8bit, adamwfp8"),
+        ("te-adam", "", "native engine alone"),
+    ],
+)
+def test_mistakes_are_named(name: str, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_optimizer(name, CausalLM.from_preset("gated-nano", device="cpu", **SHAPE), 1e-3, 0.1, options)
+
+
+def test_options_come_from_text_or_a_dict() -> None:
+    text = resolve_options("muon", "momentum=0.9, ns-steps=6, nesterov=false, adjust_lr=original")
+    assert text == resolve_options("muon", dict(momentum=0.9, ns_steps=6, nesterov=False, adjust_lr="original"))
+    assert text["momentum"] == 0.9 and text["ns_steps"] == 6 and text["nesterov"] is False and text["rest"] == "adamw"
+
+
+@pytest.mark.parametrize("version", [None, "0.16.0"])
+def test_torchao_missing_or_old_is_said(pretend: Any, version: str | None) -> None:
+    pretend("torchao", version)
+    with pytest.raises(ValueError, match=r"needs torchao 0.17 or newer.*: pip install -U 'te-models\[optim\]'"):
+        build_optimizer("adamw8bit", nn.Linear(2, 2), 1e-3, 0.0)
+
+
+# Muon in INT8.
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (3, 50), (1, 128), (257, 5)])
+def test_quantization_is_within_half_a_step_of_each_block(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape) * torch.logspace(-30, 6, shape[0]).unsqueeze(1)
+    codes, scales = quantize(x)
+    assert codes.dtype == torch.int8 and codes.shape == (-(-x.numel() // 128), 128) and codes.min() >= -127
+    step = scales.expand(-1, 128).flatten()[: x.numel()].view(shape)
+    assert ((dequantize(codes, scales, x.shape) - x).abs() <= step * 0.5001).all()
+    blocks = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 128)).view(-1, 128)
+    assert torch.equal(scales.squeeze(1), blocks.abs().amax(1) / 127)
+    assert not quantize(torch.zeros(5, 5))[0].any()
+
+
+def test_the_momentum_takes_a_quarter_of_fp32() -> None:
+    weight = torch.randn(256, 384)
+    weight.grad = torch.randn_like(weight)
+    stored = {}
+    for optimizer in (Muon8bit([weight]), torch.optim.Muon([weight])):
+        optimizer.step()
+        stored[type(optimizer)] = state_bytes(list(optimizer.state.values())) / weight.numel()
+    assert stored[torch.optim.Muon] == 4.0
+    assert stored[Muon8bit] == pytest.approx(1.03125)
+    assert 1 - stored[Muon8bit] / stored[torch.optim.Muon] > 0.74
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (32, 80), (80, 32)])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
+def test_muon8bit_is_torchs_muon_up_to_rounding(
+    shape: tuple[int, int], nesterov: bool, adjust: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first update is torch's but for the order of sums; later ones differ by the momentum's rounding, 1/254 of
+    a block's largest value at most."""
+    monkeypatch.setattr(muon8bit, "product_dtype", lambda device: torch.bfloat16)
+    start, fields = torch.randn(shape), dict(lr=0.02, nesterov=nesterov, adjust_lr_fn=adjust, weight_decay=0.3)
+    pairs = [(p, p.clone()) for p in (start, start + 1, torch.randn(16, 24))]
+    ours, theirs = Muon8bit([p for p, _ in pairs], **fields), torch.optim.Muon([q for _, q in pairs], **fields)
+    previous = start.clone()
+    for step in range(8):
+        for p, q in pairs:
+            p.grad = q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+        ours.step(), theirs.step()
+        move, expected = pairs[0][0] - previous, pairs[0][1] - previous
+        error = ((move - expected).norm() / expected.norm()).item()
+        assert error < (0.02 if step == 0 else 0.1), step
+        previous = pairs[0][1].clone()
+        pairs[0][0].copy_(previous)
+
+
+def test_orthogonalising_together_is_orthogonalising_each() -> None:
+    x = torch.randn(5, 24, 40)
+    together = orthogonalize(x, 5)
+    for one, result in zip(x, together, strict=True):
+        assert torch.allclose(orthogonalize(one.unsqueeze(0), 5)[0], result, atol=1e-5)
+    assert (torch.linalg.svdvals(together.float()) - 0.95).abs().max() < 0.3
+
+
+# GaLore.
+
+
+@pytest.mark.parametrize("shape", [(40, 90), (90, 40)])
+def test_galore_projects_on_the_leading_directions_and_stores_low_rank_moments(shape: tuple[int, int]) -> None:
+    weight = nn.Parameter(torch.zeros(shape))
+    optimizer = OPTIMIZERS["galore"].build(
+        0.1, resolve_options("galore", "rank=4"), [{"params": [weight], "weight_decay": 0.0, "matrices": True}]
+    )[0]
+    u, v = torch.linalg.qr(torch.randn(shape[0], 4)).Q, torch.linalg.qr(torch.randn(shape[1], 4)).Q
+    weight.grad = u @ torch.diag(torch.tensor([9.0, 7.0, 5.0, 3.0])) @ v.T
+    optimizer.step()
+    moved = -weight.detach()
+    assert torch.linalg.matrix_rank(moved, rtol=1e-4) == 4
+    basis = u if shape[0] < shape[1] else v
+    side = moved if shape[0] < shape[1] else moved.T
+    assert torch.allclose(basis @ (basis.T @ side), side, atol=1e-4), "the update lies in the gradient's subspace"
+    assert state_bytes(optimizer.state[weight]) == 4 * 4 * (40 + 2 * 90)
+
+
+def test_leading_directions_are_those_of_the_svd() -> None:
+    spectrum = 0.8 ** torch.arange(30.0)
+    u, v = torch.linalg.qr(torch.randn(30, 30)).Q, torch.linalg.qr(torch.randn(70, 30)).Q
+    found = leading_directions(u @ torch.diag(spectrum) @ v.T, rank=6, seed=0)
+    assert torch.allclose(found.T @ found, torch.eye(6), atol=1e-5)
+    assert torch.allclose((found.T @ u[:, :6]).abs().diagonal(), torch.ones(6), atol=1e-2)
+
+
+def test_galore_refreshes_its_projector_on_time_and_is_adamw_at_full_rank() -> None:
+    weight, twin = (nn.Parameter(torch.ones(12, 20)) for _ in range(2))
+
+    def galore(parameter: nn.Parameter, options: str) -> torch.optim.Optimizer:
+        group = {"params": [parameter], "weight_decay": 0.1, "matrices": True}
+        return OPTIMIZERS["galore"].build(0.1, resolve_options("galore", options), [group])[0]
+
+    optimizer = galore(weight, "rank=4,refresh=3")
+    projectors: list[Tensor] = []
+    for _ in range(7):
+        weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        projectors.append(optimizer.state[weight]["projector"].clone())
+    assert [torch.equal(a, b) for a, b in zip(projectors, projectors[1:], strict=False)] == [True, True, False] * 2
+    full = galore(twin, "rank=12")
+    plain = nn.Parameter(torch.ones(12, 20))
+    adamw = torch.optim.AdamW([plain], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in range(3):
+        twin.grad = plain.grad = torch.randn_like(plain)
+        full.step(), adamw.step()
+    assert torch.allclose(twin, plain, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("moments", ["bf16", "fp8", "fp32"])
+def test_te_adam_keeps_exact_masters_and_resumes_in_every_bit(moments: str) -> None:
+    def run(steps: int, state: Any = None, weights: Any = None) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = CausalLM.from_preset("gated-nano", device="cuda", **SHAPE)
+        optimizer = build_optimizer("te-adam", model, 1e-4, 0.1, {"moments": moments})
+        if state is not None:
+            model.load_state_dict(weights, strict=False)
+            optimizer.load_state_dict(state)
+        for step in range(steps):
+            generator = torch.Generator("cuda").manual_seed(step + (0 if state is None else 2))
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator, device="cuda").bfloat16()
+            optimizer.take_gradients(1.0)
+            optimizer.step()
+        return model, optimizer
+
+    whole, half = run(4), run(2)
+    weights = {name: p.detach() for name, p in half[0].named_parameters()}
+    resumed = run(2, half[1].state_dict(), weights)
+    for (name, p), q in zip(whole[0].named_parameters(), resumed[0].parameters(), strict=True):
+        assert torch.equal(p, q), name
+    assert same(whole[1].state_dict(), resumed[1].state_dict())
+    per_parameter = state_bytes(whole[1].state_dict()["state"]) / sum(p.numel() for p in whole[0].parameters())
+    assert per_parameter == pytest.approx({"bf16": 6, "fp8": 5, "fp32": 10}[moments], rel=0.01)

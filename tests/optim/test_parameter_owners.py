@@ -1,0 +1,172 @@
+"""Optimizers that need whole tensors, over parameters in pieces: one process's losses, state and checkpoints, on two."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_job import continue_from, make_trainer, outcome, run_case
+from ranks import run_ranks
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from te_models.checkpoint.folder import load_folder
+from te_models.config.training import TrainConfig
+from te_models.distributed.control import Ranks
+from te_models.distributed.dtensor import local
+from te_models.engine.emulated import DType, Float8CurrentScalingQuantizer
+from te_models.optim.parameter_owners import Owners
+from te_models.optim.state_tensors import state_bytes
+from te_models.training.parallel import Parallel, check_launch, meshes
+from tests.training.test_parallel import alone
+
+pytest.importorskip("torchao")
+
+OPTIMIZERS = {
+    "adamwfp8": "",
+    "muon8bit": "rest=adamw8bit",
+    "galore": "rank=8,refresh=2",
+}
+FSDP: dict[str, Any] = dict(parallel="fsdp", clip_grad_norm=0.5)
+RUNS = {name: dict(FSDP, optimizer=name, optimizer_options=options) for name, options in OPTIMIZERS.items()}
+MUON = dict(FSDP, optimizer="muon")
+RUNS["muon"] = dict(MUON, recipe="current", fp8_params=True)
+SAVED = dict(RUNS["muon8bit"], dtype="bfloat16", steps=4, save_every=2, recipe="current", fp8_params=True)
+SAVED_FP32 = dict(RUNS["adamwfp8"], steps=4, save_every=2)
+RESUMED = {
+    "saved": SAVED,
+    "resumed": dict(SAVED, resume="saved"),
+    "from-one": dict(SAVED, resume="one"),
+    "from-one-fp32": dict(SAVED_FP32, resume="one-fp32"),
+}
+
+
+def rank_job(rank: int, folder: str) -> None:
+    config, device, root = TrainConfig(parallel="fsdp"), torch.device("cpu"), Path(folder)
+    shared = Parallel("fsdp", Ranks(dist.group.WORLD), device, *meshes(config, device), config)
+    with torch.compiler.set_stance("force_eager"):
+        found = {name: run_case(shared, root, name, case) for name, case in {**RUNS, **RESUMED}.items()}
+        run = make_trainer(shared, root / "bytes", dict(MUON, steps=1, eval_every=0))
+        run.run()
+    held = state_bytes([v for o in run.optimizer.optimizers for v in o.state.values()])  # type: ignore[union-attr]
+    found["state"] = shared.ranks.gather(held)
+    found["travelled"] = travelled(shared)
+    if rank == 0:
+        (root / "found.json").write_text(json.dumps(found))
+
+
+def travelled(shared: Parallel) -> bool:
+    """Whether tensors in uneven pieces reach their owners whole, and come back, in every bit."""
+    torch.manual_seed(1)
+    tensors = [torch.randn(7, 3), torch.randn(1, 5).bfloat16(), torch.randn(4)]
+    parameters: Any = [torch.nn.Parameter(distribute_tensor(t, shared.dp, [Shard(0)])) for t in tensors]
+    owners = Owners(parameters, shared.dp.get_group(), shared.ranks)  # type: ignore[union-attr]
+    wholes = owners.collect(parameters, [local(p).detach() for p in parameters])
+    expected = [p.full_tensor() for p in parameters]
+    same = [whole is None or torch.equal(whole, full) for whole, full in zip(wholes, expected, strict=True)]
+    found = [whole is not None for whole in wholes]
+    doubled: Any = [None if whole is None else whole * 2 for whole in wholes]
+    back = owners.distribute(parameters, doubled, [p.dtype for p in parameters])
+    same += [torch.equal(own, local(p).detach() * 2) for own, p in zip(back, parameters, strict=True)]
+    everywhere = shared.ranks.gather([same, found])
+    owned = [sum(flags) for flags in zip(*(found for _, found in everywhere), strict=True)]
+    return all(all(same) for same, _ in everywhere) and owned == [1, 1, 1]
+
+
+def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any]:
+    with torch.compiler.set_stance("force_eager"):
+        run = make_trainer(Parallel(), out, alone(case))
+        return outcome(run, run.run(resume=resume))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("owners")
+
+
+@pytest.fixture(scope="module")
+def two(root: Path) -> dict[str, Any]:
+    solo(root / "one", SAVED)
+    solo(root / "one-fp32", SAVED_FP32)
+    run_ranks(rank_job, root, 2)
+    return json.loads((root / "found.json").read_text())
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_compute_what_one_does(name: str, two: dict[str, Any], root: Path, tmp_path: Path) -> None:
+    expected, found = solo(tmp_path, RUNS[name]), two[name]
+    for what in ("losses", "norms"):
+        assert found[what] == pytest.approx(expected[what], rel=1e-4), what
+    folders = (folder / "checkpoints" / "step-00000003" for folder in (tmp_path, root / name))
+    one, other = (load_folder(folder, ["training"]) for folder in folders)
+    assert one.documents["training"]["optimizer"] == other.documents["training"]["optimizer"]
+    shapes = [{n: (t.shape, t.dtype) for n, t in f.tensors["training"].items() if n != "rng"} for f in (one, other)]
+    assert shapes[0] == shapes[1]
+    assert size_of_moments(other) == pytest.approx(size_of_moments(one), rel=1e-2)
+
+
+def size_of_moments(folder: Any) -> dict[str, float]:
+    """The norm of all first and all second moments, of which clipping, unlike of an update, changes the size."""
+    sums: dict[str, float] = {}
+    for name, tensor in folder.tensors["training"].items():
+        kind = name.split(".")[-1]
+        if name.startswith("optimizer.state.") and tensor.is_floating_point() and tensor.dim() and kind != "projector":
+            sums[kind] = sums.get(kind, 0.0) + tensor.float().square().sum().item()
+    return {kind: total**0.5 for kind, total in sums.items()}
+
+
+def test_pieces_travel_in_every_bit(two: dict[str, Any]) -> None:
+    assert two["travelled"]
+
+
+def test_owners_share_the_state_out(two: dict[str, Any], tmp_path: Path) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        run = make_trainer(Parallel(), tmp_path, alone(dict(MUON, steps=1, eval_every=0)))
+        run.run()
+    whole = state_bytes([v for o in run.optimizer.optimizers for v in o.state.values()])  # type: ignore[union-attr]
+    assert sum(two["state"]) == pytest.approx(whole, abs=100) and max(two["state"]) < 0.55 * whole
+
+
+def test_resumed_by_as_many_it_is_the_same_run_to_the_bit(two: dict[str, Any], root: Path) -> None:
+    assert two["resumed"] == two["saved"]
+    groups = ["model", "training", "fp8_weights"]
+    saved, resumed = (load_folder(root / n / "checkpoints" / "step-00000004", groups) for n in ("saved", "resumed"))
+    for group in groups:
+        assert saved.tensors[group].keys() == resumed.tensors[group].keys()
+        for name, tensor in saved.tensors[group].items():
+            assert torch.equal(tensor, resumed.tensors[group][name]), name
+
+
+def test_a_checkpoint_has_the_codes_and_the_values_of_the_masters(two: dict[str, Any], root: Path) -> None:
+    saved = load_folder(root / "saved" / "checkpoints" / "step-00000004", ["model", "training", "fp8_weights"]).tensors
+    masters = [tensor for name, tensor in saved["training"].items() if name.startswith("optimizer.masters.")]
+    quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3)
+    codes = {name.removesuffix(".data"): t for name, t in saved["fp8_weights"].items() if name.endswith(".data")}
+    assert len(codes) == 8
+    for name, tensor in codes.items():
+        (master,) = [m for m in masters if torch.equal(m.bfloat16(), saved["model"][name])]
+        assert torch.equal(quantizer(master)._data, tensor), name
+
+
+def test_any_number_of_processes_goes_on_from_any_other(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
+    continue_from(root / "saved", tmp_path / "run")
+    found = solo(tmp_path / "run", SAVED, resume=True)
+    assert found["losses"][:2] == two["saved"]["losses"][:2]
+    assert found["losses"] == pytest.approx(two["saved"]["losses"], rel=1e-3)
+    for name, case in (("one", SAVED), ("one-fp32", SAVED_FP32)):
+        one = solo(tmp_path / name, case)
+        assert two[f"from-{name}"]["losses"][:2] == one["losses"][:2]
+        assert two[f"from-{name}"]["losses"] == pytest.approx(one["losses"], rel=1e-3 if name == "one" else 1e-4)
+
+
+def test_what_cannot_be_divided_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_launch(TrainConfig(parallel="fsdp", optimizer="muon8bit"))
+    for config, reason in (
+        (TrainConfig(parallel="tp", optimizer="muon"), "possible for adamw alone"),
+        (TrainConfig(parallel="fsdp", optimizer="te-adam"), "choose another --optimizer"),
+        (TrainConfig(parallel="fsdp", optimizer="muon", optimizer_offload=True), "leave out --optimizer-offload"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            check_launch(config)

@@ -1,0 +1,220 @@
+"""A training step as a CUDA graph: the same losses, gradients and scales as eager steps."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+from graph_tape import pretend_cuda
+from torch import nn
+
+from te_models import CausalLM, list_recipes
+from te_models.config.recompute_modes import MODES
+from te_models.engine import get_engine
+from te_models.fp8.scaling_state import fp8_state
+from te_models.training.cuda_graph import ATTEMPTS, WARM_UP, GraphedStep, NoHostCopies, obstacle
+
+SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
+SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=64)
+STEPS = WARM_UP + 3
+
+
+def build(recipe: str, **options: Any) -> CausalLM:
+    torch.manual_seed(1)
+    place = dict(device="cpu", engine="emulated", recipe=recipe)
+    return CausalLM.from_preset("gated-nano", **{**place, **SHAPE, **options}).train()
+
+
+def batch(step: int, rows: int = 2) -> torch.Tensor:
+    return torch.randint(0, 256, (rows, 16), generator=torch.Generator().manual_seed(step))
+
+
+def trained(model: CausalLM, step: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of STEPS steps of SGD, an evaluation among them; the weights and scales after them."""
+    losses = []
+    for number in range(STEPS):
+        ids = batch(number).to(model.device)
+        torch.manual_seed(number)  # for stochastic rounding
+        losses.append(step(input_ids=ids, labels=ids).item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.1 * parameter.grad
+            model.eval()(batch(99).to(model.device))
+            model.train()
+    return losses, {**model.state_dict(), **fp8_state(model)}
+
+
+def eager(model: CausalLM) -> Any:
+    def step(**inputs: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        loss = model(**inputs, return_logits=False).loss
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def same(model: CausalLM, other: CausalLM, exactly: bool = True) -> None:
+    wanted, got = trained(model, eager(model)), trained(other, GraphedStep(other))
+    assert got[0] == (wanted[0] if exactly else pytest.approx(wanted[0], rel=1e-3))
+    assert len(set(wanted[0])) == STEPS
+    tensors = {name: value for name, value in wanted[1].items() if isinstance(value, torch.Tensor)}
+    assert tensors.keys() == {name for name, value in got[1].items() if isinstance(value, torch.Tensor)}
+    if exactly:
+        assert [name for name, value in tensors.items() if not torch.equal(value, got[1][name])] == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_replayed_steps_are_the_eager_ones(recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tapes = pretend_cuda(monkeypatch)
+    monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
+    models = [build(recipe, activation_checkpointing=mode) for _ in range(2)]
+    same(*models)
+    assert tapes[0].replays == STEPS - WARM_UP
+
+
+@pytest.mark.parametrize("failures", range(ATTEMPTS + 1))
+def test_a_disturbed_capture_costs_an_eager_step(
+    failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As CUDA reports it when another thread synchronizes the device: after the forward, or at the end of the capture."""
+    tapes = pretend_cuda(monkeypatch)
+    monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
+    left = iter(range(failures))
+
+    @contextmanager
+    def disturbed(tape: Any, stream: Any) -> Any:
+        with tape.capture():
+            yield
+            if next(left, None) is not None:
+                raise torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
+
+    monkeypatch.setattr("te_models.training.cuda_graph.capture", disturbed)
+    same(build("delayed"), build("delayed"))
+    assert sum(tape.replays for tape in tapes) == (STEPS - WARM_UP - failures if failures < ATTEMPTS else 0)
+    said = ["tries again"] * min(failures, ATTEMPTS - 1) + ["run without it"] * (failures == ATTEMPTS)
+    assert [next(w for w in said if w in record.message) for record in caplog.records] == said
+
+
+def test_an_error_of_the_model_itself_is_no_disturbed_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
+    model, ids = build("delayed"), batch(0)
+    step = GraphedStep(model)
+    for _ in range(WARM_UP):
+        step(input_ids=ids, labels=ids)
+    model.norm.register_forward_hook(lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(input_ids=ids, labels=ids)
+
+
+@pytest.mark.gpu
+def test_a_thread_that_synchronizes_the_device_disturbs_no_run() -> None:
+    """Default flags, real shapes: the capture fails at first, and losses stay those of eager steps."""
+    quick = dict(device="cuda", hidden_size=256, intermediate_size=512, max_position_embeddings=512)
+    models = [build("delayed", engine="auto", **quick) for _ in range(2)]
+    wanted, stop = trained(models[0], eager(models[0])), threading.Event()
+
+    def disturb() -> None:
+        while not stop.is_set():
+            with suppress(RuntimeError):  # it may fail too: CUDA allows no synchronization during a capture
+                torch.cuda.synchronize()
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        got = trained(models[1], GraphedStep(models[1]))
+    finally:
+        stop.set()
+        thread.join()
+    assert got[0] == pytest.approx(wanted[0], rel=1e-3)
+    assert torch.randn(3, device="cuda").isfinite().all()  # the generator has left the capture too
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["native", "emulated"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_replayed_steps_are_the_eager_ones_on_a_gpu(recipe: str, mode: str, engine: str) -> None:
+    te = get_engine("native", torch.device("cuda"))[0]
+    if engine == "native" and recipe in ("mxfp8", "nvfp4") and not te.is_mxfp8_available():
+        pytest.skip("this GPU runs neither MXFP8 nor NVFP4")
+    place = dict(device="cuda", engine=engine, activation_checkpointing=mode)
+    same(build(recipe, **place), build(recipe, **place), exactly=False)  # cuBLAS may sum in another order
+
+
+def test_what_a_graph_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("delayed")
+    with pytest.raises(ValueError, match="it is on cpu"):
+        GraphedStep(model)
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
+    step = GraphedStep(model)
+    ids = batch(0)
+    step(input_ids=ids, labels=ids)
+    with pytest.raises(ValueError, match="input_ids has shape .3, 16., in the first call .2, 16."):
+        step(input_ids=batch(0, rows=3), labels=batch(0, rows=3))
+    with pytest.raises(ValueError, match="document_ids has shape"):
+        step(input_ids=ids, labels=ids, document_ids=torch.zeros_like(ids))
+    with pytest.raises(ValueError, match="attention_mask"):
+        GraphedStep(model)(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids))
+    model.eval()
+    with pytest.raises(ValueError, match="call model.train"):
+        step(input_ids=ids, labels=ids)
+    model.train().set_recipe("current")
+    with pytest.raises(ValueError, match="recipe has changed"):
+        step(input_ids=ids, labels=ids)
+
+
+def test_obstacles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CausalLM, "device", torch.device("cuda"))
+    model = build("delayed")
+    assert obstacle(model) is None
+    assert "wrapped" in str(obstacle(nn.Sequential(model)))
+    model.activation_checkpointing = "selective"
+    assert obstacle(model) is None
+    hook = model.layers[0].register_forward_hook(lambda module, given, found: None)  # which may draw random numbers
+    assert "checkpointing" in str(obstacle(model))
+    hook.remove()
+    model.activation_checkpointing = "none"
+    model.layers[0].extra = nn.Dropout(0.1)
+    assert "dropout" in str(obstacle(model))
+    model.layers[0].extra = nn.Dropout(0.0)
+    assert obstacle(model) is None
+
+
+def test_what_an_evaluation_left_gathered_is_let_go_before_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a capture after an evaluation would have no gather in it, and an evaluation after a replay old weights."""
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
+    monkeypatch.setattr("te_models.training.cuda_graph.FSDPModule", CausalLM)
+    model, plain, seen = build("delayed"), build("delayed"), []
+    monkeypatch.setattr(CausalLM, "reshard", lambda self: seen.append("reshard"), raising=False)
+    monkeypatch.setattr(GraphedStep, "_run", lambda self, run=GraphedStep._run: (seen.append("run"), run(self))[1])
+    same(plain, model)
+    assert seen == ["reshard", "run"] * (WARM_UP + 1) + ["reshard"] * (STEPS - WARM_UP - 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_copies_without_the_host_are_those_of_fsdp(ranks: int) -> None:
+    """Rows that divide, rows that do not, and fewer rows than ranks; gradients become FP32 on the way."""
+    shapes = [(4 * ranks, 6), (4 * ranks + 1, 2), (12 * ranks,), (1, 5)]
+    gradients = [torch.randn(shape).bfloat16() for shape in shapes]
+    width = sum(-(-t.shape[0] // ranks) * t[0].numel() for t in gradients)
+    wanted, found = torch.full((2, ranks, width), torch.nan)
+    torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=wanted)
+    with NoHostCopies():
+        torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=ranks, out=found)
+    assert torch.equal(wanted, found)
+    sizes = [3, width - 5, 2]
+    parts = [[torch.empty(ranks, size) for size in sizes] for _ in range(2)]
+    torch.ops.fsdp.split_with_sizes_copy(wanted, sizes, dim=1, out=parts[0])
+    with NoHostCopies():
+        torch.ops.fsdp.split_with_sizes_copy(wanted, sizes, dim=1, out=parts[1])
+        assert (torch.ones(2) + 1).tolist() == [2, 2], "everything else is as it is"
+    assert all(torch.equal(a, b) for a, b in zip(*parts, strict=True))

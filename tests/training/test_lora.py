@@ -1,0 +1,245 @@
+"""The model inside other people's tools: peft's LoRA with merge and unmerge, transformers.Trainer, accelerate."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graph_tape import pretend_cuda
+from torch import Tensor
+
+from te_models import CausalLM
+from te_models.engine import get_engine
+from te_models.fp8.scaling_state import fp8_state
+
+for package in ("peft", "accelerate", "transformers"):
+    pytest.importorskip(package)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+    from accelerate import Accelerator
+    from peft import LoraConfig
+
+    from te_models.training.lora import PROJECTIONS, add_lora, load_lora
+
+SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
+SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=64)
+ENGINES = ["emulated", pytest.param("native", marks=pytest.mark.gpu)]
+RECIPES = ["bf16", "delayed", "current", "blockwise"]
+
+
+@pytest.fixture(params=ENGINES)
+def build(request: pytest.FixtureRequest) -> Any:
+    def make(recipe: str = "current", **options: Any) -> CausalLM:
+        torch.manual_seed(1)
+        place = dict(engine=request.param, device="cuda" if request.param == "native" else "cpu", compile=False)
+        place["fused"] = False  # a linear with adapters takes BF16, so the others must for outputs to be equal
+        return CausalLM.from_preset("gated-nano", recipe=recipe, **{**SHAPE, **place, **options})
+
+    return make
+
+
+def tokens(model: CausalLM | None = None, seed: int = 0) -> Tensor:
+    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(seed))
+    return ids if model is None else ids.to(model.device)
+
+
+def train(model: Any, ids: Tensor, steps: int = 5) -> list[float]:
+    """Losses of a few steps on the trainable parameters."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    losses = []
+    for _ in range(steps):
+        loss = model.train()(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_adapters_start_at_nothing_and_train_alone(build: Any, recipe: str) -> None:
+    model = build(recipe)
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ids = tokens(model)
+    before = model.eval()(ids).logits
+    adapted = add_lora(model, r=4, lora_alpha=8)
+    assert torch.equal(adapted.eval()(ids).logits, before)
+    trainable = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert len(trainable) == 4 * 4 * 2 and all(".lora_" in name for name in trainable)
+    losses = train(adapted, ids)
+    assert min(losses) < losses[0] - 0.1  # the steps are large
+    for name, p in adapted.named_parameters():
+        if ".lora_" not in name:
+            assert torch.equal(p, frozen[name.removeprefix("base_model.model.").replace("base_layer.", "")]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merge_is_the_same_model_and_unmerge_undoes_it(build: Any, dtype: torch.dtype) -> None:
+    model = build("bf16", dtype=dtype)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ids = tokens(model)
+    plain = model.eval()(ids).logits.float()
+    adapted = add_lora(model, r=4, lora_alpha=8, target_modules=["qkvg_proj", "down_proj"])
+    train(adapted, ids)
+    tuned = adapted.eval()(ids).logits.float()
+    assert (tuned - plain).abs().max() > 0.1
+    adapted.merge_adapter()
+    exact = 1e-5 if model.engine == "emulated" else 2e-3  # Transformer Engine multiplies FP32 as TF32
+    tolerance = exact if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(adapted(ids).logits.float(), tuned, atol=tolerance, rtol=0)
+    assert (adapted(ids).logits.float() - plain).abs().max() > 0.1
+    adapted.unmerge_adapter()
+    assert torch.equal(adapted(ids).logits.float(), tuned)
+    with adapted.disable_adapter():
+        assert torch.equal(adapted(ids).logits.float(), plain)
+    adapted.merge_adapter(safe_merge=True)
+    with adapted.disable_adapter():
+        assert torch.equal(adapted(ids).logits.float(), plain), "switching off undoes a merge"
+    merged = adapted.merge_and_unload()
+    assert isinstance(merged, CausalLM) and {n for n, _ in merged.named_parameters()} == set(weights)
+    torch.testing.assert_close(merged(ids).logits.float(), tuned, atol=tolerance, rtol=0)
+
+
+def test_adapters_are_saved_loaded_and_given_away_merged(build: Any, tmp_path: Path) -> None:
+    model = build("bf16", dtype=torch.float32, attention_gate="none", bos_token_id=1)
+    model.save_pretrained(tmp_path / "base")
+    adapted = add_lora(model, LoraConfig(r=4, target_modules=["o_proj"], task_type="CAUSAL_LM"))
+    ids = tokens(model)
+    train(adapted, ids)
+    tuned = adapted.eval()(ids).logits
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft looks for a hub name of the base model
+        adapted.save_pretrained(tmp_path / "adapter")
+    place = dict(engine=model.engine, device=model.device, compile=False)
+    again = load_lora(CausalLM.from_pretrained(tmp_path / "base", **place), tmp_path / "adapter").eval()
+    assert torch.equal(again(ids).logits, tuned) and not any(p.requires_grad for p in again.parameters())
+    again.merge_and_unload().save_pretrained(tmp_path / "merged", format="hf")
+    judge = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").to(model.device).eval()
+    exact = 1e-4 if model.engine == "emulated" else 2e-3  # Transformer Engine multiplies FP32 as TF32
+    torch.testing.assert_close(judge(ids).logits, tuned, atol=exact, rtol=0)
+
+
+def test_a_broken_adapter_is_not_merged(build: Any) -> None:
+    model = build("bf16")
+    adapted = add_lora(model, r=4)
+    layer = model.layers[1].mlp.down_proj
+    weight = layer.base_layer.weight.detach().clone()
+    with torch.no_grad():
+        layer.lora_B["default"].weight.fill_(float("inf"))
+        layer.lora_A["default"].weight.fill_(1.0)
+    with pytest.raises(ValueError, match="not finite"):
+        adapted.merge_adapter(safe_merge=True)
+    assert torch.equal(layer.base_layer.weight, weight) and len(PROJECTIONS) == 4
+    with pytest.raises(ValueError, match="use_dora=True is not supported"):
+        add_lora(build("bf16"), r=4, use_dora=True)
+
+
+def test_padding_and_scales_are_those_of_the_base_model(build: Any) -> None:
+    """An adapter sees the padded rows as zeros, and the frozen layers update their scales as ever."""
+    model = build("delayed")
+    adapted = add_lora(model, r=4, lora_dropout=0.5)
+    seen = []
+    model.layers[1].mlp.down_proj.register_forward_hook(lambda m, inputs, out: seen.append(inputs[0][15:].abs().max()))
+    adapted.train()(tokens(model)[:1, :15], labels=tokens(model)[:1, :15]).loss.backward()
+    assert seen[0] == 0 and len([n for n in fp8_state(model) if n.endswith("fwd.amax_history")]) == 8
+
+
+class Windows(torch.utils.data.Dataset):
+    """The same few rows of tokens again and again."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = tokens(seed=index % 2)[0]
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_it_trains_under_transformers_trainer(recipe: str, tied: bool, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    options = dict(device="cpu", engine="emulated", tie_word_embeddings=tied)
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, **SHAPE, **options)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "run"), max_steps=8, per_device_train_batch_size=2, learning_rate=0.01, logging_steps=1,
+        save_steps=8, eval_strategy="steps", eval_steps=8, use_cpu=True, report_to=[], disable_tqdm=True,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Windows(), eval_dataset=Windows())
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert losses[-1] < losses[0] - 0.5
+    assert (tmp_path / "run/checkpoint-8/model.safetensors").exists()
+    assert [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row][-1] < losses[0]
+    trainer.model.save_pretrained(tmp_path / "out")
+    again = CausalLM.from_pretrained(tmp_path / "out", device="cpu", engine="emulated")
+    ids = tokens()
+    assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits) and again.recipe.name == recipe
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_it_trains_under_accelerate() -> None:
+    torch.manual_seed(1)
+    model = CausalLM.from_preset("gated-nano", recipe="delayed", device="cpu", engine="emulated", **SHAPE)
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(Windows(), batch_size=2)
+    prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for batch in loader:
+        loss = prepared(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5 and isinstance(accelerator.unwrap_model(prepared), CausalLM)
+    assert get_engine("emulated")[0] is model.te and fp8_state(model)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "current"])
+def test_an_adapted_model_generates_replayed_as_eagerly(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", engine="emulated", **SHAPE)
+    plain = model.generate([1, 2, 3], max_new_tokens=6)
+    adapted = add_lora(model, r=4, lora_alpha=8)
+    train(adapted, tokens(model))
+    eager = adapted.generate([1, 2, 3], max_new_tokens=6)
+    assert not torch.equal(eager, plain)
+    tapes = pretend_cuda(monkeypatch)
+    assert torch.equal(adapted.generate([1, 2, 3], max_new_tokens=6, cuda_graph=True), eager)
+    assert tapes[0].replays == 4
+    with adapted.disable_adapter():
+        assert torch.equal(adapted.generate([1, 2, 3], max_new_tokens=6, cuda_graph=True), plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_adapters_on_transformer_engine_itself(recipe: str) -> None:
+    """Frozen FP8 layers under training adapters: gradients, scales, merging and a captured decode, on a GPU."""
+    torch.manual_seed(1)
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cuda", engine="native", **SHAPE)
+    adapted = add_lora(model, r=4, lora_alpha=8)
+    ids = tokens(model)
+    losses = train(adapted, ids, steps=8)
+    assert min(losses) < losses[0] - 0.1  # the steps are large
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in adapted.parameters() if p.requires_grad)
+    scales = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
+    assert bool(scales) == (recipe == "delayed")
+    assert all(
+        tensor.isfinite().all() and (tensor != 1).any() for name, tensor in scales.items() if "fwd.scale" in name
+    )
+    eager = adapted.generate(ids[:, :5], max_new_tokens=12, cuda_graph=False)
+    assert torch.equal(adapted.generate(ids[:, :5], max_new_tokens=12, cuda_graph=True), eager)
+    assert all(torch.equal(tensor, scales[name]) for name, tensor in fp8_state(model).items())
+    tuned = adapted.eval()(ids).logits.float()
+    adapted.merge_adapter()
+    merged = adapted(ids).logits.float()
+    assert (merged - tuned).norm() < 0.25 * tuned.norm(), "two FP8 noises of about 20 dB apart"
+    adapted.unmerge_adapter()
+    assert torch.equal(adapted(ids).logits.float(), tuned)

@@ -1,0 +1,333 @@
+"""The training loop: it learns, resumes with the same bits, stops at a bad loss, and asks before it overwrites."""
+
+import contextlib
+import copy
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import CausalLM, list_recipes
+from te_models.checkpoint.folder import SaveError, load_folder
+from te_models.checkpoint.pretrained import saved_folder
+from te_models.config.training import TrainConfig
+from te_models.data.dataset import Document, TokenDataset
+from te_models.data.tokenizer import load_tokenizer
+from te_models.fp8.primary_weights import plain, weight_codes
+from te_models.fp8.scaling_state import fp8_state
+from te_models.optim import build_optimizer
+from te_models.training.metrics import read_metrics
+from te_models.training.parallel import Parallel
+from te_models.training.trainer import Diverged, Trainer, evaluate
+
+PRIMARY = ["delayed", "current", "blockwise", "mxfp8"]  # recipes with FP8 primary weights
+SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
+TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(40)]
+
+
+def trainer(
+    out: Path, recipe: str = "delayed", mode: str | int = "none", shape: dict[str, Any] = SHAPE, **fields: Any
+) -> Trainer:
+    torch.manual_seed(5)
+    options = dict(amax_history_len=8) if recipe == "delayed" else {}
+    model = CausalLM.from_preset(
+        "gated-nano", recipe=recipe, device="cpu", activation_checkpointing=mode, **shape, **options
+    )
+    config = TrainConfig(**{**dict(steps=8, batch_size=2, seq_len=48, warmup_steps=2, eval_every=3), **fields})
+    words = load_tokenizer(None)
+    data = TokenDataset(TEXT[:30], words, config.seq_len, batch_size=config.batch_size, seed=config.seed)
+    held_out = TokenDataset(TEXT[30:], words, config.seq_len, batch_size=2, seed=0, shuffle=False)
+    return Trainer(model, data, held_out.eval_batches(2), config, out)
+
+
+def losses(out: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
+
+
+def test_the_last_micro_batch_is_told_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a dataset gives one object again and again: gradients would travel with every micro-batch."""
+    told: list[bool] = []
+
+    def micro_batch(self: Parallel, model: Any, last: bool) -> contextlib.AbstractContextManager[None]:
+        told.append(last)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(Parallel, "micro_batch", micro_batch)
+    run = trainer(tmp_path, gradient_accumulation=3)
+    batch = next(iter(run.dataset))
+    run._step(iter([batch] * 3))
+    assert told == [False, False, True]
+
+
+TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
+EXACT = [(recipe, mode, False) for recipe in list_recipes() for mode in ("none", "selective", "full", 2)]
+EXACT += [(recipe, mode, True) for recipe, mode in zip(PRIMARY, ("none", "selective", "full", 2), strict=True)]
+
+
+@pytest.mark.parametrize("recipe, mode, fp8_params", EXACT)
+def test_resumed_it_is_the_same_run_to_the_bit(recipe: str, mode: str | int, fp8_params: bool, tmp_path: Path) -> None:
+    """Under every recipe in every mode, with accumulation, an evaluation and a save that fell behind."""
+
+    def make(out: str, **fields: Any) -> Trainer:
+        fields = dict(steps=3, seq_len=16, batch_size=1, eval_every=2, gradient_accumulation=2) | fields
+        return trainer(tmp_path / out, recipe, mode, dict(TINY, fp8_params=fp8_params), **fields)
+
+    whole = make("whole")
+    whole.run()
+    # Now, since later forwards of another model update the scales of this one, too: the engine has one registry.
+    state = {name: t.clone() for of in (fp8_state, weight_codes) for name, t in of(whole.model).items()}
+    stop_after(make("half", save_every=2), 3)
+    resumed = make("half")
+    torch.manual_seed(99)  # the checkpoint's own random state must win
+    assert resumed.run(resume=True).step == 3
+    assert losses(tmp_path / "half") == losses(tmp_path / "whole") and len(set(losses(tmp_path / "half"))) == 3
+    for (name, p), q in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(plain(p), plain(q)), name
+    for p, q in zip(whole.optimizer.masters, resumed.optimizer.masters, strict=True):
+        assert torch.equal(p, q)
+    again = {name: t for of in (fp8_state, weight_codes) for name, t in of(resumed.model).items()}
+    assert state.keys() == again.keys() and [name for name in state if not torch.equal(state[name], again[name])] == []
+    assert whole.result.eval_loss == resumed.result.eval_loss
+
+
+def stop_after(run: Trainer, step: int) -> None:
+    """Run and kill at `step`, without the save that a clean stop makes."""
+
+    class Killed(Exception):
+        pass
+
+    def kill(row: dict[str, Any]) -> None:
+        if row["step"] == step:
+            raise Killed
+
+    run.on_step = kill
+    with pytest.raises(Killed):
+        run.run()
+
+
+def test_it_learns_and_logs_every_step(tmp_path: Path) -> None:
+    run = trainer(tmp_path, "current", steps=30, learning_rate=3e-3)
+    result = run.run()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert all({"step", "loss", "tokens_per_second", "grad_norm", "learning_rate"} <= row.keys() for row in rows)
+    assert [row["step"] for row in rows if "eval_loss" in row] == [*range(3, 31, 3)]
+    assert result.first_eval_loss - result.eval_loss > 1.0
+    assert result.eval_loss == evaluate(run.model, run.eval_batches)
+    assert saved_folder(tmp_path).name == "step-00000030"
+    assert CausalLM.from_pretrained(tmp_path, device="cpu").recipe.name == "current"
+
+
+def test_accumulation_is_the_mean_over_micro_batches(tmp_path: Path) -> None:
+    run = trainer(tmp_path, "bf16", gradient_accumulation=2, clip_grad_norm=0.0)
+    run.optimizer.step = lambda: None  # type: ignore[method-assign]
+    first, second = next(run.dataset), next(run.dataset)
+    expected = sum(run.model(**batch).loss for batch in (first, second)) / 2
+    expected.backward()
+    norm = torch.linalg.vector_norm(torch.stack([p.grad.float().norm() for p in run.model.parameters()]))
+    run.model.zero_grad()
+    row = run._step(iter([first, second]))
+    assert row["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert row["grad_norm"] == pytest.approx(norm.item(), rel=5e-3)
+
+
+def test_a_micro_batch_without_a_label_counts_for_nothing(tmp_path: Path) -> None:
+    run = trainer(tmp_path, "bf16")
+    batch = next(run.dataset)
+    output = run.model(batch["input_ids"], labels=torch.full_like(batch["labels"], -100))
+    output.loss.backward()
+    assert output.loss == 0 and all(p.grad is None or (p.grad == 0).all() for p in run.model.parameters())
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_a_bad_value_stops_the_run_and_names_step_and_layer(recipe: str, tmp_path: Path) -> None:
+    run = trainer(tmp_path, recipe)
+
+    def poison(row: dict[str, Any]) -> None:
+        if row["step"] == 3:
+            with torch.no_grad():
+                run.model.layers[2].mlp.down_proj.weight[0, 0] = math.nan
+
+    run.on_step = poison
+    with pytest.raises(Diverged, match=r"step 4: the loss is nan; the first layer.* is layers\.2\.mlp\.down_proj\."):
+        run.run()
+    assert losses(tmp_path) and len(losses(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("recipe, fields", [("delayed", {}), ("bf16", dict(gradient_accumulation=2, save_every=3))])
+def test_reading_a_step_late_changes_nothing(recipe: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """As on a GPU, where the host must not wait for each step."""
+    runs = []
+    for ahead in (False, True):
+        run = trainer(tmp_path / str(ahead), recipe, shape=TINY, steps=8, seq_len=16, eval_every=4, **fields)
+        run.ahead, order = ahead, []
+        launch, run.on_step = run._launch, lambda row, order=order: order.append(row["step"])
+        run._launch = lambda step, *rest, order=order, launch=launch: (order.append(-step), launch(step, *rest))[1]  # type: ignore[method-assign]
+        run.run()
+        runs.append((run, order))
+    (plain, one_by_one), (late, order) = runs
+    assert one_by_one == [n for step in range(1, 9) for n in (-step, step)]
+    assert order[:4] == [-1, -2, 1, -3] and sorted(order) == sorted(one_by_one)
+    for step in (4, 8, *(range(3, 9, 3) if "save_every" in fields else ())):
+        assert order[order.index(-step) :].index(step) <= 2, "nothing else is queued before an evaluation or a save"
+    rows = [[{**r, "tokens_per_second": 0} for r in read_metrics(run.out / "metrics.jsonl")] for run in (plain, late)]
+    assert rows[0] == rows[1] and len(rows[0]) == 8
+    assert all(torch.equal(p, q) for p, q in zip(plain.model.parameters(), late.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_bad_step_read_late_changes_no_weight(clip: float, tmp_path: Path) -> None:
+    run = trainer(tmp_path, "delayed", shape=TINY, steps=8, seq_len=16, eval_every=0, clip_grad_norm=clip)
+    run.ahead, seen, step = True, [], run.optimizer.step
+
+    def recorded() -> None:
+        step()
+        seen.append(copy.deepcopy((list(run.model.parameters()), run.optimizer.state_dict())))
+
+    def poisoned(**batch: Any) -> Any:
+        output = run.model(**batch)
+        return output._replace(loss=output.loss * (math.nan if len(seen) == 2 else 1))
+
+    run.optimizer.step, run.train_model = recorded, poisoned  # type: ignore[method-assign]
+    with pytest.raises(Diverged, match="step 3: the loss is nan"):
+        run.run()
+    assert len(seen) == 3 and [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    (before, state), (after, later) = seen[1:]
+    assert all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(state["masters"], later["masters"], strict=True))
+    assert str(state["state"]) == str(later["state"])
+
+
+def test_masters_keep_updates_that_bf16_loses() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    holder = torch.nn.Linear(1, 1, bias=False)
+    holder.weight = weight
+    optimizer = build_optimizer("adamw", holder, lr=1e-3, weight_decay=0.0)
+    for _ in range(20):
+        weight.grad = torch.ones_like(weight)
+        optimizer.take_gradients(0.0)
+        optimizer.step()
+    assert weight[0].item() == pytest.approx(0.98, abs=0.004), "each step alone rounds away in BF16"
+
+
+@pytest.mark.parametrize("max_norm, kept", [(0.0, 60.0), (1.0, 1.0), (100.0, 60.0)])
+def test_gradients_are_clipped_to_the_norm_and_not_below_it(max_norm: float, kept: float) -> None:
+    holder = torch.nn.Linear(100, 9, bias=False, dtype=torch.bfloat16)
+    optimizer = build_optimizer("adamw", holder, lr=1e-3, weight_decay=0.0)
+    holder.weight.grad = torch.full_like(holder.weight, 2.0)
+    seen: list[float] = []
+    optimizer.optimizers[0].register_step_pre_hook(lambda *_: seen.append(optimizer.masters[0].grad.norm().item()))
+    assert optimizer.take_gradients(max_norm).item() == pytest.approx(60.0)
+    optimizer.step()
+    assert seen == [pytest.approx(kept, rel=1e-4)]
+    assert holder.weight.grad is None and optimizer.masters[0].grad is None
+
+
+def test_the_schedule_warms_up_and_falls() -> None:
+    config = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0)
+    rates = [config.learning_rate_at(step) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
+    assert rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("field", ["steps", "batch_size", "gradient_accumulation", "keep_last"])
+def test_sizes_out_of_range_are_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}=0 is out of range"):
+        TrainConfig(**{field: 0})
+
+
+def test_resuming_under_another_recipe_says_so_and_goes_on(tmp_path: Path) -> None:
+    trainer(tmp_path, "delayed", shape=TINY, steps=2, seq_len=16).run()
+    other = trainer(tmp_path, "current", shape=TINY, steps=4, seq_len=16)
+    with pytest.warns(UserWarning) as said:
+        assert other.run(resume=True).step == 4
+    text = [str(warning.message) for warning in said]
+    assert "trained under recipe 'delayed'; it goes on with name='current', scheme='Float8CurrentScaling'" in text[0]
+    assert "has no use for its scales and amax histories, which are left out" in text[1] and len(text) == 2
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_resuming_another_shape_or_nothing_is_refused(tmp_path: Path) -> None:
+    trainer(tmp_path, "bf16", shape=TINY, steps=1, seq_len=16).run()
+    with pytest.raises(ValueError, match="was trained with intermediate_size=32, not 64"):
+        trainer(tmp_path, "bf16", shape=dict(TINY, intermediate_size=64), steps=4, seq_len=16).run(resume=True)
+    with pytest.raises(ValueError, match="nothing to resume"):
+        trainer(tmp_path / "empty", "delayed").run(resume=True)
+
+
+def test_a_background_save_holds_what_the_weights_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is slower than the next step's forward and backward: the update waits for it."""
+    run = trainer(tmp_path, "delayed", shape=TINY, steps=3, seq_len=16, save_every=1, keep_last=9)
+    copy, masters = run.checkpoints._snapshot, []
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.5)
+        return copy(*args)
+
+    monkeypatch.setattr(run.checkpoints, "_snapshot", slow)
+    run.on_step = lambda row: masters.append([master.clone() for master in run.optimizer.masters])
+    run.run()
+    for step, (path, wanted) in enumerate(zip(run.checkpoints.all(), masters, strict=True), 1):
+        saved = load_folder(path).tensors["training"]
+        assert path.name == f"step-{step:08d}"
+        assert all(torch.equal(saved[f"optimizer.masters.{i}"], master) for i, master in enumerate(wanted))
+
+
+def test_a_background_save_that_fails_is_an_error_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer(tmp_path, "bf16", shape=TINY, steps=3, seq_len=16, save_every=2)
+
+    def full(*args: Any) -> None:
+        raise SaveError("the disk is full")
+
+    monkeypatch.setattr(run.checkpoints, "_commit", full)
+    with pytest.raises(SaveError, match="the disk is full"):
+        run.run()
+
+
+def test_ctrl_c_saves_and_ends_cleanly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "te_models", "finetune", "--preset", "gated-nano", "--hidden-size", "64"]
+    command += [
+        "--intermediate-size",
+        "96",
+        "--num-hidden-layers",
+        "3",
+        "--num-attention-heads",
+        "2",
+        "--recipe",
+        "current",
+    ]
+    command += [
+        "--num-key-value-heads",
+        "1",
+        "--device",
+        "cpu",
+        "--steps",
+        "100000",
+        "--seq-len",
+        "32",
+        "--batch-size",
+        "2",
+    ]
+    (tmp_path / "text.txt").write_text("hello world, " * 400)
+    (tmp_path / "more.txt").write_text("goodbye world, " * 400)
+    command += ["--data", str(tmp_path), "--out", str(tmp_path / "run"), "--eval-every", "0", "--device", "cpu"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    log = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.time() + 60
+    while time.time() < deadline and not (log.exists() and len(log.read_text().splitlines()) > 3):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "--resume goes on from it" in " ".join(out.split())
+    newest = saved_folder(tmp_path / "run")
+    step = json.loads((newest / "training.json").read_text())["result"]["step"]
+    assert newest.name == f"step-{step:08d}" and step == len(log.read_text().splitlines())
