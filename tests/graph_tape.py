@@ -107,7 +107,7 @@ def pretend_cuda(patch: Any) -> list[Tape]:
     patch.setattr("torch.cuda.Stream", Stream)
     patch.setattr("torch.cuda.current_stream", Stream)
     patch.setattr("torch.cuda.stream", lambda stream: contextlib.nullcontext())
-    for module in ("decode", "graphed"):
+    for module in ("generation.decode_loop", "training.cuda_graph"):
         patch.setattr(f"te_models.{module}.capture", lambda tape, stream, *generators: tape.capture())
     # On a processor the emulated engine looks for NaN before it decodes; this is what it does on a GPU.
     patch.setattr(numerics, "decode_fp8", lambda codes, dtype: codes.view(numerics.TORCH_FP8[dtype]).float())
