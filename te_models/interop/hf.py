@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_models.config.layout import row_ranges
 from te_models.config.model import ModelConfig
 from te_models.distributed.dtensor import local, put
 from te_models.errors import needs
@@ -30,7 +31,7 @@ from te_models.files.formats import (
     render_safetensors,
 )
 from te_models.fp8.primary_weights import plain, write_weight
-from te_models.interop.hf_families import TOP, Family, Rows, family_for, family_of, row_blocks
+from te_models.interop.hf_families import TOP, Family, Rows, family_for, family_of
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
@@ -189,7 +190,7 @@ def double_output_projections(model: nn.Module) -> None:
 
 def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Place]:
     """Their tensor's name -> its place in ours, in their order; `shapes` are those of our parameters."""
-    blocks = row_blocks(config)
+    blocks = row_ranges(config)
     tables = {name: Rows(module) for name, module in TOP.items()}
     for layer in range(config.num_hidden_layers):
         for name, rows in family.layer.items():
