@@ -126,7 +126,7 @@ def test_positions_count_from_the_start_of_each_document() -> None:
 def test_what_cannot_go_with_documents_is_an_error() -> None:
     model, (ids, documents) = build(), packed()
     with pytest.raises(
-        ValueError, match=r"document_ids has shape \[3, 23\], input_ids \[3, 24\]: give one entry a token"
+        ValueError, match=r"document_ids has shape \[3, 23\], input_ids \[3, 24\]: give one entry per token"
     ):
         model(ids, document_ids=documents[:, 1:])
     with pytest.raises(ValueError, match="document_ids goes with neither a cache nor an attention_mask"):
