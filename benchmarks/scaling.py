@@ -28,7 +28,8 @@ from te_models.config.presets import get_preset
 from te_models.config.training import TrainConfig
 from te_models.inspect.environment import environment
 from te_models.inspect.roofline import model_flops
-from te_models.training.parallel import Parallel, parallel
+from te_models.training.launch import parallel
+from te_models.training.parallel import Parallel
 from te_models.training.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results" / "scaling_h200.json"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from te_models.errors import UsageError
+
 # torch 2.13 renamed both functions and warns about the old names; older versions have only those.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -33,7 +35,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """
     size = dist.get_world_size(group)
     if x.shape[0] % size:
-        raise ValueError(f"sequence parallelism divides {x.shape[0]} rows between {size} ranks: pad the rows")
+        raise UsageError(f"sequence parallelism divides {x.shape[0]} rows between {size} ranks: pad the rows")
     out = x.new_empty(x.shape[0] // size, *x.shape[1:])
     _REDUCE_SCATTER(out, x.contiguous(), group=group)
     return out

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from te_models.engine import engine_module
-from te_models.errors import needs, unknown
+from te_models.errors import UsageError, needs, unknown
 from te_models.optim.galore import GaLore
 from te_models.optim.gradients import Gradients, Norm, gradient_norm
 from te_models.optim.groups import groups
@@ -101,7 +101,7 @@ class Choice:
 
 
 def _only_native(lr: float, options: dict[str, Any], parameters: Groups) -> Built:
-    raise ValueError(
+    raise UsageError(
         "optimizer 'te-adam' is Transformer Engine's and runs only on the native engine: use 'adamw8bit' or 'adamwfp8'"
     )
 
@@ -150,7 +150,7 @@ def build_optimizer(
     found = groups(model, weight_decay, choice.matrices)
     if name == "te-adam" and getattr(model, "engine", None) == "native":  # CausalLM lies above this package
         if offload:
-            raise ValueError("optimizer 'te-adam' stores its state on the GPU: use 'adamw' with optimizer_offload")
+            raise UsageError("optimizer 'te-adam' stores its state on the GPU: use 'adamw' with optimizer_offload")
         return TEAdam(engine_module("native"), kind, found, lr, values, gradients)
     keep = not values.get("stochastic_rounding", False)
     return MasterWeights(
@@ -182,7 +182,7 @@ def _pairs(text: str) -> list[tuple[str, str]]:
     for item in filter(None, (piece.strip() for piece in text.split(","))):
         key, equals, value = item.partition("=")
         if not equals:
-            raise ValueError(f"optimizer option {item!r} has no value: write name=value,name=value")
+            raise UsageError(f"optimizer option {item!r} has no value: write name=value,name=value")
         pairs.append((key.strip().replace("-", "_"), value.strip()))
     return pairs
 
@@ -201,12 +201,12 @@ def _checked(key: str, value: Any, default: Any) -> Any:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{key}={value!r} is not a number: give one such as {default}") from None
+        raise UsageError(f"{key}={value!r} is not a number: give one such as {default}") from None
     if isinstance(default, int):
         if not number.is_integer():
-            raise ValueError(f"{key}={value!r} is not a whole number: give one such as {default}")
+            raise UsageError(f"{key}={value!r} is not a whole number: give one such as {default}")
         number = int(number)
     if not 0 <= number < float("inf") or (key in ("beta1", "beta2", "momentum") and number >= 1):
         below = " and less than 1" if key in ("beta1", "beta2", "momentum") else ""
-        raise ValueError(f"{key}={value} is out of range: give 0 or more{below}")
+        raise UsageError(f"{key}={value} is out of range: give 0 or more{below}")
     return number

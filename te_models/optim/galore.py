@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.errors import UsageError
+
 OVERSAMPLING = 8
 POWER_ITERATIONS = 2
 
@@ -52,7 +54,7 @@ class GaLore(torch.optim.Optimizer):
     ) -> None:
         for name, value in (("rank", rank), ("refresh", refresh)):
             if value < 1:
-                raise ValueError(f"{name}={value} is out of range: give 1 or more")
+                raise UsageError(f"{name}={value} is out of range: give 1 or more")
         fields = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, dict(**fields, rank=rank, refresh=refresh, scale=scale))
 

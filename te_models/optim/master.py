@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.distributed.dtensor import local, pieces
+from te_models.errors import UsageError
 from te_models.fp8.primary_weights import is_quantized, new_master, take_master
 from te_models.optim.gradients import Gradients, Norm, clip_factor, gradient_norm
 from te_models.optim.groups import Part
@@ -211,7 +212,7 @@ class MasterWeights:
         copies = list(compress(self.masters, self._copied))
         stateful = list(self._stateful())
         if [m.shape for m in state["masters"]] != [m.shape for m in copies] or len(state["state"]) != len(stateful):
-            raise ValueError("the optimizer's state is of another model")
+            raise UsageError("the optimizer's state is of another model")
         if self.owners is None:
             mine = [True] * len(stateful), [True] * len(copies)
         else:
@@ -253,7 +254,7 @@ def _master(parameter: nn.Parameter, keep: bool, offload: bool) -> Tensor:
     dtype = torch.float32 if keep else parameter.dtype
     if is_quantized(parameter):
         if not keep:
-            raise ValueError(
+            raise UsageError(
                 "this optimizer updates weights without FP32 masters, which FP8 primary weights need: choose another"
             )
         master = new_master(parameter)
@@ -289,10 +290,10 @@ def set_group_rate(group: dict[str, Any], rate: float) -> None:
 def check_kind(now: dict[str, Any], then: Any) -> None:
     """Raise a ValueError if saved state is of an optimizer with another name or other options."""
     if not isinstance(then, dict):
-        raise ValueError("the optimizer's state was saved by an older version: start a new run from it with --model")
+        raise UsageError("the optimizer's state was saved by an older version: start a new run from it with --model")
     for name in now:
         if then.get(name) != now[name]:
-            raise ValueError(
+            raise UsageError(
                 f"the optimizer's state was saved with {name}={then.get(name)!r}, not {now[name]!r}: resume with the same, "
                 "or start a new run from the checkpoint with --model"
             )

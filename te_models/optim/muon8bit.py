@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_models.errors import UsageError
+
 BLOCK = 128
 BATCH = 2**26  # elements orthogonalized at a time: 128 MiB in BF16, and three times that inside the iteration
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, Jordan et al. 2024
@@ -47,7 +49,7 @@ class Muon8bit(torch.optim.Optimizer):
         compile: bool = True,
     ) -> None:
         if not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum} is out of range: give 0 or more and less than 1")
+            raise UsageError(f"momentum={momentum} is out of range: give 0 or more and less than 1")
         fields = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps)
         super().__init__(params, dict(**fields, adjust_lr_fn=adjust_lr_fn))
         self._compile = compile

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.errors import UsageError
 from te_models.fp8.primary_weights import is_quantized
 from te_models.optim.gradients import Gradients, clip_factor, gradient_norm
 from te_models.optim.groups import Part
@@ -45,7 +46,7 @@ class TEAdam:
         self.kind, self.gradients = kind, gradients or Gradients()
         self.parameters = [part.parameter for group in groups for part in group["params"]]
         if any(map(is_quantized, self.parameters)):
-            raise ValueError("te-adam stores the lower halves of BF16 weights: with fp8_params choose adamw or muon")
+            raise UsageError("te-adam stores the lower halves of BF16 weights: with fp8_params choose adamw or muon")
         first, second = MOMENTS[options["moments"]]
         self.inner = te.FusedAdam(
             [small for group in groups for small in _chunked(group)],
@@ -118,7 +119,7 @@ class TEAdam:
         """
         check_kind(self.kind, state.get("kind"))
         if len(state["state"]) != len(self.parameters) or len(state["steps"]) != len(self.param_groups):
-            raise ValueError("the optimizer's state is of another model")
+            raise UsageError("the optimizer's state is of another model")
         for parameter, saved in zip(self.parameters, state["state"], strict=True):
             for name, tensors in saved.items():
                 for key, tensor in _bits(self.inner.state[parameter][name]).items():

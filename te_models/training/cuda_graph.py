@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models.causal_lm import CausalLM
 from te_models.device.cuda_capture import capture, failed_capture
+from te_models.errors import UsageError
 from te_models.model.recompute import may_draw
 
 WARM_UP = 3  # eager steps before the capture, for compilers, workspaces of libraries and FP8 state created on first use
@@ -49,7 +50,7 @@ class GraphedStep:
 
     def __init__(self, model: CausalLM) -> None:
         if reason := obstacle(model):
-            raise ValueError(f"no CUDA graph of this model: {reason}")
+            raise UsageError(f"no CUDA graph of this model: {reason}")
         self.model, self.recipe = model, model.recipe
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.shared = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -115,11 +116,11 @@ class GraphedStep:
     def _take(self, batch: dict[str, Tensor]) -> None:
         """Copy the batch into the buffers that the graph reads."""
         if self.model.recipe is not self.recipe:
-            raise ValueError("the model's recipe has changed: make a new GraphedStep")
+            raise UsageError("the model's recipe has changed: make a new GraphedStep")
         if not self.model.training or not torch.is_grad_enabled():
-            raise ValueError("a GraphedStep trains: call model.train() before it, and evaluate with the model itself")
+            raise UsageError("a GraphedStep trains: call model.train() before it, and evaluate with the model itself")
         if "attention_mask" in batch:
-            raise ValueError(
+            raise UsageError(
                 "a CUDA graph cannot test attention_mask for padding: pack documents (document_ids) instead"
             )
         if not self.inputs:
@@ -127,7 +128,7 @@ class GraphedStep:
         for name in dict.fromkeys((*self.inputs, *batch)):
             shapes = [list(tensors[name].shape) if name in tensors else None for tensors in (self.inputs, batch)]
             if shapes[0] != shapes[1]:
-                raise ValueError(
+                raise UsageError(
                     f"{name} has shape {shapes[1]}, in the first call {shapes[0]}: a CUDA graph has one shape, so make a "
                     "GraphedStep for each"
                 )

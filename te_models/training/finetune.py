@@ -19,6 +19,7 @@ from te_models.data.dataset import check_vocabulary
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
 from te_models.data.training_data import open_data
+from te_models.errors import UsageError
 from te_models.generation.generate import continue_text
 from te_models.optim import resolve_options
 from te_models.training.launch import parallel, restarts
@@ -126,7 +127,7 @@ def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None
     """Raise a ValueError if the model does not fit the tokenizer or the length of the sequences."""
     check_vocabulary(words, model.config.vocab_size)
     if config.seq_len > model.config.max_position_embeddings:
-        raise ValueError(
+        raise UsageError(
             f"--seq-len {config.seq_len} is longer than the model's max_position_embeddings="
             f"{model.config.max_position_embeddings}: lower it or raise --max-position-embeddings"
         )
@@ -140,14 +141,14 @@ def _starting_step(folder: Path, resume: bool, config: TrainConfig) -> int:
     """
     newest = Checkpoints(folder / "checkpoints").latest()
     if resume and newest is None:
-        raise ValueError(f"nothing to resume: {folder} has no checkpoint; start without --resume")
+        raise UsageError(f"nothing to resume: {folder} has no checkpoint; start without --resume")
     if newest is None:
         return 0
     step = int(newest.name.removeprefix("step-"))
     if not resume:
-        raise ValueError(f"{folder} already holds a run of {step} steps: add --resume or give another --out")
+        raise UsageError(f"{folder} already holds a run of {step} steps: add --resume or give another --out")
     if step >= config.steps:
-        raise ValueError(f"{folder} has already reached step {step}: give more than --steps {config.steps}")
+        raise UsageError(f"{folder} has already reached step {step}: give more than --steps {config.steps}")
     return step
 
 

@@ -14,13 +14,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from te_models.config.training import TrainConfig
 from te_models.distributed.control import Ranks
+from te_models.errors import LostPeer, UsageError
 from te_models.training.parallel import Parallel
 
 CONTROL_TIMEOUT = timedelta(minutes=30)  # for messages that may wait for a disk
-
-
-class LostPeer(RuntimeError):
-    """Another process of the job no longer answers."""
 
 
 def restarts() -> int:
@@ -72,29 +69,29 @@ def check_launch(config: TrainConfig) -> None:
     """Raise a ValueError if the options do not fit each other or the way the program was started."""
     world, size, kind = int(os.environ.get("WORLD_SIZE", 0)), config.tensor_parallel_size, config.parallel
     if kind == "none" and world > 1:
-        raise ValueError(f"torchrun started {world} processes: add --parallel ddp, fsdp, tp or fsdp+tp")
+        raise UsageError(f"torchrun started {world} processes: add --parallel ddp, fsdp, tp or fsdp+tp")
     if kind != "none" and not world:
-        raise ValueError(
+        raise UsageError(
             f"--parallel {kind} is for several processes: start it as torchrun --nproc-per-node N -m te_models ..."
         )
     if kind == "fsdp+tp" and (size < 2 or world % size):
-        raise ValueError(
+        raise UsageError(
             f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1"
         )
     if kind in ("tp", "fsdp+tp") and config.optimizer != "adamw":
-        raise ValueError(
+        raise UsageError(
             f"--parallel {kind} splits each layer, which only adamw supports: leave out --optimizer, or choose "
             "--parallel fsdp or ddp"
         )
     if kind == "fsdp" and config.optimizer == "te-adam":
-        raise ValueError("te-adam updates only whole parameters: with --parallel fsdp choose another --optimizer")
+        raise UsageError("te-adam updates only whole parameters: with --parallel fsdp choose another --optimizer")
     if kind in ("fsdp", "tp", "fsdp+tp") and config.optimizer_offload:
-        raise ValueError(
+        raise UsageError(
             f"--parallel {kind} stores the optimizer's state on the device: leave out --optimizer-offload, or choose "
             "--parallel ddp"
         )
     if size and kind != "fsdp+tp":
-        raise ValueError("--tensor-parallel-size is only for --parallel fsdp+tp; tp uses all processes")
+        raise UsageError("--tensor-parallel-size is only for --parallel fsdp+tp; tp uses all processes")
 
 
 def meshes(config: TrainConfig, device: torch.device) -> tuple[DeviceMesh | None, DeviceMesh | None]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
-from te_models.errors import needs
+from te_models.errors import UsageError, needs
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -52,7 +52,7 @@ def load_lora(model: CausalLM, folder: str | Path, trainable: bool = False) -> P
 def _registered(model: CausalLM, config: Any) -> Any:
     """Return peft's config with LoraLinear registered for the model's te.Linear."""
     if model.tp.size > 1:
-        raise ValueError("LoRA on a tensor-parallel model is not supported: load it without tp_mesh")
+        raise UsageError("LoRA on a tensor-parallel model is not supported: load it without tp_mesh")
     # A task type would wrap the model in a class that passes it arguments that only models of transformers take.
     config.task_type = None
     config._register_custom_module({model.te.Linear: LoraLinear})
@@ -66,7 +66,7 @@ class LoraLinear(nn.Module, LoraLayer):
                  **options: Any) -> None:  # fmt: skip
         """Called by peft; raise a ValueError for DoRA."""
         if config.use_dora:
-            raise ValueError("use_dora=True is not supported on te.Linear: leave it out")
+            raise UsageError("use_dora=True is not supported on te.Linear: leave it out")
         super().__init__()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Unsupported layer type")  # the emulated engine's, which has both sizes
@@ -115,7 +115,7 @@ class LoraLinear(nn.Module, LoraLayer):
         weight: Any = self.base_layer.weight
         merged: Any = weight.float() + sum(self.get_delta_weight(name) for name in names)
         if safe_merge and not bool(merged.isfinite().all()):
-            raise ValueError(f"merging {', '.join(names)} gives values that are not finite: the adapter is broken")
+            raise UsageError(f"merging {', '.join(names)} gives values that are not finite: the adapter is broken")
         if self._before_merge is None:
             self._before_merge = weight.detach().clone()
         weight.copy_(merged)

@@ -16,9 +16,8 @@ so nothing has to be reduced.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +34,7 @@ from te_models.config.model import ModelConfig
 from te_models.config.training import TrainConfig
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local
+from te_models.errors import UsageError
 from te_models.fp8.primary_weights import make_shards
 from te_models.optim.gradients import Gradients, GradientSums, Norm, gradient_norm
 from te_models.optim.parameter_owners import Owners
@@ -106,7 +106,7 @@ class Parallel:
             ValueError: the batch cannot be split evenly.
         """
         if batch_size % self.data_world:
-            raise ValueError(
+            raise UsageError(
                 f"batch_size={batch_size} sequences cannot be shared by {self.data_world} processes: give a multiple of "
                 f"{self.data_world} (it counts the sequences of all processes)"
             )
@@ -117,15 +117,15 @@ class Parallel:
         if self.device is not None:
             options["device"] = self.device
         if self.ranks.world > 1 and options.get("fp8_params") and self.kind != "fsdp":
-            raise ValueError(
+            raise UsageError(
                 f"FP8 primary weights are for one process or --parallel fsdp, not {self.kind}: leave out --fp8-params"
             )
         if self.tp is not None:
             options |= dict(tp_mesh=self.tp, sequence_parallel=self.config.sequence_parallel)
         fsdp = self.uses_fsdp
-        model = CausalLM(config, **options, initialize=initialize and not fsdp, materialize=not fsdp)
         if self.ranks.world > 1:
-            model.amax_group = dist.group.WORLD
+            options["amax_group"] = dist.group.WORLD
+        model = CausalLM(config, **options, initialize=initialize and not fsdp, materialize=not fsdp)
         if fsdp:
             shard(model, self)
             assert self.device is not None

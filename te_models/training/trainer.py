@@ -29,8 +29,7 @@ from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
 from te_models.device.determinism import deterministic
-from te_models.errors import NamedFields
-from te_models.files.atomic import SaveError
+from te_models.errors import Diverged, NamedFields, SaveError, UsageError
 from te_models.files.formats import render_json
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
@@ -45,10 +44,6 @@ Row = dict[str, Any]  # of metrics.jsonl: step, loss, grad_norm, learning_rate, 
 RECENT = 100  # steps whose median speed is the speed of the run
 
 log = logging.getLogger(__name__)
-
-
-class Diverged(RuntimeError):
-    """The loss or the gradient norm became NaN or infinite; the weights are still those of the step before."""
 
 
 @dataclass
@@ -345,7 +340,7 @@ class Trainer(NamedFields):
         """
         newest = self.checkpoints.latest()
         if newest is None:
-            raise ValueError(f"nothing to resume: {self.out} has no checkpoint; start without --resume")
+            raise UsageError(f"nothing to resume: {self.out} has no checkpoint; start without --resume")
         state = load_training_state(self.model, newest)
         optimizer = state["optimizer"]
         if self.parallel.sharded and self.parallel.owners() is None:

@@ -24,8 +24,9 @@ from te_models.checkpoint.folder import load_folder
 from te_models.checkpoint.run_folder import Checkpoints
 from te_models.cli import main
 from te_models.config.training import TrainConfig
+from te_models.training.launch import check_launch
 from te_models.training.metrics import read_metrics
-from te_models.training.parallel import Parallel, check_launch
+from te_models.training.parallel import Parallel
 
 JOB = Path(__file__).parents[1] / "distributed_job.py"
 # What is left between one process and several is the order of FP32 sums, and now and then an FP8 code that it tips over.
@@ -296,13 +297,12 @@ def test_what_travels_with_which_micro_batch(kept: bool) -> None:
     config = TrainConfig(parallel="fsdp", reshard_after_forward=not kept)
     shared, model = Parallel("fsdp", config=config), create_autospec(FSDPModule, instance=True)
     for last in (False, False, True):
-        with shared.micro_batch(model, last):
-            pass
-    assert shared.keeps_weights == kept
+        shared.prepare_micro_batch(model, last)
+    assert shared.retains_weights == kept
     assert [call.args[0] for call in model.set_requires_gradient_sync.call_args_list] == [False, False, True]
     resharded = [call.args[0] for call in model.set_reshard_after_backward.call_args_list]
     assert resharded == ([False, False, True] if kept else [])
-    assert Parallel().keeps_weights and not Parallel("tp", config=config).keeps_weights
+    assert Parallel().retains_weights and not Parallel("tp", config=config).retains_weights
 
 
 @pytest.mark.parametrize("field, value, near", [("parallel", "fsdp2", "fsdp"), ("reduce_dtype", "float16", "bfloat16")])

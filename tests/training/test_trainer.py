@@ -1,6 +1,5 @@
 """The training loop: it learns, resumes with the same bits, stops at a bad loss, and asks before it overwrites."""
 
-import contextlib
 import copy
 import json
 import math
@@ -16,17 +15,19 @@ import pytest
 import torch
 
 from te_models import CausalLM, list_recipes
-from te_models.checkpoint.folder import SaveError, load_folder
+from te_models.checkpoint.folder import load_folder
 from te_models.checkpoint.pretrained import saved_folder
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import Document, TokenDataset
 from te_models.data.tokenizer import load_tokenizer
+from te_models.errors import Diverged, SaveError
 from te_models.fp8.primary_weights import plain, weight_codes
 from te_models.fp8.scaling_state import fp8_state
 from te_models.optim import build_optimizer
+from te_models.training.evaluation import evaluate
 from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel
-from te_models.training.trainer import Diverged, Trainer, evaluate
+from te_models.training.trainer import Trainer
 
 PRIMARY = ["delayed", "current", "blockwise", "mxfp8"]  # recipes with FP8 primary weights
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
@@ -48,6 +49,10 @@ def trainer(
     return Trainer(model, data, held_out.eval_batches(2), config, out)
 
 
+def one_step(run: Trainer, micro_batches: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    return run._finish(run._queue(run.result.step + 1, iter(micro_batches), None))
+
+
 def losses(out: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
 
@@ -55,15 +60,10 @@ def losses(out: Path) -> list[float]:
 def test_the_last_micro_batch_is_told_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a dataset gives one object again and again: gradients would travel with every micro-batch."""
     told: list[bool] = []
-
-    def micro_batch(self: Parallel, model: Any, last: bool) -> contextlib.AbstractContextManager[None]:
-        told.append(last)
-        return contextlib.nullcontext()
-
-    monkeypatch.setattr(Parallel, "micro_batch", micro_batch)
+    monkeypatch.setattr(Parallel, "prepare_micro_batch", lambda self, model, last: told.append(last))
     run = trainer(tmp_path, gradient_accumulation=3)
     batch = next(iter(run.dataset))
-    run._step(iter([batch] * 3))
+    one_step(run, [batch] * 3)
     assert told == [False, False, True]
 
 
@@ -134,7 +134,7 @@ def test_accumulation_is_the_mean_over_micro_batches(tmp_path: Path) -> None:
     expected.backward()
     norm = torch.linalg.vector_norm(torch.stack([p.grad.float().norm() for p in run.model.parameters()]))
     run.model.zero_grad()
-    row = run._step(iter([first, second]))
+    row = one_step(run, [first, second])
     assert row["loss"] == pytest.approx(expected.item(), rel=1e-6)
     assert row["grad_norm"] == pytest.approx(norm.item(), rel=5e-3)
 
@@ -169,8 +169,8 @@ def test_reading_a_step_late_changes_nothing(recipe: str, fields: dict[str, Any]
     for ahead in (False, True):
         run = trainer(tmp_path / str(ahead), recipe, shape=TINY, steps=8, seq_len=16, eval_every=4, **fields)
         run.ahead, order = ahead, []
-        launch, run.on_step = run._launch, lambda row, order=order: order.append(row["step"])
-        run._launch = lambda step, *rest, order=order, launch=launch: (order.append(-step), launch(step, *rest))[1]  # type: ignore[method-assign]
+        launch, run.on_step = run._queue, lambda row, order=order: order.append(row["step"])
+        run._queue = lambda step, *rest, order=order, launch=launch: (order.append(-step), launch(step, *rest))[1]  # type: ignore[method-assign]
         run.run()
         runs.append((run, order))
     (plain, one_by_one), (late, order) = runs
@@ -327,7 +327,7 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert "--resume goes on from it" in " ".join(out.split())
+    assert "--resume continues from it" in " ".join(out.split())
     newest = saved_folder(tmp_path / "run")
     step = json.loads((newest / "training.json").read_text())["result"]["step"]
     assert newest.name == f"step-{step:08d}" and step == len(log.read_text().splitlines())
