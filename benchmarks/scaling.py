@@ -68,7 +68,7 @@ def step_seconds(
     cuda = model.device.type == "cuda"
     torch.cuda.reset_peak_memory_stats() if cuda else None
     times = []
-    for row in islice(run._rows(data), args.warm_up + args.steps):
+    for row in islice(run.steps(data), args.warm_up + args.steps):
         times.append(config.tokens_per_step / row["tokens_per_second"])
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
     found = {"seconds": statistics.median(times[args.warm_up :]), "peak_gib": round(peak, 2), "loss": row["loss"]}

@@ -162,7 +162,7 @@ class Trainer(NamedFields):
                 self.result.first_eval_loss = self.result.eval_loss = self._evaluate()
             if self.model.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.model.device)
-            for row in self._steps(iter(self.dataset)):
+            for row in self.steps(iter(self.dataset)):
                 metrics.write(row)
                 self.on_step(row)
                 if self._due(self.config.save_every, row["step"]):
@@ -182,7 +182,7 @@ class Trainer(NamedFields):
             raise
         self.checkpoints.wait()
 
-    def _steps(self, batches: Iterator[Batch]) -> Iterator[Row]:
+    def steps(self, batches: Iterator[Batch]) -> Iterator[Row]:
         """Take steps until the run ends; yield the metrics of each, with the evaluation loss where one is due.
 
         Reading a step's loss at once would keep the host from queueing the optimizer and the next forward pass, and the
@@ -203,6 +203,10 @@ class Trainer(NamedFields):
                 queued = None
         if queued is not None:
             yield self._finish(queued)
+
+    def step(self, batches: Iterator[Batch]) -> Row:
+        """Take the next optimizer step on micro-batches from `batches`; return its metrics."""
+        return self._finish(self._queue(self.result.step + 1, batches, None))
 
     @staticmethod
     def _due(every: int, step: int) -> bool:

@@ -24,7 +24,6 @@ from te_models.checkpoint.folder import load_folder
 from te_models.checkpoint.run_folder import Checkpoints
 from te_models.cli import main
 from te_models.config.training import TrainConfig
-from te_models.training.launch import check_launch
 from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel
 
@@ -269,26 +268,6 @@ def test_nothing_whole_is_lost_when_a_process_cannot_write(two: dict[str, Any], 
     (tmp_path / "c" / "step-00000004" / "training-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match=r"training-00002-of-00002\.safetensors"):
         load_folder(tmp_path / "c" / "step-00000004")
-
-
-@pytest.mark.parametrize(
-    "world, fields, message",
-    [
-        ("2", dict(), "add --parallel ddp, fsdp, tp or fsdp\\+tp"),
-        (None, dict(parallel="fsdp"), "torchrun --nproc-per-node N"),
-        ("4", dict(parallel="fsdp+tp"), "needs --tensor-parallel-size"),
-        ("4", dict(parallel="fsdp+tp", tensor_parallel_size=3), "a divisor of 4"),
-        ("4", dict(parallel="tp", tensor_parallel_size=2), "fsdp\\+tp alone"),
-    ],
-)
-def test_a_start_that_does_not_fit_is_refused(
-    world: str | None, fields: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if world is not None:
-        monkeypatch.setenv("WORLD_SIZE", world)
-    with pytest.raises(ValueError, match=message):
-        check_launch(TrainConfig(**fields))
 
 
 @pytest.mark.parametrize("kept", [True, False])
