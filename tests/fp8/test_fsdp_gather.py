@@ -22,7 +22,8 @@ from te_models.engine.emulated import DType, Float8Quantizer
 from te_models.fp8.fsdp_gather import FP8Shard
 from te_models.fp8.primary_weights import quantized, weight_codes
 from te_models.optim import build_optimizer
-from te_models.training.parallel import Parallel, meshes
+from te_models.training.launch import meshes
+from te_models.training.parallel import Parallel
 from te_models.training.trainer import Trainer
 from tests.training.test_parallel import alone, assert_close
 

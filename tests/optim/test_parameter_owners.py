@@ -18,7 +18,8 @@ from te_models.distributed.dtensor import local
 from te_models.engine.emulated import DType, Float8CurrentScalingQuantizer
 from te_models.optim.parameter_owners import Owners
 from te_models.optim.state_tensors import state_bytes
-from te_models.training.parallel import Parallel, check_launch, meshes
+from te_models.training.launch import check_launch, meshes
+from te_models.training.parallel import Parallel
 from tests.training.test_parallel import alone
 
 pytest.importorskip("torchao")

@@ -26,7 +26,7 @@ from te_models.checkpoint.run_folder import Checkpoints
 from te_models.cli import main
 from te_models.config.training import TrainConfig
 from te_models.training.metrics import read_metrics
-from te_models.training.parallel import Parallel, check_launch
+from te_models.training.parallel import Parallel
 
 JOB = Path(__file__).parents[1] / "distributed_job.py"
 # How far several processes may be from one, relative. They sum in another order, which changes FP32's last bit, and under
@@ -282,39 +282,18 @@ def test_nothing_whole_is_lost_when_a_process_cannot_write(two: dict[str, Any], 
         load_folder(tmp_path / "c" / "step-00000004")
 
 
-@pytest.mark.parametrize(
-    "world, fields, message",
-    [
-        ("2", dict(), "add --parallel ddp, fsdp, tp or fsdp\\+tp"),
-        (None, dict(parallel="fsdp"), "torchrun --nproc-per-node N"),
-        ("4", dict(parallel="fsdp+tp"), "needs --tensor-parallel-size"),
-        ("4", dict(parallel="fsdp+tp", tensor_parallel_size=3), "a divisor of 4"),
-        ("4", dict(parallel="tp", tensor_parallel_size=2), "fsdp\\+tp alone"),
-    ],
-)
-def test_a_start_that_does_not_fit_is_refused(
-    world: str | None, fields: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if world is not None:
-        monkeypatch.setenv("WORLD_SIZE", world)
-    with pytest.raises(ValueError, match=message):
-        check_launch(TrainConfig(**fields))
-
-
 @pytest.mark.parametrize("kept", [True, False])
 def test_what_travels_with_which_micro_batch(kept: bool) -> None:
     """Gradients with the last; weights once a step where they are left gathered, else for every forward and backward."""
     config = TrainConfig(parallel="fsdp", reshard_after_forward=not kept)
     shared, model = Parallel("fsdp", config=config), create_autospec(FSDPModule, instance=True)
     for last in (False, False, True):
-        with shared.micro_batch(model, last):
-            pass
-    assert shared.keeps_weights == kept
+        shared.prepare_micro_batch(model, last)
+    assert shared.retains_weights == kept
     assert [call.args[0] for call in model.set_requires_gradient_sync.call_args_list] == [False, False, True]
     resharded = [call.args[0] for call in model.set_reshard_after_backward.call_args_list]
     assert resharded == ([False, False, True] if kept else [])
-    assert Parallel().keeps_weights and not Parallel("tp", config=config).keeps_weights
+    assert Parallel().retains_weights and not Parallel("tp", config=config).retains_weights
 
 
 @pytest.mark.parametrize("field, value, near", [("parallel", "fsdp2", "fsdp"), ("reduce_dtype", "float16", "bfloat16")])
