@@ -26,7 +26,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"forward_context"},
         {"attention", "mlp"},
         {"block"},
-        {"decoder"},
+        {"decoder", "user_modules"},
     ],
     "generation": [{"decode_loop"}, {"generate"}],
     "interop": [{"hf_families", "te_extra_state"}, {"hf", "te_checkpoint"}],

@@ -46,7 +46,8 @@ def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Any) 
         raise ValueError(f"the FP8 state is of another model: this one has no FP8 module {strange[0]!r}")
     for owner in sorted(owners):
         if "scaling_fwd" not in modules[owner].fp8_meta:
-            modules[owner].fp8_meta.update(recipe=built, num_gemms=1)
+            gemms = tensors[f"{owner}.scaling_fwd.scale"].numel() // 3 if f"{owner}.scaling_fwd.scale" in tensors else 1
+            modules[owner].fp8_meta.update(recipe=built, num_gemms=gemms)
             modules[owner].init_fp8_meta_tensors(built)
     live = fp8_state(model)
     for name, value in tensors.items():
