@@ -17,12 +17,11 @@ import contextlib
 import itertools
 import json
 import multiprocessing
-import shutil
 import statistics
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -127,17 +126,22 @@ def equal(found: dict[str, Any]) -> bool:
 def parity(settings: Settings, exactly: bool, root: Path) -> dict[str, Any]:
     """Four runs, and how far the other three are from the first."""
     steps, half = settings["steps"], settings["steps"] // 2
-    for name in ("whole", "again"):
-        alone(train, settings, root / name, steps, exactly)
-    alone(train, settings, root / "saving", steps, exactly, half)
-    alone(train, settings, root / "resumed", half, exactly)
+    first = [("whole", steps, 0), ("again", steps, 0), ("saving", steps, half), ("resumed", half, 0)]
+    with ThreadPoolExecutor(len(first)) as pool:
+        runs = [pool.submit(alone, train, settings, root / name, end, exactly, save) for name, end, save in first]
+        for run in runs:
+            run.result()
     alone(train, settings, root / "resumed", steps, exactly, 0, True)
     found = {name: compare(root / "whole", root / name, 0) for name in ("again", "saving")}
     found["resumed"] = compare(root / "whole", root / "resumed", half)
     found["before the checkpoint"] = compare(root / "whole", root / "resumed", 0)
-    for name in ("whole", "again", "saving", "resumed"):
-        shutil.rmtree(root / name)
     return {name: dict(equal=equal(row), **row) for name, row in found.items()}
+
+
+def parity_in(settings: Settings, exactly: bool) -> dict[str, Any]:
+    """`parity` in a folder that is then taken away."""
+    with tempfile.TemporaryDirectory() as root:
+        return parity(settings, exactly, Path(root))
 
 
 class Timed:
@@ -227,18 +231,18 @@ def main(steps: int, recipes: tuple[str, ...], rounds: int, device: str, tiny: b
         settings |= dict(preset="gated-nano", shape=SMALL, batch_size=2, seq_len=32, data=data)
     document: dict[str, Any] = dict(environment=environment(), settings=settings, parity={})
     good = True
-    for recipe in recipes or ("delayed", "current"):
-        for exactly in (False, True):
-            with tempfile.TemporaryDirectory() as root:
-                found = parity(settings | dict(recipe=recipe), exactly, Path(root))
-            document["parity"][f"{recipe}, {'deterministic' if exactly else 'default'}"] = found
-            good = good and (not exactly or all(row["equal"] for row in found.values()))
-            for name, row in found.items():
-                parts = {part: f"{value['different']}/{value['tensors']} differ, {value['distance']:.2g}"
-                         for part, value in row.items() if isinstance(value, dict) and "tensors" in value}  # fmt: skip
-                print(f"{recipe}, deterministic={exactly}, {name}: equal {row['equal']}, losses by {row['losses']['most']:.2g}",
-                      parts, flush=True)  # fmt: skip
-            out.write_text(json.dumps(document, indent=1) + "\n")
+    cases = [(recipe, exactly) for recipe in recipes or ("delayed", "current") for exactly in (False, True)]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda case: parity_in(settings | dict(recipe=case[0]), case[1]), cases))
+    for (recipe, exactly), rows in zip(cases, found, strict=True):
+        title = f"{recipe}, {'deterministic' if exactly else 'default'}"
+        document["parity"][title] = rows
+        good = good and (not exactly or all(row["equal"] for row in rows.values()))
+        for name, row in rows.items():
+            parts = {part: f"{value['different']}/{value['tensors']} differ, {value['distance']:.2g}"
+                     for part, value in row.items() if isinstance(value, dict) and "tensors" in value}  # fmt: skip
+            print(f"{title}, {name}: equal {row['equal']}, losses by {row['losses']['most']:.2g}", parts, flush=True)
+    out.write_text(json.dumps(document, indent=1) + "\n")
     if rounds:
         document["cost"] = cost(settings | dict(recipe="delayed"), rounds, tiny)
     out.write_text(json.dumps(document, indent=1) + "\n")

@@ -11,7 +11,8 @@ Checked, with exit code 1 if one fails:
 
 * memory: after its first 100 steps no process grows by more than --device-growth and --host-growth;
 * loss: where a process took over, the mean of the 20 steps after differs from that of the 20 before by no more than 4 times
-  as much as at other places of the run; and the steps that were done twice have the same losses within --repeat;
+  as much as at other places of the run; of the steps that were done twice the first one has the same loss within 0.01 %,
+  and all within --repeat;
 * every step is there once, and nothing is left behind.
 """
 
@@ -208,7 +209,9 @@ def judge(soak: Soak, limits: dict[str, float]) -> dict[str, Any]:
         if abs(place["in_spreads"]) > 4:
             failures.append(f"the loss jumped by {place['jump']:.4f} at step {place['step']}")
     twice = repeated(lives)
-    failures += [f"steps done twice differ by {row['most']:.3%}" for row in twice if row["most"] > limits["repeat"]]
+    for row in twice:
+        if row["first"] > 1e-4 or row["most"] > limits["repeat"]:
+            failures.append(f"steps done twice differ by {row['first']:.3%} at once and by up to {row['most']:.3%}")
     failures += [f"left behind: {path.name}" for path in soak.run.rglob("*") if path.name.startswith(".")]
     return dict(growth=growths, jumps=found, repeated=twice, failures=failures)
 
@@ -254,7 +257,7 @@ def draw(path: Path, document: dict[str, Any]) -> None:
 @click.option("--seed", default=0, help="Of the steps at which it is killed.")
 @click.option("--device-growth", default=256.0, help="MiB")
 @click.option("--host-growth", default=1024.0, help="MiB")
-@click.option("--repeat", default=0.02, help="By how much the losses of steps done twice may differ, relative.")
+@click.option("--repeat", default=0.05, help="By how much the losses of steps done twice may differ, relative.")
 @click.option("--tiny", is_flag=True, help="A model for a CPU.")
 @click.option(
     "--folder", type=click.Path(path_type=Path), help="Where the run is written; default: the temporary folder."

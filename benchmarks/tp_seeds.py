@@ -4,12 +4,15 @@
     torchrun --nproc-per-node 2 benchmarks/tp_seeds.py --device cpu --seeds 3 --recipes bf16 --out tp_seeds.json    # anywhere
 
 tests/model/test_tensor_parallel.py takes five steps of gradient descent at a rate of 0.1. From each seed of weights and tokens
-they are taken by one GPU, by two GPUs with and without sequence parallelism, and by one GPU in three other ways that differ
-from the first by a rounding:
+they are taken by one GPU with plain kernels (those that tensor parallelism has), by two GPUs with and without sequence
+parallelism, and by one GPU in other ways that differ from the first by a rounding, its twins:
 
-* "turned": the hidden channels of every MLP in another order, which changes nothing but the order of sums (and which
-  elements share a block under blockwise scaling);
-* "tipped": one weight a layer moved to the next number in its dtype, up or down;
+* "jittered": what o_proj and down_proj give, and the gradients that qkvg_proj and gate_up_proj give back, one rounding up or
+  down: those are the sums that two GPUs divide. A rounding is BF16's; of FP32 results 2^-14 under FP8, where a tensor core cuts
+  its sums, and else FP32's;
+* "turned": the hidden channels of every MLP in another order, hence the order of sums (and which elements share a block);
+* "tipped": one weight of each projection moved to the next number in its dtype;
+* "fused": with fused operations, a GPU's default, in BF16;
 * "again": nothing is changed; what comes of an order that varies from run to run.
 
 Training magnifies a rounding, so a difference at the fifth step says little by itself. A defect shows in the first steps, as a
@@ -20,6 +23,7 @@ square; and at the first step that of the gradients, by norm.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -40,7 +44,7 @@ from te_models.inspect.environment import environment
 from te_models.model.tensor_parallel import gather_state
 
 TESTS = Path(__file__).parent.parent / "tests"
-TWINS = ("turned", "tipped", "again")
+TWINS = ("jittered", "turned", "tipped", "fused", "again")
 SPLITS = {"two": dict(sequence_parallel=False), "two, rows divided": dict(sequence_parallel=True)}
 # What is varied of the test's own settings: a dtype, a learning rate.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -52,6 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 STEPS = 5
 
 
+@functools.cache
 def test_module() -> Any:
     """tests/model/test_tensor_parallel.py, for its shapes and options."""
     sys.path[:0] = [str(TESTS)]
@@ -98,6 +103,28 @@ def tip(model: CausalLM, seed: int) -> None:
         flat[place] = flat[place] * (1 + step) if flat[place] else torch.finfo(flat.dtype).tiny
 
 
+def jitter(model: CausalLM, seed: int, size: float) -> None:
+    """Have the sums that tensor parallelism divides be `size` larger or smaller, relative, each element by itself."""
+    generator = torch.Generator(model.device).manual_seed(seed)
+
+    def moved(x: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, x.shape, generator=generator, device=x.device) * 2 - 1
+        return (x.double() * (1 + size * signs)).to(x.dtype)
+
+    def forward(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        return output + (moved(output.detach()) - output.detach())
+
+    def backward(module: Any, inputs: Any) -> None:
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(moved)
+
+    for block in model.layers:
+        for module in (block.self_attn.o_proj, block.mlp.down_proj):
+            module.register_forward_hook(forward)
+        for module in (block.self_attn.qkvg_proj, block.mlp.gate_up_proj):
+            module.register_forward_pre_hook(backward)
+
+
 def train(model: CausalLM, seed: int, rate: float) -> tuple[list[float], dict[str, Tensor]]:
     """The loss of each step, and the gradients of the first."""
     losses, gradients = [], {}
@@ -122,8 +149,12 @@ def ways(seed: int, recipe: str, device: str, settings: dict[str, Any], mesh: An
     options = {name: value for name, value in settings.items() if name != "rate"}
     for name, split in SPLITS.items():
         yield name, train(build(seed, recipe, device, tp_mesh=mesh, **split, **options), seed, settings["rate"])
+    wide = settings.get("dtype") == torch.float32
+    rounding = 2**-8 if not wide else 2**-24 if recipe == "bf16" else 2**-14
     for name in ("one", *TWINS):
-        model = build(seed, recipe, device, **options)
+        model = build(seed, recipe, device, fused=name == "fused" and not wide, **options)
+        if name == "jittered":
+            jitter(model, seed, rounding)
         if name == "turned":
             turn(model, seed)
         if name == "tipped":
@@ -204,9 +235,14 @@ def main(seeds: int, recipes: str, device: str, out: Path) -> None:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     mesh, first = init_device_mesh(device, (dist.get_world_size(),)), dist.get_rank() == 0
     document: dict[str, Any] = dict(environment=environment(), seeds=seeds, steps=STEPS, results={})
-    for recipe in recipes.split(","):
-        for label, settings in SETTINGS.items():
-            runs = one_setting(recipe, device, settings, seeds, mesh)
+    for label, settings in SETTINGS.items():
+        for recipe in recipes.split(","):
+            try:
+                runs = one_setting(recipe, device, settings, seeds, mesh)
+            except (RuntimeError, ValueError) as error:  # the same in both: the engine cannot do it
+                document["results"][f"{recipe}, {label}"] = dict(error=f"{type(error).__name__}: {error}"[:500])
+                print(f"{recipe}, {label}: {error}", file=sys.stderr, flush=True)
+                continue
             found = summary(runs)
             document["results"][f"{recipe}, {label}"] = dict(summary=found, looks_wrong=verdict(found), runs=runs)
             if first:
