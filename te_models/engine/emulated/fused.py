@@ -46,17 +46,17 @@ def fused(on: bool = True) -> Iterator[None]:
 
 
 @functools.cache
-def kernels() -> dict[str, Any] | None:
-    """Return the kernels by name, or None without Triton."""
+def kernels() -> dict[str, Any]:
+    """Return the kernels by name; none without Triton."""
     if importlib.util.find_spec("triton") is None:
-        return None
+        return {}
     modules = [importlib.import_module(f"te_models.engine.emulated.{name}") for name in _MODULES]
     return {name: value for module in modules for name, value in vars(module).items()}
 
 
 def active(tensor: Tensor) -> bool:
     """Return True if kernels serve this tensor."""
-    return device_type(tensor) in DEVICES and _ON.get() and tensor.numel() > 0 and kernels() is not None
+    return device_type(tensor) in DEVICES and _ON.get() and tensor.numel() > 0 and bool(kernels())
 
 
 def _run(name: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *numbers: float, **options: Any) -> None:
@@ -74,7 +74,7 @@ def _run(name: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *numbers
         compiled, constants = variant
         compiled[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants)
         return None
-    kernel = kernels()[name]  # type: ignore[index]
+    kernel = kernels()[name]
     # No fused multiply-adds: they would round once where the plain functions round twice.
     compiled = kernel[grid](*tensors, *numbers, enable_fp_fusion=False, **options)
     if compiled is not None and hasattr(compiled, "packed_metadata"):  # None from the interpreter

@@ -51,7 +51,7 @@ def gemm(
     A rowwise copy is contracted over its last dimension, a columnwise one over its first, as `columnwise` says of both.
     """
     per_tensor = isinstance(a, Float8TensorStorage) and isinstance(b, Float8TensorStorage)
-    on_tensor_cores = per_tensor and _tensor_cores(a._scale_inv.device)  # type: ignore[attr-defined]
+    on_tensor_cores = per_tensor and _tensor_cores(a._scale_inv.device)
     if on_tensor_cores or _products(a, b, columnwise[1]) <= _EXACT_PRODUCTS.get():
         left, right = a.fp8_matrix(columnwise[0]), b.fp8_matrix(columnwise[1])
         if left is not None and right is not None:
@@ -133,7 +133,7 @@ def _narrow_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         # Rounding to BF16 within the product saves a launch. FP16 would round twice.
         a, b = a.bfloat16(), b.bfloat16()
         return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=torch.float32).to(dtype)
-    options: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    options: Any = torch.backends.mkldnn.matmul
     before = options.fp32_precision
     # FP32 in and out, BF16 between: processors without BF16 instructions ignore it.
     options.fp32_precision = "bf16"

@@ -73,7 +73,7 @@ class _Linear(torch.autograd.Function):
         return out if call.output_quantizer is None else call.output_quantizer(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # one output
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # one output
         """Return the gradients of weight, input and bias."""
         if ctx.call is None:
             raise RuntimeError("te.Linear allows one backward: run the forward again instead of using retain_graph")

@@ -52,7 +52,7 @@ class _Quantize(torch.autograd.Function):
         return make(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -135,8 +135,8 @@ class Quantizer:
         fields = self._encode(_bare(tensor), self.rowwise_usage, self.columnwise_usage)
         fields |= {"shape": tensor.shape, "dtype": dtype or tensor.dtype, "quantizer": self.copy()}
         if self.internal:
-            return self._tensor_class._storage_class()(**fields)  # type: ignore[attr-defined]
-        return self._tensor_class(device=tensor.device, **fields)  # type: ignore[arg-type]
+            return self._tensor_class._storage_class()(**fields)
+        return self._tensor_class(device=tensor.device, **fields)
 
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
         """Return the attributes (without the leading underscore) of the storage for `tensor`."""

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from te_models.errors import unknown
 
@@ -111,7 +111,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Check types, and the rules that all recipes share."""
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+        for field in dataclasses.fields(cast(Any, self)):
             if check := _CHECKS.get(str(field.type)):
                 value = getattr(self, field.name)
                 try:

@@ -30,7 +30,7 @@ class _RMSNorm(torch.autograd.Function):
         return x.to(torch.float32, copy=True).mul_(r).mul_(gamma).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """`dx = r * (g dy - y_hat * mean(g dy y_hat))` and `dgamma = sum(dy * y_hat)`."""
         x, r, weight = ctx.saved_tensors
         gamma = weight.float() + 1 if ctx.zero_centered else weight.float()
@@ -105,7 +105,7 @@ class RMSNorm(nn.Module):
         updates = FP8GlobalStateManager.quantization_state.scales if first else None
         x = input_.to(dtype).reshape(-1, weight.numel())
         y = _RMSNorm.apply(x, weight.to(dtype).reshape(-1), self.eps, self.zero_centered_gamma, updates)
-        return y.view(shape)  # type: ignore[union-attr]
+        return y.view(shape)
 
     def extra_repr(self) -> str:
         """Return the shape and the options."""

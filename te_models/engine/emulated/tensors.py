@@ -233,10 +233,10 @@ class _BlockStorage(QuantizedTensorStorage):
     """Base of the block-scaled storages, whose rowwise and columnwise copies are independent."""
 
     _tensors = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
-    _rowwise_data: Tensor | None
-    _rowwise_scale_inv: Tensor | None
-    _columnwise_data: Tensor | None
-    _columnwise_scale_inv: Tensor | None
+    _rowwise_data: Any  # Tensor or None, as the next three
+    _rowwise_scale_inv: Any
+    _columnwise_data: Any
+    _columnwise_scale_inv: Any
     _fp8_dtype: DType
 
     def get_usages(self) -> dict[str, bool]:
@@ -289,20 +289,20 @@ class Float8BlockwiseQTensorStorage(_BlockStorage, QuantizedTensorStorage):
         else:
             data, scale = as_matrix(self._rowwise_data), self._rowwise_scale_inv
         # 1-D rowwise scales are [K/128, M], 2-D columnwise ones [K/128, M/128].
-        scale = scale.t() if self._is_2D_scaled == columnwise else scale  # type: ignore[union-attr]
+        scale = scale.t() if self._is_2D_scaled == columnwise else scale
         block = (BLOCK, BLOCK) if self._is_2D_scaled else (BLOCK, 1) if columnwise else (1, BLOCK)
-        return BlockScaled(data, scale, block, self._fp8_dtype)  # type: ignore[arg-type]
+        return BlockScaled(data, scale, block, self._fp8_dtype)
 
     def _derive(self, columnwise: bool) -> None:
         if not self._is_2D_scaled:
             super()._derive(columnwise)
         m, k = (-(-size // BLOCK) for size in self._matrix)
         if columnwise:
-            self._columnwise_data = self._rowwise_data.movedim(-1, 0)  # type: ignore[union-attr]
-            self._columnwise_scale_inv = pad_to(self._rowwise_scale_inv[:m, :k].t(), 1, 4)  # type: ignore[index]
+            self._columnwise_data = self._rowwise_data.movedim(-1, 0)
+            self._columnwise_scale_inv = pad_to(self._rowwise_scale_inv[:m, :k].t(), 1, 4)
         else:
-            self._rowwise_data = self._columnwise_data.movedim(0, -1)  # type: ignore[union-attr]
-            self._rowwise_scale_inv = pad_to(self._columnwise_scale_inv[:k, :m].t(), 1, 4)  # type: ignore[index]
+            self._rowwise_data = self._columnwise_data.movedim(0, -1)
+            self._rowwise_scale_inv = pad_to(self._columnwise_scale_inv[:k, :m].t(), 1, 4)
 
 
 class MXFP8TensorStorage(_BlockStorage, QuantizedTensorStorage):
@@ -324,8 +324,8 @@ class MXFP8TensorStorage(_BlockStorage, QuantizedTensorStorage):
             data, e, block = self._columnwise_data, self._columnwise_scale_inv, (MX_BLOCK, 1)
         else:
             data, e, block = self._rowwise_data, self._rowwise_scale_inv, (1, MX_BLOCK)
-        scale = numerics.e8m0_to_float(e[: -(-m // block[0]), : -(-k // block[1])])  # type: ignore[index]
-        values = numerics.decode_fp8(data.reshape(m, k), self._fp8_dtype)  # type: ignore[union-attr]
+        scale = numerics.e8m0_to_float(e[: -(-m // block[0]), : -(-k // block[1])])
+        values = numerics.decode_fp8(data.reshape(m, k), self._fp8_dtype)
         return Operand(numerics.scale_blocks_(values, scale, block), None, narrow=True)
 
     def blocks(self, columnwise: bool) -> BlockScaled:
@@ -334,7 +334,7 @@ class MXFP8TensorStorage(_BlockStorage, QuantizedTensorStorage):
             data, scale, block = self._columnwise_data, self._columnwise_scale_inv, (MX_BLOCK, 1)
         else:
             data, scale, block = self._rowwise_data, self._rowwise_scale_inv, (1, MX_BLOCK)
-        return BlockScaled(as_matrix(data), scale, block, self._fp8_dtype)  # type: ignore[arg-type]
+        return BlockScaled(as_matrix(data), scale, block, self._fp8_dtype)
 
 
 def as_matrix(tensor: Any) -> Tensor:
@@ -375,7 +375,7 @@ class _Dequantize(torch.autograd.Function):
         return tensor._high_precision(dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -387,17 +387,15 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         cls, *, shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool = False, **_: Any
     ) -> QuantizedTensor:
         """Make an empty shell; the storage's `__init__` fills it."""
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
-        )
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
 
     def __init__(self, *, device: torch.device, requires_grad: bool = False, **arguments: Any) -> None:
         """Fill the shell; see `QuantizedTensorStorage`."""
         QuantizedTensorStorage.__init__(self, **arguments)
 
-    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """Return high-precision values in `dtype` (None: the nominal dtype)."""
-        return _Dequantize.apply(self, dtype)  # type: ignore[return-value]
+        return _Dequantize.apply(self, dtype)
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """Return the value on the CPU that the tensor was made from, if it was preserved."""
@@ -422,7 +420,7 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         device = next(iter(data.values())).device
         return self._like(**data, device=device)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"{type(self).__name__}({self._high_precision(None)!r}, quantizer={self._quantizer!r})"
 
     def __reduce_ex__(self, proto: Any) -> Any:
@@ -431,7 +429,7 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         return _rebuild, (type(self), arguments)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The tensor without its graph; assigning a high-precision tensor quantizes it."""
         return self.detach()
 
@@ -441,7 +439,7 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
             self.copy_(tensor)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
             return args[0]._like()
