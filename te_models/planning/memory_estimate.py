@@ -8,7 +8,7 @@ docs/memory.md says who. Of 42 peaks measured on an H200 the worst is 2.7 % off 
 What this leaves out: CUDA's own context (outside PyTorch's allocator), fragmentation, the up to 1 MiB by which the
 allocator rounds a tensor up, and forward temporaries, which are always less than those of the backward that follows.
 
-Shapes as in te_models/model/layers.py: N tokens padded to the recipe's rows, T = B*S without padding.
+Shapes as in te_models/model/block.py: N tokens padded to the recipe's rows, T = B*S without padding.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+from te_models.config.layout import linear_sizes
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.config.recompute_modes import recomputes_block, recomputes_mlp, recomputes_product
 from te_models.errors import unknown
-from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, linears, model_parameters
+from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, model_parameters
 
 INT64 = 8
 
@@ -102,8 +103,8 @@ class Training:
     """What a step's memory depends on beside shape and recipe.
 
     `batch_size` sequences of `seq_len` tokens go through one GPU at a time; `gpus` share weights, gradients and optimizer
-    (FSDP2, a unit a block). `held_gradients`: gradients are there before the forward, as from the second micro-batch of
-    an accumulation on, and `cached_weights`: FP8 weights are, too. `activation_offload`: blocks keep theirs on the host. `logits`: they are returned, so all of them
+    (FSDP2, a unit a block). `held_gradients`: FP32 sums of all gradients, which FSDP2 does not shard, are there before the
+    forward, as under gradient accumulation, and `cached_weights`: FP8 weights are, too. `activation_offload`: blocks keep theirs on the host. `logits`: they are returned, so all of them
     exist. `fp8_params`: the weights of FP8 layers are FP8. `compile`, `fused` and `cuda` choose the kernels; `dtype_bytes` is that of parameters and activations.
     """
 
@@ -169,7 +170,7 @@ def fp8_saving(config: ModelConfig, recipe: Recipe, training: Training) -> int:
     if not training.fp8_params:
         return 0
     copies = "rowwise" if recipe.scheme in PER_TENSOR else "both"
-    every = [linears(config)] * (
+    every = [linear_sizes(config)] * (
         config.num_hidden_layers - recipe.num_layers_at_start_in_bf16 - recipe.num_layers_at_end_in_bf16
     )
     sizes = [size for layer in every for size in layer.values()]
@@ -250,7 +251,7 @@ class _Tape:
         ungated = config.attention_gate == "none"
         # Without a gate o_proj's input is what attention returned, unless the rows were padded in between.
         shared = ungated and self.rows == self.tokens and not self.copies_for_attention
-        sizes = linears(config)
+        sizes = linear_sizes(config)
         attention = [
             self.norm("input_layernorm"),
             self.linear("qkvg_proj", *sizes["qkvg_proj"], fp8),
@@ -459,7 +460,7 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
         state = OPTIMIZERS[training.optimizer].of(parameters, element) // gpus
     return Memory(
         weights=share + gathered,
-        gradients=whole + (sum(p.numel for p in parameters) * element // gpus if training.held_gradients else 0),
+        gradients=whole + (sum(p.numel for p in parameters) * FP32 if training.held_gradients else 0),
         optimizer=state,
         fp8_weight_copies=_delayed_state(config, recipe),
         workspace=CUBLAS_WORKSPACE if training.cuda else 0,
@@ -483,8 +484,10 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     moments = [replace(loss, moment="loss"), replace(worst, moment=f"backward of {worst.moment}")]
     if training.optimizer is not None:
         share = -(-sum(p.numel for p in model_parameters(config)) // training.gpus)
-        fp32 = min(share, UPDATE_CHUNK) * max(0, FP32 - training.dtype_bytes)
-        moments.append(replace(standing, moment="optimizer step", gradients=share * training.dtype_bytes + fp32))
+        size = share * training.dtype_bytes + min(share, UPDATE_CHUNK) * max(0, FP32 - training.dtype_bytes)
+        if training.held_gradients and training.gpus == 1:
+            size = share * FP32  # the optimizer reads the sums themselves
+        moments.append(replace(standing, moment="optimizer step", gradients=size))
     return moments
 
 
