@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import seeds  # noqa: F401  processes of a test move their seeds too
 import torch
 
 import te_models.engine.emulated as emulated
