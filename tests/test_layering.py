@@ -40,7 +40,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "data": [{"chat_template", "tokenizer"}, {"dataset"}, {"corpus_chunks"}, {"streaming"}, {"training_data"}],
     "causal_lm": [{"causal_lm"}],
     "training": [
-        {"cuda_graph", "evaluation", "lora", "metrics", "parallel", "plots", "stop_signals", "timing"},
+        {"cuda_graph", "evaluation", "lora", "metrics", "parallel", "plots", "resume", "stop_signals", "timing"},
         {"launch", "trainer"},
         {"report"},
         {"finetune"},
