@@ -40,7 +40,7 @@ from te_models.model.offload import HostMemory, Offload
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
 from te_models.model.tensor_parallel import TensorParallel
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
-from te_models.planning.precision_plan import Plan, PlanRow
+from te_models.planning.precision_plan import PlanRow, PrecisionPlan
 
 
 class Output(NamedTuple):
@@ -399,7 +399,7 @@ class CausalLM(nn.Module):
                 )
         return recipe
 
-    def plan(self) -> Plan:
+    def plan(self) -> PrecisionPlan:
         """Which te.Linear runs in what precision, on which engine, and why."""
         rows, fp8 = [], self.fp8_layers
         for name, module in self.named_modules():
@@ -419,7 +419,7 @@ class CausalLM(nn.Module):
             rows.append(PlanRow(layer, short, gemm, precision, self.engine, reason))
         weights = ", FP8 primary weights" if self.fp8_params else ""
         title = f"recipe {self.recipe.name}{weights}, engine {self.engine} ({self.engine_reason})"
-        return Plan(title, tuple(rows))
+        return PrecisionPlan(title, tuple(rows))
 
     def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:
         """The predicted memory of training this model on a GPU, and what fits where.

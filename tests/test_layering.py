@@ -8,8 +8,13 @@ import pytest
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
-    "config": [{"model", "recipe", "recompute_modes", "training"}, {"presets"}],
-    "planning": [{"parameter_bytes", "precision_plan"}, {"memory_estimate"}, {"memory_plan"}],
+    "config": [{"chunk_sizes", "model", "recipe", "recompute_modes", "training"}, {"presets"}],
+    "planning": [
+        {"parameter_bytes", "printable"},
+        {"operations", "precision_plan"},
+        {"memory_estimate"},
+        {"memory_plan"},
+    ],
     "files": [{"atomic"}, {"formats"}],
     "distributed": [{"collectives", "control", "dtensor"}],
     "device": [{"cpu_matmul", "cuda_capture", "cudnn"}],
@@ -33,7 +38,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "data": [{"chat_template", "tokenizer"}, {"dataset"}, {"corpus_chunks"}, {"streaming"}, {"training_data"}],
     "causal_lm": [{"causal_lm"}],
     "training": [{"cuda_graph", "lora", "metrics", "parallel"}, {"trainer"}, {"report"}, {"finetune"}],
-    "inspect": [{"environment", "peers", "roofline", "verify"}, {"bench"}],
+    "inspect": [{"environment", "peers", "roofline"}, {"bench", "verify"}],
     "cli": [{"generate"}, {"commands"}, {"__init__"}],
     "__main__": [{"__main__"}],
 }
@@ -54,6 +59,7 @@ ONLY_IN = {
         "inspect.verify",
         "planning.memory_plan",
         "planning.precision_plan",
+        "planning.printable",
         "training.finetune",
         "training.report",
     },
@@ -69,6 +75,7 @@ ONLY_IN = {
     "pickle": set(),
 }
 NO_TORCH = {
+    "config.chunk_sizes",
     "config.model",
     "config.presets",
     "config.recipe",
@@ -78,6 +85,7 @@ NO_TORCH = {
     "interop.hf_families",
     "planning.memory_estimate",
     "planning.memory_plan",
+    "planning.operations",
     "planning.parameter_bytes",
 }
 
