@@ -33,7 +33,7 @@ class TrainConfig:
     deterministic: bool = _field(False, "The same bits in every run on the same GPU; slower.")
     optimizer: str = _field("adamw", "One of adamw, adamw8bit, adamwfp8, te-adam, muon, muon8bit or galore.")
     optimizer_options: str | Mapping[str, Any] = _field(
-        "", 'As "name=value,name=value", in Python also a dict: docs/optimizers.md.'
+        "", 'As "name=value,name=value", in Python also a dict: docs/guide/optimizers.md.'
     )
     optimizer_offload: bool = _field(False, "Masters and optimizer state in the CPU's memory.")
     learning_rate: float = _field(1e-3, "The highest, after the warm-up.")

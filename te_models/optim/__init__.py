@@ -1,4 +1,4 @@
-"""Optimizers by name: what each is built from, its options and their defaults. docs/optimizers.md says when to use which.
+"""Optimizers by name: what each is built from, its options and their defaults. docs/guide/optimizers.md says when to use which.
 
 Every one has the interface of te_models.optim.master.MasterWeights, so the training loop knows none of them.
 

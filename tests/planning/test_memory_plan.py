@@ -4,13 +4,13 @@ import html
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import te_models.optim as optim
+from benchmarks.planned_memory import planned_and_measured
 from te_models import CausalLM, get_recipe, list_presets, list_recipes
 from te_models.checkpoint.flatten import flatten_state
 from te_models.cli import main
@@ -24,7 +24,6 @@ from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.operations import Tape, Training
 from te_models.planning.parameter_bytes import OPTIMIZERS, Parameter, model_parameters
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # Multiples of 128, so that no scale is padded for the emulated engine alone.
 SHAPE = dict(vocab_size=288, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=64)  # fmt: skip
@@ -111,53 +110,13 @@ def test_a_head_without_logits_keeps_two_gradients(recipe: str, rows: tuple[int,
     assert found == saved_bytes(model.config, model.recipe, Training(**size))
 
 
-NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+MEASURED = {name: (planned, measured) for name, planned, measured in planned_and_measured()}
 
 
-def measured() -> dict[str, tuple[int, int]]:
-    """Name -> the predicted peak of a run on one H200, and the measured one, in bytes."""
-    found = {}
-    grid = json.loads((RESULTS / "checkpoint_grid_h200.json").read_text())
-    for name, rows in grid["rows"].items():
-        fields = dict(grid["shapes"][name])
-        preset, size = fields.pop("preset"), dict(batch_size=fields.pop("batch"), seq_len=fields.pop("seq"))
-        for row in rows:
-            # The benchmark has no optimizer, and all layers are in the recipe.
-            recipe = get_recipe(row["recipe"], **({} if row["recipe"] == "bf16" else NO_EDGES))
-            plan = plan_memory(get_preset(preset, **fields), recipe, **size, optimizer=None,
-                               activation_checkpointing=row["mode"], fp8_params=row["fp8_params"])  # fmt: skip
-            weights = ", FP8 weights" if row["fp8_params"] else ""
-            found[f"{name}, {row['recipe']}{weights}, {row['mode']}"] = plan.peak.total, row["peak"]
-    light = json.loads((RESULTS / "first_light_h200.json").read_text())
-    for name, result in light["recipes"].items():
-        run = light["run"]
-        plan = plan_memory(get_preset(run["preset"]), get_recipe(name), batch_size=run["batch_size"],
-                           seq_len=run["seq_len"], logits=True, fused=False)  # fmt: skip
-        found[f"{run['preset']}, {name}, AdamW"] = plan.peak.total, result["peak_memory"]
-    for run in json.loads((RESULTS / "step_h200.json").read_text())["runs"]:
-        name, size = run["settings"]["preset"], {key: run["settings"][key] for key in ("batch_size", "seq_len")}
-        fields = {
-            "gated-8b": dict(num_hidden_layers=4, num_key_value_heads=32),
-            "gated-896": dict(num_hidden_layers=31),
-        }
-        fields = fields.get(name.split(",")[0], {})
-        for row in run["rows"]:
-            if not row["name"].startswith("te-models") or row["name"].endswith("+graph"):
-                continue
-            recipe, *ways = row["name"].removeprefix("te-models ").split("+")
-            edges = {} if recipe == "bf16" else NO_EDGES
-            plan = plan_memory(get_preset(name.split(",")[0], **fields), get_recipe(recipe, **edges), **size,
-                               optimizer=None, logits=False, fused="plain" not in ways)  # fmt: skip
-            # Counted without what the variants before it hold, cuBLAS's workspace among that; given to 0.01 GiB.
-            peak = int((row["peak_gib"] + 0.005) * 2**30) + plan.peak.workspace
-            found[f"{name} {size}, {recipe} {ways}"] = plan.peak.total, peak
-    return found
-
-
-@pytest.mark.parametrize("name", measured())
+@pytest.mark.parametrize("name", MEASURED)
 def test_measured_peaks(name: str) -> None:
     """Within 5 % is what is promised; the allocator rounds up, and libraries hold what no plan knows of."""
-    predicted, peak = measured()[name]
+    predicted, peak = MEASURED[name]
     assert predicted == pytest.approx(peak, rel=0.03)
     assert predicted < peak  # the allocator only ever adds
 
