@@ -419,7 +419,8 @@ def documents() -> list[Path]:
 
 def draw_plots(folder: Path) -> None:
     """Draw the plots of docs/results/ into `folder`."""
-    from te_models.training.metrics import plot_bench, plot_losses
+    from te_models.inspect.bench_report import plot_bench
+    from te_models.training.plots import plot_losses
 
     light = load("first_light_h200")
     run, gpu = light["run"], light["environment"]["gpu"]

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
-    "config": [{"chunk_sizes", "model", "recipe", "recompute_modes", "training"}, {"presets"}],
+    "config": [{"chunk_sizes", "layout", "options", "recipe", "recompute_modes", "training"}, {"model"}, {"presets"}],
     "planning": [
         {"parameter_bytes", "printable"},
         {"operations", "precision_plan"},
@@ -17,7 +17,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     ],
     "files": [{"atomic"}, {"formats"}],
     "distributed": [{"collectives", "control", "dtensor"}],
-    "device": [{"cpu_matmul", "cuda_capture", "cudnn"}],
+    "device": [{"cpu_matmul", "cuda_capture", "cudnn", "determinism"}],
     "kernels": [
         {"early_save", "elementwise", "embedding_triton", "handover_triton", "lm_head", "lm_head_triton", "sdpa"},
         {"gated_attention", "handover"},
@@ -25,20 +25,32 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     ],
     "engine": [{"__init__", "emulated", "native"}],
     "fp8": [{"fsdp_gather", "scaling_state"}, {"primary_weights"}],
-    "model": [{"kv_cache", "offload", "rope", "tensor_parallel"}, {"recompute"}, {"forward_context"}, {"layers"}],
+    "model": [
+        {"kv_cache", "offload", "options", "rope", "te_modules", "tensor_parallel"},
+        {"recompute"},
+        {"forward_context"},
+        {"attention", "mlp"},
+        {"block"},
+        {"decoder"},
+    ],
     "generation": [{"decode_loop"}, {"generate"}],
     "interop": [{"hf_families", "te_extra_state"}, {"hf", "te_checkpoint"}],
     "checkpoint": [{"flatten", "folder"}, {"run_folder"}, {"pretrained", "sharded"}],
     "optim": [
-        {"galore", "groups", "lowbit", "muon8bit", "parameter_owners", "state_tensors"},
+        {"galore", "gradients", "groups", "lowbit", "muon8bit", "parameter_owners", "state_tensors"},
         {"master"},
         {"te_adam"},
         {"__init__"},
     ],
     "data": [{"chat_template", "tokenizer"}, {"dataset"}, {"corpus_chunks"}, {"streaming"}, {"training_data"}],
     "causal_lm": [{"causal_lm"}],
-    "training": [{"cuda_graph", "lora", "metrics", "parallel"}, {"trainer"}, {"report"}, {"finetune"}],
-    "inspect": [{"environment", "peers", "roofline"}, {"bench", "verify"}],
+    "training": [
+        {"cuda_graph", "evaluation", "lora", "metrics", "parallel", "plots", "stop_signals", "timing"},
+        {"launch", "trainer"},
+        {"report"},
+        {"finetune"},
+    ],
+    "inspect": [{"bench_report", "environment", "peers", "roofline"}, {"bench", "verify"}],
     "cli": [{"generate"}, {"commands"}, {"__init__"}],
     "__main__": [{"__main__"}],
 }
@@ -53,9 +65,10 @@ ONLY_IN = {
     "peft": {"training.lora"},
     "huggingface_hub": {"interop.hf"},
     "safetensors": {"checkpoint.folder", "files.formats"},
-    "matplotlib": {"training.metrics"},
+    "matplotlib": {"training.plots"},
     "rich": {
         "cli.commands",
+        "inspect.bench_report",
         "inspect.verify",
         "planning.memory_plan",
         "planning.precision_plan",
@@ -76,7 +89,9 @@ ONLY_IN = {
 }
 NO_TORCH = {
     "config.chunk_sizes",
+    "config.layout",
     "config.model",
+    "config.options",
     "config.presets",
     "config.recipe",
     "config.recompute_modes",

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from te_models.checkpoint.flatten import unflatten_state
-from te_models.checkpoint.folder import MANIFEST, CheckpointError, Folder, load_folder, match, save_folder
+from te_models.checkpoint.folder import MANIFEST, Folder, load_folder, match, save_folder
 from te_models.checkpoint.run_folder import Checkpoints
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import Recipe, recipe_fields, recipe_from_dict
-from te_models.errors import unknown
+from te_models.errors import CheckpointError, UsageError, unknown
 from te_models.files.formats import read_json
 from te_models.fp8.primary_weights import (
     is_quantized,
@@ -213,7 +213,7 @@ def tokenizer_of(tokenizer: str | None, model: str | Path | None) -> Path | None
     if (folder / "tokenizer.json").exists():
         return folder
     if is_hugging_face(folder, MODEL_TYPE):
-        raise ValueError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
+        raise UsageError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
     return None
 
 

@@ -20,6 +20,7 @@ from te_models.config.model import config_fields
 from te_models.config.presets import PRESETS, get_preset, list_presets
 from te_models.config.recipe import get_recipe, list_recipes, recipe_fields
 from te_models.config.training import TrainConfig
+from te_models.errors import TeModelsError, UsageError, unknown
 
 TRAIN_FIELDS = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
 TRAIN_HELP = {f.name: f.metadata["help"] for f in dataclasses.fields(TrainConfig)}
@@ -37,11 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, error.format_message())
     except (click.Abort, KeyboardInterrupt):
         return _fail(None, "stopped", code=130)
-    except (ValueError, OSError, RuntimeError) as error:
-        if type(error).__name__ in ("Diverged", "LostPeer"):
-            return _fail(error, str(error), code=1)
-        if isinstance(error, RuntimeError) and type(error).__name__ != "SaveError":
-            raise
+    except TeModelsError as error:
+        return _fail(error, str(error), error.exit_code)
+    except (ValueError, OSError) as error:  # of Python and of libraries, for bad input
         return _fail(error, str(error))
 
 
@@ -319,7 +318,7 @@ def generate(
     if prompt is None and not chat:
         raise click.UsageError("give --prompt TEXT, or --chat")
     if prompt == "":
-        raise ValueError("the prompt is empty: give at least one token")
+        raise UsageError("the prompt is empty: give at least one token")
     words, template = load_chat(tokenizer, model, chat)
     lines = [prompt] if prompt is not None else (line.rstrip("\n") for line in sys.stdin)
     tell(
@@ -351,7 +350,7 @@ def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: 
     from rich.console import Console  # noqa: PLC0415
 
     from te_models.inspect.bench import bench as run  # noqa: PLC0415
-    from te_models.training.report import bench_table, write_bench  # noqa: PLC0415
+    from te_models.inspect.bench_report import bench_table, write_bench  # noqa: PLC0415
 
     if preset is None or model is not None or options.pop("recipe") is not None:
         raise click.UsageError("bench takes --preset NAME and --recipes A,B,...")
@@ -388,7 +387,6 @@ def convert(
     import torch  # noqa: PLC0415
 
     from te_models.checkpoint.pretrained import FORMATS, load_te_checkpoint, read_te_checkpoint  # noqa: PLC0415
-    from te_models.errors import unknown  # noqa: PLC0415
 
     dtypes = ("bfloat16", "float16", "float32")
     if format not in FORMATS:

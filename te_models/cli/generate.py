@@ -9,6 +9,7 @@ from te_models.checkpoint.pretrained import tokenizer_of
 from te_models.data.chat_template import ChatTemplate
 from te_models.data.dataset import check_vocabulary
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
+from te_models.errors import UsageError
 from te_models.generation.generate import stream_text
 
 
@@ -19,7 +20,7 @@ def load_chat(tokenizer: str | None, model: str | None, chat: bool) -> tuple[Tok
     if not chat:
         return words, None
     if place is None:
-        raise ValueError("--chat needs a chat template: give --model or --tokenizer a folder that has one")
+        raise UsageError("--chat needs a chat template: give --model or --tokenizer a folder that has one")
     return words, ChatTemplate.of(place if place.is_dir() else place.parent)
 
 

@@ -25,7 +25,7 @@ Step = Callable[[], Tensor]
 
 
 class TorchBlock(nn.Module):
-    """The block of te_models/model/layers.py in torch.nn modules. x [B, S, D] -> [B, S, D]."""
+    """The block of te_models/model/block.py in torch.nn modules. x [B, S, D] -> [B, S, D]."""
 
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()

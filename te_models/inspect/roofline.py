@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from te_models.config.layout import linear_sizes
 from te_models.config.model import ModelConfig
 from te_models.kernels.sdpa import causal_attention
-from te_models.planning.parameter_bytes import linears
 
 
 class Roofline(NamedTuple):
@@ -32,7 +32,7 @@ def model_flops(config: ModelConfig, batch: int, seq: int, gated: bool = True) -
     `gated=False` leaves out the gate's rows, for a peer that has none.
     """
     gate = 0 if gated else config.hidden_size * config.gate_size
-    weights = config.num_hidden_layers * (sum(i * o for i, o in linears(config).values()) - gate)
+    weights = config.num_hidden_layers * (sum(i * o for i, o in linear_sizes(config).values()) - gate)
     weights += config.hidden_size * config.vocab_size
     return 6.0 * weights * batch * seq + 6.0 * config.num_hidden_layers * batch * seq * seq * config.q_size
 
@@ -44,10 +44,10 @@ def roofline(config: ModelConfig, batch: int, seq: int, fp8_layers: int, device:
     for fp8, count in ((True, fp8_layers), (False, layers - fp8_layers)):
         if count:
             # fprop, dgrad and wgrad: the same product with its dimensions exchanged.
-            shapes = [s for i, o in linears(config).values() for s in ((rows, i, o), (rows, o, i), (o, rows, i))]
+            shapes = [s for i, o in linear_sizes(config).values() for s in ((rows, i, o), (rows, o, i), (o, rows, i))]
             gemm += count * sum(_gemm(*shape, fp8, device) for shape in shapes)
     # BF16 input and output of each GEMM: once in the forward, and twice in the backward with their gradients.
-    moved = 2 * 3 * rows * layers * sum(i + o for i, o in linears(config).values())
+    moved = 2 * 3 * rows * layers * sum(i + o for i, o in linear_sizes(config).values())
     return Roofline(gemm, layers * _attention(config, batch, seq, device), moved / _copy_bytes_per_ms(device))
 
 

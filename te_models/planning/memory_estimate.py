@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from te_models.config.chunk_sizes import UPDATE_CHUNK
+from te_models.config.layout import linear_sizes
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.planning.operations import PER_TENSOR, Region, Tape, Training, operand_bytes
-from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, linears, model_parameters
+from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, model_parameters
 
 CUBLAS_WORKSPACE = 2**25 + 1024  # bytes; Transformer Engine on Hopper and newer (get_cublas_workspace_size_bytes)
 
@@ -59,7 +60,7 @@ def fp8_saving(config: ModelConfig, recipe: Recipe, training: Training) -> int:
     if not training.fp8_params:
         return 0
     copies = "rowwise" if recipe.scheme in PER_TENSOR else "both"
-    every = [linears(config)] * (
+    every = [linear_sizes(config)] * (
         config.num_hidden_layers - recipe.num_layers_at_start_in_bf16 - recipe.num_layers_at_end_in_bf16
     )
     sizes = [size for layer in every for size in layer.values()]
@@ -85,7 +86,7 @@ def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Me
     The first backward of an offloaded block fetches the block below it from the host. FP8 copies of weights are
     offloaded too, unless the next micro-batch uses them.
     """
-    shared = training.gradients_before_forward
+    shared = training.gradient_sums
     on_host = {region.block for region in regions if region.offloaded}
     for region in regions:
         now = _after_forward(now, region, not region.offloaded, shared or not region.offloaded)
@@ -101,7 +102,7 @@ def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Me
             now = now.plus(recomputed=extra, fp8_weight_copies=sum(step.copies for step in region.steps))
         for number, step in reversed(list(enumerate(region.steps))):
             passing = step.produces + step.scratch
-            if training.gradients_before_forward:
+            if training.gradient_sums:
                 yield now.plus(step.name, activation_gradients=passing + step.weights)
             else:  # a new gradient stays; under FSDP2 its shard does, and whole gradients are in buffers counted before
                 now = now.plus(gradients=step.weights // training.gpus)
@@ -134,8 +135,7 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
         state = OPTIMIZERS[training.optimizer].of(parameters, element) // gpus
     return Memory(
         weights=share + gathered,
-        gradients=whole
-        + (sum(p.numel for p in parameters) * element // gpus if training.gradients_before_forward else 0),
+        gradients=whole + (sum(p.numel for p in parameters) * FP32 if training.gradient_sums else 0),
         optimizer=state,
         fp8_weight_copies=_delayed_state(config, recipe),
         workspace=CUBLAS_WORKSPACE if training.cuda else 0,
@@ -159,8 +159,10 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     moments = [replace(loss, moment="loss"), replace(worst, moment=f"backward of {worst.moment}")]
     if training.optimizer is not None:
         share = -(-sum(p.numel for p in model_parameters(config)) // training.gpus)
-        fp32 = min(share, UPDATE_CHUNK) * max(0, FP32 - training.dtype_bytes)
-        moments.append(replace(standing, moment="optimizer step", gradients=share * training.dtype_bytes + fp32))
+        size = share * training.dtype_bytes + min(share, UPDATE_CHUNK) * max(0, FP32 - training.dtype_bytes)
+        if training.gradient_sums and training.gpus == 1:
+            size = share * FP32  # the optimizer reads the sums themselves
+        moments.append(replace(standing, moment="optimizer step", gradients=size))
     return moments
 
 

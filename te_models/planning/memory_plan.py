@@ -189,7 +189,8 @@ def plan_memory(
         activation_checkpointing: "none", "selective", "full", or an integer N for every N-th block.
         activation_offload: whether the saved tensors of blocks are moved to the host (te_models.model.offload).
         gpus: GPUs among which FSDP2 shares weights, gradients and optimizer state.
-        gradient_accumulation: micro-batches per step; from two on, gradients exist during the forward.
+        gradient_accumulation: micro-batches per step; from two on, gradients are summed in FP32
+                (4 bytes per parameter).
         fp8_params: whether the primary weights of FP8 layers are FP8 (te_models.fp8.primary_weights).
         dtype_bytes: bytes per element of parameters and activations.
         logits: whether the forward returns logits. The Trainer's does not, so they never exist all at once.
@@ -217,7 +218,7 @@ def plan_memory(
         activation_checkpointing=check_mode(activation_checkpointing),
         activation_offload=activation_offload,
         gpus=gpus,
-        gradients_before_forward=gradient_accumulation > 1,
+        gradient_sums=gradient_accumulation > 1,
         cached_weights=gradient_accumulation > 1 and gpus == 1,
         fp8_params=fp8_params,
         logits=logits,

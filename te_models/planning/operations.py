@@ -1,7 +1,7 @@
 """The operations of a training step, with the bytes that each saves, allocates and frees.
 
 A block is a list of operations in forward order (`Tape.block`). No constant is fitted: every term is a tensor, and
-docs/guide/memory.md names it. Shapes are those of te_models/model/layers.py: N tokens padded to the recipe's row
+docs/guide/memory.md names it. Shapes are those of te_models/model/block.py: N tokens padded to the recipe's row
 alignment, T = B*S without padding.
 """
 
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from te_models.config.chunk_sizes import head_rows
+from te_models.config.layout import linear_sizes
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.config.recompute_modes import recomputes_block, recomputes_mlp, recomputes_product
 from te_models.errors import unknown
-from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, linears
+from te_models.planning.parameter_bytes import FP32, OPTIMIZERS
 
 INT64 = 8
 
@@ -53,7 +54,7 @@ class Training:
         activation_checkpointing: "none", "selective", "full" or every N-th block.
         activation_offload: whether the saved tensors of blocks are moved to the host.
         gpus: GPUs that share weights, gradients and optimizer state (FSDP2 with one unit per block).
-        gradients_before_forward: whether gradients exist already, as from the second micro-batch of a step on.
+        gradient_sums: whether FP32 sums of all gradients exist, which FSDP2 does not shard, as under accumulation.
         cached_weights: whether FP8 copies of weights exist already, likewise.
         fp8_params: whether the primary weights of FP8 layers are FP8.
         logits: whether the forward returns logits, so that all of them exist at once.
@@ -67,7 +68,7 @@ class Training:
     activation_checkpointing: str | int = "none"
     activation_offload: bool = False
     gpus: int = 1
-    gradients_before_forward: bool = False
+    gradient_sums: bool = False
     cached_weights: bool = False
     fp8_params: bool = False
     logits: bool = True
@@ -194,7 +195,7 @@ class Tape:
         ungated = config.attention_gate == "none"
         # Without a gate the input of o_proj is attention's output, unless rows are padded in between.
         shared = ungated and self.rows == self.tokens and not self.copies_for_attention
-        sizes = linears(config)
+        sizes = linear_sizes(config)
         attention = [
             self.norm("input_layernorm"),
             self.linear("qkvg_proj", *sizes["qkvg_proj"], fp8),

@@ -49,7 +49,7 @@ class PrecisionPlan(Printable):
         table = Table(title=self.title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         for column in COLUMNS:
             table.add_column(column, overflow="fold")
-        for row in self._merged():
+        for row in self.folded():
             table.add_row(*row, style="" if row[3] == "BF16" else "green")
         return table
 
@@ -57,7 +57,7 @@ class PrecisionPlan(Printable):
         """Return the rows as plain JSON values."""
         return [asdict(row) for row in self.rows]
 
-    def _merged(self) -> Iterator[tuple[str, ...]]:
+    def folded(self) -> Iterator[tuple[str, ...]]:
         """Merge rows that differ only in their layer into one row with a range of layers."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for row in self.rows:

@@ -21,14 +21,15 @@ from te_models.checkpoint.pretrained import load_training_state
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import Document, TokenDataset
 from te_models.data.tokenizer import load_tokenizer
-from te_models.model.layers import GatedAttention
+from te_models.errors import Diverged
+from te_models.model.attention import GatedAttention
 from te_models.optim import OPTIMIZERS, build_optimizer, master, muon8bit, resolve_options
 from te_models.optim.galore import leading_directions
 from te_models.optim.groups import groups, parts
 from te_models.optim.muon8bit import Muon8bit, dequantize, orthogonalize, quantize
 from te_models.optim.state_tensors import state_bytes
 from te_models.training.metrics import read_metrics
-from te_models.training.trainer import Diverged, Trainer
+from te_models.training.trainer import Trainer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -161,7 +162,7 @@ def test_it_learns_and_stops_at_a_bad_loss(optimizer: str, options: str, tmp_pat
     with torch.no_grad():
         run.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan
     with pytest.raises(Diverged, match="step 17: the loss is nan"):
-        run._step(iter(run.dataset))
+        run.step(iter(run.dataset))
     assert same(before, run.optimizer.state_dict())
 
 

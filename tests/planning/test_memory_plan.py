@@ -280,22 +280,22 @@ def test_everything_is_freed_by_the_end_of_backward() -> None:
                                       activation_gradients=embedding.consumes + embedding.scratch).parts()  # fmt: skip
 
 
-def test_gradients_before_forward_are_added_to_one_by_one() -> None:
+def test_gradient_sums_are_added_to_one_by_one() -> None:
     """Then each step's new gradient is there for a moment only, beside the one that it is added to."""
     plan = nano(logits=True)
     regions = list(Tape(plan.config, plan.recipe, plan.training).regions())
     made = list(_walk(regions, Memory(), plan.training))
-    held = list(_walk(regions, Memory(), replace(plan.training, gradients_before_forward=True)))
+    held = list(_walk(regions, Memory(), replace(plan.training, gradient_sums=True)))
     extra = [b.activation_gradients - a.activation_gradients for a, b in zip(made, held, strict=True)]
     assert extra[0] == 0 and extra[1] == 2 * 288 * 192  # the loss, then lm_head
     assert sum(extra) == made[-1].gradients == 2 * plan.config.num_parameters
     assert not any(memory.gradients for memory in held)
 
 
-def test_accumulation_holds_gradients_during_the_forward() -> None:
+def test_accumulation_holds_fp32_gradients_during_the_forward() -> None:
     """And both copies of FP8 weights, where the default keeps what backward reads."""
     size, moments = (
-        2 * nano().config.num_parameters,
+        4 * nano().config.num_parameters,
         [nano(**f).moments[0] for f in ({}, dict(gradient_accumulation=2))],
     )
     codes = moments[1].fp8_weight_copies - moments[0].fp8_weight_copies
