@@ -22,7 +22,7 @@ SOURCES = [
 ]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
 FILE = re.compile(
-    r"(?<![\w/.-])(?:te_models|tests|benchmarks|recipes|examples|docs)/[\w./-]*\.(?:py|md|json|toml|png|sh)\b"
+    r"(?<!--out )(?<![\w/.-])(?:te_models|tests|benchmarks|recipes|examples|docs)/[\w./-]*\.(?:py|md|json|toml|png|sh)\b"
 )
 SECTIONS = re.compile(r"\b[Ss]ections? ((?:\d+(?:\.\d+)?(?:, | and )?)+)")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
