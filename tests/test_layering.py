@@ -8,8 +8,13 @@ import pytest
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
-    "config": [{"layout", "options", "recipe", "recompute_modes", "training"}, {"model"}, {"presets"}],
-    "planning": [{"parameter_bytes", "precision_plan"}, {"memory_estimate"}, {"memory_plan"}],
+    "config": [{"chunk_sizes", "layout", "options", "recipe", "recompute_modes", "training"}, {"model"}, {"presets"}],
+    "planning": [
+        {"parameter_bytes", "printable"},
+        {"operations", "precision_plan"},
+        {"memory_estimate"},
+        {"memory_plan"},
+    ],
     "files": [{"atomic"}, {"formats"}],
     "distributed": [{"collectives", "control", "dtensor"}],
     "device": [{"cpu_matmul", "cuda_capture", "cudnn", "determinism"}],
@@ -45,7 +50,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"report"},
         {"finetune"},
     ],
-    "inspect": [{"bench_report", "environment", "peers", "roofline", "verify"}, {"bench"}],
+    "inspect": [{"bench_report", "environment", "peers", "roofline"}, {"bench", "verify"}],
     "cli": [{"generate"}, {"commands"}, {"__init__"}],
     "__main__": [{"__main__"}],
 }
@@ -64,6 +69,7 @@ ONLY_IN = {
         "inspect.verify",
         "planning.memory_plan",
         "planning.precision_plan",
+        "planning.printable",
         "training.finetune",
         "training.report",
     },
@@ -80,6 +86,7 @@ ONLY_IN = {
     "pickle": set(),
 }
 NO_TORCH = {
+    "config.chunk_sizes",
     "config.layout",
     "config.model",
     "config.options",
@@ -91,6 +98,7 @@ NO_TORCH = {
     "interop.hf_families",
     "planning.memory_estimate",
     "planning.memory_plan",
+    "planning.operations",
     "planning.parameter_bytes",
 }
 
