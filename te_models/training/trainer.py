@@ -24,15 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
-from te_models.checkpoint.flatten import flatten_state
-from te_models.checkpoint.pretrained import load_training_state, model_content
+from te_models.checkpoint.pretrained import model_content, read_training_state
 from te_models.checkpoint.run_folder import Checkpoints
 from te_models.checkpoint.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
 from te_models.errors import Diverged, SaveError
-from te_models.files.formats import render_json
+from te_models.files.formats import flatten_state, render_json
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
 from te_models.training.cuda_graph import GraphedStep, obstacle
@@ -40,6 +39,7 @@ from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
 
 Batch = dict[str, Tensor]
+SAVE_RETRY_PAUSES = (1.0, 5.0)  # seconds before a failed save is tried again
 Mark = torch.cuda.Event | float  # a moment: on a CUDA device when it gets there, elsewhere now
 
 log = logging.getLogger(__name__)
@@ -103,12 +103,7 @@ class Trainer:
         # Only where a step that went wrong can still be undone once the optimizer's kernels are queued.
         self.ahead = self.model.device.type == "cuda" and self.optimizer.can_skip
         self.seconds: deque[float] = deque(maxlen=100)  # that the newest steps took
-        kind = ShardedCheckpoints if self.parallel.ranks.world > 1 else Checkpoints
-        self.checkpoints = kind(self.out / "checkpoints", keep_last=self.config.keep_last)
-        if isinstance(self.checkpoints, ShardedCheckpoints):
-            self.checkpoints.ranks, self.checkpoints.model = self.parallel.ranks, self.model
-            self.checkpoints.names = self._optimizer_names()
-            self.checkpoints.fetch = getattr(self.optimizer, "fetch", None)
+        self.checkpoints = self._checkpoints()
         # A tokenizer takes a second to render, which no step has to wait for.
         self.documents = {name: render_json(document, name) for name, document in self.documents.items()}
         self.stopped: Callable[[], bool] = lambda: False  # whether this process was asked to stop
@@ -248,6 +243,14 @@ class Trainer:
             return None
         return GraphedStep(self.model)
 
+    def _checkpoints(self) -> Checkpoints:
+        root, ranks = self.out / "checkpoints", self.parallel.ranks
+        options: dict[str, Any] = dict(keep_last=self.config.keep_last, retry_pauses=SAVE_RETRY_PAUSES)
+        if ranks.world == 1:
+            return Checkpoints(root, **options)
+        fetch = self.optimizer.fetch if isinstance(self.optimizer, MasterWeights) else None
+        return ShardedCheckpoints(root, ranks, self.model, self._optimizer_names(), fetch, **options)
+
     def _evaluate(self) -> float:
         return evaluate(self.model, self.eval_batches, self.parallel.sum)
 
@@ -282,11 +285,12 @@ class Trainer:
         newest = self.checkpoints.latest()
         if newest is None:
             raise ValueError(f"nothing to resume: {self.out} has no checkpoint; start without --resume")
-        state = load_training_state(self.model, newest)
-        saved = state["optimizer"]
+        found = read_training_state(self.model, newest)
+        state, saved = found.state, found.state["optimizer"]
         if self.parallel.sharded and self.parallel.owners() is None:
             assert isinstance(self.optimizer, MasterWeights)
             saved = cut_optimizer_state(saved, self.optimizer.masters, self.model, self._optimizer_names())
+        found.write()
         self.optimizer.load_state_dict(saved)
         self.dataset.load_state_dict(state["dataset"])
         torch.set_rng_state(self._own(state["rng"]))
@@ -306,8 +310,11 @@ class Trainer:
         return torch.tensor(self.parallel.ranks.gather(own.tolist()), dtype=torch.uint8)
 
     def _own(self, states: Tensor) -> Tensor:
-        """This rank's random state among those saved, which may be of another number of ranks."""
-        return states if states.dim() == 1 else states[self.parallel.ranks.rank % len(states)].clone()
+        """This rank's random state among those saved, which may be of another number of ranks.
+
+        A copy: PyTorch's setters read from the start of the storage, wherever in it the tensor lies.
+        """
+        return (states if states.dim() == 1 else states[self.parallel.ranks.rank % len(states)]).clone()
 
     def _speed(self, seconds: float) -> float:
         """Tokens per second of a step; the run's result is the median of the newest steps."""
