@@ -140,7 +140,7 @@ def written_and_loaded(name: str, folder: Path, device: str, tiny: bool, read: b
     model = CausalLM.from_preset(name, device=device, **(TINY if tiny else {}))
     started = time.perf_counter()
     limit = 200_000 if tiny else MAX_SHARD_BYTES
-    write_hugging_face(model, folder, weights(model), max_shard_bytes=limit)  # several shards in any case
+    write_hugging_face(model, model.origin, folder, weights(model), max_shard_bytes=limit)  # several shards in any case
     written = time.perf_counter() - started
     shards = sorted(folder.glob("*.safetensors"))
     del model

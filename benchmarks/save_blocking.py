@@ -63,7 +63,7 @@ def main(out: Path | None, rounds: int, folder: Path | None, hidden_size: int, n
         optimizer.step()
 
     step()
-    tensors, documents = model_content(model)
+    tensors, documents = model_content(model, model.origin)
     tensors["training"], documents["training"] = flatten_state({"optimizer": optimizer.state_dict()})
     size = sum(tensor.nbytes for members in tensors.values() for tensor in members.values())
     times: dict[str, list[float]] = {"blocking": [], "first": [], "second": [], "forward and backward": []}

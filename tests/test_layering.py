@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
-    "config": [{"model", "recipe", "recompute_modes", "training"}, {"presets"}],
+    "config": [{"layout", "options", "recipe", "recompute_modes", "training"}, {"model"}, {"presets"}],
     "planning": [{"parameter_bytes", "precision_plan"}, {"memory_estimate"}, {"memory_plan"}],
     "files": [{"atomic"}, {"formats"}],
     "distributed": [{"collectives", "control", "dtensor"}],
@@ -20,7 +20,14 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     ],
     "engine": [{"__init__", "emulated", "native"}],
     "fp8": [{"fsdp_gather", "scaling_state"}, {"primary_weights"}],
-    "model": [{"kv_cache", "offload", "rope", "tensor_parallel"}, {"recompute"}, {"forward_context"}, {"layers"}],
+    "model": [
+        {"kv_cache", "offload", "options", "rope", "te_modules", "tensor_parallel"},
+        {"recompute"},
+        {"forward_context"},
+        {"attention", "mlp"},
+        {"block"},
+        {"decoder"},
+    ],
     "generation": [{"decode_loop"}, {"generate"}],
     "interop": [{"hf_families", "te_extra_state"}, {"hf", "te_checkpoint"}],
     "checkpoint": [{"folder"}, {"run_folder"}, {"pretrained", "sharded"}],
@@ -69,7 +76,9 @@ ONLY_IN = {
     "pickle": set(),
 }
 NO_TORCH = {
+    "config.layout",
     "config.model",
+    "config.options",
     "config.presets",
     "config.recipe",
     "config.recompute_modes",

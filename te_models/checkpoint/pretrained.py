@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,19 +45,23 @@ from te_models.interop.hf import (
     write_hugging_face,
 )
 from te_models.interop.te_checkpoint import TECheckpoint, read_te_checkpoint, te_files
+from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state, shard_state
+
+Model = TypeVar("Model", bound=Decoder)
 
 MODEL_TYPE = "te_models"
 FORMATS = ("te", "hf")
 
 
 def model_content(
-    model: Any, masters: Mapping[int, Tensor] | None = None, parts: bool = False
+    model: Decoder, origin: Origin, masters: Mapping[int, Tensor] | None = None, parts: bool = False
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Return the tensors and documents of a saved model, as te_models.checkpoint.folder.save_folder takes them.
 
     Args:
         model: the model.
+        origin: where it came from.
         masters: the values of FP8 primary weights by the id of the parameter; a weight without one is dequantized.
         parts: of parameters that several ranks share, return this rank's parts (for te_models.checkpoint.sharded).
     """
@@ -69,7 +73,7 @@ def model_content(
         tensors["fp8_weights"] = codes
     dtype = str(model.dtype).removeprefix("torch.")
     config = {"model_type": MODEL_TYPE, "dtype": dtype, **model.config.to_dict()}
-    return tensors, {"config": config, "recipe": model.recipe.to_dict(), **model.origin.documents()}
+    return tensors, {"config": config, "recipe": model.recipe.to_dict(), **origin.documents()}
 
 
 def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> dict[str, Tensor]:
@@ -84,22 +88,24 @@ def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> di
     }
 
 
-def write_pretrained(model: Any, folder: str | Path, format: str = "te") -> None:
+def write_pretrained(model: Decoder, origin: Origin, folder: str | Path, format: str = "te") -> None:
     """Save a model into `folder`, atomically, in our format or in Hugging Face's, with the tokenizer that it came with."""
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
-    tensors, documents = model_content(model)
+    tensors, documents = model_content(model, origin)
     if model.tp.rank == 0:
-        tokenizer = read_listed(model.origin.folder, TOKENIZER_FILES) if model.origin.folder is not None else {}
+        tokenizer = read_listed(origin.folder, TOKENIZER_FILES) if origin.folder is not None else {}
         if format == "hf":
-            write_hugging_face(model, folder, tensors["model"], tokenizer)
+            write_hugging_face(model, origin, folder, tensors["model"], tokenizer)
         else:
             save_folder(folder, tensors, {**documents, **_tokenizer_documents(tokenizer)})
     model.tp.wait()
 
 
-def read_pretrained(build: Any, folder: str | Path, options: Mapping[str, Any]) -> Any:
-    """Return the model saved in `folder`, built by `build(config, **options)` (CausalLM).
+def read_pretrained(
+    build: Callable[..., Model], folder: str | Path, options: Mapping[str, Any]
+) -> tuple[Model, Origin]:
+    """Return the model saved in `folder`, built by `build(config, **options)`, and its origin.
 
     Everything is read and checked before a model is built. Without `recipe=` the saved one is used, and fields of the recipe
     in `options` override it; FP8 state moves along to another stateful recipe and is dropped with a warning by any
@@ -111,7 +117,7 @@ def read_pretrained(build: Any, folder: str | Path, options: Mapping[str, Any]) 
     if is_hugging_face(folder, MODEL_TYPE):
         return read_hugging_face(build, folder, shape, options)
     if (folder / "config.json").is_file() and not (folder / MANIFEST).exists() and te_files(folder):
-        return read_te_model(build, folder, shape, options)
+        return read_te_model(build, folder, shape, options), Origin()
     if folder.is_dir() and not any((folder / name).exists() for name in ("config.json", MANIFEST)):
         raise CheckpointError(f"{folder} has no config.json: it holds no model, or only a part of one")
     extras = ["fp8_state", "fp8_weights", "hf_config", "generation_config"]
@@ -127,16 +133,18 @@ def read_pretrained(build: Any, folder: str | Path, options: Mapping[str, Any]) 
         options["recipe"] = recipe.replace(**fields)
         options.setdefault("fp8_params", "fp8_weights" in saved.tensors)
     model = build(wanted, **options, initialize=False)
-    model.origin = Origin(folder, saved.documents.get("hf_config"), saved.documents.get("generation_config"))
+    origin = Origin(folder, saved.documents.get("hf_config"), saved.documents.get("generation_config"))
     if wanted.attention_gate != config.attention_gate:
         load_weights(model, with_gate_rows(saved.tensors["model"], wanted))
         double_output_projections(model)
-        return model
-    restore_model(model, saved, recipe)
-    return model
+    else:
+        restore_model(model, saved, recipe)
+    return model, origin
 
 
-def read_te_model(build: Any, folder: Path, shape: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+def read_te_model(
+    build: Callable[..., Model], folder: Path, shape: Mapping[str, Any], options: Mapping[str, Any]
+) -> Model:
     """Return the model in a folder with a config.json of ours and a checkpoint of Transformer Engine's modules, named as ours.
 
     Without `recipe=` it runs under the recipe in the checkpoint's FP8 state, BF16 where there is none.
@@ -154,7 +162,7 @@ def read_te_model(build: Any, folder: Path, shape: Mapping[str, Any], options: M
 
 
 def load_te_checkpoint(
-    model: Any, source: TECheckpoint | str | Path, rename: Callable[[str], str] | None = None
+    model: Decoder, source: TECheckpoint | str | Path, rename: Callable[[str], str] | None = None
 ) -> None:
     """Put the weights, scales and amax histories of a checkpoint of Transformer Engine's modules into `model`.
 
@@ -173,7 +181,7 @@ def load_te_checkpoint(
     restore_model(model, Folder(path, tensors, {}), recipe)
 
 
-def restore_model(model: Any, saved: Folder, recipe: Recipe) -> None:
+def restore_model(model: Decoder, saved: Folder, recipe: Recipe) -> None:
     """Put the weights and the FP8 state of a folder that was saved under `recipe` into `model`.
 
     Scales and histories move along to another stateful recipe; state without a place in the model is left out with a
@@ -186,14 +194,14 @@ def restore_model(model: Any, saved: Folder, recipe: Recipe) -> None:
     _write_model(model, saved, recipe)
 
 
-def check_restore(model: Any, saved: Folder, recipe: Recipe) -> None:
+def check_restore(model: Decoder, saved: Folder, recipe: Recipe) -> None:
     """Raise CheckpointError unless the weights and the FP8 state of a folder fit `model`, which stays as it is."""
     _fitting_codes(model, saved, recipe)
     _fitting_weights(model, saved.tensors["model"])
     check_fp8_state(model, saved.tensors.get("fp8_state", {}))
 
 
-def _write_model(model: Any, saved: Folder, recipe: Recipe) -> None:
+def _write_model(model: Decoder, saved: Folder, recipe: Recipe) -> None:
     load_weights(model, saved.tensors["model"], _fitting_codes(model, saved, recipe))
     state = saved.tensors.get("fp8_state", {})
     taken = model.take_fp8_state(state, recipe)
@@ -206,7 +214,7 @@ def _write_model(model: Any, saved: Folder, recipe: Recipe) -> None:
         )
 
 
-def _fitting_codes(model: Any, saved: Folder, recipe: Recipe) -> dict[str, Tensor]:
+def _fitting_codes(model: Decoder, saved: Folder, recipe: Recipe) -> dict[str, Tensor]:
     """Return the saved FP8 data and scales that belong to FP8 weights of the model, once they are known to fit."""
     codes = saved.tensors.get("fp8_weights", {}) if same_codes(recipe, model.recipe) else {}
     live = weight_codes(model)
@@ -280,7 +288,7 @@ def read_recipe(saved: Folder) -> Recipe:
         raise CheckpointError(f"{saved.path / 'recipe.json'}: {first_line(error)}") from None
 
 
-def _sketch(build: Any, config: ModelConfig, folder: Path) -> nn.Module:
+def _sketch(build: Callable[..., Decoder], config: ModelConfig, folder: Path) -> Decoder:
     """Return a model of this config without values, to compare shapes with."""
     try:
         return build(config, device="meta", engine="emulated")
@@ -297,7 +305,7 @@ def with_gate_rows(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[s
     return grown
 
 
-def _fitting_weights(model: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _fitting_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the model's parameters, and this rank's part of `tensors`, once every name and shape is known to fit."""
     live = dict(model.named_parameters(remove_duplicate=False))
     own = shard_state(tensors, model.config, model.tp.mesh)
@@ -308,7 +316,7 @@ def _fitting_weights(model: Any, tensors: Mapping[str, Tensor]) -> tuple[dict[st
 
 
 @torch.no_grad()
-def load_weights(model: Any, tensors: Mapping[str, Tensor], codes: Mapping[str, Tensor] | None = None) -> None:
+def load_weights(model: Decoder, tensors: Mapping[str, Tensor], codes: Mapping[str, Tensor] | None = None) -> None:
     """Copy `tensors` into the model's parameters once every name and shape is known to fit; dtypes are converted.
 
     FP8 primary weights take their data and scales from `codes`, and are quantized where there are none.
@@ -336,7 +344,7 @@ class TrainingState:
     write: Callable[[], None]
 
 
-def read_training_state(model: Any, folder: Path) -> TrainingState:
+def read_training_state(model: Decoder, folder: Path) -> TrainingState:
     """Read and check a training checkpoint for `model`.
 
     Under another recipe than the saved one the run continues with a warning; see `restore_model` for its scales.

@@ -38,6 +38,7 @@ from te_models.errors import SaveError, UsageError
 from te_models.files.atomic import first_line, replacing_folder
 from te_models.files.formats import render_index, render_safetensors
 from te_models.fp8.scaling_state import fp8_state
+from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state, shard
 
 _OPTIMIZER = re.compile(r"optimizer\.(masters|state)\.(\d+)")
@@ -54,7 +55,7 @@ class ShardedCheckpoints(Checkpoints):
         self,
         root: str | os.PathLike[str],
         ranks: Ranks,
-        model: Any,
+        model: Decoder,
         names: Sequence[str],
         fetch: Callable[[str, int, Tensor], Tensor] | None = None,
         *,
@@ -187,7 +188,7 @@ def _file(group: str, number: int, files: Mapping[str, int]) -> str:
 
 
 def cut_optimizer_state(
-    state: dict[str, Any], masters: Sequence[Tensor], model: Any, names: Sequence[str]
+    state: dict[str, Any], masters: Sequence[Tensor], model: Decoder, names: Sequence[str]
 ) -> dict[str, Any]:
     """Return a saved optimizer state with this rank's shard of every tensor that belongs to a sharded master."""
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, dataclass, field, fields
 from typing import Any, get_type_hints
 
+from te_models.config.layout import qkvg_sections, stored_rows
 from te_models.errors import unknown
 
 ATTENTION_GATES = ("elementwise", "headwise", "none")
@@ -24,10 +25,6 @@ ROPE_SCALINGS = {
     ),
     "longrope": (("short_factor", "long_factor"), ("original_max_position_embeddings", "factor", "attention_factor")),
 }  # fmt: skip
-
-# Output rows of the headwise gate are padded to this: the widest alignment of a feature dimension that a recipe asks for
-# (MXFP8 blocks of 32; Transformer Engine's get_align_size_for_quantization), so that one weight serves every recipe.
-FEATURE_ALIGNMENT = 32
 
 
 @dataclass(kw_only=True, unsafe_hash=True)  # frozen by __setattr__ below
@@ -122,16 +119,12 @@ class ModelConfig:
     @property
     def qkvg_size(self) -> int:
         """Output channels of the one projection that gives queries, keys, values and the gate."""
-        return self.q_size + 2 * self.kv_size + self.gate_size
+        return sum(stored_rows(qkvg_sections(self)))
 
     @property
     def gate_size(self) -> int:
-        """Output rows of the gate: one a channel, one a head (padded to the FP8 alignment), or none."""
-        if self.attention_gate == "elementwise":
-            return self.q_size
-        if self.attention_gate == "headwise":
-            return -(-self.num_attention_heads // FEATURE_ALIGNMENT) * FEATURE_ALIGNMENT
-        return 0
+        """Output rows of the gate: one per channel, one per head (padded to the FP8 alignment), or none."""
+        return qkvg_sections(self)[-1].stored
 
     @property
     def rotary_size(self) -> int:
@@ -162,18 +155,14 @@ class ModelConfig:
     @property
     def num_padding_parameters(self) -> int:
         """Parameters of the rows that pad the headwise gate to the FP8 alignment; nothing reads their output."""
-        if self.attention_gate != "headwise":
-            return 0
-        rows = self.gate_size - self.num_attention_heads
+        rows = sum(section.stored - section.used for section in qkvg_sections(self))
         return self.num_hidden_layers * rows * (self.hidden_size + self.attention_bias)
 
     @property
     def num_parameters(self) -> int:
         """Parameters that the outputs depend on: those of a published model, without the padding of a headwise gate."""
         d, q = self.hidden_size, self.q_size
-        rows = (
-            q + 2 * self.kv_size + {"elementwise": q, "headwise": self.num_attention_heads}.get(self.attention_gate, 0)
-        )
+        rows = sum(section.used for section in qkvg_sections(self))
         attention = d * rows + q * d + rows * self.attention_bias + 2 * self.head_dim * self.qk_norm
         layer = attention + 3 * d * self.intermediate_size + 2 * d
         tables = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from te_models.config.layout import row_ranges
 from te_models.config.model import ModelConfig
 from te_models.distributed.dtensor import local, put
 from te_models.errors import CheckpointError, UsageError, needs
@@ -33,7 +34,10 @@ from te_models.files.formats import (
     split_by_size,
 )
 from te_models.fp8.primary_weights import plain, write_weight
-from te_models.interop.hf_families import TOP, Family, Rows, family_for, family_of, row_blocks
+from te_models.interop.hf_families import TOP, Family, Rows, family_for, family_of
+from te_models.model.decoder import Decoder
+
+Model = TypeVar("Model", bound=Decoder)
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
@@ -132,8 +136,10 @@ def is_hugging_face(folder: Path, own_type: str) -> bool:
     return isinstance(config, dict) and config.get("model_type") != own_type
 
 
-def read_hugging_face(build: Any, folder: Path, overrides: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
-    """Return the model in `folder`, built by `build(config, **options)` (CausalLM) and filled shard by shard.
+def read_hugging_face(
+    build: Callable[..., Model], folder: Path, overrides: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[Model, Origin]:
+    """Return the model in `folder`, built by `build(config, **options)` and filled shard by shard, and its origin.
 
     Names and shapes of all tensors are checked before the model is built.
 
@@ -146,7 +152,7 @@ def read_hugging_face(build: Any, folder: Path, overrides: Mapping[str, Any], op
     try:
         family = family_of(document)
         config = family.read(document)
-        sketch = build(config, device="meta", engine="emulated")
+        sketch: Decoder = build(config, device="meta", engine="emulated")
     except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}/config.json: {first_line(error)}") from None
     wanted = gated(config, overrides)
@@ -154,11 +160,12 @@ def read_hugging_face(build: Any, folder: Path, overrides: Mapping[str, Any], op
     check_tensors(folder, found, places, optional={"lm_head.weight"} if config.tie_word_embeddings else set())
     dtype = _dtype(folder, document)
     model = build(wanted, **{"dtype": dtype, **options, "initialize": False})
-    model.origin = Origin(folder, document, _optional_json(folder / "generation_config.json"))
+    generation = folder / "generation_config.json"
+    origin = Origin(folder, document, read_json(generation) if generation.is_file() else None)
     fill(model, places, shards)
     if wanted.attention_gate != config.attention_gate:
         double_output_projections(model)
-    return model
+    return model, origin
 
 
 def gated(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
@@ -185,7 +192,7 @@ def double_output_projections(model: nn.Module) -> None:
 
 def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Place]:
     """Return their tensor's name -> its place in ours, in their order; `shapes` are those of our parameters."""
-    blocks = row_blocks(config)
+    blocks = row_ranges(config)
     tables = {name: Rows(module) for name, module in TOP.items()}
     for layer in range(config.num_hidden_layers):
         for name, rows in family.layer.items():
@@ -279,9 +286,9 @@ def _shard_files(folder: Path) -> list[Path]:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, places: Mapping[str, Place], shards: Iterable[Path]) -> None:
+def fill(model: Decoder, places: Mapping[str, Place], shards: Iterable[Path]) -> None:
     """Copy every tensor of `shards` into its place; rows that no tensor fills become zero."""
-    with model.tp.filling_all(model) as parameters:  # type: ignore[operator,union-attr]
+    with model.tp.filling_all(model) as parameters:
         _fill(parameters, places, shards)
 
 
@@ -314,7 +321,8 @@ def _fill(parameters: dict[str, torch.Tensor], places: Mapping[str, Place], shar
 
 
 def write_hugging_face(
-    model: Any,
+    model: Decoder,
+    origin: Origin,
     folder: str | Path,
     parameters: Mapping[str, Tensor],
     tokenizer: Mapping[str, bytes] = MappingProxyType({}),
@@ -325,7 +333,8 @@ def write_hugging_face(
     A model that came from Hugging Face and still has its shape gets its own config.json back.
 
     Args:
-        model: the model, of which config, dtype and origin are used.
+        model: the model, of which config and dtype are used.
+        origin: where it came from.
         folder: the folder; its parents are made.
         parameters: name -> values of the model's parameters, whole.
         tokenizer: file name -> content of the tokenizer to save with it.
@@ -338,13 +347,12 @@ def write_hugging_face(
     folder = Path(os.path.realpath(folder))
     if strangers := [path.name for path in _entries(folder) if not _replaceable(path.name)]:
         raise UsageError(f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder")
-    origin = model.origin
     family = family_for(model.config, family_of(origin.config) if origin.config else None)
     places = tensor_places(family, model.config, {name: p.shape for name, p in parameters.items()})
     tensors = {name: place.save(parameters[place.name]) for name, place in places.items()}
     files: dict[str, Iterable[bytes | memoryview]] = {
-        "config.json": [render_json(_config_document(model, family), "config.json")],
-        "generation_config.json": [render_json(_generation_document(model), "generation_config.json")],
+        "config.json": [render_json(_config_document(model, origin, family), "config.json")],
+        "generation_config.json": [render_json(_generation_document(model, origin), "generation_config.json")],
     }
     shards = split_by_size("model", tensors, max_shard_bytes)
     if len(shards) > 1:
@@ -357,10 +365,10 @@ def write_hugging_face(
             write_file(temp / name, chunks)
 
 
-def _config_document(model: Any, family: Family) -> dict[str, Any]:
+def _config_document(model: Decoder, origin: Origin, family: Family) -> dict[str, Any]:
     """Return config.json: the model's own if it still holds, else the family's keys over the other keys of the model's own."""
     dtype = str(model.dtype).removeprefix("torch.")
-    own = dict(model.origin.config or {})
+    own = dict(origin.config or {})
     if not own or family_of(own) is not family:
         return {**family.write(model.config), "torch_dtype": dtype}
     if family.read(own) != model.config:
@@ -368,10 +376,10 @@ def _config_document(model: Any, family: Family) -> dict[str, Any]:
     return {**own, "dtype" if "dtype" in own else "torch_dtype": dtype}
 
 
-def _generation_document(model: Any) -> dict[str, Any]:
+def _generation_document(model: Decoder, origin: Origin) -> dict[str, Any]:
     config = model.config.to_dict()
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] is not None}
-    return dict(model.origin.generation) if model.origin.generation is not None else {"_from_model_config": True, **ids}
+    return dict(origin.generation) if origin.generation is not None else {"_from_model_config": True, **ids}
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -389,7 +397,3 @@ def _dtype(folder: Path, document: Mapping[str, Any]) -> torch.dtype:
     if name not in ("bfloat16", "float16", "float32"):
         raise CheckpointError(f"{folder}/config.json: dtype {name!r} is not bfloat16, float16 or float32")
     return getattr(torch, name)
-
-
-def _optional_json(file: Path) -> Any:
-    return read_json(file) if file.is_file() else None

@@ -363,10 +363,3 @@ _FEATURES = (
     "attention_gate", "attention_bias", "qk_norm", "rope_scaling", "partial_rotary_factor", "no_rope_layers",
     "sliding_window", "layer_types", "zero_centered_norm",
 )  # fmt: skip
-
-
-def row_blocks(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Block -> its first row and its number of rows in our fused weights; the padding of a headwise gate is in none."""
-    q, kv, f = config.q_size, config.kv_size, config.intermediate_size
-    gate = config.num_attention_heads if config.attention_gate == "headwise" else config.gate_size
-    return {"q": (0, q), "k": (q, kv), "v": (q + kv, kv), "g": (q + 2 * kv, gate), "gate": (0, f), "up": (f, f)}

@@ -267,7 +267,9 @@ class Trainer:
         """The tensors and documents of a checkpoint."""
         reshard(self.model)
         shared_amaxes(self.model, self.parallel.ranks.world)
-        tensors, documents = model_content(self.model, self.optimizer.masters_by_id(), parts=self.parallel.sharded)
+        tensors, documents = model_content(
+            self.model, self.model.origin, self.optimizer.masters_by_id(), parts=self.parallel.sharded
+        )
         state = {
             "optimizer": self.optimizer.state_dict(),
             "dataset": self.dataset.state_dict(),

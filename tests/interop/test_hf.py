@@ -424,7 +424,7 @@ def test_what_cannot_be_done_is_refused(theirs: Callable[..., Pair], tmp_path: P
 def test_saving_in_shards(theirs: Callable[..., Pair], tmp_path: Path) -> None:
     judge, folder = theirs("qwen3")
     model = load(folder)
-    write_hugging_face(model, tmp_path / "back", weights(model), max_shard_bytes=60_000)
+    write_hugging_face(model, model.origin, tmp_path / "back", weights(model), max_shard_bytes=60_000)
     assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 3 and MAX_SHARD_BYTES == 5e9
     assert same_tensors(tensors_of(folder), tensors_of(tmp_path / "back"))
     ids = prompts()[0]
@@ -510,7 +510,7 @@ def test_loading_takes_one_shard_of_memory_beside_the_model(theirs: Callable[...
     sizes = dict(vocab_size=4000, hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8)
     model = CausalLM.from_preset("qwen3-0.6b", device="cpu", **{**sizes, "head_dim": 64, "num_key_value_heads": 8})
     shard = 20_000_000
-    write_hugging_face(model, tmp_path, weights(model), max_shard_bytes=shard)
+    write_hugging_face(model, model.origin, tmp_path, weights(model), max_shard_bytes=shard)
     files = [file.stat().st_size for file in tmp_path.glob("model-*.safetensors")]
     assert len(files) >= 4
     command = [sys.executable, "-c", STREAMING, str(tmp_path), str(theirs("llama2")[1])]

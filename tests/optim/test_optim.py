@@ -22,7 +22,7 @@ from te_models.data.dataset import Document, TokenDataset
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import Diverged
 from te_models.files.formats import flatten_state
-from te_models.model.layers import GatedAttention
+from te_models.model.attention import GatedAttention
 from te_models.optim import OPTIMIZERS, build_optimizer, master, muon8bit, resolve_options
 from te_models.optim.galore import leading_directions
 from te_models.optim.groups import groups, parts
