@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import resource
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from ranks import run_process
 from torch import Tensor
 
 from te_models.checkpoint.folder import load_folder, save_folder
@@ -177,8 +177,7 @@ def test_kills_never_damage_or_lose_a_checkpoint(tmp_path: Path) -> None:
     script = REPOSITORY / "benchmarks" / "kill_while_saving.py"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), "--kills", "12", "--folder", str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_process(command, env=environment, timeout=120)
     summary = json.loads(done.stdout)
     assert summary["whole"] + summary["none saved yet"] == 12
     assert summary["whole"] > 0
@@ -421,5 +420,5 @@ def test_pending_saves_finish_at_exit(tmp_path: Path) -> None:
         "                              {'training': {'step': 1}}, blocking=False)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True, timeout=60)
+    run_process([sys.executable, "-c", program, str(tmp_path)], env=environment, timeout=60)
     assert step_of(Checkpoints(tmp_path).latest()) == 1

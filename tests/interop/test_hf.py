@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_process
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -515,5 +515,5 @@ def test_loading_takes_one_shard_of_memory_beside_the_model(theirs: Callable[...
     assert len(files) >= 4
     command = [sys.executable, "-c", STREAMING, str(tmp_path), str(theirs("llama2")[1])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    done = run_process(command, env=environment)
     assert int(done.stdout) <= 1.15 * max(files), f"{int(done.stdout) / max(files):.2f} of the largest shard"
