@@ -28,8 +28,8 @@ from torch import Tensor
 
 from te_models import CausalLM, list_recipes
 from te_models.data.dataset import TokenDataset, load_documents, split_documents
+from te_models.training.evaluation import evaluate
 from te_models.training.finetune import finetune, model_tokenizer
-from te_models.training.trainer import evaluate
 
 MANTISSA_BITS = {"BF16": 7, "E4M3": 3, "E4M3/E5M2": 3, "E2M1": 1}  # of the formats in the forward pass
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import seeds  # noqa: F401  processes of a test move their seeds too
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

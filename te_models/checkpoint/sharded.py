@@ -54,11 +54,11 @@ class ShardedCheckpoints(Checkpoints):
     def __init__(
         self,
         root: str | os.PathLike[str],
+        *,
         ranks: Ranks,
         model: Decoder,
         names: Sequence[str],
-        fetch: Callable[[str, int, Tensor], Tensor] | None = None,
-        *,
+        fetch: Callable[[str, int, Tensor], Tensor],
         keep_last: int | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         retry_pauses: Sequence[float] = (),
@@ -69,7 +69,7 @@ class ShardedCheckpoints(Checkpoints):
             ranks: the processes that save together.
             model: the model whose parameters, and whose optimizer's state, are saved.
             names: the names of the optimizer's parameters, in its order.
-            fetch: MasterWeights.fetch, where ranks own parameters of the optimizer.
+            fetch: the optimizer's `fetch`, which returns a tensor of its state on every rank.
         """
         super().__init__(root, keep_last=keep_last, max_shard_bytes=max_shard_bytes, retry_pauses=retry_pauses)
         self.ranks, self.model, self.names, self.fetch = ranks, model, names, fetch
@@ -139,7 +139,7 @@ class ShardedCheckpoints(Checkpoints):
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         """Return the whole tensor, from its shards (FSDP) and from the parts of all tensor-parallel ranks."""
         tensor, found = whole(tensor), _OPTIMIZER.match(name)
-        if found and self.fetch is not None:
+        if found:
             tensor = self.fetch(found[1], int(found[2]), tensor)
         if self.model.tp.size > 1 and found:
             name = self.names[int(found[2])] if tensor.dim() else name

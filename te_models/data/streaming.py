@@ -27,13 +27,13 @@ from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from te_models.data.corpus_chunks import BLOCK_BYTES, FIRST, LEARNT, BlockReader, Blocks, Piece, find_blocks
 from te_models.data.dataset import Document, check_windows, pack_window, stack_windows
 from te_models.data.tokenizer import Tokenizer
+from te_models.distributed.control import Ranks
 
 MAX_LANES = 64
 HELD_BYTES = 2**30  # of text in all lanes of one process, which bounds their number where blocks are large
@@ -59,6 +59,7 @@ class StreamingDataset:
         num_workers: processes that encode ahead; 0 encodes when a block is needed. No batch depends on it.
         rank: which of the processes this is.
         world_size: how many processes share the data.
+        ranks: all processes of the run, which `state_dict` asks for the positions of their lanes; None: this one only.
         block_bytes: text a block, about.
 
     Raises:
@@ -80,6 +81,7 @@ class StreamingDataset:
         num_workers: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        ranks: Ranks | None = None,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         check_windows(seq_len, batch_size, packing)
@@ -96,6 +98,7 @@ class StreamingDataset:
         self.num_lanes = _count_lanes(self.blocks, num_lanes) if shuffle else 1
         side = "train" if eval_fraction else "all"
         self.reader = BlockReader(self.blocks.source, tokenizer, seed, eval_fraction, side)
+        self._ranks = ranks or Ranks()
         self._fingerprint = self._hash_data(tokenizer)
         self._pool: ProcessPoolExecutor | None = None
         self._lanes: dict[int, Lane] = {}
@@ -124,15 +127,12 @@ class StreamingDataset:
         return stack_windows([pack_window(*row, self.packing) for row in rows])
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iterators of all ranks stand; every rank must call it, since they exchange their lanes' positions.
+        """Return the positions of all lanes; every rank must call it, since ranks exchange the positions of their lanes.
 
-        Without a process group, as in a test that plays all ranks, it has this rank's lanes alone: see `merge_states`.
+        Without `ranks` it contains only this rank's lanes: see `merge_states`.
         """
         positions = {str(lane): self._position(lane) for lane in self._mine}
-        if self.world_size > 1 and torch.distributed.is_available() and torch.distributed.is_initialized():
-            gathered: list[Any] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(gathered, positions)
-            positions = {lane: position for part in gathered for lane, position in part.items()}
+        positions = {lane: place for part in self._ranks.gather(positions) for lane, place in part.items()}
         return {"windows": self._next_window, "fingerprint": self._fingerprint, "lanes": positions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

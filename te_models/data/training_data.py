@@ -9,6 +9,7 @@ from te_models.data.corpus_chunks import COMPRESSIONS, corpus_size
 from te_models.data.dataset import TokenDataset, load_documents, split_documents
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer
+from te_models.distributed.control import Ranks
 
 STREAMED_BYTES = 2**30  # a corpus of more than this is streamed unless the user says otherwise
 EVAL_FRACTION = 0.01  # of a streamed corpus; in memory it is what split_documents takes
@@ -24,6 +25,7 @@ def open_data(
     num_workers: int = 2,
     rank: int = 0,
     world_size: int = 1,
+    ranks: Ranks | None = None,
 ) -> tuple[TokenDataset | StreamingDataset, list[dict[str, Tensor]]]:
     """This rank's dataset of training batches, and its batches to evaluate on.
 
@@ -36,6 +38,7 @@ def open_data(
         num_workers: processes that encode a streamed corpus ahead.
         rank: which of the processes that share the data this is; those that hold parts of one replica have the same.
         world_size: how many share it.
+        ranks: all processes of the run, which exchange the positions of a streamed corpus; None: there is one.
 
     Raises:
         ValueError: a mistake in what was asked for, or unreadable data.
@@ -50,7 +53,7 @@ def open_data(
         raise ValueError("--streaming needs --data: Python's own documentation and sources are read into memory")
     else:
         dataset = StreamingDataset(
-            path, tokenizer, config.seq_len, **share, eval_fraction=EVAL_FRACTION, num_workers=num_workers
+            path, tokenizer, config.seq_len, **share, eval_fraction=EVAL_FRACTION, num_workers=num_workers, ranks=ranks
         )
         evaluation = dataset.held_out(config.eval_batches * config.batch_size * config.seq_len * world_size)
     held_out = TokenDataset(evaluation, tokenizer, config.seq_len, **share, shuffle=False)

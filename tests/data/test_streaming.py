@@ -26,6 +26,7 @@ from te_models.data.dataset import IGNORED, Document, TokenDataset, load_documen
 from te_models.data.streaming import StreamingDataset, merge_states
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.data.training_data import open_data
+from te_models.distributed.control import Ranks
 
 END = ByteTokenizer.eos_token_id
 TEXTS = [f"{number:03} " + "abc\u00e9" * (number * 7 % 11) for number in range(60)]
@@ -331,7 +332,7 @@ def _is_running(process: int) -> bool:
 
 def _save_on_two(rank: int, folder: str, corpus: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    data = stream(Path(corpus), 2, num_lanes=4, rank=rank, world_size=2)
+    data = stream(Path(corpus), 2, num_lanes=4, rank=rank, world_size=2, ranks=Ranks(dist.group.WORLD))
     for _ in range(7):
         next(data)
     Path(folder, f"{rank}.json").write_text(json.dumps(data.state_dict()))
