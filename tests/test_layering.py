@@ -35,7 +35,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     ],
     "generation": [{"decode_loop"}, {"generate"}],
     "interop": [{"hf_families", "te_extra_state"}, {"hf", "te_checkpoint"}],
-    "checkpoint": [{"flatten", "folder"}, {"run_folder"}, {"pretrained", "sharded"}],
+    "checkpoint": [{"folder"}, {"run_folder"}, {"pretrained", "sharded"}],
     "optim": [
         {"galore", "gradients", "groups", "lowbit", "muon8bit", "parameter_owners", "state_tensors"},
         {"master"},
@@ -61,7 +61,7 @@ ONLY_IN = {
     "jinja2": {"data.chat_template"},
     "peft": {"training.lora"},
     "huggingface_hub": {"interop.hf"},
-    "safetensors": {"checkpoint.folder", "files.formats"},
+    "safetensors": set(),
     "matplotlib": {"training.plots"},
     "rich": {
         "cli.commands",
