@@ -307,7 +307,7 @@ def with_gate_rows(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[s
 
 def _fitting_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the model's parameters, and this rank's part of `tensors`, once every name and shape is known to fit."""
-    live = dict(model.named_parameters(remove_duplicate=False))
+    live: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     own = shard_state(tensors, model.config, model.tp.mesh)
     match(live, own, check_dtype=False)
     if wrong := sorted(name for name, tensor in own.items() if not tensor.is_floating_point()):
