@@ -126,7 +126,6 @@ class Decoder(nn.Module):
             self.lm_head = linear(self.te, config.hidden_size, config.vocab_size, **factory)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self._mark_fp8_blocks()
         self.tp.mark(self)
         clear_states(self)
         drop_transposed(self)
@@ -233,7 +232,7 @@ class Decoder(nn.Module):
         """
         refuse_foreign_recompute(self.recipe.stateful)
         recompute = self._recompute(input_ids.device, is_first_microbatch)
-        passed = (cache, attention_mask, document_ids, recompute, self.kernels)
+        passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
         context = forward_context(self.config, input_ids, *passed, self.dtype)
         wanted = (labels, return_logits, logits_to_keep)
         fp8 = self.fp8_layers
@@ -352,7 +351,6 @@ class Decoder(nn.Module):
             if isinstance(module, self.te.Linear):
                 self.te.reset_fp8_state(module)
         self.recipe, self.te_recipe = new, new.build(self.te)
-        self._mark_fp8_blocks()
         relink(self, self.te_recipe)
         if keep:
             self.take_fp8_state(keep, old)
@@ -380,11 +378,6 @@ class Decoder(nn.Module):
                 f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and {new.name!r} needs "
                 "others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"
             )
-
-    def _mark_fp8_blocks(self) -> None:
-        """Tell each block whether it belongs inside the autocast."""
-        for layer, block in enumerate(self.layers):
-            block.in_fp8 = layer in self.fp8_layers  # type: ignore[assignment]
 
     def _checked(self, recipe: Recipe) -> Recipe:
         """The recipe, if this model can run it here."""
