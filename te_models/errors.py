@@ -7,6 +7,7 @@ import difflib
 import importlib.metadata
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 
 class MissingPackage(ImportError, ValueError):
@@ -17,8 +18,26 @@ def unknown(kind: str, given: object, choices: Iterable[str]) -> ValueError:
     """The error for a `given` name that is not among `choices`; it names the nearest valid one."""
     names = sorted(choices)
     near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
+    near = near or [name for name in names if _initials(name) == str(given).lower()]
     hint = f"did you mean {near[0]!r}? " if near else ""
     return ValueError(f"unknown {kind} {given!r}: {hint}choose one of {', '.join(names)}")
+
+
+def _initials(name: str) -> str:
+    """Return "lr" for "learning_rate"."""
+    return "".join(word[:1] for word in name.split("_"))
+
+
+class NamedFields:
+    """Base of dataclasses whose constructor names the nearest field when it is given an unknown one."""
+
+    def __new__(cls, *values: Any, **fields: Any) -> Any:
+        """Raise a ValueError for a keyword that is no field; the dataclass's own `__init__` does the rest."""
+        known = [name for name, field in cls.__dict__["__dataclass_fields__"].items() if field.init]
+        for name in fields:
+            if name not in known:
+                raise unknown(f"field of {cls.__name__}", name, known)
+        return super().__new__(cls)
 
 
 @contextlib.contextmanager

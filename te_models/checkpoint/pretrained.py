@@ -201,22 +201,6 @@ def saved_folder(folder: str | Path) -> Path:
     return Path(folder)
 
 
-def tokenizer_of(tokenizer: str | None, model: str | Path | None) -> Path | None:
-    """Where the tokenizer is read from: `tokenizer` itself, else the model's folder; None for bytes.
-
-    Raises:
-        ValueError: the model is one of Hugging Face, so its text is not bytes, and its folder has no tokenizer.json.
-    """
-    if tokenizer is not None or model is None:
-        return None if tokenizer is None else Path(tokenizer)
-    folder = saved_folder(local_folder(model))
-    if (folder / "tokenizer.json").exists():
-        return folder
-    if is_hugging_face(folder, MODEL_TYPE):
-        raise ValueError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
-    return None
-
-
 def read_config(saved: Folder) -> tuple[ModelConfig, torch.dtype]:
     """The config and the dtype in a saved folder."""
     values = dict(saved.documents["config"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import FrozenInstanceError, dataclass, field, fields
+from dataclasses import MISSING, FrozenInstanceError, dataclass, field, fields
 from typing import Any, get_type_hints
 
-from te_models.errors import unknown
+from te_models.errors import NamedFields, unknown
 
 ATTENTION_GATES = ("elementwise", "headwise", "none")
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -30,46 +30,47 @@ ROPE_SCALINGS = {
 FEATURE_ALIGNMENT = 32
 
 
+def _field(default: Any, text: str, **options: Any) -> Any:
+    return field(default=default, metadata={"help": text}, **options)
+
+
 @dataclass(kw_only=True, unsafe_hash=True)  # frozen by __setattr__ below
-class ModelConfig:
-    """Shape of a gated-attention decoder. Sizes are counts of elements; every field can be overridden by keyword.
+class ModelConfig(NamedFields):
+    """Shape of a gated-attention decoder. Sizes are counts of elements.
 
-    `attention_gate` is "elementwise" (one sigmoid gate per channel of the attention output), "headwise" (one per head)
-    or "none" (Llama, Qwen3, Mistral): Qiu et al. 2025, arXiv 2505.06708. `attention_bias` is a bias on q, k and v
-    (Qwen2); `qk_norm` an RMSNorm on each head of q and k (Qwen3). `num_key_value_heads` defaults to
-    `num_attention_heads` and `head_dim` to `hidden_size / num_attention_heads`.
+    `num_key_value_heads` defaults to `num_attention_heads` and `head_dim` to `hidden_size / num_attention_heads`. The
+    gate of attention is that of Qiu et al. 2025, arXiv 2505.06708: "elementwise" has one sigmoid gate per channel of the
+    attention output, "headwise" one per head, "none" none (Llama, Qwen3, Mistral). `rope_scaling` is None or a row of
+    ROPE_SCALINGS, such as {"rope_type": "linear", "factor": 2.0}.
 
-    `rope_scaling` is None or a row of ROPE_SCALINGS, such as {"rope_type": "linear", "factor": 2.0};
-    `partial_rotary_factor` the share of a head's channels that RoPE rotates (Qwen3-Next); `no_rope_layers` has an entry a
-    layer, 1 with RoPE and 0 without (SmolLM3's name and meaning). A query sees the last `sliding_window` keys, itself
-    included, in the layers that `layer_types` calls "sliding_attention", or in all if that is None (Mistral).
-    `zero_centered_norm` stores gamma - 1 in every norm (Qwen3-Next). `eos_token_id` may be several.
+    Raises:
+        ValueError: an unknown keyword (the message names the nearest field), or sizes that do not fit each other.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int = None  # type: ignore[assignment]  # filled in below, so that readers see an int
-    head_dim: int = None  # type: ignore[assignment]
-    max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
-    partial_rotary_factor: float = 1.0
-    no_rope_layers: tuple[int, ...] | None = None
-    sliding_window: int | None = None
-    layer_types: tuple[str, ...] | None = None
-    attention_gate: str = "elementwise"
-    attention_bias: bool = False
-    qk_norm: bool = False
-    zero_centered_norm: bool = False
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
-    pad_token_id: int | None = None
+    vocab_size: int = _field(MISSING, "Number of token ids.")
+    hidden_size: int = _field(MISSING, "Width of the residual stream.")
+    intermediate_size: int = _field(MISSING, "Width of the MLP.")
+    num_hidden_layers: int = _field(MISSING, "Number of blocks.")
+    num_attention_heads: int = _field(MISSING, "Number of query heads.")
+    num_key_value_heads: int = _field(None, "Number of key and value heads; default: one per query head.")
+    head_dim: int = _field(None, "Channels per head; default: hidden size / query heads.")
+    max_position_embeddings: int = _field(4096, "Longest sequence.")
+    rms_norm_eps: float = _field(1e-5, "Epsilon of every RMSNorm.")
+    rope_theta: float = _field(10000.0, "Base of the RoPE frequencies.")
+    rope_scaling: Mapping[str, Any] | None = _field(None, "Stretching of RoPE beyond the trained length.", hash=False)
+    partial_rotary_factor: float = _field(1.0, "Share of a head's channels that RoPE rotates (Qwen3-Next).")
+    no_rope_layers: tuple[int, ...] | None = _field(None, "One entry per layer: 1 with RoPE, 0 without (SmolLM3).")
+    sliding_window: int | None = _field(None, "Number of keys that a query sees, itself included (Mistral).")
+    layer_types: tuple[str, ...] | None = _field(None, 'One entry per layer, "full_attention" or "sliding_attention"; None: the window applies to all.')
+    attention_gate: str = _field("elementwise", "Gate of the attention output: elementwise, headwise or none.")
+    attention_bias: bool = _field(False, "Bias on q, k and v (Qwen2).")
+    qk_norm: bool = _field(False, "RMSNorm on each head of q and k (Qwen3).")
+    zero_centered_norm: bool = _field(False, "Store gamma - 1 in every norm (Qwen3-Next).")
+    tie_word_embeddings: bool = _field(False, "Share one table between embedding and head.")
+    initializer_range: float = _field(0.02, "Standard deviation of initial weights.")
+    bos_token_id: int | None = _field(None, "Token id that begins a text.")
+    eos_token_id: int | tuple[int, ...] | None = _field(None, "Token id that ends a text; may be several.")
+    pad_token_id: int | None = _field(None, "Token id of padding.")
 
     def __post_init__(self) -> None:
         for name in ("no_rope_layers", "layer_types", "eos_token_id"):
@@ -191,7 +192,7 @@ class ModelConfig:
         for name in values:
             if name not in known:
                 raise unknown("config field", name, known)
-        required = [f.name for f in fields(cls) if f.default is dataclasses.MISSING]
+        required = [f.name for f in fields(cls) if f.default is MISSING]
         if missing := [name for name in required if name not in values]:
             raise ValueError(f"the config lacks {', '.join(missing)}")
         return cls(**values)

@@ -75,6 +75,27 @@ SCHEMES: dict[str, Scheme] = {
 # Ours, beside the scheme's own: which layers stay out of FP8.
 EDGES: dict[str, Check] = dict(num_layers_at_start_in_bf16=int, num_layers_at_end_in_bf16=int, lm_head=("bf16", "fp8"))
 
+FIELD_HELP = {  # of every field that is a flag of the command line
+    "margin": "Bits of headroom: scales are divided by 2**margin.",
+    "fp8_format": "HYBRID: E4M3 forward, E5M2 for gradients; E4M3: both.",
+    "amax_history_len": "Steps of amax history.",
+    "amax_compute_algo": "Scale from the most recent amax or the maximum of the history.",
+    "reduce_amax": "Reduce amaxes over all processes.",
+    "use_power_2_scales": "Round scales down to powers of two.",
+    "backward_override": "Operands of the backward GEMMs: as the recipe has them (none), high_precision or dequantized.",
+    "use_f32_scales": "FP32 scales instead of powers of two.",
+    "x_block_scaling_dim": "Blocks of activations: 1 x 128 (1) or 128 x 128 (2).",
+    "w_block_scaling_dim": "Blocks of weights: 1 x 128 (1) or 128 x 128 (2).",
+    "grad_block_scaling_dim": "Blocks of gradients: 1 x 128 (1) or 128 x 128 (2).",
+    "enable_2d_quantization": "Quantize weights in 32 x 32 blocks.",
+    "disable_rht": "Leave out the random Hadamard transform.",
+    "disable_stochastic_rounding": "Round gradients to nearest.",
+    "disable_2d_quantization": "Quantize weights in 1 x 16 blocks instead of 16 x 16.",
+    "num_layers_at_start_in_bf16": "Blocks at the start that stay in BF16.",
+    "num_layers_at_end_in_bf16": "Blocks at the end that stay in BF16.",
+    "lm_head": "Precision of the output head: bf16 or fp8.",
+}
+
 
 @dataclass(frozen=True)
 class Recipe:

@@ -1,4 +1,4 @@
-"""Conversations as text: the template that comes with a tokenizer, applied as transformers applies it."""
+"""Conversations as text: a tokenizer's chat template, rendered as transformers does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Message = Mapping[str, str]
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}, with which templates mark the assistant's words for training."""
+    """{% generation %} ... {% endgeneration %}, which marks the assistant's words for training."""
 
     tags = {"generation"}
 
@@ -27,11 +27,14 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template: messages of the form {"role": "user", "content": "..."} -> the text of a prompt.
+    """A tokenizer's chat template, which turns messages such as {"role": "user", "content": "..."} into a prompt.
 
     Args:
-        source: the template, in Jinja.
+        source: the Jinja template.
         tokens: its variables, such as bos_token and eos_token.
+
+    Raises:
+        ValueError: the source is not valid Jinja.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
@@ -48,11 +51,11 @@ class ChatTemplate:
         self.tokens = dict(tokens)
 
     @classmethod
-    def of(cls, folder: str | Path) -> ChatTemplate:
-        """The template in a tokenizer's folder: chat_template.jinja, else the one in tokenizer_config.json.
+    def from_folder(cls, folder: str | Path) -> ChatTemplate:
+        """Read the template of a tokenizer's folder: chat_template.jinja, else the one in tokenizer_config.json.
 
         Raises:
-            ValueError: there is none; one line that says what to do.
+            ValueError: there is none.
         """
         file = Path(folder) / "tokenizer_config.json"
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -67,7 +70,7 @@ class ChatTemplate:
         return cls(source, {name: value for name, value in values.items() if isinstance(value, str)})
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
-        """The prompt after which the assistant speaks next; `variables` are the template's own, such as enable_thinking.
+        """Return the prompt after which the assistant speaks; `variables` are the template's, such as enable_thinking.
 
         Raises:
             ValueError: the template refuses the messages.

@@ -12,14 +12,13 @@ import torch
 from rich.console import Console
 
 from te_models.causal_lm import CausalLM
-from te_models.checkpoint.pretrained import tokenizer_of
 from te_models.checkpoint.run_folder import Checkpoints
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import check_vocabulary
 from te_models.data.streaming import StreamingDataset
-from te_models.data.tokenizer import Tokenizer, load_tokenizer
+from te_models.data.tokenizer import load_tokenizer
 from te_models.data.training_data import open_data
-from te_models.generation.generate import continue_text
+from te_models.generation.text import continue_text
 from te_models.optim import resolve_options
 from te_models.training.metrics import drawn, plot_losses, read_metrics
 from te_models.training.parallel import Parallel, parallel, restarts
@@ -78,7 +77,7 @@ def _finetune(
     """`finetune` in one process of those that share the run."""
     config, console = shared.config, Console(quiet=not shared.ranks.first)
     own = dataclasses.replace(config, batch_size=shared.rows(config.batch_size))
-    words = model_tokenizer(tokenizer, model_folder)
+    words = load_tokenizer(tokenizer or model_folder)
     dataset, eval_batches = read(words, own, rank=shared.data_rank, world_size=shared.data_world)
     torch.manual_seed(config.seed)
     model = build(shared.build)
@@ -129,11 +128,6 @@ def _draw(folder: Path, recipe: str) -> str:
     """Draw the run's loss curve; returns where it is, or why there is none."""
     path = folder / "loss.png"
     return drawn(path, lambda: plot_losses(path, {recipe: read_metrics(folder / "metrics.jsonl")}, folder.name))
-
-
-def model_tokenizer(path: str | None, model_folder: str | None) -> Tokenizer:
-    """The tokenizer at `path`, else the one saved with the model, else bytes."""
-    return load_tokenizer(tokenizer_of(path, model_folder))
 
 
 def _starting_step(folder: Path, resume: bool, config: TrainConfig) -> int:
