@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from te_models import CausalLM, list_recipes
-from te_models.data.dataset import TokenDataset, load_documents, split_documents
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import load_documents, split_documents
 from te_models.training.finetune import finetune, model_tokenizer
 from te_models.training.trainer import evaluate
 

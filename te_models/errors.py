@@ -1,4 +1,4 @@
-"""Errors of one line: a name that is wrong, with the nearest that there is; an optional package that is missing."""
+"""Every exception that te-models raises on purpose, each with the exit code of the command line. No torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,75 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 
-class MissingPackage(ImportError, ValueError):
+class TeModelsError(Exception):
+    """Base of every error that te-models raises on purpose. Its message is one line: what is wrong and what to do.
+
+    Attributes:
+        exit_code: the exit code of the command line. 2 means that the request or its input is wrong, 1 that the run failed.
+    """
+
+    exit_code = 1
+
+
+class UsageError(TeModelsError, ValueError):
+    """The request cannot be met: a wrong name or value, or a combination that is not supported."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A field of a model's config, of a recipe or of a training config is wrong."""
+
+
+class MissingPackage(UsageError, ImportError):
     """An optional package is not installed, too old, or cannot be imported; the message says what to install."""
 
 
-def unknown(kind: str, given: object, choices: Iterable[str]) -> ValueError:
-    """The error for a `given` name that is not among `choices`; it names the nearest valid one."""
+class OutputInUse(UsageError):
+    """Another process writes to the output folder."""
+
+
+class CheckpointError(TeModelsError, ValueError):
+    """Saved state is damaged, incomplete, hostile or does not fit; nothing of it was used."""
+
+    exit_code = 2
+
+
+class DataError(TeModelsError, ValueError):
+    """Training data or a tokenizer is damaged, empty, too large or of an unknown format."""
+
+    exit_code = 2
+
+
+class DataUnavailable(DataError, OSError):
+    """Training data cannot be read: it is missing, or its server no longer answers."""
+
+
+class SaveError(TeModelsError, RuntimeError):
+    """Saving failed; anything saved under that name before is intact."""
+
+    exit_code = 2
+
+
+class EngineError(TeModelsError, RuntimeError):
+    """A model or an engine was used in an order or in a place in which its results would be wrong."""
+
+
+class Diverged(TeModelsError, RuntimeError):
+    """The loss or the gradient norm became NaN or infinite; the weights are those of the step before."""
+
+
+class LostPeer(TeModelsError, RuntimeError):
+    """Another process of the run died or no longer answers."""
+
+
+def unknown(kind: str, given: object, choices: Iterable[str]) -> UsageError:
+    """Return the error for a `given` name that is not among `choices`; it names the nearest valid one."""
     names = sorted(choices)
     near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
     near = near or [name for name in names if _initials(name) == str(given).lower()]
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return ValueError(f"unknown {kind} {given!r}: {hint}choose one of {', '.join(names)}")
+    return UsageError(f"unknown {kind} {given!r}: {hint}choose one of {', '.join(names)}")
 
 
 def _initials(name: str) -> str:
@@ -42,16 +100,16 @@ class NamedFields:
 
 @contextlib.contextmanager
 def needs(what: str, package: str, oldest: str, extra: str) -> Iterator[None]:
-    """Import an optional `package` inside this, and a failure becomes one line that says what to install.
+    """Turn a failed import of an optional package in the block into one line that says what to install.
 
     Args:
-        what: what needs the package.
-        package: its name, for pip.
-        oldest: the oldest version that will do, as pyproject.toml has it.
+        what: the feature that needs the package.
+        package: the package's name for pip.
+        oldest: the oldest version that works, as in pyproject.toml.
         extra: the extra of te-models that installs it.
 
     Raises:
-        MissingPackage: it is not installed, older than `oldest`, or its import fails.
+        MissingPackage: the package is not installed, is older than `oldest`, or fails to import.
     """
     install = f"{what} needs {package} {oldest} or newer%s: pip install -U 'te-models[{extra}]'"
     try:

@@ -16,14 +16,16 @@ import torch
 import te_models.engine.emulated as emulated
 from te_models.config.presets import get_preset
 from te_models.config.training import TrainConfig
-from te_models.data.dataset import Document, TokenDataset
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import Document
 from te_models.data.tokenizer import load_tokenizer
 from te_models.distributed.dtensor import local
+from te_models.errors import Diverged
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model import offload
 from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel, meshes, parallel, reshard
-from te_models.training.trainer import Diverged, Result, Trainer
+from te_models.training.trainer import Result, Trainer
 
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2)
 TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(40)]

@@ -1,4 +1,4 @@
-"""Optional packages: what is missing, too old or cannot be imported is named in one line, with what to install."""
+"""Error types and exit codes; optional packages that are missing, too old or broken."""
 
 from __future__ import annotations
 
@@ -11,9 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from te_models.errors import MissingPackage, needs
+from te_models import errors
+from te_models.cli import commands
+from te_models.errors import (
+    CheckpointError,
+    DataError,
+    DataUnavailable,
+    Diverged,
+    EngineError,
+    LostPeer,
+    MissingPackage,
+    SaveError,
+    TeModelsError,
+    UsageError,
+    needs,
+)
 
 ROOT = Path(__file__).parent.parent
+RUN_FAILURES = (Diverged, EngineError, LostPeer)
 Pretend = Callable[[str, str | None], None]
 
 
@@ -72,3 +87,38 @@ def test_the_oldest_versions_are_those_of_pyproject() -> None:
     for package, oldest, extra in asked:
         (line,) = re.findall(rf"^{extra} = (.*)$", text, re.MULTILINE)
         assert f'"{package}>={oldest}"' in line
+
+
+def test_every_error_is_a_type_with_an_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line goes by the type alone: an error with another exit code needs no change there."""
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TeModelsError)]
+    assert len(kinds) > 10
+    for kind in kinds:
+
+        def fail(*args: object, kind: type[TeModelsError] = kind, **options: object) -> None:
+            raise kind("first\n line")
+
+        monkeypatch.setattr(commands.cli, "main", fail)
+        assert (
+            commands.main([]) == kind.exit_code == (1 if issubclass(kind, RUN_FAILURES) or kind is TeModelsError else 2)
+        )
+        assert capsys.readouterr().err == "te-models: first line\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        (UsageError, ValueError),
+        (CheckpointError, ValueError),
+        (DataError, ValueError),
+        (DataUnavailable, OSError),
+        (MissingPackage, ImportError),
+        (SaveError, RuntimeError),
+        (Diverged, RuntimeError),
+    ],
+)
+def test_callers_may_catch_python_s_own_types(kind: type[Exception], base: type[Exception]) -> None:
+    with pytest.raises(base, match="^reason$"):
+        raise kind("reason")

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from te_models.errors import CheckpointError, UsageError
 from te_models.files.atomic import first_line
-from te_models.files.formats import METADATA, CheckpointError, list_some
+from te_models.files.formats import METADATA, list_some
 
 
 def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
@@ -43,7 +44,7 @@ def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
             return {"$float": str(value)}
         if value is None or kind in (bool, int, float, str):
             return value
-        raise ValueError(f"{place or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which JSON cannot hold")
+        raise UsageError(f"{place or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which JSON cannot hold")
 
     return tensors, encode(state, "")
 

@@ -27,9 +27,9 @@ import safetensors
 import torch
 from torch import Tensor
 
-from te_models.files.atomic import SaveError, first_line, hash_file, readable, replacing_folder, write_file
+from te_models.errors import CheckpointError, SaveError, UsageError
+from te_models.files.atomic import first_line, hash_file, readable, replacing_folder, write_file
 from te_models.files.formats import (
-    CheckpointError,
     check_savable,
     list_some,
     open_safetensors,
@@ -239,7 +239,7 @@ def prepare(tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str,
     aliases: dict[str, dict[str, str]] = {}
     for name in (*tensors, *documents):
         if not _NAME.fullmatch(name) or name == "manifest":
-            raise ValueError(f"{name!r} cannot name a file of saved state; use a-z, 0-9 and _, and not 'manifest'")
+            raise UsageError(f"{name!r} cannot name a file of saved state; use a-z, 0-9 and _, and not 'manifest'")
     for group, members in tensors.items():
         kept[group], aliases[group], first = {}, {}, {}
         for name, tensor in members.items():
@@ -312,7 +312,7 @@ def refuse_strangers(path: Path) -> None:
             saved = set()
         strangers = sorted(set(os.listdir(path)) - saved)
     if strangers:
-        raise ValueError(f"{path} holds what te-models did not save ({list_some(strangers)}); choose another folder")
+        raise UsageError(f"{path} holds what te-models did not save ({list_some(strangers)}); choose another folder")
 
 
 def _write_files(folder: Path, content: Content, max_shard_bytes: int) -> None:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from te_models.checkpoint.flatten import unflatten_state
-from te_models.checkpoint.folder import MANIFEST, CheckpointError, Folder, load_folder, match, save_folder
+from te_models.checkpoint.folder import MANIFEST, Folder, load_folder, match, save_folder
 from te_models.checkpoint.run_folder import Checkpoints
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import Recipe, recipe_fields, recipe_from_dict
-from te_models.errors import unknown
+from te_models.errors import CheckpointError, unknown
 from te_models.files.formats import read_json
 from te_models.fp8.primary_weights import (
     is_quantized,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from te_models.checkpoint.folder import MAX_SHARD_BYTES, Content, prepare, write_content
 from te_models.device.cuda_capture import outside_captures
+from te_models.errors import UsageError
 from te_models.files.atomic import discard, readable, replace_text, sweep
 
 _LATEST = "latest"
@@ -35,7 +36,7 @@ class Checkpoints:
         self, root: str | os.PathLike[str], *, keep_last: int | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> None:
         if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last is {keep_last}; it must be at least 1, or None to keep all")
+            raise UsageError(f"keep_last is {keep_last}; it must be at least 1, or None to keep all")
         self.root = Path(root)
         self.keep_last = keep_last
         self.max_shard_bytes = max_shard_bytes

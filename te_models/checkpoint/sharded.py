@@ -26,7 +26,8 @@ from te_models.checkpoint.folder import Content, finish_folder, prepare, record,
 from te_models.checkpoint.run_folder import Checkpoints
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import cut, local, whole
-from te_models.files.atomic import SaveError, first_line, replacing_folder
+from te_models.errors import SaveError, UsageError
+from te_models.files.atomic import first_line, replacing_folder
 from te_models.files.formats import render_safetensors
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.tensor_parallel import gather_state, shard
@@ -62,7 +63,7 @@ class ShardedCheckpoints(Checkpoints):
             SaveError: it failed on some process; earlier checkpoints are intact. All processes raise alike.
         """
         if not blocking or copy_later:
-            raise ValueError("several processes save together: blocking=False is for one")
+            raise UsageError("several processes save together: blocking=False is for one")
         path = self.root / f"step-{step:08d}"
         content: list[Content] = []
 
@@ -70,7 +71,7 @@ class ShardedCheckpoints(Checkpoints):
             content.append(prepare({g: {n: local(t) for n, t in m.items()} for g, m in tensors.items()}, documents))
             return [self._shared_out(tensors, content[0].aliases), content[0].aliases]
 
-        files, aliases = self.ranks.from_first(plan, ValueError)
+        files, aliases = self.ranks.from_first(plan, UsageError)
         with ExitStack() as stack:
 
             def begin() -> str:

@@ -13,10 +13,18 @@ from te_models.config.presets import get_preset
 
 @click.command(cls=Command)
 @model_options
-@option("--recipes", default="bf16,delayed,current", show_default=True,
-        help="Recipes to time; append +fused, +eager, ... for a way to run.")
-@option("--peers", default="none", show_default=True,
-        help="Other implementations to time: torch, torchao, te-layer, te-layer-bf16.")
+@option(
+    "--recipes",
+    default="bf16,delayed,current",
+    show_default=True,
+    help="Recipes to time; append +fused, +eager, ... for a way to run.",
+)
+@option(
+    "--peers",
+    default="none",
+    show_default=True,
+    help="Other implementations to time: torch, torchao, te-layer, te-layer-bf16.",
+)
 @option("--batch-size", default=8, show_default=True, help="Sequences per step.")
 @option("--seq-len", default=2048, show_default=True, help="Tokens per sequence.")
 @option("--steps", default=15, show_default=True, help="Timed rounds; every variant runs once in each.")

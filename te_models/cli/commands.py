@@ -18,10 +18,11 @@ from te_models.cli.generate import generate
 from te_models.cli.list import list_command
 from te_models.cli.plan import plan
 from te_models.cli.verify import verify
+from te_models.errors import TeModelsError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     try:
         code = cli.main(arguments, prog_name="te-models", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -32,11 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, error.format_message())
     except (click.Abort, KeyboardInterrupt):
         return _fail(None, "stopped", code=130)
-    except (ValueError, OSError, RuntimeError) as error:
-        if type(error).__name__ in ("Diverged", "LostPeer"):
-            return _fail(error, str(error), code=1)
-        if isinstance(error, RuntimeError) and type(error).__name__ != "SaveError":
-            raise
+    except TeModelsError as error:
+        return _fail(error, str(error), error.exit_code)
+    except (ValueError, OSError) as error:  # of Python and of libraries, for bad input
         return _fail(error, str(error))
 
 

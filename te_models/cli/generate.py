@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from te_models.cli.options import Command, build_model, model_options, option, tokenizer_option
+from te_models.errors import UsageError
 
 if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
@@ -19,21 +20,39 @@ SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_st
 
 @click.command(cls=Command)
 @option("--prompt", help="Text to continue; with --chat, the user's message.")
-@option("--chat", is_flag=True,
-        help="Apply the tokenizer's chat template; without --prompt, answer each line of standard input.")
+@option(
+    "--chat",
+    is_flag=True,
+    help="Apply the tokenizer's chat template; without --prompt, answer each line of standard input.",
+)
 @option("--system", help="System message, with --chat.")
 @model_options
 @tokenizer_option
 @option("--max-new-tokens", default=200, show_default=True, group="Sampling", help="Most tokens to generate.")
 @option("--greedy", is_flag=True, group="Sampling", help="Take the likeliest token at every step.")
-@option("--temperature", default=0.8, show_default=True, group="Sampling",
-        help="Divisor of the logits: below 1 sharper, above 1 flatter.")
+@option(
+    "--temperature",
+    default=0.8,
+    show_default=True,
+    group="Sampling",
+    help="Divisor of the logits: below 1 sharper, above 1 flatter.",
+)
 @option("--top-k", type=int, group="Sampling", help="Sample among the K likeliest tokens.")
 @option("--top-p", type=float, group="Sampling", help="Sample from the smallest set of tokens of this probability.")
-@option("--min-p", type=float, group="Sampling",
-        help="Sample among tokens with at least this share of the likeliest token's probability.")
-@option("--stop", "stop_strings", multiple=True, metavar="TEXT", group="Sampling",
-        help="End before this text; may be repeated.")
+@option(
+    "--min-p",
+    type=float,
+    group="Sampling",
+    help="Sample among tokens with at least this share of the likeliest token's probability.",
+)
+@option(
+    "--stop",
+    "stop_strings",
+    multiple=True,
+    metavar="TEXT",
+    group="Sampling",
+    help="End before this text; may be repeated.",
+)
 @option("--seed", type=int, group="Sampling", help="Seed of the random numbers; default: a different one every time.")
 def generate(
     preset: str | None, model: str | None, prompt: str | None, chat: bool, system: str | None, tokenizer: str | None,
@@ -46,7 +65,7 @@ def generate(
     if prompt is None and not chat:
         raise click.UsageError("give --prompt TEXT, or --chat")
     if prompt == "":
-        raise ValueError("the prompt is empty: give at least one token")
+        raise UsageError("the prompt is empty: give at least one token")
     words = load_tokenizer(tokenizer or model)
     if chat:
         words.chat_template()  # fail before the model is loaded
@@ -55,7 +74,12 @@ def generate(
 
 
 def answer_lines(
-    model: CausalLM, tokenizer: Tokenizer, lines: Iterable[str], chat: bool, system: str | None, sampling: dict[str, Any]
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    lines: Iterable[str],
+    chat: bool,
+    system: str | None,
+    sampling: dict[str, Any],
 ) -> None:
     """Print the answer to each line as it is generated; without `chat`, the line and its continuation."""
     from te_models.data.dataset import check_vocabulary  # noqa: PLC0415  imports torch

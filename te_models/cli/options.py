@@ -12,7 +12,6 @@ import click
 from rich.console import Console, RenderableType
 
 from te_models.config.model import ModelConfig, config_fields
-from te_models.config.presets import list_presets
 from te_models.config.recipe import FIELD_HELP, list_recipes, recipe_fields
 from te_models.config.training import TrainConfig
 
@@ -115,7 +114,8 @@ def _scalar(kind: Any) -> type | None:
 
 model_options = chained(
     option("--preset", metavar="NAME", help="Model shape with random weights: `te-models list` has the names."),
-    option("--model", metavar="DIR", help="Saved model, Hugging Face folder or name, or run folder (newest checkpoint)."),
+    option("--model", metavar="DIR",
+           help="Saved model, run folder (its newest checkpoint), Hugging Face folder or name."),
     option("--recipe", metavar="NAME|FILE", help=f"Precision: {', '.join(list_recipes())}, or a TOML file."),
     option("--engine", default="auto", show_default=True, metavar="NAME", group="Model",
            help="auto, native (Transformer Engine) or emulated (its numbers on any device)."),
@@ -202,7 +202,7 @@ def console(width: int = 140) -> Console:
 class Report(Protocol):
     """A result with tables for people and a dict for programs."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Any:
         """Return the result as plain JSON values."""
         ...
 

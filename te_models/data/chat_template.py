@@ -13,6 +13,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from te_models.errors import DataError
+
 Message = Mapping[str, str]
 
 
@@ -47,7 +49,7 @@ class ChatTemplate:
         try:
             self.template = environment.from_string(source)
         except TemplateError as error:
-            raise ValueError(f"the chat template is not valid Jinja: {error}") from None
+            raise DataError(f"the chat template is not valid Jinja: {error}") from None
         self.tokens = dict(tokens)
 
     @classmethod
@@ -64,7 +66,7 @@ class ChatTemplate:
         if isinstance(source, list):  # several by name, of which "default" is the one without tools
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         if not source:
-            raise ValueError(f"{folder} has no chat template, so it is no chat model: leave out --chat")
+            raise DataError(f"{folder} has no chat template, so it is no chat model: leave out --chat")
         names = [name for name in config if name.endswith("_token") and config[name]]
         values = {name: config[name]["content"] if isinstance(config[name], dict) else config[name] for name in names}
         return cls(source, {name: value for name, value in values.items() if isinstance(value, str)})
@@ -79,7 +81,7 @@ class ChatTemplate:
         try:
             return self.template.render(**{**self.tokens, **context, **variables})
         except TemplateError as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from None
+            raise DataError(f"the chat template refuses these messages: {error}") from None
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

@@ -1,8 +1,8 @@
 """Text to token ids and back: raw bytes, which need no files, or a Hugging Face tokenizer.json.
 
 Both kinds are saved as tokenizer.json and tokenizer_config.json in Hugging Face's format. The byte tokenizer is a BPE
-without merges that falls back to bytes, so that the `tokenizers` library gives the same ids; its special tokens are only
-in the vocabulary, so that no text, not even "<eos>", encodes to one.
+without merges that falls back to bytes, so that the `tokenizers` library gives the same ids; its special tokens are
+only in the vocabulary, so that no text, not even "<eos>", encodes to one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from te_models.checkpoint.pretrained import MODEL_TYPE, saved_folder
 from te_models.data.chat_template import ChatTemplate, Message
-from te_models.errors import needs
+from te_models.errors import DataError, needs
 from te_models.interop.hf import is_hugging_face, local_folder
 
 CONTEXT = 16  # tokens before new ones that their text may depend on
@@ -109,14 +109,24 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
         file = folder / "tokenizer.json"
         if not file.exists() and (folder / "config.json").is_file():
             if is_hugging_face(folder, MODEL_TYPE):
-                raise ValueError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
+                raise DataError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
             return ByteTokenizer()
     document = _read_json(file)
     if document is None:
-        raise ValueError(f"{file}: no such file; give a Hugging Face tokenizer.json or a folder that holds one")
+        raise DataError(f"{file}: no such file; give a Hugging Face tokenizer.json or a folder that holds one")
     if document == ByteTokenizer().documents()["tokenizer"]:
         return ByteTokenizer(file.parent)
     return HuggingFaceTokenizer(document, file)
+
+
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """Return the id that ends each document; a DataError if the tokenizer has none."""
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "the tokenizer has no end-of-text token to put between documents: name one as eos_token in "
+            "tokenizer_config.json beside its tokenizer.json"
+        )
+    return tokenizer.eos_token_id
 
 
 def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
@@ -142,7 +152,7 @@ class _Chat(ABC):
     def chat_template(self) -> ChatTemplate:
         """Return the chat template in the tokenizer's folder; a ValueError if there is none."""
         if self.folder is None:
-            raise ValueError("bytes have no chat template: give --model or --tokenizer a folder that has one")
+            raise DataError("bytes have no chat template: give --model or --tokenizer a folder that has one")
         return ChatTemplate.from_folder(self.folder)
 
     def apply_chat_template(self, messages: Sequence[Message], **variables: Any) -> list[int]:
@@ -220,7 +230,7 @@ class HuggingFaceTokenizer(_Chat):
         try:
             self._backend = Backend.from_str(json.dumps(document))
         except Exception as error:  # the library raises nothing more specific
-            raise ValueError(f"{file}: not a tokenizer.json of Hugging Face's tokenizers library ({error})") from None
+            raise DataError(f"{file}: not a tokenizer.json of Hugging Face's tokenizers library ({error})") from None
         # A file may contain the truncation of the model it was made for, which would silently cut documents.
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -235,7 +245,7 @@ class HuggingFaceTokenizer(_Chat):
         self.vocab_size = max(self._backend.get_vocab().values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; special tokens spelled out in it become their ids, as usual for these tokenizers."""
+        """Return the ids of `text`; special tokens spelled out in it become their ids, as is usual."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -288,9 +298,9 @@ def _read_json(file: Path) -> Any:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ValueError(f"{file}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise ValueError(f"{file}: not JSON ({error})") from None
+        raise DataError(f"{file}: not JSON ({error})") from None
 
 
 def _write_documents(folder: Path, documents: dict[str, Any]) -> None:

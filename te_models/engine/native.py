@@ -40,7 +40,7 @@ from transformer_engine.pytorch.optimizers import FusedAdam
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_align_size_for_quantization
 
 import te_models.kernels.handover_triton as handover_triton
-from te_models.kernels.early_save import held, keep, kept
+from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.handover_triton import Codes
 
 __version__ = version("transformer-engine")
@@ -179,7 +179,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, gradient: Target | None, quantizer: Any) -> Tensor:
         """gate_up [N, 2F] -> [N, F]."""
         ctx.gradient = gradient
-        keep(ctx, gate_up, again=lambda: _swiglu_for_backward(quantizer))
+        save_input(ctx, gate_up, recompute=lambda: _swiglu_for_backward(quantizer))
         if (target := _target(quantizer)) is not None:
             return target.tensor(handover_triton.swiglu(gate_up, *target.place), gate_up.dtype)
         return tex.swiglu(gate_up, quantizer)
@@ -187,7 +187,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """The gradient of gate_up."""
-        gate_up, dy = kept(ctx), dy.contiguous()
+        gate_up, dy = saved_input(ctx), dy.contiguous()
         if ctx.gradient is not None:
             codes = handover_triton.dswiglu(dy, gate_up, *ctx.gradient.place)
             return ctx.gradient.tensor(codes, gate_up.dtype), None, None
@@ -220,7 +220,7 @@ def _swiglu(gate_up: Tensor, producer: Any, consumer: Any) -> Tensor:
     """kernels.handover.swiglu."""
     if not torch.is_grad_enabled():
         return tex.swiglu(gate_up, None)
-    gate_up = held(gate_up)
+    gate_up = save_early(gate_up)
     gradient, _ = _targets(producer, consumer)
     return _SwiGLU.apply(gate_up, gradient, _quantizer(consumer, "scaling_fwd"))
 

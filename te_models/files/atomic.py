@@ -16,11 +16,9 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from te_models.errors import SaveError
+
 _CHUNK_BYTES = 4 * 2**20
-
-
-class SaveError(RuntimeError):
-    """Saving failed; what was saved under that name before is intact."""
 
 
 def first_line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ import safetensors
 import torch
 from torch import Tensor
 
+from te_models.errors import CheckpointError, UsageError
 from te_models.files.atomic import first_line
 
 MAX_JSON_BYTES = 64 * 2**20  # tokenizers of published models have up to 20 MB
@@ -37,10 +38,6 @@ _DTYPE_NAMES = {
 }
 
 
-class CheckpointError(ValueError):
-    """What was read is damaged, incomplete, hostile or does not fit; nothing of it was used."""
-
-
 def list_some(items: Iterable[str], limit: int = 5) -> str:
     """A few of `items` and how many more there are, in one line of bounded length."""
     items = list(items)
@@ -57,11 +54,11 @@ def render_json(value: Any, name: str) -> bytes:
     try:
         text = json.dumps(value, indent=2, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not plain JSON: {first_line(error)}; flatten_state makes it so") from None
+        raise UsageError(f"{name} is not plain JSON: {first_line(error)}; flatten_state makes it so") from None
     if len(text) > MAX_JSON_BYTES:
-        raise ValueError(f"{name} has {len(text)} bytes of JSON, more than the limit of {MAX_JSON_BYTES}")
+        raise UsageError(f"{name} has {len(text)} bytes of JSON, more than the limit of {MAX_JSON_BYTES}")
     if json.loads(text) != value:
-        raise ValueError(f"{name} has tuples or keys that are not strings; flatten_state makes plain JSON of it")
+        raise UsageError(f"{name} has tuples or keys that are not strings; flatten_state makes plain JSON of it")
     return text
 
 
@@ -84,13 +81,13 @@ def check_savable(name: str, tensor: Tensor) -> None:
     """Raises ValueError unless a safetensors file can hold the tensor under this name exactly."""
     name.encode()
     if name == METADATA:
-        raise ValueError(f"a tensor cannot be named {METADATA}: safetensors reserves it")
+        raise UsageError(f"a tensor cannot be named {METADATA}: safetensors reserves it")
     if type(tensor) not in (Tensor, torch.nn.Parameter):
-        raise ValueError(
+        raise UsageError(
             f"{name} is a {type(tensor).__name__}; save its dequantized value or the tensors it is made of"
         )
     if tensor.dtype not in _DTYPE_NAMES or tensor.layout != torch.strided or tensor.is_meta:
-        raise ValueError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}, which cannot be saved")
+        raise UsageError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}, which cannot be saved")
 
 
 def render_safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:

@@ -33,8 +33,8 @@ def cached_tokens(
 ) -> Generator[Tensor]:
     """Yield the `count` tokens after `ids` [B, S], int64 [B] on the host, one step at a time.
 
-    `graph` captures the steps after the first in a CUDA graph; `pick` draws from `generator`. The weights must not change
-    before the last token, since an FP8 recipe reuses their quantized values.
+    `graph` captures the steps after the first in a CUDA graph; `pick` draws from `generator`. The weights must not
+    change before the last token, since an FP8 recipe reuses their quantized values.
     """
     loop = DecodeLoop(model, ids, mask, count, pick, generator, graph)
     ahead, launched = int(ids.is_cuda), 0
@@ -111,7 +111,7 @@ class DecodeLoop:
         self._forward(self.newest, None, first=False)
 
     def _capture(self) -> None:
-        """Capture a step and replay it. If another thread disturbs the capture, this and all later steps run eagerly."""
+        """Capture a step and replay it. If another thread disturbs the capture, all steps from here run eagerly."""
         length = self.cache.length
         try:
             with capture(self.graph, self.stream, self.generator):
@@ -134,7 +134,7 @@ class DecodeLoop:
         self.done += 1
 
     def _warm_up(self) -> None:
-        """Run a step on the stream of the capture, so that libraries allocate workspaces and kernels are compiled there."""
+        """Run a step on the stream of the capture, where libraries allocate workspaces and kernels are compiled."""
         current = torch.cuda.current_stream(self.made.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):

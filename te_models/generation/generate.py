@@ -1,8 +1,8 @@
 """Tokens from a model: greedy or sampled, step by step, for batches of unequal prompts.
 
 A key/value cache stores earlier positions, and on a GPU the steps are replayed from a CUDA graph
-(te_models.generation.decode_loop). Under an FP8 recipe the model pads each step's rows to the alignment and leaves every
-scale and amax history as it was.
+(te_models.generation.decode_loop). Under an FP8 recipe the model pads each step's rows to the alignment and leaves
+every scale and amax history as it was.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from te_models.data.tokenizer import Tokenizer, text_after
+from te_models.errors import UsageError
 from te_models.generation.decode_loop import cached_tokens, recomputed_tokens
-from te_models.generation.options import GenerationOptions, Settings
+from te_models.generation.options import GenerationOptions, Settings, complete
 from te_models.generation.sampling import sample
 from te_models.model.decoder import Decoder
 
@@ -29,6 +30,7 @@ def generate(
     input_ids: Prompts,
     max_new_tokens: int = 64,
     attention_mask: Tensor | None = None,
+    tokenizer: Tokenizer | None = None,
     **options: Unpack[GenerationOptions],
 ) -> Tensor:
     """Continue each prompt by up to `max_new_tokens`; return int64 [B, S + new], prompts included.
@@ -37,7 +39,7 @@ def generate(
     without one), and the loop ends when every row has.
     """
     ids, mask = batch_of(model, input_ids, attention_mask)
-    new = list(stream(model, ids, max_new_tokens, mask, **options))
+    new = list(stream(model, ids, max_new_tokens, mask, tokenizer, **options))
     return torch.cat((ids, torch.stack(new, dim=1).to(ids.device)), dim=1)
 
 
@@ -47,6 +49,7 @@ def stream(
     input_ids: Prompts,
     max_new_tokens: int = 64,
     attention_mask: Tensor | None = None,
+    tokenizer: Tokenizer | None = None,
     **options: Unpack[GenerationOptions],
 ) -> Iterator[Tensor]:
     """Yield the new tokens of all rows, int64 [B] in host memory, as soon as they are known.
@@ -56,14 +59,17 @@ def stream(
         input_ids: int64 [B, S], or one prompt or several of any length as lists of ids.
         max_new_tokens: most tokens to add.
         attention_mask: [B, S], 0 at padding, which must be on the left.
+        tokenizer: decodes new tokens for `stop_strings`.
         options: see GenerationOptions.
 
     Raises:
         ValueError: an empty prompt, padding on the right, an id outside the vocabulary, a prompt that with
-            `max_new_tokens` exceeds max_position_embeddings, an unknown option or one out of range, a cache that does not
-            fit into memory.
+            `max_new_tokens` exceeds max_position_embeddings, an unknown option or one out of range, a cache that does
+            not fit into memory.
     """
-    settings = Settings(**options)
+    settings = complete(options)
+    if settings.endings and tokenizer is None:
+        raise UsageError("stop_strings needs tokenizer=, to read the new tokens as text")
     ids, mask = batch_of(model, input_ids, attention_mask)
     _check_room(model, ids.shape[1], max_new_tokens)
     graph = _with_graph(model, settings)
@@ -85,10 +91,10 @@ def stream(
             for made, new in enumerate(steps, start=1):
                 new = new.masked_fill(ended, filler)
                 ended = ended | torch.isin(new, stops)
-                if settings.tokenizer is not None and settings.endings:
+                if tokenizer is not None and settings.endings:
                     for row, token in zip(rows, new.tolist(), strict=True):
                         row.append(token)
-                    found = [_has_ended(row, made, settings.endings, settings.tokenizer) for row in rows]
+                    found = [_has_ended(row, made, settings.endings, tokenizer) for row in rows]
                     ended |= torch.tensor(found)
                 yield new
                 if (len(stops) or settings.endings) and bool(ended.all()):
@@ -100,23 +106,25 @@ def batch_of(model: Decoder, prompts: Prompts, attention_mask: Tensor | None) ->
     if not isinstance(prompts, Tensor):
         rows = _rows(prompts)
         if not rows or not all(rows):
-            raise ValueError("the prompt is empty: give at least one token")
+            raise UsageError("the prompt is empty: give at least one token")
         width = max(map(len, rows))
         padding = pad_id(model, None)
         attention_mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
         prompts = torch.tensor([[padding] * (width - len(row)) + row for row in rows])
     ids = prompts.to(model.device)
     if not ids.numel() or (attention_mask is not None and not bool(attention_mask.any(-1).all())):
-        raise ValueError("the prompt is empty: give at least one token")
+        raise UsageError("the prompt is empty: give at least one token")
     if int(ids.max()) >= model.config.vocab_size or int(ids.min()) < 0:
         wrong = int(ids.max()) if int(ids.min()) >= 0 else int(ids.min())
-        raise ValueError(
+        raise UsageError(
             f"the prompt has token {wrong}, the model {model.config.vocab_size} tokens: use the model's own tokenizer"
         )
     if attention_mask is None:
         return ids, None
+    if attention_mask.shape != ids.shape:
+        raise UsageError(f"attention_mask has shape {list(attention_mask.shape)}, the prompts {list(ids.shape)}")
     if not bool(attention_mask[:, -1].all()):
-        raise ValueError("attention_mask has padding on the right: to generate, pad the prompts on the left")
+        raise UsageError("attention_mask has padding on the right: to generate, pad the prompts on the left")
     return ids, attention_mask.to(model.device)
 
 
@@ -162,9 +170,9 @@ def _check_room(model: Decoder, length: int, max_new_tokens: int) -> None:
     limit = model.config.longest_sequence
     name = "max_position_embeddings" if limit == model.config.max_position_embeddings else "the stretched limit of RoPE"
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} adds nothing: give 1 or more")
+        raise UsageError(f"max_new_tokens={max_new_tokens} adds nothing: give 1 or more")
     if length + max_new_tokens > limit:
-        raise ValueError(
+        raise UsageError(
             f"{length} prompt tokens and max_new_tokens={max_new_tokens} are more than {name}={limit}: "
             "shorten one of them"
         )
@@ -174,7 +182,7 @@ def _with_graph(model: Decoder, settings: Settings) -> bool:
     """Return whether the steps are to be captured in a CUDA graph."""
     on_cuda = model.device.type == "cuda"
     if settings.cuda_graph is True and not on_cuda:
-        raise ValueError(f"cuda_graph=True needs a CUDA device and the model is on {model.device}: leave it at 'auto'")
+        raise UsageError(f"cuda_graph=True needs a CUDA device and the model is on {model.device}: leave it at 'auto'")
     return settings.use_cache and on_cuda if settings.cuda_graph == "auto" else bool(settings.cuda_graph)
 
 

@@ -16,8 +16,8 @@ def sample(
 ) -> Tensor:
     """Draw one token per row of logits FP32 [B, V]; return int64 [B].
 
-    After division by `temperature`, only those tokens remain that are among the `top_k` likeliest, in the smallest set of
-    probability `top_p`, and at least `min_p` times as likely as the likeliest.
+    After division by `temperature`, only those tokens remain that are among the `top_k` likeliest, in the smallest set
+    of probability `top_p`, and at least `min_p` times as likely as the likeliest.
     """
     logits = logits / temperature
     if top_k is not None:

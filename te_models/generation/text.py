@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from te_models.data.tokenizer import Tokenizer, text_after
 from te_models.generation.generate import stop_ids, stream
-from te_models.generation.options import GenerationOptions, Settings
+from te_models.generation.options import GenerationOptions, complete
 from te_models.model.decoder import Decoder
 
 
@@ -26,12 +26,12 @@ def stream_text(
     """
     ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    options = {"eos_token_id": sorted({*stop_ids(model, "config"), *own}), **options, "tokenizer": tokenizer}
-    settings = Settings(**options)
+    options.setdefault("eos_token_id", sorted({*stop_ids(model, "config"), *own}))
+    settings = complete(options)
     stops, endings = set(stop_ids(model, settings.eos_token_id)), settings.endings
     made: list[int] = []
     text, sent = "", 0
-    for tokens in stream(model, [ids], max_new_tokens, **options):
+    for tokens in stream(model, [ids], max_new_tokens, tokenizer=tokenizer, **options):
         if int(tokens[0]) not in stops:
             made.append(int(tokens[0]))
         text = text_after(tokenizer, ids, made)
@@ -54,6 +54,6 @@ def continue_text(
 
 
 def _certain(text: str, endings: Sequence[str]) -> int:
-    """Return how much of `text` later tokens cannot change: without half a character or half a stop string at its end."""
+    """Return the length of `text` that is final: without half a character or half a stop string at its end."""
     begun = max((n for end in endings for n in range(len(end)) if text.endswith(end[:n])), default=0)
     return len(text.rstrip("\ufffd")) - begun

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from te_models.config.layout import linear_sizes
 from te_models.config.model import ModelConfig
 from te_models.kernels.sdpa import causal_attention
 
@@ -25,19 +26,13 @@ class Roofline(NamedTuple):
         return self.gemm + self.attention + self.memory
 
 
-def linears(config: ModelConfig) -> list[tuple[int, int]]:
-    """(in, out) of the four GEMMs of a block."""
-    d, f = config.hidden_size, config.intermediate_size
-    return [(d, config.qkvg_size), (config.q_size, d), (d, 2 * f), (f, d)]
-
-
 def model_flops(config: ModelConfig, batch: int, seq: int, gated: bool = True) -> float:
     """Floating-point operations of one forward and backward: 6 a weight and token, and causal attention's 6 B S^2 A H.
 
     `gated` False leaves out the gate's columns, for a peer that has none.
     """
     gate = 0 if gated else config.hidden_size * config.gate_size
-    weights = config.num_hidden_layers * (sum(i * o for i, o in linears(config)) - gate)
+    weights = config.num_hidden_layers * (sum(i * o for i, o in linear_sizes(config).values()) - gate)
     weights += config.hidden_size * config.vocab_size
     return 6.0 * weights * batch * seq + 6.0 * config.num_hidden_layers * batch * seq * seq * config.q_size
 
@@ -49,10 +44,10 @@ def roofline(config: ModelConfig, batch: int, seq: int, fp8_layers: int, device:
     for fp8, count in ((True, fp8_layers), (False, layers - fp8_layers)):
         if count:
             # Forward, the input's gradient, the weight's gradient: the same product turned round.
-            shapes = [s for i, o in linears(config) for s in ((rows, i, o), (rows, o, i), (o, rows, i))]
+            shapes = [s for i, o in linear_sizes(config).values() for s in ((rows, i, o), (rows, o, i), (o, rows, i))]
             gemm += count * sum(_gemm(*shape, fp8, device) for shape in shapes)
     # Each GEMM's input and output once in the forward; in the backward once more, with its gradient. BF16.
-    moved = 2 * 3 * rows * layers * sum(i + o for i, o in linears(config))
+    moved = 2 * 3 * rows * layers * sum(i + o for i, o in linear_sizes(config).values())
     return Roofline(gemm, layers * _attention(config, batch, seq, device), moved / _copy_bytes_per_ms(device))
 
 

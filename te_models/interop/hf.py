@@ -17,20 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_models.config.layout import row_ranges
 from te_models.config.model import ModelConfig
 from te_models.distributed.dtensor import local, put
-from te_models.errors import needs
+from te_models.errors import CheckpointError, UsageError, needs
 from te_models.files.atomic import first_line, readable, replacing_folder, write_file
-from te_models.files.formats import (
-    CheckpointError,
-    list_some,
-    open_safetensors,
-    read_json,
-    render_json,
-    render_safetensors,
-)
+from te_models.files.formats import list_some, open_safetensors, read_json, render_json, render_safetensors
 from te_models.fp8.primary_weights import plain, write_weight
-from te_models.interop.hf_families import TOP, Family, Rows, family_for, family_of, row_blocks
+from te_models.interop.hf_families import TOP, Family, Rows, family_for, family_of
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
@@ -120,7 +114,7 @@ def local_folder(name: str | Path) -> Path:
         )
     except Exception as error:  # the library's errors have no common base but this one
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise ValueError(f"{name} is no folder here, and the Hugging Face hub did not give it ({reason})") from None
+        raise UsageError(f"{name} is no folder here, and the Hugging Face hub did not give it ({reason})") from None
 
 
 def _is_hub_name(name: str) -> bool:
@@ -169,7 +163,7 @@ def gated(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
     """`config` with `overrides`, among which a gate may be added to an ungated model but not changed or removed."""
     wanted = dataclasses.replace(config, **overrides)
     if config.attention_gate not in ("none", wanted.attention_gate):
-        raise ValueError(
+        raise UsageError(
             f"the model has attention_gate={config.attention_gate!r}, which cannot become {wanted.attention_gate!r}: "
             "only an ungated model can be given a gate"
         )
@@ -189,7 +183,7 @@ def double_output_projections(model: nn.Module) -> None:
 
 def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Place]:
     """Their tensor's name -> its place in ours, in their order; `shapes` are those of our parameters."""
-    blocks = row_blocks(config)
+    blocks = row_ranges(config)
     tables = {name: Rows(module) for name, module in TOP.items()}
     for layer in range(config.num_hidden_layers):
         for name, rows in family.layer.items():
@@ -304,7 +298,7 @@ def write_hugging_face(
     """
     folder = Path(os.path.realpath(folder))
     if strangers := [path.name for path in _entries(folder) if not _replaceable(path.name)]:
-        raise ValueError(f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder")
+        raise UsageError(f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder")
     origin = model.origin
     family = family_for(model.config, family_of(origin.config) if origin.config else None)
     if parameters is None:

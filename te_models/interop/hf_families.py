@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from te_models.config.model import ModelConfig
-from te_models.errors import unknown
+from te_models.errors import ConfigError, unknown
 
 Values = Mapping[str, Any]
 
@@ -70,7 +70,9 @@ class Family:
         self._refuse_unsupported(config)
         for key in SIZES:
             if not isinstance(config.get(key), int):
-                raise ValueError(f"{key}={config[key]!r} is not a whole number" if key in config else f"it lacks {key}")
+                raise ConfigError(
+                    f"{key}={config[key]!r} is not a whole number" if key in config else f"it lacks {key}"
+                )
         stated = {**self.defaults, **config}  # a null among these is a statement, such as having no eos token
         ours = {key: stated[key] for key in COPIED if key in stated}
         theirs = {**self.defaults, **{key: value for key, value in config.items() if value is not None}}
@@ -96,17 +98,19 @@ class Family:
         for key, value in config.items():
             if key in self.only and value not in self.only[key]:
                 wanted = " or ".join(map(repr, self.only[key]))
-                raise ValueError(f"{key}={value!r} is not supported for {self.model_type}: te-models computes {wanted}")
+                raise ConfigError(
+                    f"{key}={value!r} is not supported for {self.model_type}: te-models computes {wanted}"
+                )
             known = key in self.known() or key in HARMLESS or key in self.ignored or key.startswith(("_", "unsloth_"))
             if not known and value is not None and value is not False:
                 shown = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:77]}..."
-                raise ValueError(
+                raise ConfigError(
                     f"{key}={shown} is not supported for {self.model_type}: te-models does not know it; if it changes "
                     "nothing in what the model computes, take it out of config.json"
                 )
         for name in config.get("architectures") or ():
             if not name.endswith("ForCausalLM"):
-                raise ValueError(f"architectures={name!r} is not supported: te-models reads {self.architecture}")
+                raise ConfigError(f"architectures={name!r} is not supported: te-models reads {self.architecture}")
 
 
 COPIED = (
@@ -136,14 +140,14 @@ def _read_rope(theirs: Values) -> dict[str, Any]:
     """transformers 5 writes `rope_parameters`; before that it was `rope_theta` and `rope_scaling`."""
     values = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
     if any(isinstance(value, Mapping) for value in values.values()):
-        raise ValueError("rope_parameters by layer type are not supported: te-models has one RoPE for all layers")
+        raise ConfigError("rope_parameters by layer type are not supported: te-models has one RoPE for all layers")
     found = {key: values.pop(key, theirs.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
     found = {key: value for key, value in found.items() if value is not None}
     kinds = [values.pop(key) for key in ("type", "rope_type") if key in values]
     if kinds and kinds[-1] != "default":
         found["rope_scaling"] = {"rope_type": kinds[-1], **values}
     elif values:
-        raise ValueError(f"rope_scaling with {', '.join(values)} but no rope_type is not supported")
+        raise ConfigError(f"rope_scaling with {', '.join(values)} but no rope_type is not supported")
     return found
 
 
@@ -207,7 +211,7 @@ GATE_FLAGS = {"headwise": "headwise_attn_output_gate", "elementwise": "elementwi
 def _read_gate(theirs: Values) -> dict[str, Any]:
     gates = [gate for gate, flag in GATE_FLAGS.items() if theirs.get(flag)]
     if len(gates) > 1:
-        raise ValueError(f"{' and '.join(GATE_FLAGS.values())} together are not supported: set one of them to false")
+        raise ConfigError(f"{' and '.join(GATE_FLAGS.values())} together are not supported: set one of them to false")
     return {"attention_gate": gates[0] if gates else "none", "qk_norm": bool(theirs["use_qk_norm"])}
 
 
@@ -225,13 +229,13 @@ def _read_dense(theirs: Values) -> dict[str, Any]:
     ]
     for layer, kind in enumerate(types):
         if kind != "full_attention":
-            raise ValueError(
+            raise ConfigError(
                 f"layer_types: layer {layer} is {kind!r}, which is not supported: te-models reads full_attention"
             )
     experts, step = theirs["num_experts"], theirs["decoder_sparse_step"]
     for layer in range(count):
         if experts and (layer + 1) % step == 0 and layer not in theirs["mlp_only_layers"]:
-            raise ValueError(f"num_experts={experts} in layer {layer} is not supported: te-models reads dense layers")
+            raise ConfigError(f"num_experts={experts} in layer {layer} is not supported: te-models reads dense layers")
     return {}
 
 
@@ -352,17 +356,10 @@ def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
         except ValueError:
             continue
     features = {name: value for name, value in config.to_dict().items() if name in _FEATURES and value}
-    raise ValueError(f"no architecture of Hugging Face combines {features}: save it with format='te'")
+    raise ConfigError(f"no architecture of Hugging Face combines {features}: save it with format='te'")
 
 
 _FEATURES = (
     "attention_gate", "attention_bias", "qk_norm", "rope_scaling", "partial_rotary_factor", "no_rope_layers",
     "sliding_window", "layer_types", "zero_centered_norm",
 )  # fmt: skip
-
-
-def row_blocks(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Block -> its first row and its number of rows in our fused weights; the padding of a headwise gate is in none."""
-    q, kv, f = config.q_size, config.kv_size, config.intermediate_size
-    gate = config.num_attention_heads if config.attention_gate == "headwise" else config.gate_size
-    return {"q": (0, q), "k": (q, kv), "v": (q + kv, kv), "g": (q + 2 * kv, gate), "gate": (0, f), "up": (f, f)}

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from te_models.config.recipe import SCHEMES, Recipe, get_recipe
+from te_models.errors import CheckpointError
 from te_models.files.atomic import first_line
-from te_models.files.formats import CheckpointError, open_safetensors
+from te_models.files.formats import open_safetensors
 from te_models.interop.te_extra_state import read_extra_state
 
 SUFFIXES = (".pt", ".pth")

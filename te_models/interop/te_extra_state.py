@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.errors import CheckpointError
 from te_models.files.atomic import first_line
-from te_models.files.formats import CheckpointError
 
 MAX_BYTES = 64 * 2**20
 MAX_OPCODES = 4096  # a real state has about 200

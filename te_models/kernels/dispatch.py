@@ -1,10 +1,10 @@
-"""The operations round the GEMMs: plain PyTorch functions, and their fast twins for a GPU.
+"""The operations between the GEMMs of a model, and the choice of their implementation.
 
-Launching each elementwise operation by itself makes FP8 slower than compiled BF16 (241 against 229 ms a step at 1B on
-an H200), so a GPU gets the compiled twins by default; on a CPU there is nothing to win and compilation takes longer
-than a small run. `fused` goes further: attention with all that lies round it is one operation
-(kernels/gated_attention.py), te modules hand each other FP8 (kernels/handover.py), and the head's loss writes its gradient
-over the logits (kernels/lm_head_triton.py).
+Each operation has a plain version in PyTorch and faster twins. Launching every elementwise operation by itself makes FP8
+slower than compiled BF16 (241 against 229 ms per step at 1B on an H200), so `compile` fuses them with torch.compile; on a
+CPU compilation takes longer than a small run. `fused` goes further: attention with RoPE and gate is one operation
+(gated_attention.py), te modules hand FP8 to each other (handover.py), and the loss writes its gradient over the logits
+(lm_head_triton.py).
 """
 
 from __future__ import annotations
@@ -12,66 +12,98 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_models.kernels import elementwise, gated_attention, handover, lm_head
 
 
-class Kernels(NamedTuple):
-    """One implementation of every operation that is not a GEMM.
+class Norm(Protocol):
+    """A te.RMSNorm before the te.Linear `consumer`: x [N, D], delta [N, D] or None -> (norm(x + delta), x + delta)."""
 
-    Signatures: kernels/elementwise.py for rope, gate and cross_entropy, kernels/lm_head.py for loss_and_gradient and multiply, and
-    kernels/handover.py for norm, swiglu, linear and targets. `attention` None: attention is put together from the others.
+    def __call__(
+        self, module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class SwiGLU(Protocol):
+    """SwiGLU between the te.Linear `producer` and `consumer`: [N, 2F] -> [N, F]."""
+
+    def __call__(self, gate_up: Tensor, producer: nn.Module, consumer: nn.Module) -> Tensor: ...
+
+
+class Linear(Protocol):
+    """A te.Linear: x [N, I] -> [N, O]. `is_first_microbatch` as in Transformer Engine."""
+
+    def __call__(self, module: nn.Module, x: Tensor, *, is_first_microbatch: bool | None = None) -> Tensor: ...
+
+
+class Targets(Protocol):
+    """Where attention may write FP8: the gradient for `producer` and the input of `consumer`; None where it may not."""
+
+    def __call__(self, producer: nn.Module, consumer: nn.Module) -> tuple[Any, Any]: ...
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One implementation of every operation that is not a GEMM; the defaults are the plain ones.
+
+    Shapes: elementwise.py for rope, gate, cross_entropy and embedding, lm_head.py for loss_and_gradient and multiply.
     """
 
-    rope: Callable[..., Tensor]
-    gate: Callable[..., Tensor]
-    cross_entropy: Callable[..., Tensor]
-    loss_and_gradient: Callable[..., Any]
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor] = elementwise.rope
+    gate: Callable[[Tensor, Tensor], Tensor] = elementwise.gate
+    cross_entropy: Callable[[Tensor, Tensor], Tensor] = elementwise.cross_entropy
+    embedding: Callable[[nn.Module, Tensor], Tensor] = elementwise.embedding
+    loss_and_gradient: lm_head.Kernel = lm_head.loss_and_gradient
     multiply: lm_head.Multiply | None = None
-    norm: Callable[..., tuple[Tensor, Tensor]] = handover.norm
-    swiglu: Callable[..., Tensor] = handover.swiglu
-    linear: Callable[..., Tensor] = handover.linear
-    targets: Callable[..., tuple[Any, Any]] = handover.targets
-    attention: gated_attention.Operations | None = None
-    embedding: Callable[..., Tensor] = elementwise.embedding
+    norm: Norm = handover.norm
+    swiglu: SwiGLU = handover.swiglu
+    linear: Linear = handover.linear
+    targets: Targets = handover.targets
+    attention: gated_attention.Operations | None = None  # None: attention is composed of the operations above
 
 
-PLAIN = Kernels(elementwise.rope, elementwise.gate, elementwise.cross_entropy, lm_head.loss_and_gradient)
+PLAIN = Kernels()
 
 
 @functools.cache
 def compiled_kernels() -> Kernels:
-    """The same operations, each one fused kernel forward and one backward (torch.compile)."""
+    """The plain operations, each compiled to one kernel forward and one backward (torch.compile)."""
     both = dict(forward=torch.compile(elementwise.swiglu), backward=torch.compile(elementwise.swiglu_backward))
-    rope, gate, cross_entropy, loss_and_gradient = (torch.compile(fn) for fn in PLAIN[:4])
-    return Kernels(rope, gate, cross_entropy, loss_and_gradient, swiglu=functools.partial(handover.swiglu, **both))
+    return Kernels(
+        rope=torch.compile(elementwise.rope),
+        gate=torch.compile(elementwise.gate),
+        cross_entropy=torch.compile(elementwise.cross_entropy),
+        loss_and_gradient=torch.compile(lm_head.loss_and_gradient),
+        swiglu=functools.partial(handover.swiglu, **both),
+    )
 
 
 def get_kernels(te: ModuleType, device: torch.device, *, compile: bool, fused: bool) -> Kernels:
-    """What a model runs with: compiled on a CUDA device if asked for; `fused` adds what the engine `te` has beyond that."""
+    """The kernels of a model on `device`: compiled on a CUDA device if asked for; `fused` adds what the engine has."""
     kernels = compiled_kernels() if compile and device.type == "cuda" else PLAIN
     if not fused:
         return kernels
-    return kernels._replace(**fused_operations(device), **te.handover)
+    return replace(kernels, **fused_operations(device), **te.handover)
 
 
 def fused_operations(device: torch.device) -> dict[str, Any]:
-    """Fields of Kernels: attention_core's elementwise parts, the head's loss and the embedding, in Triton on a CUDA device.
+    """Fields of Kernels: attention, the loss and the embedding, in Triton on a CUDA device and plain on a CPU.
 
-    On a CPU attention_core's plain parts; nothing on GPUs before Ampere, for which neither cuDNN's attention nor Triton is.
+    Empty on GPUs before Ampere, which neither cuDNN's attention nor Triton supports.
     """
     if device.type != "cuda":
         return {"attention": gated_attention.PLAIN}
     if torch.cuda.get_device_capability(device) < (8, 0):
         return {}
-    core, loss, embedding = (
+    attention, loss, embedding = (
         importlib.import_module(f"te_models.kernels.{name}_triton")
         for name in ("gated_attention", "lm_head", "embedding")
-    )  # Triton comes with CUDA builds
+    )  # Triton comes with CUDA builds of PyTorch alone
     found = dict(loss_and_gradient=loss.loss_and_gradient, multiply=loss.multiply)
-    return dict(attention=core.TRITON, embedding=embedding.embedding, **found)
+    return dict(attention=attention.TRITON, embedding=embedding.embedding, **found)

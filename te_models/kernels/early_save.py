@@ -1,10 +1,9 @@
-"""What an operation needs of its input in backward, saved before the operation has run.
+"""Save the input of an operation for its backward before the operation has run.
 
-torch.utils.checkpoint stops a recompute at the last tensor that the first pass saved. An autograd Function saves its input
-only once its forward has run, so a checkpoint that ends with SwiGLU would compute SwiGLU again for nothing. Here the input
-passes through a node that does nothing but save it, and the operation reads it there; see `keep` and `kept`.
-
-Since the node can be read by anybody, an operation's output need not be kept either where it is cheap: see `remade`.
+torch.utils.checkpoint stops a recompute at the last tensor that the first pass saved, and an autograd Function saves its
+input only once its forward has run: a recompute that ends with SwiGLU would compute SwiGLU for nothing. Here the input
+first passes through a node that only saves it (`save_early`), where the operation finds it in backward (`save_input`,
+`saved_input`). Since others can read that node too, a cheap output need not be saved at all (`discarding`).
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 
 
-class _Held(torch.autograd.Function):
-    """The identity; saves its input."""
+class _EarlySave(torch.autograd.Function):
+    """The identity, which saves its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -29,28 +28,28 @@ class _Held(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
-        """The gradient as it is."""
+        """The gradient, unchanged."""
         return dx
 
 
-def held(x: Tensor) -> Tensor:
-    """x, saved at once; the next operation's forward calls `keep` in place of ctx.save_for_backward."""
-    return _Held.apply(x)
+def save_early(x: Tensor) -> Tensor:
+    """Save x now and return it; the forward of the next operation calls `save_input` for ctx.save_for_backward."""
+    return _EarlySave.apply(x)
 
 
-def keep(ctx: Any, x: Tensor, again: Callable[[], Callable[[Tensor], Tensor]]) -> None:
-    """In the forward of an autograd Function of x: have x there in backward.
+def save_input(ctx: Any, x: Tensor, recompute: Callable[[], Callable[[Tensor], Tensor]]) -> None:
+    """Call in the forward of an autograd Function of x to make x available in its backward.
 
-    `again()`, called before the forward pass ends, gives what makes its output once more of x in backward.
+    `recompute()`, called before the forward pass ends, returns the function that computes the output from x in backward.
     """
-    ctx.source = x.grad_fn if type(x.grad_fn) is _Held._backward_cls else None  # type: ignore[attr-defined]
-    ctx.again = again
+    ctx.source = x.grad_fn if type(x.grad_fn) is _EarlySave._backward_cls else None  # type: ignore[attr-defined]
+    ctx.recompute = recompute
     if ctx.source is None:
         ctx.save_for_backward(x)
 
 
-def kept(ctx: Any) -> Tensor:
-    """In its backward: x."""
+def saved_input(ctx: Any) -> Tensor:
+    """Return x in the backward of that Function."""
     if ctx.source is None:
         return ctx.saved_tensors[0]
     x, ctx.source.read = ctx.source.read, None
@@ -58,37 +57,37 @@ def kept(ctx: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def remade(y: Tensor) -> Iterator[None]:
-    """Inside, an operation that saves y, which came of one that called `keep`, saves nothing: backward computes y again."""
+def discarding(y: Tensor) -> Iterator[None]:
+    """Inside, an operation that saves y, the output of one that called `save_input`, saves nothing: backward recomputes y."""
     node: Any = y.grad_fn
-    if getattr(node, "source", None) is None:
+    if getattr(node, "source", None) is None:  # y was not computed from an input that was saved early
         yield
         return
-    again, this = node.again(), _place(y)
+    compute, this = node.recompute(), _identity(y)
 
     def pack(tensor: Tensor) -> tuple[Tensor, int] | None:
-        return None if _place(tensor) == this else (tensor, tensor._version)
+        return None if _identity(tensor) == this else (tensor, tensor._version)
 
     def unpack(saved: tuple[Tensor, int] | None) -> Tensor:
         if saved is not None:
             return _unchanged(*saved)
-        if node.source.read is None:  # a checkpoint gives what it made again to one reader, and SwiGLU is the next
+        if node.source.read is None:  # a checkpoint hands a recomputed tensor to one reader; SwiGLU is the next
             node.source.read = node.source.saved_tensors[0]
         with torch.no_grad():
-            return again(node.source.read)
+            return compute(node.source.read)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """What tells whether two tensors are one; a quantized tensor's memory is that of several others."""
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors that are the same; a quantized tensor has no address of its own."""
     place = id(tensor) if hasattr(tensor, "quantize_") else tensor.data_ptr()
     return place, tensor.dtype, tensor.shape
 
 
 def _unchanged(tensor: Tensor, version: int) -> Tensor:
-    """The tensor; autograd's own check for changes is off where there are hooks."""
+    """Return the tensor; autograd's own check for changes is off where there are hooks."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a "

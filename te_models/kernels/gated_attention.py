@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_models.config.layout import Section, attention_sections, first_rows, stored_rows
 from te_models.config.model import ModelConfig
 from te_models.kernels.sdpa import suits_cudnn
 
@@ -38,14 +39,18 @@ class Heads(NamedTuple):
     dim: int
     gate: str  # "elementwise", "headwise" or "none", as ModelConfig.attention_gate
 
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """The columns of qkvg."""
+        return attention_sections(self.query, self.key, self.dim, self.gate)
+
     def split(self, qkvg: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Views of qkvg [B*S, Q]: q [B, S, A, H], k and v [B, S, K, H], the gate [B, S, A, H or 1] or None."""
-        sizes = [self.query * self.dim, self.key * self.dim, self.key * self.dim]
-        q, k, v, rest = qkvg.unflatten(0, (batch, -1)).split([*sizes, qkvg.shape[1] - sum(sizes)], dim=-1)
+        q, k, v, rest = qkvg.unflatten(0, (batch, -1)).split(stored_rows(self.sections), dim=-1)
         q, k, v = (t.unflatten(-1, (-1, self.dim)) for t in (q, k, v))
         if self.gate == "none":
             return q, k, v, None
-        # A headwise gate has one column a head, and further ones that only fill up the alignment.
+        # A headwise gate has one column per head, and padding.
         gate = (
             rest.unflatten(-1, (self.query, self.dim)) if self.gate == "elementwise" else rest[..., : self.query, None]
         )
@@ -180,12 +185,7 @@ def _write_codes(
     cos: Tensor | None, sin: Tensor | None, slopes: Callable[[Tensor], list[Tensor]],
 ) -> None:  # fmt: skip
     """The backward's gradient [q | k | v | gate] as codes; `slopes` is attention's own backward."""
-    starts = [
-        0,
-        heads.query * heads.dim,
-        (heads.query + heads.key) * heads.dim,
-        (heads.query + 2 * heads.key) * heads.dim,
-    ]
+    starts = first_rows(heads.sections)
     dmixed = dy if logits is None else ops.gate_backward(codes, place, starts[3], dy, mixed, logits)
     dq, dk, dv = slopes(dmixed)
     for slope, first in ((dq, starts[0]), (dk, starts[1])):
@@ -198,8 +198,7 @@ def _write_codes(
 
 def _has_filling(qkvg: Tensor, rows: int, heads: Heads) -> bool:
     """Whether qkvg has rows or columns that only fill up the alignment, whose gradient is zero."""
-    gate = {"elementwise": heads.query * heads.dim, "headwise": heads.query, "none": 0}[heads.gate]
-    return qkvg.shape != (rows, (heads.query + 2 * heads.key) * heads.dim + gate)
+    return len(qkvg) != rows or any(section.used != section.stored for section in heads.sections)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:

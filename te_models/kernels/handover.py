@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_models.kernels.early_save import held, keep, kept
+from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.elementwise import swiglu as silu_times_up
 from te_models.kernels.elementwise import swiglu_backward
 
@@ -36,14 +36,14 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
         """gate_up [N, 2F] -> [N, F]."""
-        keep(ctx, gate_up, lambda: forward)
+        save_input(ctx, gate_up, recompute=lambda: forward)
         ctx.make_gradient = backward
         return forward(gate_up)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """The gradient of gate_up."""
-        return ctx.make_gradient(dy, kept(ctx)), None, None
+        return ctx.make_gradient(dy, saved_input(ctx)), None, None
 
 
 def swiglu(
@@ -54,7 +54,7 @@ def swiglu(
     backward: Callable[..., Tensor] = swiglu_backward,
 ) -> Tensor:
     """silu(gate) * up of gate_up [N, 2F] = [gate | up], which is saved before that is computed."""
-    return _SwiGLU.apply(held(gate_up), forward, backward)
+    return _SwiGLU.apply(save_early(gate_up), forward, backward)
 
 
 def linear(module: nn.Module, x: Tensor, **options: Any) -> Tensor:

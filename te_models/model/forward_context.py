@@ -1,4 +1,4 @@
-"""What the layers must know of the tokens in a batch: positions, and who may look at whom."""
+"""One forward pass, as the layers see it: positions and masks of its tokens, and how its operations run."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_models.config.model import ModelConfig
+from te_models.kernels.dispatch import Kernels
 from te_models.kernels.sdpa import attention_mask
 from te_models.model.kv_cache import KVCache
 from te_models.model.recompute import Recompute
 from te_models.model.rope import rotary_tables
 
 
-class Tokens(NamedTuple):
-    """The tokens of one forward, described once for all layers."""
+class ForwardContext(NamedTuple):
+    """The tokens of one forward pass, described once for all layers, and the way in which it runs."""
 
     batch: int
     seq: int
@@ -25,27 +26,30 @@ class Tokens(NamedTuple):
     cache: KVCache | None
     masks: dict[int | None, Tensor | None]  # sliding window -> which keys are seen (kernels.attention.attention_mask)
     real: Tensor | None  # bool [B*S, 1], False at padding inside the batch; None where there is none
-    recompute: Recompute  # which activations are kept for backward
+    recompute: Recompute  # which activations backward recomputes
+    kernels: Kernels
 
-    @property
-    def weights(self) -> dict[str, bool | None]:
-        """What every te.Linear is told of its weight's FP8 copy."""
-        return {"is_first_microbatch": self.recompute.first_microbatch}
+    def linear(self, module: nn.Module, x: Tensor) -> Tensor:
+        """A te.Linear of x [N, I] -> [N, O], which reuses its quantized weight where this pass may."""
+        return self.kernels.linear(module, x, is_first_microbatch=self.recompute.first_microbatch)
 
 
-def describe(
+def forward_context(
     config: ModelConfig,
     ids: Tensor,
     cache: KVCache | None,
     real: Tensor | None,
     documents: Tensor | None,
     recompute: Recompute,
+    kernels: Kernels,
     dtype: torch.dtype,
-) -> Tokens:
-    """Positions and masks of the newest tokens `ids` [B, S] of each row, on their device.
+) -> ForwardContext:
+    """Compute positions and masks of the newest tokens `ids` [B, S] of each row, on their device.
 
-    `real` and `documents` [B, S] are CausalLM.forward's attention_mask and document_ids. A ValueError says what does not
-    fit: more tokens than the model has positions, shapes, arguments that exclude each other.
+    `real` and `documents` [B, S] are Decoder.forward's attention_mask and document_ids.
+
+    Raises:
+        ValueError: more tokens than the model has positions, wrong shapes, arguments that exclude each other.
     """
     batch, seq = ids.shape
     _check(config, ids, cache, real, documents)
@@ -60,7 +64,8 @@ def describe(
         masks = {window: attention_mask(seq, window, padded, documents, ids.device) for window in windows}
         positions = _positions(seq, padded, documents, ids.device)
     cos, sin = rotary_tables(config, positions, dtype)
-    return Tokens(batch, seq, cos, sin, cache, masks, None if padded is None else padded.reshape(-1, 1), recompute)
+    real = None if padded is None else padded.reshape(-1, 1)
+    return ForwardContext(batch, seq, cos, sin, cache, masks, real, recompute, kernels)
 
 
 def _positions(seq: int, padded: Tensor | None, documents: Tensor | None, device: torch.device) -> Tensor:
@@ -82,7 +87,7 @@ def _check(
     for name, given in (("attention_mask", real), ("document_ids", documents)):
         if given is not None and given.shape != ids.shape:
             raise ValueError(
-                f"{name} has shape {list(given.shape)}, input_ids {list(ids.shape)}: give one entry a token"
+                f"{name} has shape {list(given.shape)}, input_ids {list(ids.shape)}: give one entry per token"
             )
     if documents is not None and not (cache is None and real is None):
         raise ValueError(

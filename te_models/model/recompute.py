@@ -1,15 +1,16 @@
-"""Activation checkpointing: which activations are kept for backward and which are recomputed, under any recipe.
+"""Activation checkpointing: which activations backward recomputes, under any recipe.
 
-A mode (te_models/config/recompute_modes.py) is a property of a forward pass, never a wrapper module, so parameter names and state_dict
-keys do not change. Under "selective" a recompute makes an RMSNorm's output and, from it, gate_up_proj's again: SwiGLU's
-backward needs no more, and reads it where kernels.swiglu has saved it before anything else (te_models/kernels/early_save.py).
+A mode (te_models/config/recompute_modes.py) is a property of a forward pass, never a wrapper module, so parameter names and
+state_dict keys do not change. Under "selective", backward recomputes the output of an RMSNorm and, from it, that of
+gate_up_proj. SwiGLU's backward needs no more, and finds it where kernels.swiglu saved it before computing anything
+(te_models/kernels/early_save.py).
 
-The recompute is PyTorch's (torch.utils.checkpoint without reentrance: it restores random numbers, works with
-torch.autograd.grad, and checks that the second pass saves what the first one did). Around it this file gives each
-recompute what Transformer Engine needs and torch does not know of: the autocast, the scales of the first pass, and that
-nothing it records stays. Those belong to the pass, not to a queue, so passes may be abandoned or run backward in any
-order; te.checkpoint keeps them in one global queue, where an abandoned forward makes every later recompute use stale
-scales (section 2.7 of Transformer Engine's behaviour).
+The recompute is PyTorch's: torch.utils.checkpoint without reentrance restores random numbers, works with
+torch.autograd.grad, and checks that the second pass saves what the first one did. This file adds what Transformer Engine
+needs and torch does not know of: the autocast and the scales of the first pass, and that the second one records nothing.
+Those belong to the pass, not to a queue, so passes may be abandoned or run backward in any order; te.checkpoint keeps them
+in one global queue, where an abandoned forward makes every later recompute use stale scales (section 2.7 of
+docs/internals/transformer_engine.md).
 """
 
 from __future__ import annotations
@@ -24,14 +25,24 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from te_models.config.recompute_modes import recomputes_block, recomputes_mlp, recomputes_product
-from te_models.kernels.early_save import remade
+from te_models.kernels.early_save import discarding
 from te_models.model.offload import Offload
 
 
 class Recompute:
     """The activation checkpointing of one forward pass.
 
-    Made at the start of the pass, before any scale can change; `te_recipe` is the recipe of the FP8 blocks (None: BF16).
+    Create it at the start of the pass, before any scale can change.
+
+    Args:
+        mode: as CausalLM's `activation_checkpointing`.
+        te: the engine.
+        te_recipe: the engine's recipe object of the FP8 blocks; None for BF16.
+        layers: the number of blocks.
+        first_microbatch: `is_first_microbatch` of every te.Linear: True quantizes its weight and caches the result, False
+            uses the cached one, None quantizes and caches nothing.
+        offload: moves saved activations to the host's memory (te_models.model.offload).
+        fp8_weights: whether the weights of FP8 blocks are FP8 (te_models.fp8.primary_weights).
     """
 
     def __init__(
@@ -44,40 +55,37 @@ class Recompute:
         offload: Offload | None = None,
         fp8_weights: bool = False,
     ) -> None:
-        """`first_microbatch` is what te.Linear is told of its weight's FP8 copy: True makes and keeps it, False uses the
-        one kept, None makes it and keeps nothing. `offload` takes what blocks keep to the host (te_models.model.offload).
-        `fp8_weights`: the weights of FP8 blocks are FP8 (te_models.fp8.primary_weights)."""
         self.mode, self.te, self.te_recipe = mode if torch.is_grad_enabled() else "none", te, te_recipe
         self.first_microbatch, self.fp8_weights = first_microbatch, fp8_weights
         self.offload = offload if torch.is_grad_enabled() else None
-        self.layer, self.layers = 0, layers  # the block that runs, of so many
+        self.layer, self.layers = 0, layers  # the block that runs, and their number
 
-    def block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
-        """block(x, *args), recomputed in backward if the mode says so of block number `layer`."""
+    def run_block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
+        """Return block(x, *args), which backward recomputes if the mode asks for it in block number `layer`."""
         if self.offload is None:
-            return self._block(block, layer, x, *args)
+            return self._run_block(block, layer, x, *args)
         with self.offload.block(layer, block, args):
-            return self._block(block, layer, x, *args)
+            return self._run_block(block, layer, x, *args)
 
-    def _block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
+    def _run_block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
         self.layer = layer
         if recomputes_block(self.mode, layer):
             return self._recomputed(block, block, x, *args)
         return block(x, *args)
 
-    def part(self, owner: nn.Module, function: Callable[..., Any], x: Tensor, delta: Tensor, *args: Any) -> Any:
-        """function(x, delta, *args), the MLP of the block that runs, up to SwiGLU's output, with the linears of `owner`.
+    def run_mlp(self, mlp: nn.Module, function: Callable[..., Any], x: Tensor, delta: Tensor, *args: Any) -> Any:
+        """Return function(x, delta, *args): the MLP of the current block, up to the output of SwiGLU.
 
-        Recomputed in backward if the mode says so, from x + delta, of which the function makes the same as of both.
+        If the mode asks for it, backward recomputes it from x + delta, of which the function makes the same.
         """
         if recomputes_mlp(self.mode, self.layer, self.layers, self._fp8, self.fp8_weights):
-            return self._recomputed(owner, function, x + delta, None, *args)
+            return self._recomputed(mlp, function, x + delta, None, *args)
         return function(x, delta, *args)
 
-    def remade(self, hidden: Tensor) -> contextlib.AbstractContextManager[None]:
-        """Inside, the te.Linear that takes `hidden` from kernels.swiglu does not keep it, if the mode says so."""
+    def discarding(self, hidden: Tensor) -> contextlib.AbstractContextManager[None]:
+        """Inside, the te.Linear that takes `hidden` from kernels.swiglu does not save it, if the mode asks for that."""
         if torch.is_grad_enabled() and recomputes_product(self.mode, self._fp8, self.fp8_weights):
-            return remade(hidden)
+            return discarding(hidden)
         return contextlib.nullcontext()
 
     @property
@@ -101,7 +109,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def _noting_caches(self, owner: nn.Module, caches: list[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
-        """Note the FP8 weights that the first pass used, if they are kept between micro-batches."""
+        """Note the quantized weights that the first pass used, if micro-batches share them."""
         yield
         if self.first_microbatch is not None:
             modules = [m for m in owner.modules() if hasattr(m, "_fp8_workspaces")]
@@ -111,7 +119,7 @@ class Recompute:
     def _as_in_first_pass(
         self, owner: nn.Module, scales: dict[str, Tensor], caches: list[tuple[Any, dict[str, Any]]]
     ) -> Iterator[None]:
-        """Run a recompute under the recipe, the scales and the kept FP8 weights of the first pass; leave no trace of it.
+        """Run a recompute under the recipe, scales and cached quantized weights of the first pass; leave no trace of it.
 
         The enabled autocast lies in a disabled one, so that its exit updates no scale (section 1.4).
         """
@@ -160,7 +168,7 @@ def _draws_nothing(source: Any) -> bool:
 
 
 def forward_states(owner: nn.Module) -> dict[str, Any]:
-    """Name -> forward scaling state of each module in `owner` that has scales and amax histories."""
+    """Module name -> forward scaling state, of the modules in `owner` that have scales and amax histories."""
     found = {}
     for name, module in owner.named_modules():
         meta: dict[str, Any] = getattr(module, "fp8_meta", {})
@@ -170,27 +178,27 @@ def forward_states(owner: nn.Module) -> dict[str, Any]:
 
 
 def forward_scales(owner: nn.Module) -> dict[str, Tensor]:
-    """A copy of the forward scales in `owner`; a module that has not run yet has none (they are 1)."""
+    """Copies of the forward scales in `owner`; a module that has not run yet has none (they are 1)."""
     states = forward_states(owner)
     return dict(zip(states, copies([state.scale for state in states.values()]), strict=True))
 
 
 @torch.no_grad()
 def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
-    """Copy each value to its tensor, all by one kernel: one by one takes the host longer than a recompute's launches."""
+    """Copy each value to its tensor by one kernel: one copy each takes the host longer than a recompute's launches."""
     if tensors:
         torch._foreach_copy_(tensors, values)
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:
-    """A copy of each."""
+    """Return a copy of each tensor."""
     new = [torch.empty_like(tensor) for tensor in tensors]
     overwrite(new, tensors)
     return new
 
 
 def refuse_foreign_recompute(stateful: bool) -> None:
-    """Raise if a whole model with scales to update is being recomputed in backward by somebody else's checkpoint."""
+    """Raise if a third-party checkpoint recomputes, in backward, a whole model with scales to update."""
     if stateful and torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
             "the model is being recomputed by a checkpoint around it, which would record every amax twice: "

@@ -26,32 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from te_models.config.layout import FUSED, Section, stored_rows
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.distributed.collectives import all_gather, all_reduce
 from te_models.distributed.dtensor import filling, whole
 from te_models.fp8.primary_weights import is_quantized, plain, write_weight
 
-Sections = tuple[tuple[int, int], ...]  # (rows in use, rows stored) of each part of a fused weight
-
-
-def _qkvg(config: ModelConfig) -> Sections:
-    gate = config.num_attention_heads if config.attention_gate == "headwise" else config.gate_size
-    return (*((size, size) for size in (config.q_size, config.kv_size, config.kv_size)), (gate, config.gate_size))
-
-
-def _gate_up(config: ModelConfig) -> Sections:
-    return ((config.intermediate_size, config.intermediate_size),) * 2
-
-
-# Module -> the parts of its rows, each of which is divided between the ranks (column-parallel); None: its columns are
-# (row-parallel). What is not here is replicated.
-SPLITS: dict[str, Callable[[ModelConfig], Sections] | None] = {
-    "qkvg_proj": _qkvg,
-    "o_proj": None,
-    "gate_up_proj": _gate_up,
-    "down_proj": None,
-}
+# Module -> the sections of its rows, each of which is divided between the ranks (column-parallel); None: its columns are
+# (row-parallel). All other modules are replicated.
+SPLITS: dict[str, Callable[[ModelConfig], tuple[Section, ...]] | None] = {**FUSED, "o_proj": None, "down_proj": None}
 
 
 def is_sharded(name: str) -> bool:
@@ -207,7 +191,7 @@ def whole_shape(name: str, local: torch.Size, config: ModelConfig, size: int) ->
     sections = SPLITS[name.split(".")[-2]]
     if sections is None:
         return (local[0], local[1] * size)
-    return (sum(stored for _, stored in sections(config)), *local[1:])
+    return (sum(stored_rows(sections(config))), *local[1:])
 
 
 def shard(name: str, whole: Tensor, config: ModelConfig, tp: TensorParallel) -> Tensor:
@@ -221,8 +205,8 @@ def shard(name: str, whole: Tensor, config: ModelConfig, tp: TensorParallel) -> 
     if sections is None:
         return whole.chunk(tp.size, 1)[tp.rank].contiguous()
     parts = []
-    blocks = whole.split([stored for _, stored in sections(config)])
-    for block, (rows, stored) in zip(blocks, sections(tp.local(config)), strict=True):
+    blocks = whole.split(stored_rows(sections(config)))
+    for block, (_, rows, stored) in zip(blocks, sections(tp.local(config)), strict=True):
         parts.append(_padded(block[tp.rank * rows : (tp.rank + 1) * rows], stored))
     return torch.cat(parts)
 
@@ -233,10 +217,10 @@ def unshard(name: str, parts: list[Tensor], config: ModelConfig, tp: TensorParal
     if sections is None:
         return torch.cat(parts, 1)
     own = sections(tp.local(config))
-    split = [part.split([stored for _, stored in own]) for part in parts]
+    split = [part.split(stored_rows(own)) for part in parts]
     blocks = []
-    for i, (_, stored) in enumerate(sections(config)):
-        blocks.append(_padded(torch.cat([part[i][: own[i][0]] for part in split]), stored))
+    for i, section in enumerate(sections(config)):
+        blocks.append(_padded(torch.cat([part[i][: own[i].used] for part in split]), section.stored))
     return torch.cat(blocks)
 
 

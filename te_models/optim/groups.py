@@ -15,7 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from te_models.model.layers import GatedAttention, SwiGLU
+from te_models.config.layout import gate_up_sections, qkvg_sections
+from te_models.model.attention import GatedAttention
+from te_models.model.mlp import SwiGLU
 
 # What the parts are; the first is what Muon and GaLore work on, all others are AdamW's.
 ROLES = (
@@ -80,14 +82,12 @@ def _structure(module: nn.Module) -> Iterator[tuple[Any, list[tuple[str, int]]]]
     if isinstance(module, nn.Embedding):
         yield module.weight, [("embedding", module.num_embeddings)]
     elif isinstance(module, GatedAttention):
-        c = module.config
-        gate = "gate" if c.attention_gate == "headwise" else "hidden"
-        rows = [("hidden", c.q_size), ("hidden", c.kv_size), ("hidden", c.kv_size), (gate, c.gate_size)]
-        yield module.qkvg_proj.weight, [(role, size) for role, size in rows if size]
-        yield module.o_proj.weight, [("hidden", c.hidden_size)]
+        gate = "gate" if module.config.attention_gate == "headwise" else "hidden"
+        sections = [section for section in qkvg_sections(module.config) if section.stored]
+        yield module.qkvg_proj.weight, [(gate if s.name == "g" else "hidden", s.stored) for s in sections]
+        yield module.o_proj.weight, [("hidden", module.config.hidden_size)]
     elif isinstance(module, SwiGLU):
-        up = module.down_proj.weight.shape[1]
-        yield module.gate_up_proj.weight, [("hidden", up), ("hidden", up)]
+        yield module.gate_up_proj.weight, [("hidden", s.stored) for s in gate_up_sections(module.config)]
         yield module.down_proj.weight, [("hidden", len(module.down_proj.weight))]
 
 

@@ -8,7 +8,7 @@ docs/memory.md says who. Of 42 peaks measured on an H200 the worst is 2.7 % off 
 What this leaves out: CUDA's own context (outside PyTorch's allocator), fragmentation, the up to 1 MiB by which the
 allocator rounds a tensor up, and forward temporaries, which are always less than those of the backward that follows.
 
-Shapes as in te_models/model/layers.py: N tokens padded to the recipe's rows, T = B*S without padding.
+Shapes as in te_models/model/block.py: N tokens padded to the recipe's rows, T = B*S without padding.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+from te_models.config.layout import linear_sizes
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.config.recompute_modes import recomputes_block, recomputes_mlp, recomputes_product
 from te_models.errors import unknown
-from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, linears, model_parameters
+from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, model_parameters
 
 INT64 = 8
 
@@ -169,7 +170,7 @@ def fp8_saving(config: ModelConfig, recipe: Recipe, training: Training) -> int:
     if not training.fp8_params:
         return 0
     copies = "rowwise" if recipe.scheme in PER_TENSOR else "both"
-    every = [linears(config)] * (
+    every = [linear_sizes(config)] * (
         config.num_hidden_layers - recipe.num_layers_at_start_in_bf16 - recipe.num_layers_at_end_in_bf16
     )
     sizes = [size for layer in every for size in layer.values()]
@@ -250,7 +251,7 @@ class _Tape:
         ungated = config.attention_gate == "none"
         # Without a gate o_proj's input is what attention returned, unless the rows were padded in between.
         shared = ungated and self.rows == self.tokens and not self.copies_for_attention
-        sizes = linears(config)
+        sizes = linear_sizes(config)
         attention = [
             self.norm("input_layernorm"),
             self.linear("qkvg_proj", *sizes["qkvg_proj"], fp8),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from te_models.config.layout import FUSED
 from te_models.config.model import ModelConfig
 
 FP32 = 4
@@ -82,23 +83,13 @@ def model_parameters(config: ModelConfig) -> list[Parameter]:
     gate = "gate" if config.attention_gate == "headwise" else "matrix"
     found = [
         Parameter("table", (config.vocab_size, d), 1 if config.tie_word_embeddings else 2),
-        Parameter("matrix", (config.q_size, d), layers),
-        Parameter("matrix", (config.kv_size, d), 2 * layers),
-        Parameter(gate, (config.gate_size, d), layers if config.gate_size else 0),
+        *(
+            Parameter(gate if section.name == "g" else "matrix", (section.stored, d), layers if section.stored else 0)
+            for sections in FUSED.values()
+            for section in sections(config)
+        ),
         Parameter("matrix", (d, config.q_size), layers),
-        Parameter("matrix", (config.intermediate_size, d), 2 * layers),
         Parameter("matrix", (d, config.intermediate_size), layers),
     ]
     total = config.num_parameters + config.num_padding_parameters
     return [*found, Parameter("vector", (total - sum(p.numel for p in found),), 1)]
-
-
-def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Name -> (inputs, outputs) of a block's four te.Linear."""
-    d, f = config.hidden_size, config.intermediate_size
-    return {
-        "qkvg_proj": (d, config.qkvg_size),
-        "o_proj": (config.q_size, d),
-        "gate_up_proj": (d, 2 * f),
-        "down_proj": (f, d),
-    }

@@ -47,7 +47,7 @@ class Plan:
         table = Table(title=self.title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         for column in COLUMNS:
             table.add_column(column, overflow="fold")
-        for row in self._folded():
+        for row in self.folded():
             style = "" if row[3] == "BF16" else "green"
             table.add_row(*row, style=style)
         return table
@@ -61,7 +61,7 @@ class Plan:
         """The rows as plain JSON values."""
         return [dict(row.__dict__) for row in self.rows]
 
-    def _folded(self) -> Iterator[tuple[str, ...]]:
+    def folded(self) -> Iterator[tuple[str, ...]]:
         """Rows that differ in the layer alone, as one row with a range of layers."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for row in self.rows:

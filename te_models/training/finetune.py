@@ -78,7 +78,7 @@ def _finetune(
     config, console = shared.config, Console(quiet=not shared.ranks.first)
     own = dataclasses.replace(config, batch_size=shared.rows(config.batch_size))
     words = load_tokenizer(tokenizer or model_folder)
-    dataset, eval_batches = read(words, own, rank=shared.data_rank, world_size=shared.data_world)
+    dataset, eval_batches = read(words, own, rank=shared.data_rank, world_size=shared.data_world, ranks=shared.ranks)
     torch.manual_seed(config.seed)
     model = build(shared.build)
     check_vocabulary(words, model.config.vocab_size)
@@ -115,9 +115,9 @@ def _finetune(
     console.print(f"[dim] loss curve[/dim] {curve}", highlight=False)
     if sample_tokens and (shared.sharded or shared.ranks.first):
         room = model.config.max_position_embeddings - len(words.encode(SAMPLE_PROMPT))
-        graph = {"cuda_graph": False} if shared.sharded else {}  # collectives are not captured
+        graph = False if shared.sharded else "auto"  # collectives are not captured
         text = continue_text(
-            model, words, SAMPLE_PROMPT, min(sample_tokens, room), do_sample=True, seed=config.seed, **graph
+            model, words, SAMPLE_PROMPT, min(sample_tokens, room), do_sample=True, seed=config.seed, cuda_graph=graph
         )
         console.print("\n[bold]sample[/bold]")
         console.print(text, markup=False, highlight=False)

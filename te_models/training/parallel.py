@@ -38,14 +38,11 @@ from te_models.config.model import ModelConfig
 from te_models.config.training import TrainConfig
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local
+from te_models.errors import LostPeer
 from te_models.fp8.primary_weights import make_shards
 from te_models.optim.parameter_owners import Owners
 
 CONTROL_TIMEOUT = timedelta(minutes=30)  # for what may wait for a disk
-
-
-class LostPeer(RuntimeError):
-    """Another process of the job no longer answers."""
 
 
 @dataclass

@@ -31,7 +31,7 @@ from te_models.checkpoint.sharded import ShardedCheckpoints, cut_optimizer_state
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
-from te_models.files.atomic import SaveError
+from te_models.errors import Diverged, SaveError
 from te_models.files.formats import render_json
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
@@ -70,10 +70,6 @@ class Launched:
     ready: torch.cuda.Event | None
     end: Mark = 0.0  # once the optimizer's update is queued
     row: dict[str, Any] = field(default_factory=dict)  # of metrics.jsonl, once the values have been read
-
-
-class Diverged(RuntimeError):
-    """The loss or the gradient norm became NaN or infinite; the weights are still those of the step before."""
 
 
 @dataclass

@@ -16,8 +16,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from te_models.checkpoint.folder import CheckpointError, SaveError, load_folder, save_folder
 from te_models.checkpoint.folder import _digest as manifest_digest
+from te_models.checkpoint.folder import load_folder, save_folder
+from te_models.errors import CheckpointError, SaveError
 from te_models.files.formats import MAX_JSON_BYTES
 
 DTYPES = [

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_models.checkpoint.folder import SaveError, load_folder, save_folder
+from te_models.checkpoint.folder import load_folder, save_folder
 from te_models.checkpoint.run_folder import Checkpoints
+from te_models.errors import SaveError
 from te_models.files import atomic
 
 REPOSITORY = Path(__file__).parents[2]

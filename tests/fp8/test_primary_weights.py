@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from te_models import CausalLM
-from te_models.checkpoint.folder import CheckpointError, save_folder
+from te_models.checkpoint.folder import save_folder
 from te_models.checkpoint.pretrained import model_content
 from te_models.config.recipe import get_recipe
+from te_models.errors import CheckpointError
 from te_models.fp8.primary_weights import SCHEMES, is_quantized, plain, weight_codes
 from te_models.fp8.scaling_state import fp8_state
 from te_models.optim import build_optimizer

@@ -78,16 +78,16 @@ def test_fp8_that_silently_did_not_run(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(emulated, "autocast", lambda *args, **options: contextlib.nullcontext())
     monkeypatch.setattr(emulated.FP8GlobalStateManager, "is_fp8_enabled", lambda: True)  # the model's own guard
     with monkeypatch.context() as patch:
-        patch.setattr("te_models.model.layers.Block.forward", _without_guard)
+        patch.setattr("te_models.model.block.Block.forward", _without_guard)
         found = verify(small(), 2, 32)
     assert found.failures == LINEARS[:4]
     assert "FP8 DID NOT RUN in self_attn.qkvg_proj" in str(found)
     assert found.to_dict()["ok"] is False
 
 
-def _without_guard(block: Any, x: torch.Tensor, tokens: Any) -> torch.Tensor:
-    x = x + block.self_attn(block.input_layernorm(x), tokens)
-    return x + block.mlp(block.post_attention_layernorm(x))
+def _without_guard(block: Any, x: torch.Tensor, context: Any) -> torch.Tensor:
+    x = x + block.self_attn(block.input_layernorm(x), context)
+    return x + block.mlp(block.post_attention_layernorm(x), context)
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])

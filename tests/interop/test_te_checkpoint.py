@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from te_models import CausalLM
-from te_models.checkpoint.folder import CheckpointError
 from te_models.checkpoint.pretrained import load_te_checkpoint, read_te_checkpoint
 from te_models.cli import main
+from te_models.errors import CheckpointError
 from te_models.fp8.scaling_state import fp8_state
 from tests.interop.test_te_extra_state import DelayedScaling, Format, payload, te  # noqa: F401 - a fixture that every test here uses
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_models.checkpoint.folder import CheckpointError
+from te_models.errors import CheckpointError
 from te_models.interop.te_extra_state import MAX_BYTES, read_extra_state
 
 RECIPES = "transformer_engine.common.recipe"

@@ -29,7 +29,7 @@ BATCH, SEQ, PADDING = 2, 6, 4  # whole groups of four rows
 
 def projection(heads: Heads, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """[N, Q] with rows, and for a headwise gate columns, that only fill up."""
-    gate = {"elementwise": heads.query * heads.dim, "headwise": 16, "none": 0}[heads.gate]
+    gate = {"elementwise": heads.query * heads.dim, "headwise": 32, "none": 0}[heads.gate]
     return torch.randn(BATCH * SEQ + PADDING, (heads.query + 2 * heads.key) * heads.dim + gate, dtype=dtype)
 
 

@@ -19,16 +19,18 @@ from te_models import CausalLM
 from te_models.checkpoint.flatten import flatten_state
 from te_models.checkpoint.pretrained import load_training_state
 from te_models.config.training import TrainConfig
-from te_models.data.dataset import Document, TokenDataset
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import Document
 from te_models.data.tokenizer import load_tokenizer
-from te_models.model.layers import GatedAttention
+from te_models.errors import Diverged
+from te_models.model.attention import GatedAttention
 from te_models.optim import OPTIMIZERS, build_optimizer, master, muon8bit, resolve_options
 from te_models.optim.galore import leading_directions
 from te_models.optim.groups import groups, parts
 from te_models.optim.muon8bit import Muon8bit, dequantize, orthogonalize, quantize
 from te_models.optim.state_tensors import state_bytes
 from te_models.training.metrics import read_metrics
-from te_models.training.trainer import Diverged, Trainer
+from te_models.training.trainer import Trainer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

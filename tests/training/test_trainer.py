@@ -16,17 +16,19 @@ import pytest
 import torch
 
 from te_models import CausalLM, list_recipes
-from te_models.checkpoint.folder import SaveError, load_folder
+from te_models.checkpoint.folder import load_folder
 from te_models.checkpoint.pretrained import saved_folder
 from te_models.config.training import TrainConfig
-from te_models.data.dataset import Document, TokenDataset
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import Document
 from te_models.data.tokenizer import load_tokenizer
+from te_models.errors import Diverged, SaveError
 from te_models.fp8.primary_weights import plain, weight_codes
 from te_models.fp8.scaling_state import fp8_state
 from te_models.optim import build_optimizer
 from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel
-from te_models.training.trainer import Diverged, Trainer, evaluate
+from te_models.training.trainer import Trainer, evaluate
 
 PRIMARY = ["delayed", "current", "blockwise", "mxfp8"]  # recipes with FP8 primary weights
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)

@@ -1,0 +1,71 @@
+"""The keywords of models by name and type, for editors and type checkers. No torch.
+
+A test holds each class to the fields that are checked at run time (ModelConfig, recipe.SCHEMES).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
+
+
+class RecipeOptions(TypedDict, total=False):
+    """Fields of a recipe; each recipe takes those of its scheme (recipes/*.toml, section 1.1 of Transformer Engine's)."""
+
+    # All recipes: the layers outside FP8.
+    num_layers_at_start_in_bf16: int
+    num_layers_at_end_in_bf16: int
+    lm_head: Literal["bf16", "fp8"]
+    # All but nvfp4.
+    fp8_format: Literal["HYBRID", "E4M3"]
+    # DelayedScaling
+    margin: int
+    amax_history_len: int
+    amax_compute_algo: Literal["most_recent", "max"]
+    reduce_amax: bool
+    # Float8CurrentScaling
+    use_power_2_scales: bool
+    # Float8BlockScaling
+    use_f32_scales: bool
+    x_block_scaling_dim: Literal[1, 2]
+    w_block_scaling_dim: Literal[1, 2]
+    grad_block_scaling_dim: Literal[1, 2]
+    # MXFP8BlockScaling
+    enable_2d_quantization: bool
+    # NVFP4BlockScaling
+    disable_rht: bool
+    disable_stochastic_rounding: bool
+    disable_2d_quantization: bool
+    # All but DelayedScaling
+    backward_override: Literal["none", "high_precision", "dequantized"]
+
+
+class ConfigOptions(TypedDict, total=False):
+    """Fields of ModelConfig, which documents them."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Mapping[str, Any] | None
+    partial_rotary_factor: float
+    no_rope_layers: tuple[int, ...] | None
+    sliding_window: int | None
+    layer_types: tuple[str, ...] | None
+    attention_gate: str
+    attention_bias: bool
+    qk_norm: bool
+    zero_centered_norm: bool
+    tie_word_embeddings: bool
+    initializer_range: float
+    bos_token_id: int | None
+    eos_token_id: int | tuple[int, ...] | None
+    pad_token_id: int | None

@@ -1,0 +1,93 @@
+"""Gated attention, built from te.Linear and te.RMSNorm alone. Shapes: te_models/model/block.py."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from te_models.config.layout import qkvg_sections, stored_rows
+from te_models.config.model import ModelConfig
+from te_models.kernels.gated_attention import Heads, attention_core, can_fuse
+from te_models.kernels.sdpa import causal_attention
+from te_models.model.forward_context import ForwardContext
+from te_models.model.te_modules import linear, norm_options, pad_rows
+from te_models.model.tensor_parallel import TensorParallel
+
+
+class GatedAttention(nn.Module):
+    """o_proj(sigmoid(g) * attention(rope(q), rope(k), v)) with q, k, v and the gate g from one GEMM.
+
+    Qiu et al. 2025, arXiv 2505.06708 (their best position, after attention and before the output projection). The rows of
+    `qkvg_proj.weight` are those of te_models.config.layout, for this rank's heads under tensor parallelism.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, te: ModuleType, tp: TensorParallel, **factory: Any) -> None:
+        super().__init__()
+        self.config, self.layer, self.tp = config, layer, tp
+        self.heads = Heads(
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.attention_gate
+        )
+        d, column, row = config.hidden_size, tp.linear("column"), tp.linear("row")
+        self.qkvg_proj = linear(te, d, tp.size * config.qkvg_size, bias=config.attention_bias, split=column, **factory)
+        self.o_proj = linear(te, tp.size * config.q_size, d, split=row, **factory)
+        if config.qk_norm:
+            self.q_norm = te.RMSNorm(config.head_dim, **norm_options(config), **factory)
+            self.k_norm = te.RMSNorm(config.head_dim, **norm_options(config), **factory)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """x [N, D] -> [N, D]."""
+        qkvg = context.linear(self.qkvg_proj, x)
+        out = self._fused(qkvg, context) if self._can_fuse(qkvg, context) else self._composed(qkvg, context)
+        # Under sequence parallelism qkvg has the rows of all ranks, x only this rank's.
+        return context.linear(self.o_proj, pad_rows(out, len(qkvg)))
+
+    def _can_fuse(self, qkvg: Tensor, context: ForwardContext) -> bool:
+        """Whether the model asked for one operation, and these tokens need no mask but the causal one."""
+        masked = context.real is not None or context.masks.get(self.config.window(self.layer)) is not None
+        asked = context.kernels.attention is not None and context.cache is None and not masked
+        return asked and can_fuse(self.config, context.seq, qkvg.device, qkvg.dtype)
+
+    def _fused(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
+        """As `_composed`, in one operation."""
+        operations = context.kernels.attention
+        assert operations is not None
+        cos, sin = (context.cos, context.sin) if self.config.has_rope(self.layer) else (None, None)
+        targets = context.kernels.targets(self.qkvg_proj, self.o_proj)
+        return attention_core(qkvg, cos, sin, context.batch, context.seq, self.heads, operations, targets)
+
+    def _composed(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
+        """qkvg [N, Q] -> the input of o_proj [B*S, A*H]."""
+        config = self.config
+        qkvg = qkvg[: context.batch * context.seq].unflatten(0, (context.batch, context.seq))
+        q, k, v, g = qkvg.split(stored_rows(qkvg_sections(config)), dim=-1)
+        q, k, v = (rearrange(t, "b s (a h) -> b s a h", h=config.head_dim) for t in (q, k, v))
+        if config.qk_norm:
+            q, k = (self.tp.norm(norm, t, partial=True) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
+        if config.has_rope(self.layer):
+            q, k = (self._rotated(t, context) for t in (q, k))
+        q, k, v = (rearrange(t, "b s a h -> b a s h") for t in (q, k, v))
+        if context.cache is not None:
+            k, v = context.cache.append(self.layer, k, v)
+        mask = context.masks[config.window(self.layer)]
+        out = rearrange(causal_attention(q, k, v, mask), "b a s h -> (b s) a h")
+        out = self._gated(out, g.flatten(0, 1), context)
+        return out if context.real is None else out * context.real
+
+    def _rotated(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """x [B, S, heads, H] with RoPE on the first rotary_size channels of each head."""
+        size, rope = self.config.rotary_size, context.kernels.rope
+        if size == self.config.head_dim:
+            return rope(x, context.cos, context.sin)
+        return torch.cat((rope(x[..., :size], context.cos, context.sin), x[..., size:]), dim=-1)
+
+    def _gated(self, out: Tensor, g: Tensor, context: ForwardContext) -> Tensor:
+        """out [B*S, A, H], g [B*S, gate_size] -> [B*S, A*H]."""
+        if self.config.attention_gate == "elementwise":
+            return context.kernels.gate(out.flatten(-2), g)
+        if self.config.attention_gate == "headwise":
+            return context.kernels.gate(out, g[:, : self.config.num_attention_heads, None]).flatten(-2)
+        return out.flatten(-2)

@@ -1,0 +1,408 @@
+"""The decoder: embedding, blocks, norm and head, and the recipe that they run under. Read top to bottom.
+
+One enabled autocast surrounds the FP8 layers and nothing else: the BF16 layers at the start and at the end lie outside,
+so no autocast is ever nested and every scale is updated exactly once per step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
+
+from te_models.config.model import ModelConfig
+from te_models.config.options import RecipeOptions
+from te_models.config.recipe import Recipe, get_recipe
+from te_models.config.recompute_modes import check_mode
+from te_models.engine import check_support, engine_module, get_engine
+from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink, same_codes
+from te_models.fp8.scaling_state import convert_scales, fp8_state, frozen_fp8_state, load_fp8_state
+from te_models.kernels.dispatch import PLAIN, get_kernels
+from te_models.kernels.lm_head import linear_cross_entropy
+from te_models.model.block import Block
+from te_models.model.forward_context import ForwardContext, forward_context
+from te_models.model.kv_cache import KVCache
+from te_models.model.offload import HostMemory, Offload
+from te_models.model.recompute import Recompute, refuse_foreign_recompute
+from te_models.model.te_modules import linear, norm_options, pad_rows
+from te_models.model.tensor_parallel import TensorParallel
+
+
+class Output(NamedTuple):
+    """loss: FP32 scalar, None without labels; logits [B, S, V] in the model's dtype, None if not asked for."""
+
+    loss: Tensor | None
+    logits: Any
+
+
+class Decoder(nn.Module):
+    """A decoder language model whose blocks consist of te.Linear and te.RMSNorm.
+
+    Args:
+        config: the shape.
+        recipe: a name (`list_recipes()`), the path of a TOML file, a Recipe, or a Transformer Engine recipe object.
+        engine: "auto" (native where there are a CUDA device and Transformer Engine, else emulated), "native", "emulated".
+        device: where the parameters live; None is the first CUDA device if there is one, else the CPU.
+        dtype: of parameters and activations.
+        activation_checkpointing: "none", "selective", "full" or an integer N (te_models.config.recompute_modes).
+        activation_offload: move the activations that a block saves for backward to the host's memory in between
+            (te_models.model.offload).
+        fp8_params: store the weights of the FP8 layers in FP8, without a BF16 copy (te_models.fp8.primary_weights).
+        compile: fuse the operations between the GEMMs with torch.compile (on CUDA devices).
+        fused: run attention with RoPE and gate as one operation, where its heads allow it, and hand FP8 from module to
+            module, where the engine can (te_models.kernels.dispatch); None: on CUDA devices, but not with
+            activation_offload, which moves no FP8 that was handed on.
+        initialize: False leaves the parameters without values, for a loader that fills them.
+        materialize: False leaves them on the meta device, for a caller that shards them before they take memory.
+        tp_mesh: the ranks that share this model, a DeviceMesh of one dimension; each rank builds it
+            (te_models.model.tensor_parallel).
+        sequence_parallel: divide the rows between those ranks too, where no GEMM needs all of them.
+        recipe_options: any field of the recipe, such as `amax_history_len=16` or `num_layers_at_end_in_bf16=2`.
+
+    Raises:
+        ValueError: an unknown name or field, or a request that this machine cannot fulfil, with the reason.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        recipe: str | Path | Recipe | Any = "bf16",
+        engine: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        activation_checkpointing: str | int = "none",
+        activation_offload: bool = False,
+        fp8_params: bool = False,
+        compile: bool = True,
+        fused: bool | None = None,
+        initialize: bool = True,
+        materialize: bool = True,
+        tp_mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+        **recipe_options: Unpack[RecipeOptions],
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.tp = TensorParallel(tp_mesh, sequence_parallel)
+        self.local_config = self.tp.local(config)
+        self.activation_checkpointing = check_mode(activation_checkpointing)
+        self.activation_offload, self.host_memory = activation_offload, HostMemory()
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        _, self.engine, self.engine_reason = get_engine(engine, device)
+        self.recipe = self._checked(get_recipe(recipe, **recipe_options))
+        self.te_recipe = self.recipe.build(self.te)
+        self.fp8_params = fp8_params
+        if fp8_params:
+            check_recipe(self.recipe)
+        self.compiled = compile and device.type == "cuda"
+        self.amax_group: Any = None  # the processes that share their amaxes (DelayedScaling); None: all of them
+
+        factory: dict[str, Any] = dict(device=device if materialize else torch.device("meta"), dtype=dtype)
+        fast = device.type == "cuda" and not activation_offload if fused is None else fused
+        self.fused = fast and self.tp.size == 1
+        self.kernels = get_kernels(self.te, device, compile=compile, fused=self.fused)
+        self.embed_tokens = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **factory)
+        self.layers = nn.ModuleList()
+        for layer in range(config.num_hidden_layers):
+            with self._weights(in_fp8=layer in self.fp8_layers):
+                block = Block(self.local_config, layer, self.te, self.tp, **factory)
+            self.layers.append(block)
+        self.norm = self.te.RMSNorm(config.hidden_size, **norm_options(config), **factory)
+        with self._weights(in_fp8=self._head_in_fp8 and not config.tie_word_embeddings):
+            self.lm_head = linear(self.te, config.hidden_size, config.vocab_size, **factory)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self._mark_fp8_blocks()
+        self.tp.mark(self)
+        clear_states(self)
+        drop_transposed(self)
+        if initialize and factory["device"].type != "meta":
+            self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Every initial value, in one place: normal(0, initializer_range), the projections back into the residual
+        stream divided by sqrt(2 * layers) (Radford et al. 2019), the scales of norms 1, biases 0."""
+        std = self.config.initializer_range
+        residual = std / math.sqrt(2 * self.config.num_hidden_layers)
+        self.tp.check_same_random_state(self.device)
+        for name, parameter in self.named_parameters():
+            with self.tp.filling(name, parameter, self.config) as values:
+                if name.endswith("bias"):
+                    values.zero_()
+                elif "norm" in name:
+                    values.fill_(0.0 if self.config.zero_centered_norm else 1.0)
+                else:
+                    values.normal_(0.0, residual if name.endswith(("o_proj.weight", "down_proj.weight")) else std)
+        self.tp.mark(self)
+
+    @contextlib.contextmanager
+    def _weights(self, in_fp8: bool) -> Iterator[None]:
+        """Inside, te.Linear makes its weight in FP8 if the model is to have FP8 primary weights and `in_fp8`."""
+        if not (self.fp8_params and in_fp8):
+            yield
+            return
+        with (
+            torch.enable_grad(),
+            self.te.quantized_model_init(  # both copies, also of a model built under no_grad
+                enabled=True, recipe=self.te_recipe, preserve_high_precision_init_val=True
+            ),
+        ):
+            yield
+
+    @property
+    def te(self) -> ModuleType:
+        """The engine's namespace. Looked up, since a model that held a module could not be copied."""
+        return engine_module(self.engine)
+
+    @property
+    def fp8_layers(self) -> range:
+        """The layers that run inside the autocast; empty for BF16."""
+        if not self.recipe.quantized:
+            return range(0)
+        count = self.config.num_hidden_layers
+        return range(self.recipe.num_layers_at_start_in_bf16, count - self.recipe.num_layers_at_end_in_bf16)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and activations."""
+        return self._table.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return self._table.device
+
+    @property
+    def _table(self) -> Tensor:
+        weight = self.embed_tokens.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Token ids that end a text."""
+        ids = self.config.eos_token_id
+        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The token id of padding, None if there is none."""
+        return self.config.pad_token_id
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        cache: KVCache | None = None,
+        attention_mask: Tensor | None = None,
+        return_logits: bool = True,
+        logits_to_keep: int | None = None,
+        document_ids: Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+    ) -> Output:
+        """Logits of every position, and the mean cross-entropy of predicting `labels` from the positions before them.
+
+        Args:
+            input_ids: int64 [B, S]; any B and S up to max_position_embeddings.
+            labels: int64 [B, S], not shifted; -100 does not count.
+            cache: positions seen before; the new ones are appended.
+            attention_mask: [B, S], 1 for tokens and 0 for padding, which may lie on either side; None: no padding. The
+                logits at padding mean nothing.
+            return_logits: False returns the loss only: the head and its loss then run a piece at a time and the logits,
+                often the largest tensors of a step, never exist.
+            logits_to_keep: compute the logits of this many of the newest positions only; not with labels.
+            document_ids: int [B, S], the document that each token of a row belongs to, each in one piece: attention stays
+                inside it and positions count from its start, as in a row of its own. None: each row is one document. Not
+                with a cache or an attention_mask.
+            is_first_microbatch: under gradient accumulation, True in the first micro-batch of a step, which quantizes
+                the weights and caches the result, False in the others, which use it (unless the weights have changed
+                since); None quantizes them every time and caches nothing.
+        """
+        refuse_foreign_recompute(self.recipe.stateful)
+        recompute = self._recompute(input_ids.device, is_first_microbatch)
+        passed = (cache, attention_mask, document_ids, recompute, self.kernels)
+        context = forward_context(self.config, input_ids, *passed, self.dtype)
+        wanted = (labels, return_logits, logits_to_keep)
+        fp8 = self.fp8_layers
+        x = self.tp.scatter(self._padded(self._embedded(input_ids, context)))
+        x = self._run(range(fp8.start), x, context)
+        with self._fp8_region():
+            x = self._run(fp8, x, context)
+            if self._head_in_fp8:
+                return self._output(x, context, *wanted)
+        x = self._run(range(fp8.stop, len(self.layers)), x, context)
+        return self._output(x, context, *wanted)
+
+    def _recompute(self, device: torch.device, first_microbatch: bool | None) -> Recompute:
+        """The activation checkpointing of the pass that begins."""
+        count = len(self.layers)
+        offload = Offload(self.host_memory, count, device) if self.activation_offload else None
+        how = (first_microbatch, offload, self.fp8_params)
+        return Recompute(self.activation_checkpointing, self.te, self.te_recipe, count, *how)
+
+    def _embedded(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
+        """input_ids [B, S] -> [B*S, D], zero at padding."""
+        x = self.kernels.embedding(self.embed_tokens, input_ids).flatten(0, 1)
+        return x if context.real is None else x * context.real
+
+    def _run(self, layers: range, x: Tensor, context: ForwardContext) -> Tensor:
+        """x [N, D] through these blocks."""
+        for layer in layers:
+            x = context.recompute.run_block(self.layers[layer], layer, x, context)
+        return x
+
+    def _output(
+        self, x: Tensor, context: ForwardContext, labels: Tensor | None, return_logits: bool, logits_to_keep: int | None
+    ) -> Output:
+        """Norm, head and loss of the last hidden states x [N, D]; arguments as in `forward`."""
+        batch, seq = context.batch, context.seq
+        h = self.tp.gather(self.tp.norm(self.norm, x, self.tp.scatters))  # the rows of all ranks
+        if labels is None:
+            count = seq if logits_to_keep is None else min(logits_to_keep, seq)
+            logits = self._logits(self._newest(h, context, count), context)
+            return Output(None, logits[: batch * count].unflatten(0, (batch, count)))
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100).flatten()  # shifting the labels spares a copy of the logits
+        if not return_logits and self._head_is_fused:
+            return Output(self._fused_loss(h, targets), None)
+        logits = self._logits(h, context)[: batch * seq]
+        loss = self.kernels.cross_entropy(logits, targets)
+        return Output(loss, logits.unflatten(0, (batch, seq)) if return_logits else None)
+
+    @property
+    def _head_is_fused(self) -> bool:
+        """Whether head and loss can run as one operation: a plain BF16 head can, an FP8 or an adapted one cannot."""
+        return not self._head_in_fp8 and type(self.lm_head) is self.te.Linear
+
+    @property
+    def _head_in_fp8(self) -> bool:
+        return self.recipe.quantized and self.recipe.lm_head == "fp8"
+
+    def _logits(self, h: Tensor, context: ForwardContext) -> Tensor:
+        """h [N, D] -> [N, V]."""
+        return self.lm_head(h, is_first_microbatch=context.recompute.first_microbatch)
+
+    def _fused_loss(self, h: Tensor, targets: Tensor) -> Tensor:
+        """h [N, D], of which the rows after len(targets) are padding."""
+        weight = self.lm_head.get_parameter("weight").to(h.dtype)
+        h = h if len(h) == len(targets) else h[: len(targets)]  # the gradient of a slice is a copy
+        return linear_cross_entropy(h, weight, targets, None, self.kernels.loss_and_gradient, self.kernels.multiply)
+
+    def _newest(self, h: Tensor, context: ForwardContext, count: int) -> Tensor:
+        """The rows of h [N, D] of the newest `count` positions of each sequence, padded."""
+        if count == context.seq:
+            return h
+        h = h[: context.batch * context.seq].unflatten(0, (context.batch, context.seq))[:, -count:]
+        return self._padded(h.flatten(0, 1))
+
+    @property
+    def _row_alignment(self) -> int:
+        """The number of each rank's rows is a multiple of this."""
+        return self.recipe.scattered_row_alignment if self.tp.scatters else self.recipe.row_alignment
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """x [n, D] with rows of zeros up to a multiple of the recipe's alignment."""
+        return pad_rows(x, self.tp.rows(len(x), self._row_alignment))
+
+    @contextlib.contextmanager
+    def _fp8_region(self) -> Any:
+        """The one FP8 region. Outside training it must not touch the scales that training goes on with."""
+        if not self.recipe.quantized:
+            yield
+            return
+        training = self.training and torch.is_grad_enabled()
+        guard = frozen_fp8_state(self) if self.recipe.stateful and not training else contextlib.nullcontext()
+        with guard, self.te.autocast(enabled=True, recipe=self.te_recipe, amax_reduction_group=self.amax_group):
+            yield
+
+    @contextlib.contextmanager
+    def unfused(self) -> Iterator[None]:
+        """Inside, the model runs with plain kernels and passes BF16 between its modules."""
+        before, self.kernels = self.kernels, PLAIN
+        try:
+            yield
+        finally:
+            self.kernels = before
+
+    def set_recipe(self, recipe: str | Path | Recipe | Any, **recipe_options: Unpack[RecipeOptions]) -> None:
+        """Swap the recipe of the live model. Weights and gradients stay; the next forward runs under the new one.
+
+        Between two stateful recipes the scales and histories move along; otherwise they start afresh. FP8 primary weights
+        stay as they are, which another kind of FP8 cannot use: that is a ValueError.
+        """
+        new = self._checked(get_recipe(recipe, **recipe_options))
+        if self.fp8_params:
+            self._check_weights_fit(new)
+        old, keep = self.recipe, {}
+        if new.stateful and old.stateful:
+            keep = {name: tensor.clone() for name, tensor in fp8_state(self).items()}
+        for module in self.modules():
+            if isinstance(module, self.te.Linear):
+                self.te.reset_fp8_state(module)
+        self.recipe, self.te_recipe = new, new.build(self.te)
+        self._mark_fp8_blocks()
+        relink(self, self.te_recipe)
+        if keep:
+            self.take_fp8_state(keep, old)
+
+    def take_fp8_state(self, state: dict[str, Tensor], old: Recipe) -> int:
+        """Go on with the scales and histories that `fp8_state` gave under the recipe `old`; returns how many were taken.
+
+        Those of layers that do not run in FP8 now are not. A ValueError, before anything is written, if they do not fit.
+        """
+        if not self.recipe.stateful:
+            return 0
+        layers = (layer for layer in range(self.config.num_hidden_layers) if layer not in self.fp8_layers)
+        outside = (*(f"layers.{layer}." for layer in layers), *(["lm_head."] if self.recipe.lm_head != "fp8" else []))
+        taken = {name: tensor for name, tensor in state.items() if not name.startswith(outside)}
+        load_fp8_state(self, taken, self.te_recipe)
+        if taken and self.recipe != old:
+            convert_scales(self, old, self.recipe)
+        return len(taken)
+
+    def _check_weights_fit(self, new: Recipe) -> None:
+        """Refuse a recipe that FP8 primary weights are not made for."""
+        edges = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head")
+        if not same_codes(self.recipe, new) or any(getattr(self.recipe, e) != getattr(new, e) for e in edges):
+            raise ValueError(
+                f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and {new.name!r} needs "
+                "others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"
+            )
+
+    def _mark_fp8_blocks(self) -> None:
+        """Tell each block whether it belongs inside the autocast."""
+        for layer, block in enumerate(self.layers):
+            block.in_fp8 = layer in self.fp8_layers  # type: ignore[assignment]
+
+    def _checked(self, recipe: Recipe) -> Recipe:
+        """The recipe, if this model can run it here."""
+        check_support(self.te, self.engine, recipe)
+        edges = recipe.num_layers_at_start_in_bf16 + recipe.num_layers_at_end_in_bf16
+        if recipe.quantized and edges >= self.config.num_hidden_layers:
+            raise ValueError(
+                f"recipe {recipe.name!r} keeps {edges} layers in BF16 and the model has {self.config.num_hidden_layers}:"
+                " nothing would run in FP8; lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16"
+            )
+        self.tp.check_recipe(recipe)
+        local = self.local_config
+        sizes = dict(hidden_size=local.hidden_size, intermediate_size=local.intermediate_size)
+        sizes |= {"num_attention_heads * head_dim": local.q_size, "q, k, v and gate": local.qkvg_size}
+        if recipe.lm_head == "fp8":
+            sizes["vocab_size"] = self.config.vocab_size
+        for name, size in sizes.items():
+            if size % recipe.feature_alignment:
+                raise ValueError(
+                    f"{name}={size}{self.tp.each} is not a multiple of {recipe.feature_alignment}, which the GEMMs of recipe "
+                    f"{recipe.name!r} need: change it or use recipe='bf16'"
+                )
+        return recipe
