@@ -6,7 +6,7 @@ OUT ?= runs/first-light
 RECIPE ?= current
 STEPS ?= 250
 
-.PHONY: finetune test test-slow test-gpu check format clean
+.PHONY: finetune test test-slow test-gpu test-lowest test-newest check format clean
 
 finetune: $(STAMP)  ## fine-tune gated-nano in FP8 on Python's own documentation and sources
 	rm -rf $(OUT)
@@ -20,6 +20,14 @@ test-slow: $(STAMP)  ## long runs, which continuous integration adds
 
 test-gpu:  ## on a machine with a GPU and Transformer Engine, in its own Python
 	$(PYTHON) -m pytest -q -m gpu
+
+test-lowest: RESOLUTION := lowest-direct  ## the test suite with the oldest versions that pyproject.toml allows
+test-newest: RESOLUTION := highest  ## and with the newest that there are
+test-lowest test-newest: test-%:
+	$(PYTHON) -m venv --clear .venv-$*
+	.venv-$*/bin/pip install --quiet --disable-pip-version-check uv
+	.venv-$*/bin/uv pip install --quiet --python .venv-$* --resolution $(RESOLUTION) -e ".[train,hf,dev]"
+	.venv-$*/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow"
 
 check: $(STAMP)  ## lint, format, types, import layers
 	$(RUN)/ruff check .
@@ -37,4 +45,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv runs dist
+	rm -rf .venv .venv-lowest .venv-newest runs dist

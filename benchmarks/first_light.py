@@ -15,7 +15,8 @@ from typing import Any
 
 import click
 
-from te_models.training.metrics import plot_losses, read_metrics
+from te_models.training.metrics import read_metrics
+from te_models.training.plots import plot_losses
 
 RUN = dict(preset="gated-124m", steps=400, batch_size=32, seq_len=1024, learning_rate=3e-4, warmup_steps=30)
 RUN |= dict(eval_every=50, eval_batches=16, seed=0, sample_tokens=0)

@@ -28,7 +28,8 @@ from te_models.config.presets import get_preset
 from te_models.config.training import TrainConfig
 from te_models.inspect.environment import environment
 from te_models.inspect.roofline import model_flops
-from te_models.training.parallel import Parallel, parallel
+from te_models.training.launch import parallel
+from te_models.training.parallel import Parallel
 from te_models.training.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results" / "scaling_h200.json"
@@ -67,7 +68,7 @@ def step_seconds(
     cuda = model.device.type == "cuda"
     torch.cuda.reset_peak_memory_stats() if cuda else None
     times = []
-    for row in islice(run._rows(data), args.warm_up + args.steps):
+    for row in islice(run.steps(data), args.warm_up + args.steps):
         times.append(config.tokens_per_step / row["tokens_per_second"])
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
     found = {"seconds": statistics.median(times[args.warm_up :]), "peak_gib": round(peak, 2), "loss": row["loss"]}

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import seeds  # noqa: F401  processes of a test move their seeds too
 import torch
 
 import te_models.engine.emulated as emulated
@@ -23,8 +24,9 @@ from te_models.distributed.dtensor import local
 from te_models.errors import Diverged
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model import offload
+from te_models.training.launch import meshes, parallel
 from te_models.training.metrics import read_metrics
-from te_models.training.parallel import Parallel, meshes, parallel, reshard
+from te_models.training.parallel import Parallel, reshard
 from te_models.training.trainer import Result, Trainer
 
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2)

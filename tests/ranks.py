@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import seeds  # noqa: F401  processes of a test move their seeds too
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

@@ -39,7 +39,8 @@ SHAPES: dict[int, dict[str, Any]] = {
 ROWS, TOKENS, STEPS = 4, 256, 8
 assert STEPS > WARM_UP + 2  # replays with other batches and other weights than the capture's
 SPREAD = 4.0
-# Relative: of a loss, of the weights' way from where they began (in norm), and of an entry of scales and amax histories.
+# Relative: of a loss, of the weights' way from where they began (in norm), and of scales and amax histories in the mean of
+# their entries (an amax by itself is one element, which may be anything).
 FLOOR = {
     "graph": dict(losses=2e-4, weights=0.01, scales=0.02),
     "plain": dict(losses=5e-4, weights=0.02, scales=0.05),
@@ -70,6 +71,9 @@ def train(size: int, recipe: str, mode: str, *, graph: bool = False, order: Any 
         for step in range(STEPS):
             losses.append(one_step(model, graphed, step))
             optimizer.take_gradients(1.0)
+            optimizer.set_learning_rate(
+                1e-3 * (step + 1) / STEPS
+            )  # AdamW's first steps are signs, which any last bit turns
             optimizer.step()
     finally:
         sdpa.CUDA_ORDER = before
@@ -102,7 +106,10 @@ def distances(one: Run, other: Run) -> dict[str, float]:
     way = torch.stack([way.norm() for way in one["weights"].values()]).norm()
     assert one["scales"].keys() == other["scales"].keys()
     pairs = [(tensor, other["scales"][name]) for name, tensor in one["scales"].items()]
-    scales = [((a - b).abs() / torch.maximum(a.abs(), b.abs()).clamp(min=1e-30)).max() for a, b in pairs]
+    scales = [
+        ((a - b).abs() / torch.maximum(a.abs(), b.abs()).clamp(min=1e-30)).sum() / (a != 0).sum().clamp(min=1)
+        for a, b in pairs
+    ]
     found = dict(losses=losses, weights=gap / way, scales=torch.stack(scales).max() if scales else torch.zeros(()))
     return {name: float(value.nan_to_num(torch.inf, torch.inf)) for name, value in found.items()}
 

@@ -13,7 +13,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "planning": [{"parameter_bytes", "precision_plan"}, {"memory_estimate"}, {"memory_plan"}],
     "files": [{"atomic"}, {"formats"}],
     "distributed": [{"collectives", "control", "dtensor"}],
-    "device": [{"cpu_matmul", "cuda_capture", "cudnn"}],
+    "device": [{"cpu_matmul", "cuda_capture", "cudnn", "determinism"}],
     "kernels": [
         {"early_save", "elementwise", "embedding_triton", "handover_triton", "lm_head", "lm_head_triton", "sdpa"},
         {"gated_attention", "handover"},
@@ -32,7 +32,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "interop": [{"hf_families", "te_extra_state"}, {"hf", "te_checkpoint"}],
     "checkpoint": [{"flatten", "folder"}, {"run_folder"}, {"pretrained", "sharded"}],
     "optim": [
-        {"galore", "groups", "lowbit", "muon8bit", "parameter_owners", "state_tensors"},
+        {"galore", "gradients", "groups", "lowbit", "muon8bit", "parameter_owners", "state_tensors"},
         {"master"},
         {"te_adam"},
         {"__init__"},
@@ -46,8 +46,13 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     ],
     "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}],
     "causal_lm": [{"causal_lm"}],
-    "training": [{"cuda_graph", "lora", "metrics", "parallel"}, {"trainer"}, {"report"}, {"finetune"}],
-    "inspect": [{"environment", "peers", "roofline", "verify"}, {"bench"}],
+    "training": [
+        {"cuda_graph", "evaluation", "lora", "metrics", "parallel", "plots", "stop_signals", "timing"},
+        {"launch", "trainer"},
+        {"report"},
+        {"finetune"},
+    ],
+    "inspect": [{"bench_report", "environment", "peers", "roofline", "verify"}, {"bench"}],
     "cli": [
         {"options"},
         set(COMMANDS),
@@ -67,10 +72,11 @@ ONLY_IN = {
     "peft": {"training.lora"},
     "huggingface_hub": {"interop.hf"},
     "safetensors": {"checkpoint.folder", "files.formats"},
-    "matplotlib": {"training.metrics"},
+    "matplotlib": {"training.plots"},
     "rich": {
         "cli.list",
         "cli.options",
+        "inspect.bench_report",
         "inspect.verify",
         "planning.memory_plan",
         "planning.precision_plan",

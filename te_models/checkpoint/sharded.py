@@ -42,10 +42,12 @@ class ShardedCheckpoints(Checkpoints):
     Tensors may be DTensors. `latest` names a checkpoint only once the files of every process are durable.
     """
 
-    ranks: Ranks
-    model: Any  # whose parameters, and an optimizer's state of them, are saved
-    names: list[str]  # of the optimizer's parameters, in its order
-    fetch: Callable[[str, int, Tensor], Tensor] | None = None  # MasterWeights.fetch
+    def __init__(
+        self, root: Path, *, keep_last: int | None, ranks: Ranks, model: Any, names: list[str],
+        fetch: Callable[[str, int, Tensor], Tensor],
+    ) -> None:  # fmt: skip
+        super().__init__(root, keep_last=keep_last)
+        self.ranks, self.model, self.names, self.fetch = ranks, model, names, fetch
 
     def save(
         self,

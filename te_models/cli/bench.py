@@ -36,7 +36,7 @@ def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: 
     import torch  # noqa: PLC0415
 
     from te_models.inspect.bench import bench as run  # noqa: PLC0415
-    from te_models.training.report import bench_table, write_bench  # noqa: PLC0415
+    from te_models.inspect.bench_report import bench_table, write_bench  # noqa: PLC0415
 
     if preset is None or model is not None or options.pop("recipe") is not None:
         raise click.UsageError("bench takes --preset NAME and --recipes A,B,...")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from te_models.errors import NamedFields, unknown
+from te_models.errors import ConfigError, NamedFields, unknown
 
 PARALLEL = ("none", "ddp", "fsdp", "tp", "fsdp+tp")
 REDUCE_DTYPES = ("float32", "bfloat16")
@@ -67,7 +67,7 @@ class TrainConfig(NamedFields):
         for f in fields(self):
             value, least = getattr(self, f.name), 1 if f.name in AT_LEAST_ONE else 0
             if isinstance(f.default, (int, float)) and not least <= value < math.inf:
-                raise ValueError(f"{f.name}={value} is out of range: give {least} or more")
+                raise ConfigError(f"{f.name}={value} is out of range: give {least} or more")
         for name, choices in dict(parallel=PARALLEL, reduce_dtype=REDUCE_DTYPES).items():
             if getattr(self, name) not in choices:
                 raise unknown(name, getattr(self, name), choices)
@@ -78,7 +78,7 @@ class TrainConfig(NamedFields):
         return self.batch_size * self.seq_len * self.gradient_accumulation
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of `step`, counted from 1: linear warm-up, then cosine decay to the final fraction."""
+        """Return the learning rate of `step`, counted from 1: linear warm-up, then cosine decay."""
         if step <= self.warmup_steps:
             return self.learning_rate * step / self.warmup_steps
         done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 _LIBRARY = re.compile(r"(/\S*)/libcudnn[a-z_]*\.so\.(\d+)\S*$")
@@ -31,7 +32,7 @@ def loaded_cudnns() -> dict[Path, str]:
 def load_torchs_cudnn() -> None:
     """Load every part of the cuDNN that PyTorch uses. Call before importing Transformer Engine, which then uses it too."""
     found = loaded_cudnns()
-    if len(found) != 1:
+    if len(found) != 1 or "transformer_engine" in sys.modules or find_spec("transformer_engine") is None:
         return
     ((folder, major),) = found.items()
     for library in sorted(folder.glob(f"libcudnn*.so.{major}")):
@@ -51,8 +52,8 @@ def _is_sound(with_transformer_engine: bool) -> bool:
         return True
     warnings.warn(
         f"two cuDNNs are mixed in this process ({', '.join(map(str, found))}), which makes its attention compute wrong "
-        "gradients: te_models uses FlashAttention, which is slower. Build the first model before you import "
-        "transformer_engine, and it will find one cuDNN",
+        "gradients: te_models uses FlashAttention, which is slower. Import te_models.CausalLM before transformer_engine "
+        "and before libraries that import it, such as peft",
         stacklevel=2,
     )
     return False

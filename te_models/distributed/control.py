@@ -1,8 +1,8 @@
-"""The processes of one job and what they tell each other beside tensors: JSON values, decisions of the first, votes.
+"""Control messages between the processes of a job: JSON values, decisions of rank 0, results of a collective vote.
 
-They talk over a gloo group of their own, on the CPU, whose timeout is long: waiting for a checkpoint to reach a slow disk
-must not look like the death of a peer, which the group of the gradients reports within a minute. Values travel as JSON in
-tensors of bytes; torch's own object collectives would send pickles.
+They travel over a separate gloo group on the CPU with a long timeout: waiting for a checkpoint to reach a slow disk must
+not look like the death of a peer, which the group that reduces gradients reports within a minute. Values are JSON in
+tensors of bytes, because the object collectives of torch send pickles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Ranks:
-    """Rank `rank` of `world`; without a group it is alone, and nothing is ever sent."""
+    """Rank `rank` of `world` processes. Without a group there is one process, and nothing is ever sent."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -26,28 +26,28 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that logs, prints and names checkpoints."""
+        """True on the process that logs, prints and publishes checkpoints."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all ranks, in their order; everybody gets them."""
+        """Return the JSON values of all ranks in rank order, on every rank."""
         if self.world == 1:
             return [value]
-        mine = _encoded(value)
+        message = _encode(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self.group)
-        room = max(int(size) for size in sizes)
-        parts = [torch.zeros(room, dtype=torch.uint8) for _ in range(self.world)]
-        padded = torch.zeros(room, dtype=torch.uint8)
-        padded[: len(mine)] = mine
-        dist.all_gather(parts, padded, group=self.group)
-        return [_decoded(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+        dist.all_gather(sizes, torch.tensor([len(message)]), group=self.group)
+        longest = max(int(size) for size in sizes)
+        messages = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(message)] = message
+        dist.all_gather(messages, padded, group=self.group)
+        return [_decode(padded[: int(size)]) for padded, size in zip(messages, sizes, strict=True)]
 
     def from_first(self, action: Callable[[], Any], error: type[Exception] = RuntimeError) -> Any:
-        """What `action`, which rank 0 alone runs, returns there (a JSON value), on every rank.
+        """Run `action` on rank 0 and return its result, a JSON value, on every rank.
 
         Raises:
-            error: it raised, on every rank; the ranks that only heard of it say so.
+            error: the action failed. Rank 0 raises the original exception, the others `error` with its message.
         """
         if self.world == 1:
             return action()
@@ -65,17 +65,19 @@ class Ranks:
         return value
 
     def _broadcast(self, value: Any) -> Any:
-        mine = _encoded(value)
-        size = torch.tensor([len(mine)])
+        """Return rank 0's JSON value."""
+        message = _encode(value)
+        size = torch.tensor([len(message)])
         dist.broadcast(size, group=self.group, group_src=0)
-        text = mine if self.first else torch.zeros(int(size), dtype=torch.uint8)
-        dist.broadcast(text, group=self.group, group_src=0)
-        return _decoded(text)
+        if not self.first:
+            message = torch.zeros(int(size), dtype=torch.uint8)
+        dist.broadcast(message, group=self.group, group_src=0)
+        return _decode(message)
 
 
-def _encoded(value: Any) -> Tensor:
+def _encode(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def _decoded(text: Tensor) -> Any:
-    return json.loads(text.numpy().tobytes())
+def _decode(message: Tensor) -> Any:
+    return json.loads(message.numpy().tobytes())

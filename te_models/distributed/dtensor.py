@@ -1,6 +1,7 @@
-"""Tensors that lie in pieces on several ranks (DTensors of FSDP2): from the whole to this rank's piece and back.
+"""Conversion between whole tensors and the shards of DTensors (FSDP2).
 
-FSDP2 cuts every parameter along its first dimension as torch.chunk does; a rank beyond the last chunk holds no rows.
+FSDP2 splits every parameter along its first dimension as torch.chunk does; ranks beyond the last chunk hold no rows.
+Below, `like` is a DTensor that says how to split, or an ordinary tensor, which is not split.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; the tensor itself if it is no DTensor."""
-    with torch.no_grad():  # to_local() would else make a view, for a gradient that nobody takes
+    """Return this rank's shard of a DTensor; any other tensor is returned as it is."""
+    with torch.no_grad():  # to_local() would otherwise make a view for autograd
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def pieces(own: Tensor, like: Tensor) -> Tensor:
-    """The tensor that is cut up as `like` is and of which this rank's piece is `own`."""
+    """Return the DTensor that is split as `like` is and whose shard on this rank is `own`."""
     if not isinstance(like, DTensor):
         return own
     place: dict[str, Any] = dict(shape=like.shape, stride=like.stride(), run_check=False)
@@ -29,12 +30,12 @@ def pieces(own: Tensor, like: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank; for a DTensor that is a collective of the ranks that share it."""
+    """Return the whole tensor on every rank; for a DTensor this is a collective of the ranks that share it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shares(like: Tensor) -> list[int]:
-    """How many rows of a DTensor each rank holds."""
+    """Return the number of rows of a DTensor on each rank."""
     assert isinstance(like, DTensor)
     count, world = len(like), like.device_mesh.size()
     most = -(-count // world)
@@ -42,7 +43,7 @@ def shares(like: Tensor) -> list[int]:
 
 
 def piece(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's rows of `full`, cut as `like` is; nothing is sent, and nothing else of `full` is read."""
+    """Return this rank's rows of `full`, split as `like` is. Sends nothing and reads nothing else of `full`."""
     if not isinstance(like, DTensor):
         return full
     (placement,) = like.placements
@@ -54,7 +55,7 @@ def piece(full: Tensor, like: Tensor) -> Tensor:
 
 
 def cut(full: Tensor, like: Tensor) -> Tensor:
-    """`full` as a tensor of the same kind, device and cut as `like`, for the state that an optimizer keeps of it."""
+    """Return `full` as a DTensor on the device of `like` and split as it is, for optimizer state of its shape."""
     if not isinstance(like, DTensor) or full.shape != like.shape:
         return full
     return pieces(piece(full, like).to(like.to_local().device).clone(), like)
@@ -62,13 +63,14 @@ def cut(full: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def put(target: Tensor, full: Tensor) -> None:
-    """Copy this rank's piece of `full` into `target`, in the dtype of `target`."""
+    """Copy this rank's rows of `full` into `target`, in the dtype of `target`."""
     local(target).copy_(piece(full, target))
 
 
 @contextmanager
 def filling(target: Tensor) -> Iterator[Tensor]:
-    """Gives a tensor to write all values of `target` into: itself, or a whole one of which the piece is then kept.
+    """Yield a tensor to write all values of `target` into: `target` itself, or a whole tensor of which each rank keeps
+    its shard.
 
     Every rank draws all random numbers, so that a model starts with the same values on any number of ranks.
     """

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import sys
 from types import ModuleType
 
 import torch
@@ -26,6 +25,10 @@ OLDEST = (
     2,
     20,
 )  # the Transformer Engine that all has been measured with; 2.16 would have the names that native.py uses
+
+
+# Here rather than before the import of the native engine: other libraries import Transformer Engine too (peft does).
+load_torchs_cudnn()
 
 
 def get_engine(name: str = "auto", device: torch.device | str | None = None) -> tuple[ModuleType, str, str]:
@@ -52,8 +55,6 @@ def get_engine(name: str = "auto", device: torch.device | str | None = None) -> 
 
 def engine_module(name: str) -> ModuleType:
     """The namespace of "native" or "emulated", imported when first asked for: Transformer Engine is slow to import."""
-    if name == "native" and "transformer_engine" not in sys.modules:
-        load_torchs_cudnn()
     return importlib.import_module(f"te_models.engine.{name}")
 
 

@@ -49,12 +49,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Both gradients times the loss's own, which is 1 or 1 / gradient_accumulation."""
+        """Multiply both gradients by that of the loss, an FP32 scalar: the weight of the micro-batch in the step."""
         saved = ctx.saved_tensors
         slopes: Any = [slope for slope in saved if slope is not None]
         # A graph that is kept may be gone through again, and reads them again.
         if ctx.multiply is None or torch._C._autograd._get_current_graph_task_keep_graph():
-            slopes = torch._foreach_mul(slopes, grad.to(slopes[0].dtype))
+            # A factor of one dimension takes part in type promotion: the product is FP32, rounded once. As a scalar it
+            # would first be rounded to the dtype of the slopes (1/3 to 0.334 in BF16).
+            factor = grad.float().reshape(1)
+            slopes = [torch.mul(slope, factor, out=torch.empty_like(slope)) for slope in slopes]
         else:
             ctx.multiply(slopes, grad)
         scaled = iter(slopes)

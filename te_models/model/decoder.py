@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
@@ -66,6 +67,7 @@ class Decoder(nn.Module):
         tp_mesh: the ranks that share this model, a DeviceMesh of one dimension; each rank builds it
             (te_models.model.tensor_parallel).
         sequence_parallel: divide the rows between those ranks too, where no GEMM needs all of them.
+        amax_group: the processes that share their amaxes (DelayedScaling); None: all of them.
         recipe_options: any field of the recipe, such as `amax_history_len=16` or `num_layers_at_end_in_bf16=2`.
 
     Raises:
@@ -89,6 +91,7 @@ class Decoder(nn.Module):
         materialize: bool = True,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
+        amax_group: ProcessGroup | None = None,
         **recipe_options: Unpack[RecipeOptions],
     ) -> None:
         super().__init__()
@@ -105,7 +108,7 @@ class Decoder(nn.Module):
         if fp8_params:
             check_recipe(self.recipe)
         self.compiled = compile and device.type == "cuda"
-        self.amax_group: Any = None  # the processes that share their amaxes (DelayedScaling); None: all of them
+        self.amax_group = amax_group
 
         factory: dict[str, Any] = dict(device=device if materialize else torch.device("meta"), dtype=dtype)
         fast = device.type == "cuda" and not activation_offload if fused is None else fused

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_models.config.options import ConfigOptions, RecipeOptions
@@ -26,6 +27,7 @@ class BuildOptions(RecipeOptions, total=False):
     fused: bool | None
     tp_mesh: DeviceMesh | None
     sequence_parallel: bool
+    amax_group: ProcessGroup | None
 
 
 class ModelOptions(BuildOptions, ConfigOptions, total=False):

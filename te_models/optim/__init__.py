@@ -1,6 +1,6 @@
-"""Optimizers by name: what each is built from, its options and their defaults. docs/optimizers.md says when to use which.
+"""Optimizers by name, with their options and defaults. docs/optimizers.md says when to use which.
 
-Every one has the interface of te_models.optim.master.MasterWeights, so the training loop knows none of them.
+All have the interface of te_models.optim.master.MasterWeights, so the training loop does not distinguish them.
 
 Lives here: update rules, and the FP32 master weights that they update.
 Not here: the training loop and its learning-rate schedule (te_models.training).
@@ -16,18 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from te_models.errors import needs, unknown
+from te_models.engine import engine_module
+from te_models.errors import UsageError, needs, unknown
 from te_models.optim.galore import GaLore
+from te_models.optim.gradients import Gradients, Norm, gradient_norm
 from te_models.optim.groups import groups
 from te_models.optim.master import MasterWeights
 from te_models.optim.muon8bit import Muon8bit
 from te_models.optim.parameter_owners import Owners
 from te_models.optim.te_adam import MOMENTS, TEAdam
 
+Optimizer = MasterWeights | TEAdam
 Groups = list[dict[str, Any]]
 Built = list[torch.optim.Optimizer]
 
-# Options and their defaults; a tuple lists the choices, the default first. The betas are those usual for language
+# Options and their defaults; a tuple lists the choices, the default first. The betas are the usual ones for language
 # models (Touvron et al. 2023, arXiv 2307.09288).
 ADAM: dict[str, Any] = dict(beta1=0.9, beta2=0.95, eps=1e-8)
 LOWBIT: dict[str, Any] = dict(**ADAM, stochastic_rounding=False)
@@ -39,7 +42,7 @@ GALORE: dict[str, Any] = dict(rank=128, refresh=200, scale=1.0, **REST)
 
 
 def adamw(lr: float, options: dict[str, Any], parameters: Groups) -> Built:
-    """PyTorch's AdamW, fused: two FP32 moments, 8 bytes a parameter."""
+    """Return PyTorch's fused AdamW: two FP32 moments, 8 bytes per parameter."""
     betas = (options["beta1"], options["beta2"])
     return [torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=options["eps"], fused=True)]
 
@@ -54,7 +57,7 @@ def _lowbit(name: str) -> Callable[[float, dict[str, Any], Groups], Built]:
 
 
 def _with_rest(build: Callable[[float, dict[str, Any], Groups], torch.optim.Optimizer]) -> Any:
-    """`build` for the hidden matrices, the optimizer named by option `rest` for everything else."""
+    """Use `build` for hidden matrices and the optimizer that option `rest` names for everything else."""
 
     def both(lr: float, options: dict[str, Any], parameters: Groups) -> Built:
         hidden = [group for group in parameters if group["matrices"]]
@@ -84,7 +87,13 @@ def _galore(lr: float, options: dict[str, Any], hidden: Groups) -> torch.optim.O
 
 @dataclass(frozen=True)
 class Choice:
-    """One optimizer: how it is built from (lr, options, groups), its options, and whether it works on whole matrices."""
+    """An optimizer by name.
+
+    Attributes:
+        build: makes the torch optimizers from (learning rate, options, parameter groups).
+        options: names and defaults of its options.
+        matrices: whether it treats hidden matrices as wholes (te_models.optim.groups).
+    """
 
     build: Callable[[float, dict[str, Any], Groups], Built]
     options: dict[str, Any] = field(default_factory=dict)
@@ -92,8 +101,8 @@ class Choice:
 
 
 def _only_native(lr: float, options: dict[str, Any], parameters: Groups) -> Built:
-    raise ValueError(
-        "optimizer 'te-adam' is Transformer Engine's and runs on the native engine alone: use 'adamw8bit' or 'adamwfp8'"
+    raise UsageError(
+        "optimizer 'te-adam' is Transformer Engine's and runs only on the native engine: use 'adamw8bit' or 'adamwfp8'"
     )
 
 
@@ -116,33 +125,46 @@ def build_optimizer(
     options: str | Mapping[str, Any] = "",
     offload: bool = False,
     owners: Callable[[list[nn.Parameter]], Owners] | None = None,
-) -> MasterWeights | TEAdam:
-    """The optimizer called `name` over the model's trainable parameters.
+    gradients: Gradients | None = None,
+    norm: Norm = gradient_norm,
+) -> Optimizer:
+    """Return the optimizer called `name` over the model's trainable parameters.
 
     Args:
         name: one of OPTIMIZERS.
-        lr, weight_decay: of every group; decay applies to matrices alone (te_models.optim.groups).
-        options: the optimizer's own, as a dict or as "name=value,name=value".
-        offload: keep masters and state in the CPU's memory and step there.
-        owners: as in MasterWeights.
+        model: a CausalLM or any other module; "te-adam" needs a CausalLM on the native engine.
+        lr: learning rate of every group.
+        weight_decay: applied to matrices only (te_models.optim.groups).
+        options: the optimizer's options, as a dict or as "name=value,name=value".
+        offload: store masters and state in CPU memory and step there.
+        owners: see MasterWeights.
+        gradients: see MasterWeights.
+        norm: see MasterWeights.
 
     Raises:
-        ValueError: an unknown name or option, a value out of range, or a package that is missing.
+        ValueError: an unknown name or option, a value out of range, or a missing package.
     """
     values = resolve_options(name, options)
     choice = OPTIMIZERS[name]
     kind = {"optimizer": name, **values}
     found = groups(model, weight_decay, choice.matrices)
-    if name == "te-adam" and getattr(model, "engine", None) == "native":
+    if name == "te-adam" and getattr(model, "engine", None) == "native":  # CausalLM lies above this package
         if offload:
-            raise ValueError("optimizer 'te-adam' keeps its state on the GPU: use 'adamw' with optimizer_offload")
-        return TEAdam(model.te, kind, found, lr, values)  # type: ignore[arg-type]
+            raise UsageError("optimizer 'te-adam' stores its state on the GPU: use 'adamw' with optimizer_offload")
+        return TEAdam(engine_module("native"), kind, found, lr, values, gradients)
     keep = not values.get("stochastic_rounding", False)
-    return MasterWeights(kind, found, lambda p: choice.build(lr, values, p), keep=keep, offload=offload, owners=owners)
+    return MasterWeights(
+        kind, found, lambda groups: choice.build(lr, values, groups),
+        keep=keep, offload=offload, owners=owners, gradients=gradients, norm=norm,
+    )  # fmt: skip
 
 
 def resolve_options(name: str, options: str | Mapping[str, Any]) -> dict[str, Any]:
-    """All options of the optimizer `name`, those given over the defaults, each of its default's type."""
+    """Return all options of the optimizer `name`: the defaults updated with `options`, in the types of the defaults.
+
+    Raises:
+        ValueError: an unknown name or option, or a value out of range.
+    """
     if name not in OPTIMIZERS:
         raise unknown("optimizer", name, OPTIMIZERS)
     known = OPTIMIZERS[name].options
@@ -160,13 +182,13 @@ def _pairs(text: str) -> list[tuple[str, str]]:
     for item in filter(None, (piece.strip() for piece in text.split(","))):
         key, equals, value = item.partition("=")
         if not equals:
-            raise ValueError(f"optimizer option {item!r} has no value: write name=value,name=value")
+            raise UsageError(f"optimizer option {item!r} has no value: write name=value,name=value")
         pairs.append((key.strip().replace("-", "_"), value.strip()))
     return pairs
 
 
 def _checked(key: str, value: Any, default: Any) -> Any:
-    """`value`, perhaps from the command line, as the type of `default`, or one of its choices."""
+    """Return `value`, which may be text, in the type of `default` or as one of its choices."""
     if isinstance(default, tuple):
         if value not in default:
             raise unknown(f"value of {key}", value, default)
@@ -179,12 +201,12 @@ def _checked(key: str, value: Any, default: Any) -> Any:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{key}={value!r} is not a number: give one such as {default}") from None
+        raise UsageError(f"{key}={value!r} is not a number: give one such as {default}") from None
     if isinstance(default, int):
         if not number.is_integer():
-            raise ValueError(f"{key}={value!r} is not a whole number: give one such as {default}")
+            raise UsageError(f"{key}={value!r} is not a whole number: give one such as {default}")
         number = int(number)
     if not 0 <= number < float("inf") or (key in ("beta1", "beta2", "momentum") and number >= 1):
         below = " and less than 1" if key in ("beta1", "beta2", "momentum") else ""
-        raise ValueError(f"{key}={value} is out of range: give 0 or more{below}")
+        raise UsageError(f"{key}={value} is out of range: give 0 or more{below}")
     return number

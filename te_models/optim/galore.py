@@ -1,12 +1,12 @@
 """GaLore: AdamW whose moments live in a low-rank subspace of each matrix's gradient (Zhao et al. 2024, arXiv 2403.03507).
 
 For a gradient G [m, n] with m <= n (else transposed), P [m, r] spans its r leading left singular directions; Adam runs on
-P^T G [r, n] and P times its update goes to the weights. P is found anew every `refresh` steps. State: r (m + 2n)
+P^T G [r, n] and P times its update goes to the weights. P is recomputed every `refresh` steps. The state has r (m + 2n)
 elements instead of 2mn.
 
-Own code: galore-torch 1.0 (2024) needs transformers and bitsandbytes, and keeps its projectors as Python objects, which no
-checkpoint without a pickle can hold. P comes from a randomised range finder (Halko et al. 2011, arXiv 0909.4061) rather
-than a full SVD, which costs minutes at 4096 x 14336.
+galore-torch 1.0 (2024) is not used: it needs transformers and bitsandbytes, and its projectors are Python objects, which
+cannot be saved without a pickle. P comes from a randomized range finder (Halko et al. 2011, arXiv 0909.4061) instead of a
+full SVD, which takes minutes at 4096 x 14336.
 """
 
 from __future__ import annotations
@@ -18,18 +18,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.errors import UsageError
+
 OVERSAMPLING = 8
 POWER_ITERATIONS = 2
 
 
 class GaLore(torch.optim.Optimizer):
-    """AdamW in the subspace of rank `rank`; a matrix with a side of `rank` or less gets plain AdamW.
+    """AdamW in a subspace of rank `rank`; matrices with a side of at most `rank` get plain AdamW.
 
     Args:
         params: FP32 matrices, or groups of them.
+        lr: learning rate.
+        betas: decay rates of the first and the second moment.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay, as in AdamW.
         rank: r above.
-        refresh: steps between two projectors. The moments are kept when it changes, as in the paper.
+        refresh: steps between two projectors. The moments are retained when it changes, as in the paper.
         scale: factor of the projected update.
+
+    Raises:
+        ValueError: `rank` or `refresh` is below 1.
     """
 
     def __init__(
@@ -45,13 +54,13 @@ class GaLore(torch.optim.Optimizer):
     ) -> None:
         for name, value in (("rank", rank), ("refresh", refresh)):
             if value < 1:
-                raise ValueError(f"{name}={value} is out of range: give 1 or more")
+                raise UsageError(f"{name}={value} is out of range: give 1 or more")
         fields = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, dict(**fields, rank=rank, refresh=refresh, scale=scale))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every matrix that has a gradient."""
+        """Update every matrix that has a gradient; return what `closure` returns, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -64,7 +73,7 @@ class GaLore(torch.optim.Optimizer):
         return loss
 
     def _update(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        """What is to be subtracted from the matrix, times the learning rate; of the gradient's shape."""
+        """Return the update direction, of the gradient's shape; the step subtracts it times the learning rate."""
         if min(gradient.shape) <= group["rank"]:
             return _adam(gradient, state, group)
         wide = gradient.mT if gradient.shape[0] > gradient.shape[1] else gradient
@@ -76,7 +85,7 @@ class GaLore(torch.optim.Optimizer):
 
 
 def _adam(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    """Adam's direction for this gradient; its moments and their count of steps are in `state`."""
+    """Return Adam's direction for this gradient and update the moments and step count in `state`."""
     beta1, beta2 = group["betas"]
     if "exp_avg" not in state:
         state.update(step=0, exp_avg=torch.zeros_like(gradient), exp_avg_sq=torch.zeros_like(gradient))
@@ -88,8 +97,11 @@ def _adam(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Ten
 
 
 def leading_directions(matrix: Tensor, rank: int, seed: int) -> Tensor:
-    """About the `rank` leading left singular vectors of `matrix` [m, n], orthonormal [m, rank], by a randomised range
-    finder with power iterations. Its random numbers are its own, so a resumed run finds the same."""
+    """Approximate the `rank` leading left singular vectors of `matrix` [m, n] as orthonormal columns [m, rank].
+
+    A randomized range finder with power iterations. It has a random generator of its own, seeded with `seed`, so that a
+    resumed run computes the same.
+    """
     width = min(rank + OVERSAMPLING, *matrix.shape)
     generator = torch.Generator(matrix.device).manual_seed(seed)
     start = torch.randn(matrix.shape[1], width, generator=generator, device=matrix.device, dtype=matrix.dtype)

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_models.config.layout import gate_up_sections, qkvg_sections
+from te_models.errors import UsageError
 from te_models.model.attention import GatedAttention
 from te_models.model.mlp import SwiGLU
 
@@ -96,5 +97,5 @@ def _split(parameter: nn.Parameter, rows: list[tuple[str, int]]) -> list[Part]:
         return [Part(parameter, rows[0][0])]
     ends = list(accumulate(size for _, size in rows))
     if ends[-1] != len(parameter):
-        raise ValueError(f"a fused weight has {len(parameter)} rows, not the {ends[-1]} of its parts")
+        raise UsageError(f"a fused weight has {len(parameter)} rows, not the {ends[-1]} of its parts")
     return [Part(parameter, role, end - size, end) for (role, size), end in zip(rows, ends, strict=True)]

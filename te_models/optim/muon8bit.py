@@ -1,11 +1,11 @@
-"""Muon with its momentum in INT8: 1.03 bytes a parameter where FP32 takes 4.
+"""Muon with its momentum in INT8: 1.03 bytes per parameter instead of 4 in FP32.
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by its nearest
-orthogonal matrix, through five Newton-Schulz iterations. The momentum is kept as INT8 codes with an FP32 scale for each
-block of 128 elements, scale = absmax / 127. An update is computed from the momentum before it is rounded, so rounding
-reaches the weights only through later steps.
+orthogonal matrix, by five Newton-Schulz iterations. The momentum is stored as INT8 with one FP32 scale per block of 128
+elements, scale = absmax / 127. An update is computed from the momentum before it is rounded, so rounding reaches the
+weights only through later steps.
 
-The arithmetic is that of torch.optim.Muon. Matrices of one shape are orthogonalised together, by batched GEMMs.
+The arithmetic is that of torch.optim.Muon. Matrices of one shape are orthogonalized together in batched GEMMs.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_models.errors import UsageError
+
 BLOCK = 128
-BATCH = 2**26  # elements orthogonalised at a time: 128 MiB in BF16, and three times that inside the iteration
+BATCH = 2**26  # elements orthogonalized at a time: 128 MiB in BF16, and three times that inside the iteration
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, Jordan et al. 2024
 SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class Muon8bit(torch.optim.Optimizer):
-    """Muon over matrices, momentum in INT8; arguments as in torch.optim.Muon.
+    """Muon with its momentum in INT8; arguments as in torch.optim.Muon.
 
     Args:
         params: FP32 matrices [A, B], or groups of them.
-        adjust_lr_fn: "match_rms_adamw" scales an update to the usual RMS of AdamW's, 0.2 sqrt(max(A, B)), so that AdamW's
-            learning rate and decay serve here too (Liu et al. 2025, arXiv 2502.16982); "original" is sqrt(max(1, A / B)).
+        adjust_lr_fn: "match_rms_adamw" scales an update to the usual RMS of AdamW, 0.2 sqrt(max(A, B)), so that learning rate
+            and decay of AdamW can be reused (Liu et al. 2025, arXiv 2502.16982); "original" is sqrt(max(1, A / B)).
         compile: fuse dequantization, momentum and quantization into one kernel (on CUDA devices).
     """
 
@@ -47,14 +49,14 @@ class Muon8bit(torch.optim.Optimizer):
         compile: bool = True,
     ) -> None:
         if not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum} is out of range: give 0 or more and less than 1")
+            raise UsageError(f"momentum={momentum} is out of range: give 0 or more and less than 1")
         fields = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps)
         super().__init__(params, dict(**fields, adjust_lr_fn=adjust_lr_fn))
         self._compile = compile
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every matrix that has a gradient."""
+        """Update every matrix that has a gradient; return what `closure` returns, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -68,7 +70,7 @@ class Muon8bit(torch.optim.Optimizer):
         return loss
 
     def _momentum(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """Move the matrix's momentum on; returns what is to be orthogonalised, BF16 [A, B]."""
+        """Update the momentum of matrix `p` [A, B]; return the direction to orthogonalize, BF16 [A, B]."""
         state = self.state[p]
         if not state:
             state["codes"], state["scales"] = quantize(torch.zeros_like(p))
@@ -78,19 +80,19 @@ class Muon8bit(torch.optim.Optimizer):
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x FP32 of any shape -> codes INT8 [blocks, 128], the last block padded with zeros, and scales FP32 [blocks, 1]."""
+    """Quantize x (FP32, any shape) to INT8 [blocks, 128], the last block padded with zeros, and scales FP32 [blocks, 1]."""
     blocks = F.pad(x.flatten(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(-1, keepdim=True) / 127
     return (blocks / scales.clamp(min=SMALLEST)).round_().to(torch.int8), scales
 
 
 def dequantize(codes: Tensor, scales: Tensor, shape: torch.Size) -> Tensor:
-    """The FP32 tensor of `shape` that codes and scales stand for."""
+    """Return the FP32 tensor of `shape` that `quantize` made `codes` and `scales` of."""
     return (codes.float() * scales).flatten()[: shape.numel()].view(shape)
 
 
 def advance(codes: Tensor, scales: Tensor, gradient: Tensor, momentum: float, nesterov: bool) -> Tensor:
-    """Take FP32 `gradient` [A, B] into the momentum, whose codes and scales change in place; returns Muon's direction."""
+    """Add FP32 `gradient` [A, B] to the quantized momentum in place; return the direction to orthogonalize, BF16."""
     average = dequantize(codes, scales, gradient.shape).lerp(gradient, 1 - momentum)
     new_codes, new_scales = quantize(average)
     codes.copy_(new_codes)
@@ -100,23 +102,23 @@ def advance(codes: Tensor, scales: Tensor, gradient: Tensor, momentum: float, ne
 
 @functools.cache
 def compiled_advance() -> Callable[..., Tensor]:
-    """`advance` fused by torch.compile, for CUDA devices."""
+    """Return `advance` compiled, for CUDA devices."""
     return torch.compile(advance, fullgraph=True, dynamic=False)
 
 
 @functools.cache
 def product_dtype(device: str) -> torch.dtype:
-    """BF16 as in torch.optim.Muon, but FP32 on a CPU without BF16 instructions, which is many times slower in BF16."""
+    """Return BF16 as in torch.optim.Muon, but FP32 on a CPU without BF16 instructions, where BF16 is many times slower."""
     slow = device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.float32 if slow else torch.bfloat16
 
 
 def orthogonalize(x: Tensor, steps: int) -> Tensor:
-    """x [n, A, B] -> about the nearest orthogonal matrix of each: singular values from 0.7 to 1.2 (Jordan et al. 2024)."""
+    """Approximate the nearest orthogonal matrix of each x [n, A, B]: singular values of 0.7 to 1.2 (Jordan et al. 2024)."""
     a, b, c = COEFFICIENTS
     x = x.to(product_dtype(x.device.type))
     wide = x.mT if x.shape[-2] > x.shape[-1] else x
-    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value is above 1
+    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # so that no singular value exceeds 1
     for _ in range(steps):
         gram = wide @ wide.mT
         wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
@@ -124,12 +126,12 @@ def orthogonalize(x: Tensor, steps: int) -> Tensor:
 
 
 def rate_factor(adjust: str, rows: int, columns: int) -> float:
-    """What a matrix's shape multiplies the learning rate with."""
+    """Return the factor of the learning rate for a matrix of this shape."""
     return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
 
 
 def batches(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Matrices of one shape together, at most BATCH elements at a time."""
+    """Yield lists of matrices of one shape, of at most BATCH elements."""
     shapes: dict[torch.Size, list[Tensor]] = {}
     for matrix in matrices:
         shapes.setdefault(matrix.shape, []).append(matrix)

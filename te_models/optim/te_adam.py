@@ -1,10 +1,10 @@
 """Transformer Engine's FusedAdam: one multi-tensor kernel over BF16 parameters with exact FP32 masters.
 
-A BF16 parameter is the upper half of its FP32 master, so the optimizer keeps only the 16 bits that are missing
-(`store_param_remainders`): exact masters for 2 bytes a parameter. The moments are BF16 (4 bytes a parameter together), or
-the first is FP8 and the second BF16 (3 bytes): FP8 with one scale a tensor spans too little for squares of gradients.
+A BF16 parameter is the upper half of its FP32 master, so the optimizer stores only the missing 16 bits
+(`store_param_remainders`): exact masters for 2 bytes per parameter. Both moments are BF16 (4 bytes per parameter), or the
+first is FP8 and the second BF16 (3 bytes): FP8 with one scale per tensor has too little range for squared gradients.
 
-State is saved as it lies in memory. FusedAdam's own state_dict widens it to FP32 and rounds it again on loading.
+State is saved as it is in memory. FusedAdam's own state_dict converts it to FP32 and rounds it again on loading.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.errors import UsageError
 from te_models.fp8.primary_weights import is_quantized
+from te_models.optim.gradients import Gradients, clip_factor, gradient_norm
 from te_models.optim.groups import Part
-from te_models.optim.master import check_kind, clip_factor, gradient_norm, set_group_rate
+from te_models.optim.master import check_kind, set_group_rate
 
 MOMENTS = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "fp8": (torch.uint8, torch.bfloat16),  # uint8 is FusedAdam's name for FP8
     "fp32": (torch.float32, torch.float32),
 }
-CHUNK = 2**28  # parameters a group: FusedAdam widens the FP8 moments of a whole group to FP32 for its step
+CHUNK = 2**28  # parameters per group: FusedAdam converts the FP8 moments of a whole group to FP32 for its step
 
 
 class TEAdam:
@@ -33,12 +35,18 @@ class TEAdam:
     can_skip = False
 
     def __init__(
-        self, te: ModuleType, kind: dict[str, Any], groups: list[dict[str, Any]], lr: float, options: dict[str, Any]
+        self,
+        te: ModuleType,
+        kind: dict[str, Any],
+        groups: list[dict[str, Any]],
+        lr: float,
+        options: dict[str, Any],
+        gradients: Gradients | None = None,
     ) -> None:
-        self.kind = kind
+        self.kind, self.gradients = kind, gradients or Gradients()
         self.parameters = [part.parameter for group in groups for part in group["params"]]
         if any(map(is_quantized, self.parameters)):
-            raise ValueError("te-adam keeps its masters as parts of BF16 weights: with fp8_params choose adamw or muon")
+            raise UsageError("te-adam stores the lower halves of BF16 weights: with fp8_params choose adamw or muon")
         first, second = MOMENTS[options["moments"]]
         self.inner = te.FusedAdam(
             [small for group in groups for small in _chunked(group)],
@@ -49,6 +57,7 @@ class TEAdam:
             store_param_remainders=True,
             exp_avg_dtype=first,
             exp_avg_sq_dtype=second,
+            use_decoupled_grad=self.gradients.in_fp32,
         )
         for parameter in self.parameters:
             self.inner.initialize_state(parameter, parameter.dtype == torch.bfloat16)
@@ -61,41 +70,56 @@ class TEAdam:
         return self.inner.param_groups
 
     def set_learning_rate(self, rate: float) -> None:
-        """For the next steps."""
+        """Set the learning rate of the next steps."""
         for group in self.inner.param_groups:
             set_group_rate(group, rate)
 
     @torch.no_grad()
     def take_gradients(self, max_norm: float) -> Tensor:
-        """Scale the gradients down to `max_norm` (0: not); returns their norm before, FP32 scalar."""
-        norm = gradient_norm(self.parameters)
-        shrink = clip_factor(norm, max_norm)
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if shrink is not None and gradients:
-            torch._foreach_mul_(gradients, shrink)
+        """Clip the gradients to the norm `max_norm` (0: do not clip); return their norm before, an FP32 scalar."""
+        gradients = [g for p in self.parameters if (g := self.gradients.of(p)) is not None]
+        norm = gradient_norm(self.parameters, gradients)
+        factor = clip_factor(norm, max_norm)
+        if factor is not None and gradients:
+            torch._foreach_mul_(gradients, factor)
         return norm
 
+    def skip_if(self, bad: Tensor) -> None:
+        """Not supported: `can_skip` is False."""
+        raise NotImplementedError("te-adam cannot skip a step whose values the host has not read")
+
     def step(self) -> None:
-        """One update from the parameters' gradients, which are then gone; parameters without one stay."""
+        """Update the parameters that have a gradient, and drop the gradients."""
+        if self.gradients.in_fp32:
+            for parameter in self.parameters:  # FusedAdam reads FP32 gradients of BF16 parameters under this name
+                parameter.decoupled_grad = self.gradients.of(parameter)  # type: ignore[attr-defined]
         self.inner.step()
         for parameter in self.parameters:
-            parameter.grad = None
+            self.gradients.drop(parameter)
 
     def masters_by_id(self) -> dict[int, Tensor]:
-        """None that are FP32: the masters' upper halves are the parameters."""
+        """Return nothing: no FP32 masters exist, their upper halves are the parameters."""
         return {}
 
+    def fetch(self, kind: str, index: int, tensor: Tensor) -> Tensor:
+        """Return the tensor: every rank has all of the state."""
+        return tensor
+
     def state_dict(self) -> dict[str, Any]:
-        """Moments, the masters' lower halves and the count of steps, as they are."""
+        """Return moments, the masters' lower halves and the step counts, as they are in memory."""
         state = [{name: _bits(value) for name, value in self.inner.state[p].items()} for p in self.parameters]
         return {"kind": self.kind, "state": state, "steps": [group.get("step", 0) for group in self.param_groups]}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; a ValueError if it is of another optimizer or of other parameters."""
+        """Load what `state_dict` returned.
+
+        Raises:
+            ValueError: it is of another optimizer or of other parameters.
+        """
         check_kind(self.kind, state.get("kind"))
         if len(state["state"]) != len(self.parameters) or len(state["steps"]) != len(self.param_groups):
-            raise ValueError("the optimizer's state is of another model")
+            raise UsageError("the optimizer's state is of another model")
         for parameter, saved in zip(self.parameters, state["state"], strict=True):
             for name, tensors in saved.items():
                 for key, tensor in _bits(self.inner.state[parameter][name]).items():
@@ -105,18 +129,18 @@ class TEAdam:
 
 
 def _bits(value: Any) -> dict[str, Tensor]:
-    """The live tensors that a state consists of: an FP8 moment has codes and the reciprocal of its scale."""
+    """Return the tensors that make up a state; an FP8 moment has FP8 data and the reciprocal of its scale."""
     return {"data": value} if type(value) is Tensor else {"data": value._data, "scale_inv": value._scale_inv}
 
 
 def _drop_transpose(moment: Any) -> None:
-    """An FP8 tensor on Hopper keeps a transposed copy for GEMMs, which a moment never sees."""
+    """Free the transposed copy that an FP8 tensor has for GEMMs on Hopper, in which a moment takes no part."""
     moment._quantizer.set_usage(rowwise=True, columnwise=False)
     moment._transpose = None
 
 
 def _chunked(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """The group in groups of at most CHUNK elements, with parameters in place of parts."""
+    """Split the group into groups of at most CHUNK elements, with parameters in place of parts."""
     chunks: list[list[Tensor]] = [[]]
     for part in group["params"]:
         assert isinstance(part, Part)

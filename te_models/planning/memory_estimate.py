@@ -103,8 +103,8 @@ class Training:
     """What a step's memory depends on beside shape and recipe.
 
     `batch_size` sequences of `seq_len` tokens go through one GPU at a time; `gpus` share weights, gradients and optimizer
-    (FSDP2, a unit a block). `held_gradients`: gradients are there before the forward, as from the second micro-batch of
-    an accumulation on, and `cached_weights`: FP8 weights are, too. `activation_offload`: blocks keep theirs on the host. `logits`: they are returned, so all of them
+    (FSDP2, a unit a block). `held_gradients`: FP32 sums of all gradients, which FSDP2 does not shard, are there before the
+    forward, as under gradient accumulation, and `cached_weights`: FP8 weights are, too. `activation_offload`: blocks keep theirs on the host. `logits`: they are returned, so all of them
     exist. `fp8_params`: the weights of FP8 layers are FP8. `compile`, `fused` and `cuda` choose the kernels; `dtype_bytes` is that of parameters and activations.
     """
 
@@ -460,7 +460,7 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
         state = OPTIMIZERS[training.optimizer].of(parameters, element) // gpus
     return Memory(
         weights=share + gathered,
-        gradients=whole + (sum(p.numel for p in parameters) * element // gpus if training.held_gradients else 0),
+        gradients=whole + (sum(p.numel for p in parameters) * FP32 if training.held_gradients else 0),
         optimizer=state,
         fp8_weight_copies=_delayed_state(config, recipe),
         workspace=CUBLAS_WORKSPACE if training.cuda else 0,
@@ -484,8 +484,10 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     moments = [replace(loss, moment="loss"), replace(worst, moment=f"backward of {worst.moment}")]
     if training.optimizer is not None:
         share = -(-sum(p.numel for p in model_parameters(config)) // training.gpus)
-        fp32 = min(share, UPDATE_CHUNK) * max(0, FP32 - training.dtype_bytes)
-        moments.append(replace(standing, moment="optimizer step", gradients=share * training.dtype_bytes + fp32))
+        size = share * training.dtype_bytes + min(share, UPDATE_CHUNK) * max(0, FP32 - training.dtype_bytes)
+        if training.held_gradients and training.gpus == 1:
+            size = share * FP32  # the optimizer reads the sums themselves
+        moments.append(replace(standing, moment="optimizer step", gradients=size))
     return moments
 
 

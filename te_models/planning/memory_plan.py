@@ -189,7 +189,7 @@ def plan_memory(
         activation_checkpointing: "none", "selective", "full" or every N-th block.
         activation_offload: whether blocks keep their activations on the host (te_models.model.offload).
         gpus: processes among which FSDP2 shares weights, gradients and optimizer state.
-        gradient_accumulation: micro-batches a step; from two on, gradients are held during the forward.
+        gradient_accumulation: micro-batches per step; from two on, gradients are summed in FP32 (4 bytes per parameter).
         fp8_params: whether the weights of FP8 layers are FP8 (te_models.fp8.primary_weights).
         dtype_bytes: of parameters and activations.
         logits: whether the forward returns them; the Trainer's does not (`return_logits=False`), and they never exist.

@@ -1,4 +1,4 @@
-"""The training loop and its surroundings: fine-tuning, many processes, CUDA graphs, metrics, reports, LoRA.
+"""The training loop: fine-tuning, parallelism, CUDA graphs, evaluation, metrics, plots, terminal output, LoRA.
 
 Not here: optimizers (te_models.optim), datasets (te_models.data) and saved state (te_models.checkpoint).
 """

@@ -1,8 +1,8 @@
-"""Forward and backward of a model as one CUDA graph: the host launches a step once and replays it.
+"""Forward and backward of a model as one CUDA graph, captured once and replayed.
 
-Without that, the host takes longer to launch the kernels of a small step than the device to run them (gated-350m: 158 of
-185 ms were launches). A graph bakes in addresses and Python values, so what it reads is copied to where the first step
-had it, and gradients appear where the first step made them.
+Otherwise the host takes longer to launch the kernels of a small step than the device to run them (gated-350m: 158 of 185 ms
+were launches). A graph has fixed addresses and Python values, so each batch is copied to the buffers of the first one, and
+gradients appear where the captured step produced them.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models.causal_lm import CausalLM
 from te_models.device.cuda_capture import capture, failed_capture
+from te_models.errors import UsageError
 from te_models.model.recompute import may_draw
 
-WARM_UP = 3  # eager steps before the capture: compilers, libraries' workspaces, and FP8 state that the first step makes
-ATTEMPTS = 3  # captures that may fail, a step each, before all further steps run eagerly
+WARM_UP = 3  # eager steps before the capture, for compilers, workspaces of libraries and FP8 state created on first use
+ATTEMPTS = 3  # failed captures, one per step, after which all further steps run eagerly
 
 log = logging.getLogger(__name__)
 
 
 class GraphedStep:
-    """One training step's forward and backward, the same computation as the eager one::
+    """Forward and backward of one training step, with the numbers of the eager step::
 
         step = GraphedStep(model)
         loss = step(input_ids=ids, labels=labels)
         optimizer.step()
 
-    Each call makes the gradients anew (there is nothing to zero) and returns the loss, an FP32 scalar that the next call
-    overwrites. The first calls run eagerly, and so does a call whose capture another thread has disturbed (by
-    synchronizing the device, say); the next call tries again. Weights and FP8 state may be changed in place between calls.
+    Each call replaces the gradients (there is nothing to zero) and returns the loss, an FP32 scalar that the next call
+    overwrites. The first calls run eagerly, and so does a call whose capture another thread disturbs, for example by
+    synchronizing the device; the next call tries again. Weights and FP8 state may be changed in place between calls.
 
-    Of a model that FSDP2 shares out, the gathers of weights and the reductions of gradients are in the graph too.
+    Under FSDP2 the graph includes the gathers of weights and the reductions of gradients.
 
     Args:
         model: on a CUDA device.
 
     Raises:
-        ValueError: for what cannot be captured (`obstacle` says why), and when a call's tensors have other shapes or names
-            than the first one's, or the model has changed its recipe since.
+        ValueError: the model cannot be captured (`obstacle` says why), or a call's tensors differ in shape or name from the
+            first call's, or the model's recipe has changed.
     """
 
     def __init__(self, model: CausalLM) -> None:
         if reason := obstacle(model):
-            raise ValueError(f"no CUDA graph of this model: {reason}")
+            raise UsageError(f"no CUDA graph of this model: {reason}")
         self.model, self.recipe = model, model.recipe
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.shared = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -61,14 +62,16 @@ class GraphedStep:
         self.loss, self.weight = torch.empty(0), torch.ones((), device=model.device)
 
     def __call__(self, weight: Tensor | float = 1.0, **batch: Tensor) -> Tensor:
-        """`batch`: CausalLM.forward's tensors, `input_ids` and `labels` among them; returns the loss.
+        """Compute the gradients of `weight` times the loss; return that product.
 
-        `weight`: by what the loss is multiplied, on the model's device if it is a tensor.
+        Args:
+            weight: factor of the loss; if a tensor, on the model's device.
+            batch: tensors of CausalLM.forward, "input_ids" and "labels" among them.
         """
         self._take(batch)
         self.weight.copy_(weight) if isinstance(weight, Tensor) else self.weight.fill_(weight)
         for module in self.shared:
-            module.reshard()  # an evaluation leaves weights gathered: captured so, the graph would never gather them
+            module.reshard()  # evaluation leaves weights gathered, and a graph captured then would never gather them
         for parameter in self.parameters:
             parameter.grad = None
         self.calls += 1
@@ -87,7 +90,7 @@ class GraphedStep:
         return self.loss
 
     def _capture(self) -> None:
-        """Capture the step. A failure changes nothing but `failures`, since a capture executes nothing."""
+        """Capture the step. A failure changes only `failures`, since a capture executes nothing."""
         graph: Any = torch.cuda.CUDAGraph()
         try:
             with NoHostCopies() if self.shared else nullcontext(), capture(graph, self.stream):
@@ -98,33 +101,34 @@ class GraphedStep:
             self.failures += 1
             for parameter in self.parameters:
                 parameter.grad = None
-            again = "the next step tries again" if self.failures < ATTEMPTS else "all further steps run without it"
-            log.warning("the CUDA graph of the step was not captured, %s: %s", again, str(error).splitlines()[0])
+            outlook = "the next step tries again" if self.failures < ATTEMPTS else "all further steps run without it"
+            log.warning("the CUDA graph of the step was not captured, %s: %s", outlook, str(error).splitlines()[0])
             return
         self.graph = graph
         self.gradients = [parameter.grad for parameter in self.parameters]
 
     def _run(self) -> None:
+        """Run forward and backward eagerly; what is inside a capture is recorded."""
         loss = self.model(**self.inputs, return_logits=False).loss * self.weight
         loss.backward()
         self.loss = loss.detach()
 
     def _take(self, batch: dict[str, Tensor]) -> None:
-        """Copy the batch to where the graph reads it."""
+        """Copy the batch into the buffers that the graph reads."""
         if self.model.recipe is not self.recipe:
-            raise ValueError("the model's recipe has changed: make a new GraphedStep")
+            raise UsageError("the model's recipe has changed: make a new GraphedStep")
         if not self.model.training or not torch.is_grad_enabled():
-            raise ValueError("a GraphedStep trains: call model.train() before it, and evaluate with the model itself")
+            raise UsageError("a GraphedStep trains: call model.train() before it, and evaluate with the model itself")
         if "attention_mask" in batch:
-            raise ValueError(
-                "a CUDA graph cannot ask whether attention_mask has padding: pack documents (document_ids)"
+            raise UsageError(
+                "a CUDA graph cannot test attention_mask for padding: pack documents (document_ids) instead"
             )
         if not self.inputs:
             self.inputs = {name: torch.empty_like(value, device=self.model.device) for name, value in batch.items()}
         for name in dict.fromkeys((*self.inputs, *batch)):
             shapes = [list(tensors[name].shape) if name in tensors else None for tensors in (self.inputs, batch)]
             if shapes[0] != shapes[1]:
-                raise ValueError(
+                raise UsageError(
                     f"{name} has shape {shapes[1]}, in the first call {shapes[0]}: a CUDA graph has one shape, so make a "
                     "GraphedStep for each"
                 )
@@ -132,13 +136,13 @@ class GraphedStep:
 
 
 def obstacle(model: Any) -> str | None:
-    """Why this model's step cannot be captured in a CUDA graph; None if it can."""
+    """Return why this model's step cannot be captured in a CUDA graph; None if it can."""
     if not isinstance(model, CausalLM):
         return "it is wrapped (by LoRA or DDP)"
     if model.device.type != "cuda":
         return f"it is on {model.device.type}"
     if model.activation_checkpointing != "none" and any(may_draw(block) for block in model.layers):
-        return "activation checkpointing restores the random state for a hook or a module of its own"
+        return "activation checkpointing must restore the random state for a hook or a third-party module"
     if model.activation_offload:
         return "activation offload copies to the host"
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
@@ -146,14 +150,14 @@ def obstacle(model: Any) -> str | None:
     if model.tp.size > 1:
         return "tensor parallelism"
     if model.fp8_params and isinstance(model, FSDPModule):
-        return "its FP8 weights are gathered with scales that each step makes anew"
+        return "its FP8 weights are gathered with scales that each step recomputes"
     return None
 
 
 class NoHostCopies(TorchDispatchMode):
-    """FSDP2's copies between one buffer and many tensors as one copy each.
+    """Replace FSDP2's kernels that copy between one buffer and many tensors by one copy per tensor.
 
-    Its own kernels read the tensors' addresses from host memory that is somebody else's by the time of a replay.
+    FSDP2's kernels read the tensors' addresses from host memory that has been reused by the time of a replay.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -165,13 +169,13 @@ class NoHostCopies(TorchDispatchMode):
 
 
 def _split(source: Tensor, sizes: list[int], dim: int = 0, *, out: list[Tensor]) -> None:
-    """Pieces of `source` of these sizes along `dim`, into the tensors `out`."""
+    """Copy the pieces of `source` of these sizes along `dim` into the tensors `out`."""
     for piece, tensor in zip(source.split(sizes, dim), out, strict=True):
         tensor.copy_(piece)
 
 
 def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
-    """Each tensor in `num_chunks` chunks of its rows, the last ones short or missing, side by side in as many rows of `out`."""
+    """Split the rows of each tensor into `num_chunks` chunks, padded with zeros; row i of `out` gets all chunks i."""
     assert dim == 0
     first = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""`te-models finetune` from data to sample: what the command line does, callable."""
+"""`te-models finetune` from data to sample, as a function."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ from te_models.checkpoint.run_folder import Checkpoints
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import check_vocabulary
 from te_models.data.streaming import StreamingDataset
-from te_models.data.tokenizer import load_tokenizer
+from te_models.data.tokenizer import Tokenizer, load_tokenizer
 from te_models.data.training_data import open_data
+from te_models.errors import UsageError
+from te_models.generation.options import GenerationOptions
 from te_models.generation.text import continue_text
 from te_models.optim import resolve_options
-from te_models.training.metrics import drawn, plot_losses, read_metrics
-from te_models.training.parallel import Parallel, parallel, restarts
+from te_models.training.launch import parallel, restarts
+from te_models.training.metrics import read_metrics
+from te_models.training.parallel import Parallel
+from te_models.training.plots import plot_losses, try_drawing
 from te_models.training.report import outcome, progress, summary
 from te_models.training.trainer import Result, Trainer
 
 SAMPLE_PROMPT = "def "
+Build = Callable[[Callable[..., CausalLM]], CausalLM]
 
 
 def finetune(
-    build: Callable[[Callable[..., CausalLM]], CausalLM],
+    build: Build,
     *,
     device: str | None = None,
     label: str | None = None,
@@ -44,102 +49,123 @@ def finetune(
     sample_tokens: int = 200,
     train: dict[str, Any],
 ) -> Result:
-    """Train what `build` returns; see `te-models finetune --help` for the arguments.
+    """Train the model that `build` returns, and print a summary, progress, the result and a sample.
 
-    `build` is given what makes a CausalLM of a config, cut up over the processes where there are several. torchrun runs
-    this in each of them.
+    Under torchrun every process calls this.
+
+    Args:
+        build: given a function with CausalLM's arguments, builds the model with it.
+        device: see te_models.training.launch.parallel.
+        label: the model's part of the default folder's name.
+        model_folder: the folder of the model to start from, if any: its tokenizer is the default.
+        data: path of the corpus; None: Python's documentation and sources.
+        streaming: see te_models.data.training_data.open_data, as for `packing`.
+        packing: "stream" or "documents".
+        data_workers: processes that encode a streamed corpus ahead.
+        tokenizer: path of a tokenizer; None: the model's own, else bytes.
+        out: the run's folder; None: runs/<label>-<recipe>.
+        resume: continue from the newest checkpoint in `out`.
+        sample_tokens: length of the sample printed at the end; 0: none.
+        train: fields of TrainConfig.
 
     Raises:
-        ValueError: a mistake in what was asked for; nothing was written.
+        ValueError: a mistake in the arguments; nothing has been written.
         Diverged: the loss became NaN or infinite.
         LostPeer: another process of the run died.
     """
     config = TrainConfig(**train)
-    resolve_options(
-        config.optimizer, config.optimizer_options
-    )  # a mistake in them should cost nobody the reading of data
-    read = functools.partial(open_data, data, streaming=streaming, packing=packing, num_workers=data_workers)
+    resolve_options(config.optimizer, config.optimizer_options)  # fail before reading data
     with parallel(config, device) as shared:
-        return _finetune(build, read, shared, label, model_folder, tokenizer, out, resume, sample_tokens)
-
-
-def _finetune(
-    build: Callable[[Callable[..., CausalLM]], CausalLM],
-    read: Callable[..., Any],
-    shared: Parallel,
-    label: str | None,
-    model_folder: str | None,
-    tokenizer: str | None,
-    out: str | None,
-    resume: bool,
-    sample_tokens: int,
-) -> Result:
-    """`finetune` in one process of those that share the run."""
-    config, console = shared.config, Console(quiet=not shared.ranks.first)
-    own = dataclasses.replace(config, batch_size=shared.rows(config.batch_size))
-    words = load_tokenizer(tokenizer or model_folder)
-    dataset, eval_batches = read(words, own, rank=shared.data_rank, world_size=shared.data_world, ranks=shared.ranks)
-    torch.manual_seed(config.seed)
-    model = build(shared.build)
-    check_vocabulary(words, model.config.vocab_size)
-    if config.seq_len > model.config.max_position_embeddings:
-        raise ValueError(
-            f"--seq-len {config.seq_len} is longer than the model's max_position_embeddings="
-            f"{model.config.max_position_embeddings}: lower it or raise --max-position-embeddings"
+        console = Console(quiet=not shared.ranks.first)
+        words = load_tokenizer(tokenizer or model_folder)
+        dataset, eval_batches = open_data(
+            data,
+            words,
+            dataclasses.replace(config, batch_size=shared.rows(config.batch_size)),
+            streaming=streaming,
+            packing=packing,
+            num_workers=data_workers,
+            rank=shared.data_rank,
+            world_size=shared.data_world,
+            ranks=shared.ranks,
         )
-    folder = Path(out or f"runs/{label or Path(model_folder or 'model').name}-{model.recipe.name}")
-    resume = resume or (restarts() > 0 and Checkpoints(folder / "checkpoints").latest() is not None)
-    start = _starting_step(folder, resume, config)
-    console.print(summary(model, dataset, config, start, shared.describe()), highlight=False)
-    with progress(console, config, start) as tell:
-        trainer = Trainer(
-            model=model,
-            dataset=dataset,
-            eval_batches=eval_batches,
-            config=config,
-            out=folder,
-            documents=words.documents(),
-            on_step=tell,
-            parallel=shared,
-        )
+        torch.manual_seed(config.seed)
+        model = build(shared.build)
+        _check_model(model, words, config)
+        folder = Path(out or f"runs/{label or Path(model_folder or 'model').name}-{model.recipe.name}")
+        resume = resume or (restarts() > 0 and Checkpoints(folder / "checkpoints").latest() is not None)
+        start = _starting_step(folder, resume, config)
+        console.print(summary(model, dataset, config, start, shared.describe()), highlight=False)
         try:
-            result = trainer.run(resume=resume)
+            with progress(console, config, start) as show:
+                trainer = Trainer(
+                    model=model,
+                    dataset=dataset,
+                    eval_batches=eval_batches,
+                    config=config,
+                    out=folder,
+                    documents=words.documents(),
+                    on_step=show,
+                    parallel=shared,
+                )
+                result = trainer.run(resume=resume)
         finally:
             if isinstance(dataset, StreamingDataset):
                 dataset.close()
-    curve = _draw(folder, model.recipe.name) if shared.ranks.first else ""
-    if result.interrupted:
-        console.print(f"interrupted: step {result.step} is saved; the same command with --resume goes on from it")
+        _print_result(console, result, folder, model, shared)
+        if sample_tokens and not result.interrupted and (shared.sharded or shared.ranks.first):
+            _print_sample(console, model, words, sample_tokens, shared)
         return result
-    console.print(outcome(result), highlight=False)
-    console.print(f"[dim] loss curve[/dim] {curve}", highlight=False)
-    if sample_tokens and (shared.sharded or shared.ranks.first):
-        room = model.config.max_position_embeddings - len(words.encode(SAMPLE_PROMPT))
-        graph = False if shared.sharded else "auto"  # collectives are not captured
-        text = continue_text(
-            model, words, SAMPLE_PROMPT, min(sample_tokens, room), do_sample=True, seed=config.seed, cuda_graph=graph
+
+
+def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None:
+    """Raise a ValueError if the model does not fit the tokenizer or the length of the sequences."""
+    check_vocabulary(words, model.config.vocab_size)
+    if config.seq_len > model.config.max_position_embeddings:
+        raise UsageError(
+            f"--seq-len {config.seq_len} is longer than the model's max_position_embeddings="
+            f"{model.config.max_position_embeddings}: lower it or raise --max-position-embeddings"
         )
-        console.print("\n[bold]sample[/bold]")
-        console.print(text, markup=False, highlight=False)
-    return result
-
-
-def _draw(folder: Path, recipe: str) -> str:
-    """Draw the run's loss curve; returns where it is, or why there is none."""
-    path = folder / "loss.png"
-    return drawn(path, lambda: plot_losses(path, {recipe: read_metrics(folder / "metrics.jsonl")}, folder.name))
 
 
 def _starting_step(folder: Path, resume: bool, config: TrainConfig) -> int:
-    """The step of the checkpoint to resume from, 0 for a new run; a ValueError where the two would collide."""
+    """Return the step of the checkpoint to resume from, 0 for a new run.
+
+    Raises:
+        ValueError: there is nothing to resume, or a new run would overwrite an old one.
+    """
     newest = Checkpoints(folder / "checkpoints").latest()
     if resume and newest is None:
-        raise ValueError(f"nothing to resume: {folder} has no checkpoint; start without --resume")
+        raise UsageError(f"nothing to resume: {folder} has no checkpoint; start without --resume")
     if newest is None:
         return 0
     step = int(newest.name.removeprefix("step-"))
     if not resume:
-        raise ValueError(f"{folder} already holds a run of {step} steps: add --resume or give another --out")
+        raise UsageError(f"{folder} already holds a run of {step} steps: add --resume or give another --out")
     if step >= config.steps:
-        raise ValueError(f"{folder} has already reached step {step}: give more than --steps {config.steps}")
+        raise UsageError(f"{folder} has already reached step {step}: give more than --steps {config.steps}")
     return step
+
+
+def _print_result(console: Console, result: Result, folder: Path, model: CausalLM, shared: Parallel) -> None:
+    """Print the outcome and draw the loss curve."""
+    curve = ""
+    if shared.ranks.first:
+        path, runs = folder / "loss.png", {model.recipe.name: read_metrics(folder / "metrics.jsonl")}
+        curve = try_drawing(path, functools.partial(plot_losses, path, runs, folder.name))
+    if result.interrupted:
+        console.print(f"interrupted: step {result.step} is saved; the same command with --resume continues from it")
+        return
+    console.print(outcome(result), highlight=False)
+    console.print(f"[dim] loss curve[/dim] {curve}", highlight=False)
+
+
+def _print_sample(console: Console, model: CausalLM, words: Tokenizer, tokens: int, shared: Parallel) -> None:
+    """Print a continuation of SAMPLE_PROMPT; every process of a sharded model takes part."""
+    room = model.config.max_position_embeddings - len(words.encode(SAMPLE_PROMPT))
+    options: GenerationOptions = {"do_sample": True, "seed": shared.config.seed}
+    if shared.sharded:
+        options["cuda_graph"] = False  # collectives are not captured
+    text = continue_text(model, words, SAMPLE_PROMPT, min(tokens, room), **options)
+    console.print("\n[bold]sample[/bold]")
+    console.print(text, markup=False, highlight=False)

@@ -1,35 +1,31 @@
-"""Many processes, one a device: DDP, FSDP2 and tensor parallelism of PyTorch round an unchanged CausalLM.
+"""DDP, FSDP2 and tensor parallelism of PyTorch around an unchanged CausalLM, one process per device.
 
-torchrun starts the processes; `parallel` joins them. What the training loop must know of it is in `Parallel`, whose
-default is a process alone: how the model is built and wrapped, which rank takes which rows, and what is summed over whom.
+`Parallel` is all that the training loop knows about other processes: how the model is built and wrapped, which rows of a
+batch this process takes, and what is summed over which ranks. Its default is a single process.
 
 * "ddp": every process has the whole model; PyTorch's DistributedDataParallel averages gradients during backward.
-* "fsdp": every block is one `fully_shard` unit and the rest of the model another. The model is made on the meta device,
-  cut up, and only then given memory, so no process ever holds more than its share and one block. FP32 masters and
-  moments are cut up as the parameters are (te_models.optim.master makes them from those).
-* "tp", "fsdp+tp": te_models.model.tensor_parallel splits each layer; FSDP cuts up what is left of it over the other dimension.
+* "fsdp": every block is a `fully_shard` unit and the rest of the model another. The model is built on the meta device,
+  sharded, and only then given memory, so no process ever has more than its shards and one block. FP32 masters and
+  optimizer state are sharded as the parameters are (te_models.optim.master derives them).
+* "tp", "fsdp+tp": te_models.model.tensor_parallel splits each layer; FSDP shards the result over the other dimension.
 
-FP8: with delayed scaling the amaxes of all processes are reduced (`CausalLM.amax_group`), so the scales are equal
-everywhere, as gathering FP8 shards needs; the other recipes scale each process's own activations, and weights after they
-are gathered, so nothing has to be reduced.
+FP8: delayed scaling reduces the amaxes of all processes (`CausalLM.amax_group`), so scales are equal everywhere, as
+gathering FP8 shards needs. The other recipes scale each process's own activations, and weights after they are gathered,
+so nothing has to be reduced.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,148 +34,176 @@ from te_models.config.model import ModelConfig
 from te_models.config.training import TrainConfig
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local
-from te_models.errors import LostPeer
+from te_models.errors import UsageError
 from te_models.fp8.primary_weights import make_shards
+from te_models.optim.gradients import Gradients, GradientSums, Norm, gradient_norm
 from te_models.optim.parameter_owners import Owners
 
-CONTROL_TIMEOUT = timedelta(minutes=30)  # for what may wait for a disk
+REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
 class Parallel:
-    """How the processes of a run share its work; as it is by default, one process does everything."""
+    """How the processes of a run share its work; by default there is one process.
+
+    Attributes:
+        kind: "none", "ddp", "fsdp", "tp" or "fsdp+tp".
+        ranks: control messages between all processes.
+        device: this process's device; None: CausalLM's default.
+        dp: the ranks that split each batch.
+        tp: the ranks that split each layer.
+        config: the run's options; `parallel` and the fields after it are used.
+    """
 
     kind: str = "none"
     ranks: Ranks = field(default_factory=Ranks)
     device: torch.device | None = None
-    dp: DeviceMesh | None = None  # over which batches are split
-    tp: DeviceMesh | None = None  # over which layers are split
+    dp: DeviceMesh | None = None
+    tp: DeviceMesh | None = None
     config: TrainConfig = field(default_factory=TrainConfig)
 
     @property
     def sharded(self) -> bool:
-        """Whether no process holds a whole model, so that all of them must take part in whatever runs it."""
+        """True if no process has a whole model, so that all of them must take part in whatever runs it."""
         return self.kind in ("fsdp", "tp", "fsdp+tp")
 
     @property
-    def keeps_weights(self) -> bool:
-        """Whether the micro-batches of a step find the weights as the first one made or gathered them."""
+    def uses_fsdp(self) -> bool:
+        """True if FSDP2 shards the parameters."""
+        return self.kind.startswith("fsdp")
+
+    @property
+    def retains_weights(self) -> bool:
+        """True if the weights that the first micro-batch of a step quantized or gathered serve the others too."""
         return not self.sharded or (self.kind == "fsdp" and not self.config.reshard_after_forward)
 
     @property
     def data_rank(self) -> int:
-        """Which share of every batch this process takes."""
+        """The number of this process's share of every batch."""
         return self.dp.get_local_rank() if self.dp is not None else 0
 
     @property
     def data_world(self) -> int:
-        """Into how many shares a batch is split."""
+        """The number of shares of a batch."""
         return self.dp.size() if self.dp is not None else 1
 
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The process group that splits each batch."""
+        assert self.dp is not None
+        return self.dp.get_group()
+
     def describe(self) -> str:
-        """How the run is shared, in a few words; empty for one process."""
+        """Describe the sharing in a few words; empty for one process."""
         split = [f"batches in {self.data_world}"] if self.data_world > 1 else []
         split += [f"layers in {self.tp.size()}"] if self.tp is not None else []
         return f"{self.ranks.world}, {self.kind} ({', '.join(split) or 'nothing split'})" if self.dp or self.tp else ""
 
     def rows(self, batch_size: int) -> int:
-        """This process's sequences of a batch; a ValueError if they cannot be shared out evenly."""
+        """Return the number of sequences of a batch that this process takes.
+
+        Raises:
+            ValueError: the batch cannot be split evenly.
+        """
         if batch_size % self.data_world:
-            raise ValueError(
+            raise UsageError(
                 f"batch_size={batch_size} sequences cannot be shared by {self.data_world} processes: give a multiple of "
                 f"{self.data_world} (it counts the sequences of all processes)"
             )
         return batch_size // self.data_world
 
     def build(self, config: ModelConfig, *, initialize: bool = True, **options: Any) -> CausalLM:
-        """A CausalLM, cut up where FSDP is on; arguments as CausalLM's."""
+        """Build a CausalLM, with CausalLM's arguments, split over the processes."""
         if self.device is not None:
             options["device"] = self.device
-        fsdp = self.kind.startswith("fsdp")
         if self.ranks.world > 1 and options.get("fp8_params") and self.kind != "fsdp":
-            raise ValueError(
+            raise UsageError(
                 f"FP8 primary weights are for one process or --parallel fsdp, not {self.kind}: leave out --fp8-params"
             )
         if self.tp is not None:
             options |= dict(tp_mesh=self.tp, sequence_parallel=self.config.sequence_parallel)
-        model = CausalLM(config, **options, initialize=initialize and not fsdp, materialize=not fsdp)
+        fsdp = self.uses_fsdp
         if self.ranks.world > 1:
-            model.amax_group = dist.group.WORLD
+            options["amax_group"] = dist.group.WORLD
+        model = CausalLM(config, **options, initialize=initialize and not fsdp, materialize=not fsdp)
         if fsdp:
             shard(model, self)
-            model.to_empty(device=self.device)  # type: ignore[arg-type]
+            assert self.device is not None
+            model.to_empty(device=self.device)
             model.tp.mark(model)
             if model.fp8_params:
-                assert self.dp is not None
-                make_shards(model, self.dp.get_group())
+                make_shards(model, self.data_group)
             if initialize:
                 model.init_weights()
         return model
 
     def owners(self) -> Callable[[list[nn.Parameter]], Owners] | None:
-        """What lets an optimizer that needs whole tensors work on parameters in pieces; None where nothing has to."""
+        """Return what gives each parameter an owner, for optimizers that need whole tensors of a sharded model."""
         if self.kind != "fsdp" or self.config.optimizer == "adamw":
             return None
-        assert self.dp is not None
-        return lambda parameters: Owners(parameters, self.dp.get_group(), self.ranks)  # type: ignore[union-attr]
+        return lambda parameters: Owners(parameters, self.data_group, self.ranks)
 
-    def wrap(self, model: CausalLM) -> Callable[..., Any]:
-        """What a training step calls instead of `model`."""
-        if self.kind != "ddp":
+    def gradients(self, model: CausalLM, micro_batches: int) -> Gradients:
+        """Return where the gradients of a step are: FP32 sums if there are several micro-batches, except under FSDP2,
+        which has its own."""
+        if micro_batches == 1 or self.uses_fsdp:
+            return Gradients()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return GradientSums(trained, self.data_group if self.kind == "ddp" else None)
+
+    @property
+    def norm(self) -> Norm:
+        """The function that computes the norm of all gradients."""
+        return self._sharded_norm if self.sharded else gradient_norm
+
+    def wrap(self, model: CausalLM, gradients: Gradients) -> Callable[..., Any]:
+        """Return what a training step calls in place of `model`; `GradientSums` reduce gradients themselves."""
+        if self.kind != "ddp" or isinstance(gradients, GradientSums):
             return model
-        assert self.dp is not None
-        return DistributedDataParallel(model, process_group=self.dp.get_group(), gradient_as_bucket_view=True)
+        return DistributedDataParallel(model, process_group=self.data_group, gradient_as_bucket_view=True)
 
-    @contextlib.contextmanager
-    def micro_batch(self, model: Callable[..., Any], last: bool) -> Iterator[None]:
-        """Round forward and backward of one micro-batch: gradients travel with the last one of a step alone."""
-        if isinstance(model, DistributedDataParallel) and not last:
-            with model.no_sync():
-                yield
-            return
+    def prepare_micro_batch(self, model: Callable[..., Any], last: bool) -> None:
+        """Have FSDP2 reduce gradients only in the last micro-batch of a step, and reshard no weights before if it can."""
         if isinstance(model, FSDPModule):
             model.set_is_last_backward(last)
             model.set_requires_gradient_sync(last)
-            if self.keeps_weights:
+            if self.retains_weights:
                 model.set_reshard_after_backward(last)
-        yield
 
-    def weights(self, counts: Sequence[int], device: torch.device) -> list[Tensor] | list[float]:
-        """By what to multiply each micro-batch's mean loss, so that the mean over processes is the mean over tokens.
+    def loss_weights(self, counts: Sequence[int], device: torch.device) -> list[Tensor] | list[float]:
+        """Return the factor of each micro-batch's mean loss that makes gradients means over all tokens of the step.
 
-        `counts` are the tokens that count in this process's part of each. All ones where the parts have as many.
+        Micro-batch i of this process counts `counts[i]` tokens; its factor is that over the tokens that all micro-batches
+        of all processes count, times the number of processes, over which gradients are averaged.
         """
         if self.data_world == 1:
-            return [1.0] * len(counts)
-        assert self.dp is not None
-        own = torch.tensor(counts, dtype=torch.float64)
+            return [count / max(1, sum(counts)) for count in counts]
+        own = torch.tensor([*counts, sum(counts)], dtype=torch.float64)
         own = (own.pin_memory() if device.type == "cuda" else own).to(device, non_blocking=True)  # nothing waits for it
-        total = own.clone()
-        dist.all_reduce(total, group=self.dp.get_group())
-        return list((own * self.data_world / total.clamp(min=1)).float())
+        total = own[-1].clone()
+        dist.all_reduce(total, group=self.data_group)
+        return list((own[:-1] * self.data_world / total.clamp(min=1)).float())
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the shares of a batch."""
+        """Return the sum over the shares of a batch; may overwrite `values`."""
         if self.data_world > 1:
-            assert self.dp is not None
-            dist.all_reduce(values, group=self.dp.get_group())
+            dist.all_reduce(values, group=self.data_group)
         return values
 
     def mean_and_any(self, value: Tensor, flag: bool) -> tuple[Tensor, Tensor]:
-        """The mean of a scalar over all processes, and how many raised the flag, as scalars on the device of `value`."""
+        """Return the mean of a scalar over all processes and the number of raised flags, on the device of `value`."""
         both = torch.stack([value, torch.full_like(value, flag)])
         if self.ranks.world > 1:
             dist.all_reduce(both)
         return both[0] / self.ranks.world, both[1]
 
-    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """The norm of the whole gradient, which lies in pieces: squares summed over all processes, each element once."""
-        data, layers = self.data_world, self.tp.size() if self.tp is not None else 1
-        held = [p for p in parameters if p.grad is not None]
-        gradients = [local(p.grad) for p in held if p.grad is not None]
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        copies = [
-            (1 if isinstance(p, DTensor) else data) * (1 if getattr(p, "tp_sharded", False) else layers) for p in held
+    def _sharded_norm(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the whole gradient: squares summed over all processes, each element counted once."""
+        layers = self.tp.size() if self.tp is not None else 1
+        norms = torch._foreach_norm([local(gradient) for gradient in gradients], 2, dtype=torch.float32)
+        copies = [  # tensor_parallel marks parameters that differ between its ranks
+            (1 if isinstance(p, DTensor) else self.data_world) * (1 if getattr(p, "tp_sharded", False) else layers)
+            for p in parameters
         ]
         squares = torch.stack([norm.square() / count for norm, count in zip(norms, copies, strict=True)]).sum()
         dist.all_reduce(squares)
@@ -187,140 +211,41 @@ class Parallel:
 
 
 def shard(model: CausalLM, parallel: Parallel) -> None:
-    """Cut `model` up over the data-parallel processes: each block a unit of FSDP2, and the rest another."""
+    """Shard `model` over the data-parallel processes: each block is a unit of FSDP2, and the rest another."""
     config = parallel.config
-    policy = MixedPrecisionPolicy(reduce_dtype=getattr(torch, config.reduce_dtype))
+    policy = MixedPrecisionPolicy(reduce_dtype=REDUCE_DTYPES[config.reduce_dtype])
     options: dict[str, Any] = dict(mesh=parallel.dp, mp_policy=policy)
     blocks: list[Any] = list(model.layers)
     for block in blocks:
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # which nobody changes in place
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nobody changes it in place
     for number, block in enumerate(blocks):
         assert isinstance(block, FSDPModule)
         if config.prefetch_blocks:
             block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + config.prefetch_blocks])
             block.set_modules_to_backward_prefetch(blocks[max(0, number - config.prefetch_blocks) : number][::-1])
     assert parallel.device is not None
+    if parallel.device.type == "cpu":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no average
+    requantize_in_backward(model, config.reshard_after_forward)
+
+
+def requantize_in_backward(model: CausalLM, requantize: bool) -> None:
+    """Choose whether te.Linear quantizes the gathered weight again in backward or retains its FP8 copy from forward.
+
+    Quantizing again is what resharding after forward is for: it frees the copy together with the gathered weight.
+    Transformer Engine decides it in a module's first forward pass, unless `_is_fsdp2` says so before.
+    """
     for module in model.modules():
-        if isinstance(module, FSDPModule) and parallel.device.type == "cpu":
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no average
         if isinstance(module, model.te.Linear):
-            # Transformer Engine then keeps no FP8 copy of a weight for backward but makes it anew from the gathered one,
-            # which is what resharding is for. Left unsharded, weights may as well keep their copies.
-            module._is_fsdp2 = config.reshard_after_forward  # type: ignore[assignment]
+            object.__setattr__(module, "_is_fsdp2", requantize)
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of weights that a forward without backward left gathered, so that the parameters are the pieces again."""
+    """Reshard weights that a forward without backward left gathered, so that parameters are shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def launched() -> int:
-    """How many processes torchrun started; 0 without it."""
-    return int(os.environ.get("WORLD_SIZE", 0))
-
-
-def restarts() -> int:
-    """How often torchrun has restarted this job after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
-def check_launch(config: TrainConfig) -> None:
-    """Raise a ValueError where `--parallel` and the way the program was started do not go together."""
-    world, size = launched(), config.tensor_parallel_size
-    if config.parallel == "none" and world > 1:
-        raise ValueError(f"torchrun started {world} processes: add --parallel ddp, fsdp, tp or fsdp+tp")
-    if config.parallel != "none" and not world:
-        raise ValueError(
-            f"--parallel {config.parallel} is for several processes: start it as torchrun --nproc-per-node N -m te_models ..."
-        )
-    if config.parallel == "fsdp+tp" and (size < 2 or world % size):
-        raise ValueError(
-            f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1"
-        )
-    if config.parallel in ("tp", "fsdp+tp") and config.optimizer != "adamw":
-        raise ValueError(
-            f"--parallel {config.parallel} divides each layer, which is possible for adamw alone: leave out --optimizer, or "
-            "choose --parallel fsdp or ddp"
-        )
-    if config.parallel == "fsdp" and config.optimizer == "te-adam":
-        raise ValueError("te-adam updates whole parameters alone: with --parallel fsdp choose another --optimizer")
-    if config.parallel in ("fsdp", "tp", "fsdp+tp") and config.optimizer_offload:
-        raise ValueError(
-            f"--parallel {config.parallel} keeps the optimizer's state on the device: leave out --optimizer-offload, or choose "
-            "--parallel ddp"
-        )
-    if size and config.parallel != "fsdp+tp":
-        raise ValueError("--tensor-parallel-size goes with --parallel fsdp+tp alone; tp uses all processes")
-
-
-@contextlib.contextmanager
-def parallel(config: TrainConfig, device: torch.device | str | None = None) -> Iterator[Parallel]:
-    """Join the processes that torchrun started, for the time of a run.
-
-    Args:
-        config: the run's; `parallel` and the fields after it are used.
-        device: "cpu" trains on processors over gloo even where there are GPUs; None: this process's own GPU, if any.
-
-    Raises:
-        ValueError: the processes do not fit what was asked for.
-        LostPeer: inside, another process died or did not answer for `config.collective_timeout` seconds.
-    """
-    check_launch(config)
-    if config.parallel == "none":
-        yield Parallel(config=config)
-        return
-    own = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if own.type == "cuda":
-        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(own)
-    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=config.collective_timeout)
-    try:
-        store, rank, world = next(rendezvous("env://", timeout=timeout))
-        # torchrun (2.13) keeps one store over all restarts, where a start would read the addresses of the one before it.
-        store = dist.PrefixStore(f"start-{restarts()}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-        control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-        ranks = Ranks(control)
-        yield Parallel(config.parallel, ranks, own, *meshes(config, own), config)
-    except RuntimeError as error:
-        if lost_peer(error):
-            raise LostPeer(
-                f"another process of this job died or gave no answer for {config.collective_timeout} s (its own message is "
-                f"above, or on its node); the run ends here: start the same command with --resume ({_one_line(error)})"
-            ) from error
-        raise
-    dist.destroy_process_group()
-
-
-def meshes(config: TrainConfig, device: torch.device) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """The data-parallel and the tensor-parallel dimension of all processes."""
-    world = dist.get_world_size()
-    if config.parallel == "tp":
-        return None, init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))
-    if config.parallel == "fsdp+tp":
-        shape = (world // config.tensor_parallel_size, config.tensor_parallel_size)
-        both = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
-        return both["dp"], both["tp"]
-    return init_device_mesh(device.type, (world,), mesh_dim_names=("dp",)), None
-
-
-def lost_peer(error: BaseException) -> bool:
-    """Whether an error of torch.distributed says that another process is gone."""
-    signs = (
-        "Connection closed by peer",
-        "Connection reset",
-        "Broken pipe",
-        "Timed out waiting",
-        "timed out",
-        "timeout",
-    )
-    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
-
-
-def _one_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]

@@ -46,6 +46,7 @@ def test_every_part_of_torchs_cudnn_is_loaded(maps: list[str], tmp_path: Path, m
     for name in ("libcudnn.so.9", "libcudnn_graph.so.9", "libcudnn_graph.so.8", "libcublas.so.13"):
         (tmp_path / name).touch()
     loaded: list[str] = []
+    monkeypatch.setattr(cudnn, "find_spec", lambda name: name)
     monkeypatch.setattr("ctypes.CDLL", lambda path, mode: loaded.append(Path(path).name))
     monkeypatch.delenv("CUDNN_HOME", raising=False)
     maps.append(f"7f-80 r-xp 0 0:1 2 {tmp_path}/libcudnn.so.9")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", "3.7", reason="the interpreter of Triton 3.7 or newer runs these on a CPU")
 
 
 def test_kernels_on_the_interpreter() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from te_models.engine.emulated import rmsnorm_kernels
 
 CASES = json.loads((Path(__file__).parent.parent / "golden" / "rmsnorm_digests.json").read_text())
+pytestmark = pytest.mark.recorded
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 

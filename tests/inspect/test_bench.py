@@ -13,9 +13,9 @@ from te_models import CausalLM
 from te_models.cli import main
 from te_models.config.presets import get_preset
 from te_models.inspect.bench import WAYS, Measured, bench, parse
+from te_models.inspect.bench_report import plot_bench
 from te_models.inspect.peers import TorchBlock, peer_step, torch_peer
 from te_models.inspect.roofline import Roofline, model_flops
-from te_models.training.metrics import plot_bench
 
 SHAPE: dict[str, Any] = dict(hidden_size=64, num_hidden_layers=3, intermediate_size=96, num_attention_heads=4)
 SHAPE |= dict(num_key_value_heads=2, vocab_size=96)

@@ -188,7 +188,8 @@ class Watch:
 
         def note_kept(own: Any, block: Any, tensor: Tensor) -> None:
             kept(own, block, tensor)
-            self.saved.append((self._number(block), StorageWeakRef(tensor.untyped_storage())))
+            if tensor.untyped_storage().nbytes():  # torch 2.9 and 2.10 save empty tensors too
+                self.saved.append((self._number(block), StorageWeakRef(tensor.untyped_storage())))
 
         def note_storage(own: Any, block: Any, start: int, content: Tensor) -> None:
             storage(own, block, start, content)

@@ -11,7 +11,7 @@ from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.kernels.sdpa import attention_mask
-from te_models.model.forward_context import Tokens, describe
+from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.recompute import Recompute
 
 LENGTHS = ((5, 1, 18), (24,), (3, 9, 2, 10))  # of the documents in each window
@@ -114,9 +114,9 @@ def test_positions_count_from_the_start_of_each_document() -> None:
     """RoPE is relative, so no logit of FP32 would tell; the BF16 rounding of its tables would."""
     model, (ids, documents) = build(), packed()
 
-    def described(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> Tokens:
+    def described(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> ForwardContext:
         recompute = Recompute("none", model.te, model.te_recipe, 4)
-        return describe(model.config, tokens, None, None, documents, recompute, model.dtype)
+        return forward_context(model.config, tokens, None, None, documents, recompute, model.kernels, model.dtype)
 
     together = described(ids, documents)
     for row, place, own in alone(ids):
@@ -127,7 +127,7 @@ def test_positions_count_from_the_start_of_each_document() -> None:
 def test_what_cannot_go_with_documents_is_an_error() -> None:
     model, (ids, documents) = build(), packed()
     with pytest.raises(
-        ValueError, match=r"document_ids has shape \[3, 23\], input_ids \[3, 24\]: give one entry a token"
+        ValueError, match=r"document_ids has shape \[3, 23\], input_ids \[3, 24\]: give one entry per token"
     ):
         model(ids, document_ids=documents[:, 1:])
     with pytest.raises(ValueError, match="document_ids goes with neither a cache nor an attention_mask"):

@@ -14,7 +14,7 @@ from te_models import CausalLM, get_preset, get_recipe
 from te_models.config.recompute_modes import recomputes_mlp
 from te_models.engine import emulated, engine_module
 from te_models.kernels import elementwise, handover
-from te_models.kernels.early_save import held, remade
+from te_models.kernels.early_save import discarding, save_early
 from te_models.planning.memory_estimate import kept_bytes
 from te_models.planning.memory_plan import plan_memory
 
@@ -138,7 +138,7 @@ def test_an_output_is_made_again_wherever_it_was_saved() -> None:
     source = hidden.grad_fn.source
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.autograd.graph, "saved_tensors_hooks", hooks)
-        with remade(hidden):
+        with discarding(hidden):
             total = ((hidden * 1) * hidden * weight).sum()
     assert sum(p is None for p in packed) == 1 and len(packed) == 4
     del hidden
@@ -174,6 +174,6 @@ def test_a_node_that_nothing_reads_keeps_its_input_itself() -> None:
     x = torch.randn(3, 8)
     with torch.no_grad():
         assert torch.equal(_swiglu(x), elementwise.swiglu(x))
-    assert held(x).grad_fn is None
-    with remade(x):  # which came of nothing
+    assert save_early(x).grad_fn is None
+    with discarding(x):  # which came of nothing
         pass

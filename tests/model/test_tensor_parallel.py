@@ -43,10 +43,14 @@ CASES: list[tuple[str, str, bool, dict[str, Any]]] = [
 CASES += [("elementwise", "bf16", False, {}), ("elementwise", "delayed", False, {}), ("none", "current", False, {})]
 CASES += [("headwise", "bf16", True, {}), ("headwise", "mxfp8", False, {"lm_head": "fp8"})]
 CASES += [("elementwise", "delayed", True, {"activation_checkpointing": "full"})]
-# How far the losses of five steps may lie apart, relative: FP32 sums in another order, or, where a scale is a tensor's,
-# those of the shards of weights and of the inputs of row-parallel layers in place of the whole's (te.Linear's own rule);
-# the loss of such a recipe is as far from that of BF16.
-LOSS = dict.fromkeys(OPTIONS, 1e-6) | {"current": 5e-3, "nvfp4": 5e-3}
+# How far the losses of five steps may lie apart, relative. Under BF16, FP32 sums in another order: a few of its last bits,
+# 2^-24 = 6e-8. Under FP8 such a bit tips a code now and then; and where a scale is a tensor's, all codes differ, as the
+# scales are those of the shards of weights and of the inputs of row-parallel layers (te.Linear's own rule). Neither is more
+# than rounding all values is, which moves losses by up to 6e-4 in E4M3 (against the same run under BF16, six seeds) and by
+# 2e-3 in E2M1, whose two mantissa bits less are steps four times as large. Over 12 seeds, 4e-4 and 9e-4 are the most seen.
+LOSS = dict.fromkeys(OPTIONS, 1e-3) | {"bf16": 1e-6, "nvfp4": 4e-3}
+# Under these each rank has scales of its own.
+OWN_SCALES = ("current", "nvfp4")
 
 
 def ids() -> Tensor:
@@ -83,7 +87,7 @@ def _train(model: CausalLM) -> dict[str, Any]:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad
+                parameter -= 0.02 * parameter.grad
         losses.append(loss.item())
     scales = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
     whole = gather_state(model)
@@ -169,14 +173,18 @@ def test_two_ranks_train_as_one(number: int, case: tuple[str, str, bool, dict[st
     for name, tensor in parts[0]["gradients"].items():
         if not is_sharded(name):
             assert torch.equal(tensor, parts[1]["gradients"][name]), name
-    if LOSS[case[1]] > 1e-6:
+    if case[1] in OWN_SCALES:
         return
     for name, tensor in expected["gradients"].items():
-        # To its share of the largest gradient: a bias of k has none but rounding errors, attention does not see it.
-        assert (parts[0]["gathered"][name] - tensor).abs().max() < 1e-5 * tensor.abs().max() + 1e-7, name
+        # Of the largest entry: a bias of k has no gradient but rounding errors, attention does not see it. A code of E5M2
+        # that tips is a change of 2^-2 in one of an entry's 46 tokens: 2^-7 if all count alike, 2^-5 if one counts for four.
+        close = 1e-5 if case[1] == "bf16" else 2.0**-5
+        assert (parts[0]["gathered"][name] - tensor).abs().max() < close * tensor.abs().max() + 1e-7, name
     for name, tensor in expected["scales"].items():
         assert torch.equal(parts[0]["scales"][name], parts[1]["scales"][name]), name
-        torch.testing.assert_close(parts[0]["scales"][name], tensor, rtol=1e-3, atol=0)
+        # An amax is one sum of 64 or more products, as large as 8 of them. A code of E4M3 that tips changes one by 2^-3,
+        # the sum by 2^-6; in either factor of a product.
+        torch.testing.assert_close(parts[0]["scales"][name], tensor, rtol=2.0**-5, atol=0)
 
 
 def test_what_a_rank_holds(results: Path) -> None:

@@ -163,7 +163,7 @@ def test_it_learns_and_stops_at_a_bad_loss(optimizer: str, options: str, tmp_pat
     with torch.no_grad():
         run.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan
     with pytest.raises(Diverged, match="step 17: the loss is nan"):
-        run._step(iter(run.dataset))
+        run.step(iter(run.dataset))
     assert same(before, run.optimizer.state_dict())
 
 

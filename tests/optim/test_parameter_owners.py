@@ -18,7 +18,8 @@ from te_models.distributed.dtensor import local
 from te_models.engine.emulated import DType, Float8CurrentScalingQuantizer
 from te_models.optim.parameter_owners import Owners
 from te_models.optim.state_tensors import state_bytes
-from te_models.training.parallel import Parallel, check_launch, meshes
+from te_models.training.launch import check_launch, meshes
+from te_models.training.parallel import Parallel
 from tests.training.test_parallel import alone
 
 pytest.importorskip("torchao")
@@ -31,7 +32,14 @@ OPTIMIZERS = {
 FSDP: dict[str, Any] = dict(parallel="fsdp", clip_grad_norm=0.5)
 RUNS = {name: dict(FSDP, optimizer=name, optimizer_options=options) for name, options in OPTIMIZERS.items()}
 MUON = dict(FSDP, optimizer="muon")
-RUNS["muon"] = dict(MUON, recipe="current", fp8_params=True)
+RUNS["muon-bf16"] = dict(MUON, recipe="bf16")
+RUNS["muon-fp8"] = dict(MUON, recipe="current", fp8_params=True)
+# How far two processes may be from one, relative. They sum in another order, which changes FP32's last bit. Muon multiplies
+# BF16 matrices five times over, which makes of such a bit the last one of BF16, 2^-9, in some entries of an update; the
+# update is small beside the weights, so that 1e-4 holds without FP8. With FP8 weights some then take another code, 2^-4
+# to 2^-3 of a value away. Seen over 12 seeds: 2.9e-5 in BF16; with FP8 1.0e-4 of losses, and of norms, which a few large
+# entries decide, 9.3e-4. An error to be found, halved matrices, gives 3.2e-3 and more of losses.
+CLOSE = dict.fromkeys(RUNS, dict(losses=1e-4, norms=1e-4)) | {"muon-fp8": dict(losses=3e-4, norms=2e-3)}
 SAVED = dict(RUNS["muon8bit"], dtype="bfloat16", steps=4, save_every=2, recipe="current", fp8_params=True)
 SAVED_FP32 = dict(RUNS["adamwfp8"], steps=4, save_every=2)
 RESUMED = {
@@ -96,8 +104,8 @@ def two(root: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_compute_what_one_does(name: str, two: dict[str, Any], root: Path, tmp_path: Path) -> None:
     expected, found = solo(tmp_path, RUNS[name]), two[name]
-    for what in ("losses", "norms"):
-        assert found[what] == pytest.approx(expected[what], rel=1e-4), what
+    for what, close in CLOSE[name].items():
+        assert found[what] == pytest.approx(expected[what], rel=close), what
     folders = (folder / "checkpoints" / "step-00000003" for folder in (tmp_path, root / name))
     one, other = (load_folder(folder, ["training"]) for folder in folders)
     assert one.documents["training"]["optimizer"] == other.documents["training"]["optimizer"]

@@ -339,10 +339,10 @@ def test_held_gradients_are_added_to_one_by_one() -> None:
     assert not any(memory.gradients for memory in held)
 
 
-def test_accumulation_holds_gradients_during_the_forward() -> None:
+def test_accumulation_holds_fp32_gradients_during_the_forward() -> None:
     """And both copies of FP8 weights, where the default keeps what backward reads."""
     size, moments = (
-        2 * nano().config.num_parameters,
+        4 * nano().config.num_parameters,
         [nano(**f).moments[0] for f in ({}, dict(gradient_accumulation=2))],
     )
     codes = moments[1].fp8_weight_copies - moments[0].fp8_weight_copies

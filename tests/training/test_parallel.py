@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -25,13 +26,19 @@ from te_models.checkpoint.run_folder import Checkpoints
 from te_models.cli import main
 from te_models.config.training import TrainConfig
 from te_models.training.metrics import read_metrics
-from te_models.training.parallel import Parallel, check_launch
+from te_models.training.parallel import Parallel
 
 JOB = Path(__file__).parents[1] / "distributed_job.py"
-# What is left between one process and several is the order of FP32 sums, and now and then an FP8 code that it tips over.
-# Under delayed scaling one process sees the whole batch where the others see micro-batches: FP8 sums over tokens, which
-# tensor cores cut to 14 bits, are cut elsewhere, and a first step's gradients meet the scale 1 at another size.
-CLOSE = dict.fromkeys(("bf16", "current", "blockwise", "mxfp8"), 1e-4) | {"delayed": 2e-3}
+# How far several processes may be from one, relative. They sum in another order, which changes FP32's last bit, and under
+# FP8 a value near the middle between two codes then takes the other code. Under delayed scaling one process also sees the
+# whole batch where the others see micro-batches: FP8 sums over tokens, which tensor cores cut to 14 bits, are cut
+# elsewhere, and a first step's gradients meet the scale 1 at another size.
+# Losses: rounding all values to FP8, instead of none, moves them by 1e-4 to 2.7e-4 (an FP8 run against its BF16 twin, six
+# seeds); some codes that differ move them less. Norms: a gradient of E5M2 has two bits of mantissa, so that its code is 2^-2
+# of it or less from the next; where one entry makes up a quarter of the norm's square, the norm moves by 2^-2 / 4, and half
+# of that on average. Seen over 13 seeds: 1.1e-4 of losses, 6.8e-3 of norms. Under BF16 nothing is rounded to codes.
+FP8 = dict(losses=3e-4, eval_loss=3e-4, norms=2.0**-5)
+CLOSE = dict(bf16=dict.fromkeys(FP8, 1e-4), delayed=FP8, current=FP8, blockwise=FP8, mxfp8=FP8)
 RUNS = {f"{kind}-{recipe}": dict(parallel=kind, recipe=recipe, reshard_after_forward=False)
         for kind in ("ddp", "fsdp") for recipe in CLOSE}  # fmt: skip
 RUNS |= {
@@ -113,6 +120,14 @@ def start(root: Path, world: int, cases: dict[str, Any], name: str) -> dict[str,
     return json.loads((root / f"{name}.out").read_text())
 
 
+def assert_close(
+    found: dict[str, Any], expected: dict[str, Any], recipe: str, parts: Sequence[str] = ("losses", "norms")
+) -> None:
+    """Two outcomes of a run under the recipe differ by rounding alone."""
+    for part in parts:
+        assert found[part] == pytest.approx(expected[part], rel=CLOSE[recipe][part]), part
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("jobs")
@@ -132,10 +147,9 @@ def two(root: Path, one: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_compute_what_one_does(name: str, two: dict[str, Any], tmp_path: Path) -> None:
     expected, found = solo(tmp_path, RUNS[name]), two[name]
-    for what in ("losses", "norms", "eval_loss"):
-        if what == "eval_loss" and RUNS[name]["recipe"] not in ("bf16", "delayed"):
-            continue  # each process's own amaxes scale its share of the evaluation
-        assert found[what] == pytest.approx(expected[what], rel=CLOSE[RUNS[name]["recipe"]]), what
+    # Under the other recipes each process's own amaxes scale its share of the evaluation.
+    evaluated = ["eval_loss"] if RUNS[name]["recipe"] in ("bf16", "delayed") else []
+    assert_close(found, expected, RUNS[name]["recipe"], ["losses", "norms", *evaluated])
 
 
 @pytest.mark.parametrize(
@@ -161,7 +175,7 @@ def test_resharded_weights_are_quantized_again_in_backward(two: dict[str, Any]) 
     for other in (two["resharded-full"], two["resharded-offload"]):
         assert found["losses"] == other["losses"] and found["scales"] == other["scales"]
     assert found["losses"][0] == kept["losses"][0] and found["norms"][1] != kept["norms"][1]
-    assert found["losses"] == pytest.approx(kept["losses"], rel=CLOSE["delayed"])
+    assert_close(found, kept, "delayed", ["losses"])
 
 
 @pytest.mark.parametrize("kind", ["", "-ddp"])
@@ -186,16 +200,14 @@ def test_one_process_goes_on_where_two_stopped(two: dict[str, Any], root: Path, 
 def test_two_processes_go_on_where_one_stopped(two: dict[str, Any], one: dict[str, Any]) -> None:
     found = two["resumed-from-one"]
     assert found["losses"][:2] == one["losses"][:2]
-    assert found["losses"][2:] == pytest.approx(one["losses"][2:], rel=CLOSE["delayed"])
-    assert found["norms"] == pytest.approx(one["norms"], rel=CLOSE["delayed"])
+    assert_close(found, one, "delayed")
 
 
 @pytest.mark.slow
 def test_four_processes_too(root: Path, one: dict[str, Any]) -> None:
     """Where most of them hold no row of a small parameter, and where they go on from what one saved."""
     for found in start(root, 4, FOUR, "four-processes").values():
-        assert found["losses"] == pytest.approx(one["losses"], rel=CLOSE["delayed"])
-        assert found["norms"] == pytest.approx(one["norms"], rel=CLOSE["delayed"])
+        assert_close(found, one, "delayed")
         assert all(scales == found["scales"][0] for scales in found["scales"])
 
 
@@ -270,39 +282,18 @@ def test_nothing_whole_is_lost_when_a_process_cannot_write(two: dict[str, Any], 
         load_folder(tmp_path / "c" / "step-00000004")
 
 
-@pytest.mark.parametrize(
-    "world, fields, message",
-    [
-        ("2", dict(), "add --parallel ddp, fsdp, tp or fsdp\\+tp"),
-        (None, dict(parallel="fsdp"), "torchrun --nproc-per-node N"),
-        ("4", dict(parallel="fsdp+tp"), "needs --tensor-parallel-size"),
-        ("4", dict(parallel="fsdp+tp", tensor_parallel_size=3), "a divisor of 4"),
-        ("4", dict(parallel="tp", tensor_parallel_size=2), "fsdp\\+tp alone"),
-    ],
-)
-def test_a_start_that_does_not_fit_is_refused(
-    world: str | None, fields: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if world is not None:
-        monkeypatch.setenv("WORLD_SIZE", world)
-    with pytest.raises(ValueError, match=message):
-        check_launch(TrainConfig(**fields))
-
-
 @pytest.mark.parametrize("kept", [True, False])
 def test_what_travels_with_which_micro_batch(kept: bool) -> None:
     """Gradients with the last; weights once a step where they are left gathered, else for every forward and backward."""
     config = TrainConfig(parallel="fsdp", reshard_after_forward=not kept)
     shared, model = Parallel("fsdp", config=config), create_autospec(FSDPModule, instance=True)
     for last in (False, False, True):
-        with shared.micro_batch(model, last):
-            pass
-    assert shared.keeps_weights == kept
+        shared.prepare_micro_batch(model, last)
+    assert shared.retains_weights == kept
     assert [call.args[0] for call in model.set_requires_gradient_sync.call_args_list] == [False, False, True]
     resharded = [call.args[0] for call in model.set_reshard_after_backward.call_args_list]
     assert resharded == ([False, False, True] if kept else [])
-    assert Parallel().keeps_weights and not Parallel("tp", config=config).keeps_weights
+    assert Parallel().retains_weights and not Parallel("tp", config=config).retains_weights
 
 
 @pytest.mark.parametrize("field, value, near", [("parallel", "fsdp2", "fsdp"), ("reduce_dtype", "float16", "bfloat16")])

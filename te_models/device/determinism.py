@@ -1,0 +1,25 @@
+"""Deterministic algorithms for the time of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Give the same bits for the same inputs on the same GPU, at the cost of cuDNN's attention, which cannot."""
+    fills: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), fills.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it PyTorch refuses cuBLAS
+    torch.use_deterministic_algorithms(True)
+    fills.fill_uninitialized_memory = False  # a debugging aid that costs time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        fills.fill_uninitialized_memory = before[1]

@@ -1,0 +1,78 @@
+"""Results of te_models.inspect.bench as a table, a plot and a JSON file."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from te_models.files.atomic import replace_text
+from te_models.training.plots import new_figure, save_figure, try_drawing
+
+
+def bench_table(result: dict[str, Any]) -> Table:
+    """Return a result of te_models.inspect.bench as a table."""
+    settings = result["settings"]
+    where = result["environment"].get("gpu", "CPU: the emulated engine's numbers, not a GPU's speed")
+    table = Table(
+        title=f"forward + backward, batch {settings['batch_size']} x {settings['seq_len']} tokens, {where}",
+        title_justify="left", box=None,
+    )  # fmt: skip
+    columns = ["", "ms", "(quartiles)", "tokens/s", "model TFLOP/s", f"speed relative to {result['reference']}"]
+    columns += ["of roofline"] if result["roofline"] else []
+    columns += ["peak GiB"] if result["rows"][0]["peak_gib"] is not None else []
+    for column in [*columns, "loss"]:
+        table.add_column(column, justify="right" if column else "left")
+    for row in result["rows"]:
+        low, high = row["ms_quartiles"]
+        cells = [row["name"], f"{row['ms']:.2f}", f"{low:.2f} to {high:.2f}", f"{row['tokens_per_second']:,.0f}"]
+        cells += [f"{row['model_tflops']:.1f}", f"{row['speed']:.2f}x"]
+        cells += [f"{row['of_roofline']:.2f}"] if result["roofline"] else []
+        cells += [f"{row['peak_gib']:.2f}"] if row["peak_gib"] is not None else []
+        table.add_row(*cells, f"{row['loss']:.3f}")
+    if result["roofline"]:
+        parts = ", ".join(f"{name} {result['roofline'][name]:.1f}" for name in ("gemm", "attention", "memory"))
+        table.caption = f"roofline {result['roofline']['total']:.1f} ms: {parts}; speed and roofline at equal FLOPs"
+    return table
+
+
+def write_bench(result: dict[str, Any], out: str, title: str) -> str:
+    """Write bench.json and bench.png into the folder `out`; return the plot's path, or why it was not drawn."""
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / "bench.json", json.dumps(result, indent=1) + "\n")
+    plot = folder / "bench.png"
+    return try_drawing(plot, functools.partial(plot_bench, plot, result, title))
+
+
+def plot_bench(path: Path, result: Mapping[str, Any], title: str) -> None:
+    """Draw a result of te_models.inspect.bench: milliseconds per step with quartiles, and peak memory where known."""
+    rows = result["rows"]
+    memory = [row["peak_gib"] for row in rows]
+    panels = 1 if None in memory else 2
+    figure = new_figure((4 + 4 * panels, 1.6 + 0.4 * len(rows)))
+    axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
+    names = [row["name"] for row in rows]
+    colors = ["C0" if name.startswith("te-models") else "0.6" for name in names]
+    spread = [
+        [row["ms"] - row["ms_quartiles"][0] for row in rows],
+        [row["ms_quartiles"][1] - row["ms"] for row in rows],
+    ]
+    bars = axes[0].barh(names, [row["ms"] for row in rows], xerr=spread, color=colors)
+    axes[0].bar_label(bars, [f"{row['ms']:.1f}" for row in rows], padding=4, fontsize=8)
+    axes[0].set(xlabel="forward + backward (ms)", title=title)
+    if result["roofline"]:
+        axes[0].axvline(result["roofline"]["total"], color="C3", linewidth=1, linestyle="--", label="roofline")
+        axes[0].legend(frameon=False, fontsize=8)
+    if panels == 2:
+        axes[1].bar_label(axes[1].barh(names, memory, color=colors), fmt="%.1f", padding=4, fontsize=8)
+        axes[1].set(xlabel="peak memory (GiB)")
+    axes[0].invert_yaxis()
+    for panel in axes:
+        panel.margins(x=0.15)
+        panel.spines[["top", "right"]].set_visible(False)
+    save_figure(figure, path)

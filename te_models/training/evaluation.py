@@ -1,0 +1,75 @@
+"""Forward passes outside the training step: the evaluation loss, and the search for the layer that broke a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_models.causal_lm import CausalLM
+
+Batch = dict[str, Tensor]  # "input_ids" and "labels", int64 [B, S], perhaps "document_ids"
+
+
+def count_targets(batch: Batch) -> int:
+    """Return the number of tokens whose loss counts: labels after the first of each row that are not -100."""
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy the batch to the device, through pinned memory: a copy from any other waits for all queued work."""
+    if device.type == "cuda":
+        batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+@torch.no_grad()
+def evaluate(
+    model: CausalLM, batches: list[Batch], reduce: Callable[[Tensor], Tensor] = lambda totals: totals
+) -> float:
+    """Return the mean cross-entropy over `batches`, in nats per counted token; nan if no token counts.
+
+    Leaves FP8 scales and the model's mode unchanged.
+
+    Args:
+        model: the model.
+        batches: on the CPU.
+        reduce: sums a tensor over the processes, each of which evaluates as many other batches.
+    """
+    was_training = model.training
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=model.device)  # loss, tokens
+    for batch in batches:
+        counted = count_targets(batch)
+        loss = model(**to_device(batch, model.device), return_logits=False).loss.double() * counted
+        totals += torch.stack([loss, torch.full_like(loss, counted)])
+    model.train(was_training)
+    total, count = reduce(totals).tolist()
+    return total / count if count else math.nan
+
+
+@torch.no_grad()
+def first_bad_module(model: CausalLM, batch: Batch) -> str | None:
+    """Return the name of the first module, in order of execution, with a NaN or infinite output or weight."""
+    found: list[str] = []
+
+    def check(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            values = [output, *module.parameters(recurse=False)]
+            if not found and not all(bool(v.isfinite().all()) for v in values if isinstance(v, Tensor)):
+                found.append(name)
+
+        return hook
+
+    hooks = [m.register_forward_hook(check(name)) for name, m in model.named_modules() if not list(m.children())]
+    was_training = model.training
+    try:
+        model.eval()(**to_device(batch, model.device))
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None

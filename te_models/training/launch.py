@@ -1,0 +1,112 @@
+"""Join the processes that torchrun started: check the options, connect, split the ranks, and name a lost peer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from te_models.config.training import TrainConfig
+from te_models.distributed.control import Ranks
+from te_models.errors import LostPeer, UsageError
+from te_models.training.parallel import Parallel
+
+CONTROL_TIMEOUT = timedelta(minutes=30)  # for messages that may wait for a disk
+
+
+def restarts() -> int:
+    """Return how often torchrun has restarted this job after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+@contextlib.contextmanager
+def parallel(config: TrainConfig, device: torch.device | str | None = None) -> Iterator[Parallel]:
+    """Join the processes that torchrun started, for the time of a run.
+
+    Args:
+        config: `parallel` and the fields after it are used.
+        device: "cpu" trains on processors over gloo even where there are GPUs; None: this process's own GPU, if any.
+
+    Raises:
+        ValueError: the options do not fit each other or the number of processes.
+        LostPeer: inside, another process died or did not answer for `config.collective_timeout` seconds.
+    """
+    check_launch(config)
+    if config.parallel == "none":
+        yield Parallel(config=config)
+        return
+    own = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if own.type == "cuda":
+        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(own)
+    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=config.collective_timeout)
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=timeout))
+        # torchrun (2.13) has one store for all restarts, in which a start would find the addresses of the one before.
+        store = dist.PrefixStore(f"start-{restarts()}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        ranks = Ranks(dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+        yield Parallel(config.parallel, ranks, own, *meshes(config, own), config)
+    except RuntimeError as error:
+        if lost_peer(error):
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
+            raise LostPeer(
+                f"another process of this job died or gave no answer for {config.collective_timeout} s (its own message is "
+                f"above, or on its node); the run ends here: start the same command with --resume ({reason})"
+            ) from error
+        raise
+    dist.destroy_process_group()
+
+
+def check_launch(config: TrainConfig) -> None:
+    """Raise a ValueError if the options do not fit each other or the way the program was started."""
+    world, size, kind = int(os.environ.get("WORLD_SIZE", 0)), config.tensor_parallel_size, config.parallel
+    if kind == "none" and world > 1:
+        raise UsageError(f"torchrun started {world} processes: add --parallel ddp, fsdp, tp or fsdp+tp")
+    if kind != "none" and not world:
+        raise UsageError(
+            f"--parallel {kind} is for several processes: start it as torchrun --nproc-per-node N -m te_models ..."
+        )
+    if kind == "fsdp+tp" and (size < 2 or world % size):
+        raise UsageError(
+            f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1"
+        )
+    if kind in ("tp", "fsdp+tp") and config.optimizer != "adamw":
+        raise UsageError(
+            f"--parallel {kind} splits each layer, which only adamw supports: leave out --optimizer, or choose "
+            "--parallel fsdp or ddp"
+        )
+    if kind == "fsdp" and config.optimizer == "te-adam":
+        raise UsageError("te-adam updates only whole parameters: with --parallel fsdp choose another --optimizer")
+    if kind in ("fsdp", "tp", "fsdp+tp") and config.optimizer_offload:
+        raise UsageError(
+            f"--parallel {kind} stores the optimizer's state on the device: leave out --optimizer-offload, or choose "
+            "--parallel ddp"
+        )
+    if size and kind != "fsdp+tp":
+        raise UsageError("--tensor-parallel-size is only for --parallel fsdp+tp; tp uses all processes")
+
+
+def meshes(config: TrainConfig, device: torch.device) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Return the data-parallel and the tensor-parallel dimension of all processes; None where there is none."""
+    world = dist.get_world_size()
+    if config.parallel == "tp":
+        return None, init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))
+    if config.parallel == "fsdp+tp":
+        shape = (world // config.tensor_parallel_size, config.tensor_parallel_size)
+        both = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
+        return both["dp"], both["tp"]
+    return init_device_mesh(device.type, (world,), mesh_dim_names=("dp",)), None
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Return whether an error of torch.distributed means that another process is gone."""
+    signs = ("Connection closed by peer", "Connection reset", "Broken pipe", "timed out", "Timed out", "timeout")
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)

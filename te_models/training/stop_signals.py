@@ -1,0 +1,34 @@
+"""Clean stops: Ctrl-C and SIGTERM end a run after its current step."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C or SIGTERM has arrived; a second signal acts as usual.
+
+    Outside the main thread signals cannot be handled: the caller's own handlers stay, and the function returns False.
+    """
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(number, before[number])
+
+    before = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in before:
+            signal.signal(number, note)
+    except ValueError:
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,39 @@
+"""Times of the device, and values of the device on the host, without waiting for what is queued."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+import torch
+from torch import Tensor
+
+Timestamp = torch.cuda.Event | float  # on a CUDA device an event in its queue, elsewhere seconds
+
+
+def timestamp(device: torch.device) -> Timestamp:
+    """Record the time at which `device` finishes all work queued so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def elapsed(start: Timestamp, end: Timestamp) -> float:
+    """Return the seconds between two timestamps of one device; wait for the second."""
+    if isinstance(start, float):
+        return cast(float, end) - start
+    event = cast(torch.cuda.Event, end)
+    event.synchronize()
+    return start.elapsed_time(event) / 1e3
+
+
+def copy_to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Start a copy to the host; return it and the event that completes it, None if it is complete."""
+    if not values.is_cuda:
+        return values, None
+    host, ready = torch.empty_like(values, device="cpu", pin_memory=True), torch.cuda.Event()
+    host.copy_(values, non_blocking=True)
+    ready.record()
+    return host, ready
