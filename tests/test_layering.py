@@ -22,7 +22,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "engine": [{"__init__", "emulated", "native"}],
     "fp8": [{"fsdp_gather", "scaling_state"}, {"primary_weights"}],
     "model": [
-        {"kv_cache", "offload", "options", "rope", "te_modules", "tensor_parallel"},
+        {"kv_cache", "offload", "options", "rope", "targets", "te_modules", "tensor_parallel"},
         {"recompute"},
         {"forward_context"},
         {"attention", "mlp"},

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
 from te_models import CausalLM, list_recipes
@@ -210,6 +211,48 @@ def test_a_stream_of_text_tells_what_is_certain(
 
     monkeypatch.setattr("te_models.generation.text.stream", scripted)
     assert list(stream_text(build(), Scripted(pieces), "x", len(pieces), stop_strings=stops)) == told
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Words that begin with a space, as a Llama 2 tokenizer has them; its decoder drops the space before the first."""
+    words = ["<unk>", "</s>", "\u2581Hello", "\u2581world", "\u2581and", "s", "\u2581"]
+    model = tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", fuse_unk=True)
+    backend = tokenizers.Tokenizer(model)
+    steps = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.Fuse()]
+    backend.decoder = tokenizers.decoders.Sequence([*steps, tokenizers.decoders.Strip(" ", 1, 0)])
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "tokens, stops, text",
+    [
+        ([3], (), " world"),
+        ([3, 5, 4, 3], (), " worlds and world"),
+        ([5, 3], (), "s world"),
+        ([3, 5, 4, 3], (" and",), " worlds"),
+        ([4, 3], (" and",), ""),
+    ],
+)
+def test_streamed_text_keeps_its_first_space(
+    tokens: list[int], stops: Sequence[str], text: str, sentencepiece: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scripted(model: Any, ids: Any, count: int, **options: Any) -> Any:
+        yield from (torch.tensor([i]) for i in tokens)
+
+    monkeypatch.setattr("te_models.generation.text.stream", scripted)
+    assert sentencepiece.decode([3]) == "world", "the decoder drops the space by itself"
+    assert "".join(stream_text(build(), sentencepiece, [2], len(tokens), stop_strings=stops)) == text
+
+
+def test_a_stop_string_may_begin_with_the_first_space(sentencepiece: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = iter([4, 3, 3])
+    monkeypatch.setattr("torch.argmax", lambda logits, dim: torch.full(logits.shape[:1], next(tokens)))
+    out = build().generate([2], max_new_tokens=3, stop_strings=" and", tokenizer=sentencepiece, eos_token_id=None)
+    assert out.tolist() == [[2, 4]]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
