@@ -11,7 +11,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "errors": [{"errors"}],
     "config": [{"layout", "options", "recipe", "recompute_modes", "training"}, {"model"}, {"presets"}],
     "planning": [{"parameter_bytes", "precision_plan"}, {"memory_estimate"}, {"memory_plan"}],
-    "files": [{"atomic"}, {"formats"}],
+    "files": [{"atomic", "bounded"}, {"formats"}],
     "distributed": [{"collectives", "control", "dtensor"}],
     "device": [{"cpu_matmul", "cuda_capture", "cudnn", "determinism"}],
     "kernels": [
@@ -38,7 +38,8 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"__init__"},
     ],
     "data": [
-        {"chat_template", "documents"},
+        {"documents", "json_files", "template_process"},
+        {"chat_template"},
         {"tokenizer"},
         {"corpus_chunks", "dataset"},
         {"streaming"},
@@ -68,7 +69,7 @@ ONLY_IN = {
     "transformer_engine": {"engine.native"},
     "transformer_engine_torch": {"engine.native"},
     "click": {f"cli.{name}" for name in (*COMMANDS, "commands", "options")},
-    "jinja2": {"data.chat_template"},
+    "jinja2": {"data.template_process"},
     "peft": {"training.lora"},
     "huggingface_hub": {"interop.hf"},
     "safetensors": {"checkpoint.folder", "files.formats"},

@@ -295,7 +295,8 @@ def _compression(path: str) -> str | None:
 def _open(path: str) -> Iterator[IO[bytes]]:
     """Open a file's bytes, decompressed."""
     compression = None if file_format(path) == "Parquet" else _compression(path)
-    with fsspec.open(path, "rb") as file:
+    opened: Any = fsspec.open(path, "rb")
+    with opened as file:
         if compression is None:
             yield file
             return

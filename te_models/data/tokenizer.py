@@ -7,10 +7,11 @@ only in the vocabulary, so that no text, not even "<eos>", encodes to one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +20,9 @@ from numpy.typing import NDArray
 
 from te_models.checkpoint.pretrained import MODEL_TYPE, saved_folder
 from te_models.data.chat_template import ChatTemplate, Message
+from te_models.data.json_files import read_json_object
 from te_models.errors import DataError, needs
+from te_models.files.atomic import first_line
 from te_models.interop.hf import is_hugging_face, local_folder
 
 CONTEXT = 16  # tokens before new ones that their text may depend on
@@ -111,7 +114,7 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
             if is_hugging_face(folder, MODEL_TYPE):
                 raise DataError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
             return ByteTokenizer()
-    document = _read_json(file)
+    document = read_json_object(file)
     if document is None:
         raise DataError(f"{file}: no such file; give a Hugging Face tokenizer.json or a folder that holds one")
     if document == ByteTokenizer().documents()["tokenizer"]:
@@ -144,6 +147,10 @@ class _Chat(ABC):
     """The chat template of a tokenizer, read from its folder when it is first used."""
 
     folder: Path | None = None
+    _template: ChatTemplate | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_template"}  # it is a process
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -153,7 +160,9 @@ class _Chat(ABC):
         """Return the chat template in the tokenizer's folder; a ValueError if there is none."""
         if self.folder is None:
             raise DataError("bytes have no chat template: give --model or --tokenizer a folder that has one")
-        return ChatTemplate.from_folder(self.folder)
+        if self._template is None:
+            self._template = ChatTemplate.from_folder(self.folder)
+        return self._template
 
     def apply_chat_template(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Return the ids of a conversation, up to where the assistant speaks next."""
@@ -227,44 +236,50 @@ class HuggingFaceTokenizer(_Chat):
     def __init__(self, document: Any, file: Path) -> None:
         with needs(str(file), "tokenizers", "0.20", "train"):
             from tokenizers import Tokenizer as Backend  # noqa: PLC0415
-        try:
+        self._file, self.folder = file, file.parent
+        with _library_errors(file, "not a tokenizer.json of Hugging Face's tokenizers library"):
             self._backend = Backend.from_str(json.dumps(document))
-        except Exception as error:  # the library raises nothing more specific
-            raise DataError(f"{file}: not a tokenizer.json of Hugging Face's tokenizers library ({error})") from None
-        # A file may contain the truncation of the model it was made for, which would silently cut documents.
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self.folder = file.parent
+            # A file may contain the truncation of the model it was made for, which would silently cut documents.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            self.vocab_size = max(self._backend.get_vocab().values(), default=-1) + 1
         self._document = document
         names = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-        beside = [_read_json(file.with_name(name)) or {} for name in names]
+        beside = [read_json_object(file.with_name(name)) or {} for name in names]
         self._config = beside[0]
-        self.bos_token_id, self.eos_token_id, self.pad_token_id = (
-            _special_id(role, beside, self._backend.token_to_id) for role in _ROLES
-        )
-        self.vocab_size = max(self._backend.get_vocab().values(), default=-1) + 1
+        with _library_errors(self.folder, "its special tokens are damaged"):
+            self.bos_token_id, self.eos_token_id, self.pad_token_id = (
+                _special_id(role, beside, self._backend.token_to_id) for role in _ROLES
+            )
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; special tokens spelled out in it become their ids, as is usual."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        with self._encoding():
+            return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of `text` as transformers does, with the tokens that the post-processor adds."""
-        return self._backend.encode(text).ids
+        with self._encoding():
+            return self._backend.encode(text).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Return the ids of each text, int32, encoded on all cores."""
         encoded = []
         # In parts, since the library's encodings take many times the memory of their ids.
         for start in range(0, len(texts), 1024):
-            part = self._backend.encode_batch_fast(list(texts[start : start + 1024]), add_special_tokens=False)
+            with self._encoding():
+                part = self._backend.encode_batch_fast(list(texts[start : start + 1024]), add_special_tokens=False)
             encoded += [np.array(encoding.ids, dtype=np.int32) for encoding in part]
         return encoded
+
+    def _encoding(self) -> contextlib.AbstractContextManager[None]:
+        return _library_errors(self._file, "encoding failed")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, also without special tokens that tokenizer.json does not mark as special."""
         special = (self.bos_token_id, self.eos_token_id, self.pad_token_id)
-        return self._backend.decode([i for i in ids if i not in special], skip_special_tokens=True)
+        with _library_errors(self._file, "decoding failed"):
+            return self._backend.decode([i for i in ids if i not in special], skip_special_tokens=True)
 
     def documents(self) -> dict[str, Any]:
         """Return tokenizer as it was read, and tokenizer_config with the special tokens in use."""
@@ -279,28 +294,36 @@ class HuggingFaceTokenizer(_Chat):
 
 
 def _special_id(role: str, documents: Iterable[dict[str, Any]], token_to_id: Callable[[str], int | None]) -> int | None:
-    """Return the id of a role's token from the first document that names the token or its id."""
+    """Return the id of a role's token from the first document that names the token or its id.
+
+    Ids that no vocabulary has, such as -1, count as none.
+    """
     for document in documents:
         token, number = document.get(f"{role}_token"), document.get(f"{role}_token_id")
         if isinstance(token, dict):
-            token = token["content"]
+            token = token.get("content")
+        if token is not None and not isinstance(token, str):
+            raise DataError(f"{role}_token is {json.dumps(token)[:60]}: give the text of one token")
         if token is not None:
             number = token_to_id(token)
-        if number is not None:
-            return number[0] if isinstance(number, list) else number
+        if isinstance(number, list):
+            number = number[0] if number else None
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+            raise DataError(f"{role}_token_id is {json.dumps(number)[:60]}: give a whole number")
+        if number is not None and number >= 0:
+            return number
     return None
 
 
-def _read_json(file: Path) -> Any:
-    """Return the content of a JSON file, None if there is no such file."""
+@contextlib.contextmanager
+def _library_errors(file: Path, doing: str) -> Iterator[None]:
+    """Turn errors of the tokenizers library in the block into a DataError; its panics are BaseExceptions."""
     try:
-        return json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise DataError(f"{file}: not JSON ({error})") from None
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, DataError):
+        raise
+    except BaseException as error:
+        raise DataError(f"{file}: {doing} ({first_line(error)})") from None
 
 
 def _write_documents(folder: Path, documents: dict[str, Any]) -> None:

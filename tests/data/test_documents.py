@@ -1,6 +1,8 @@
 """Documents: files found and read alike in memory and streamed, errors that name the place, and the split."""
 
+import gzip
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import te_models.data.documents as documents_module
+from te_models.data.corpus_chunks import ChunkReader, find_chunks
 from te_models.data.documents import Document, load_documents, split_documents
+from te_models.data.tokenizer import ByteTokenizer
+from te_models.errors import DataError
 
 
 @given(st.sets(st.text("abc"), min_size=2, max_size=40), st.floats(0.01, 0.99), st.integers(0, 99), st.randoms())
@@ -239,3 +244,99 @@ def test_what_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(ValueError, match=r"b: cannot be read \(.*\): check it and its permissions"):
         load_documents(tmp_path)
+
+
+def streamed(path: Path) -> list[tuple[str | None, str]]:
+    """What is read in chunks of 64 bytes; only JSONL and small texts give the same documents as in memory."""
+    chunks = find_chunks(str(path), 64)
+    reader = ChunkReader(str(path), ByteTokenizer(), seed=0)
+    return [(d.prompt, d.text) for i in range(len(chunks)) for d in reader.documents(chunks[i])]
+
+
+def in_memory(path: Path) -> list[tuple[str | None, str]]:
+    return [(d.prompt, d.text) for d in load_documents(path)]
+
+
+LINE = b'{"text": "one"}\n'
+CORPORA: dict[str, dict[str, bytes]] = {
+    "jsonl and its compression": {"a.jsonl": LINE, "b.jsonl.gz": gzip.compress(LINE * 2)},
+    "several formats": {
+        "a.jsonl": LINE,
+        "b.txt": b"text",
+        "c.json": LINE,
+        "d.ndjson": LINE,
+        "e.txt.gz": gzip.compress(b"f"),
+    },
+    "binary files": {"a.txt": b"text", "b.png": b"\x89PNG\0", "c.bin.gz": gzip.compress(b"\0\1")},
+}
+
+
+@pytest.mark.parametrize("read", [in_memory, streamed])
+@pytest.mark.parametrize("case", CORPORA)
+def test_every_file_of_a_corpus_is_read(case: str, read: Callable, tmp_path: Path) -> None:
+    for name, content in CORPORA[case].items():
+        (tmp_path / name).write_bytes(content)
+    expected = {"jsonl and its compression": ["one"] * 3, "several formats": ["one", "text", "one", "one", "f"]}
+    assert [text for _, text in read(tmp_path)] == expected.get(case, ["text"])
+
+
+DEEP = b'{"text": "a", "b": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+REFUSED: list[tuple[str, bytes, str]] = [
+    (
+        "a.jsonl",
+        '{"text": "a"}'.encode("utf-16"),
+        r"a.jsonl:1: UTF-16 text \(byte 0xff at offset 0\): convert it to UTF-8",
+    ),
+    ("a.txt", "text".encode("utf-16"), r"a.txt:1: UTF-16 text"),
+    ("a.csv", b"text\none\n", "a.csv: a table, which would be trained on as raw text: convert it to JSONL"),
+    ("a.tsv.gz", b"", "a.tsv.gz: a table"),
+    ("a.json", b'{\n  "text": "a"\n}', r"a.json:1: not JSON \(.*\): JSONL has one object per line"),
+    ("a.json", b'[{"text": "a"}]', "a.json:1: a JSON list, not an object"),
+    ("a.jsonl", LINE + DEEP, "a.jsonl:2: JSON that is nested too deeply"),
+    (
+        "a.jsonl",
+        b'{"text": "' + b"a" * 2000 + b'"}\n',
+        "a.jsonl:1: a line of more than 0 MiB: break it into shorter ones",
+    ),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "' + b"a" * 10**6 + b'"}\n'), "a.jsonl.gz:1: a line of more than 0 MiB"),
+    ("a.txt.gz", gzip.compress(b"a\n" * 10**6), "a.txt.gz: a text of more than 0 GiB: decompress it or use JSONL"),
+]
+
+
+@pytest.mark.parametrize("read", [in_memory, streamed])
+@pytest.mark.parametrize(("name", "content", "message"), REFUSED)
+def test_both_ways_of_reading_refuse_the_same(
+    name: str, content: bytes, message: str, read: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "more than 0" in message:
+        monkeypatch.setattr(documents_module, "MAX_LINE_BYTES", 1000)
+        monkeypatch.setattr(documents_module, "MAX_EXPANDED_BYTES", 10**6)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        read(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("read", [in_memory, streamed])
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "device"])
+def test_only_regular_files_are_data(kind: str, read: Callable, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.txt").write_text("text")
+    os.mkfifo(tmp_path / "pipe")
+    if kind == "pipe":
+        os.mkfifo(tmp_path / "data/b.txt")
+    else:
+        (tmp_path / "data/b.txt").symlink_to("/dev/zero" if kind == "device" else tmp_path / "pipe")
+    for path in (tmp_path / "data", tmp_path / "data/b.txt"):
+        with pytest.raises(DataError, match="b.txt: not a regular file"):
+            read(path)
+
+
+def test_one_long_line_is_read_once(tmp_path: Path) -> None:
+    """A range without the start of a line must not read on to its end: 32 MiB in 64 KiB ranges took 8 GiB of reading."""
+    (tmp_path / "a.txt").write_bytes(b"a" * 2**25)
+    chunks = find_chunks(str(tmp_path), 2**16)
+    reader = ChunkReader(str(tmp_path), ByteTokenizer(), seed=0)
+    start = time.process_time()
+    lengths = [len(d.text) for i in range(len(chunks)) for d in reader.documents(chunks[i])]
+    assert lengths == [2**25] and time.process_time() - start < 3

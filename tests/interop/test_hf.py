@@ -318,7 +318,11 @@ def test_a_gated_model_is_given_back_as_the_gated_release(
         ("llama2", dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config="),
         ("llama2", dict(rope_parameters=dict(rope_type="proportional", factor=4.0)), "'proportional' is not supp"),
         ("llama2", dict(rope_parameters=None, rope_scaling=dict(type="axial", factor=2.0)), "'axial'"),
-        ("llama2", dict(rope_parameters=dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)), "'linear' is not"),
+        (
+            "llama2",
+            dict(rope_parameters=dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)),
+            "'linear' is not",
+        ),
         ("llama2", dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "by layer type"),
         ("llama2", dict(sliding_window=64), "sliding_window=64"),
         ("llama2", dict(num_local_experts=8), "num_local_experts=8"),
