@@ -45,7 +45,7 @@ def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: 
     device = torch.device(given.pop("device", None) or ("cuda" if torch.cuda.is_available() else "cpu"))
     terminal = console(160)
     with terminal.status("") as status:
-        result = run(config, _names(recipes), _names(peers), device=device, tell=status.update, **given)
+        result = run(config, _names(recipes), _names(peers), device=device, progress=status.update, **given)
     terminal.print(bench_table(result))
     if out is not None:
         terminal.print(f"plot: {write_bench(result, out, preset)}", soft_wrap=True, markup=False, highlight=False)

@@ -12,6 +12,7 @@ from te_models.cli.options import (
     Command,
     build_model,
     compile_option,
+    is_given,
     memory_options,
     model_options,
     option,
@@ -63,7 +64,7 @@ def finetune(preset: str | None, model: str | None, **options: Any) -> None:
 
     train = {name: options.pop(name) for name in TRAIN_FIELDS}
     own = {name: options.pop(name) for name in RUN_OPTIONS}
-    if options["recipe"] is None and model is None:
-        options["recipe"] = "bf16"
+    options = {name: value if is_given(name) else None for name, value in options.items()}
     build = functools.partial(build_model, preset, model, options)
-    run(build, device=options["device"], model_folder=model, label=preset, train=train, **own)
+    place = dict(device=options["device"], model_folder=model, label=preset, recipe=options["recipe"])
+    run(build, **place, train=train, **own)

@@ -159,6 +159,11 @@ tokenizer_option = option(
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 
 
+def is_given(name: str) -> bool:
+    """Return whether the user gave this option of the command that runs."""
+    return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that the user gave; choices among numbers, which arrive as strings, as numbers."""
     return {name: _number(name, value) for name, value in options.items() if value is not None}
@@ -174,6 +179,7 @@ def build_model(
     model: str | None,
     options: Mapping[str, Any],
     build: Callable[..., CausalLM] | None = None,
+    **defaults: Any,
 ) -> CausalLM:
     """Build the model that the options describe.
 
@@ -182,12 +188,16 @@ def build_model(
         model: a saved model, or None.
         options: keywords of CausalLM and fields of recipe and config; None means not given.
         build: makes the model from a config, in place of CausalLM itself.
+        defaults: keywords of CausalLM to use where the user gave none, as in a resumed run.
     """
     from te_models.causal_lm import CausalLM  # noqa: PLC0415  imports torch
 
     if (preset is None) == (model is None):
         raise click.UsageError("give either --preset NAME or --model DIR")
     given = given_options(options)
+    if "recipe" in given:
+        defaults.pop("fp8_params", None)  # another recipe may have no such weights
+    given = {**defaults, **given}
     if model is not None:
         return CausalLM.from_pretrained(model, build=build, **given)
     assert preset is not None

@@ -9,6 +9,7 @@ import click
 from te_models.cli.options import (
     Command,
     build_model,
+    is_given,
     json_option,
     memory_options,
     model_options,
@@ -16,6 +17,7 @@ from te_models.cli.options import (
     show,
     train_options,
 )
+from te_models.config.training import TrainConfig
 
 TRAINING = ("batch_size", "seq_len", "gradient_accumulation", "optimizer")
 
@@ -30,14 +32,14 @@ TRAINING = ("batch_size", "seq_len", "gradient_accumulation", "optimizer")
 def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **options: Any) -> None:
     """Show the precision and engine of every layer with the reason, or the memory that training takes."""
     names = (*TRAINING, "gpus")
-    if not memory and (given := [name for name in names if _given(name)]):
+    if not memory and (given := [name for name in names if is_given(name)]):
         raise click.UsageError(f"--{given[0].replace('_', '-')} changes no precision: add --memory, or leave it out")
     training = {name: options.pop(name) for name in names}
     if preset is not None:
         options["device"] = options["device"] or "meta"
     built = build_model(preset, model, options)
     show(built.plan_memory(**training) if memory else built.plan(), as_json)
+    if not (memory or as_json):
+        from te_models.training.report import speed_rows  # noqa: PLC0415  imports torch
 
-
-def _given(name: str) -> bool:
-    return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        click.echo("\n" + "\n".join(f"{name}: {text}" for name, text in speed_rows(built, TrainConfig()).items()))
