@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +33,7 @@ from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.kv_cache import KVCache
 from te_models.model.offload import HostMemory, Offload
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
+from te_models.model.targets import nan_if, next_token_targets
 from te_models.model.te_modules import linear, norm_options, pad_rows
 from te_models.model.tensor_parallel import TensorParallel
 
@@ -201,6 +201,17 @@ class Decoder(nn.Module):
         assert isinstance(weight, Tensor)
         return weight
 
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Token ids that end a text."""
+        ids = self.config.eos_token_id
+        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The token id of padding, None if there is none."""
+        return self.config.pad_token_id
+
     def forward(
         self,
         input_ids: Tensor,
@@ -216,7 +227,8 @@ class Decoder(nn.Module):
 
         Args:
             input_ids: int64 [B, S]; any B and S up to max_position_embeddings.
-            labels: int64 [B, S], not shifted; -100 does not count.
+            labels: int64 [B, S], not shifted; -100 is not counted, nor is a target predicted from padding. Other labels
+                outside the vocabulary are a ValueError on a CPU; on a GPU they make the loss NaN.
             cache: positions seen before; the new ones are appended.
             attention_mask: [B, S], 1 for tokens and 0 for padding, which may lie on either side; None: no padding. The
                 logits at padding mean nothing.
@@ -234,7 +246,7 @@ class Decoder(nn.Module):
         recompute = self._recompute(input_ids.device, is_first_microbatch)
         passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
         context = forward_context(self.config, input_ids, *passed, self.dtype)
-        wanted = (labels, return_logits, logits_to_keep)
+        wanted = (labels, attention_mask, return_logits, logits_to_keep)
         fp8 = self.fp8_layers
         x = self.tp.scatter(self._padded(self._embedded(input_ids, context)))
         x = self._run(range(fp8.start), x, context)
@@ -264,7 +276,13 @@ class Decoder(nn.Module):
         return x
 
     def _output(
-        self, x: Tensor, context: ForwardContext, labels: Tensor | None, return_logits: bool, logits_to_keep: int | None
+        self,
+        x: Tensor,
+        context: ForwardContext,
+        labels: Tensor | None,
+        attention_mask: Tensor | None,
+        return_logits: bool,
+        logits_to_keep: int | None,
     ) -> Output:
         """Norm, head and loss of the last hidden states x [N, D]; arguments as in `forward`."""
         batch, seq = context.batch, context.seq
@@ -273,11 +291,11 @@ class Decoder(nn.Module):
             count = seq if logits_to_keep is None else min(logits_to_keep, seq)
             logits = self._logits(self._newest(h, context, count), context)
             return Output(None, logits[: batch * count].unflatten(0, (batch, count)))
-        targets = F.pad(labels[:, 1:], (0, 1), value=-100).flatten()  # shifting the labels spares a copy of the logits
+        targets, invalid = next_token_targets(labels, attention_mask, self.config.vocab_size)
         if not return_logits and self._head_is_fused:
-            return Output(self._fused_loss(h, targets), None)
+            return Output(nan_if(self._fused_loss(h, targets), invalid), None)
         logits = self._logits(h, context)[: batch * seq]
-        loss = self.kernels.cross_entropy(logits, targets)
+        loss = nan_if(self.kernels.cross_entropy(logits, targets), invalid)
         return Output(loss, logits.unflatten(0, (batch, seq)) if return_logits else None)
 
     @property

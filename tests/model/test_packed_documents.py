@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from te_models import CausalLM
-from te_models.data.dataset import Document, TokenDataset
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import Document
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.kernels.sdpa import attention_mask
 from te_models.model.forward_context import ForwardContext, forward_context
