@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -10,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_models import CausalLM, get_preset, get_recipe
+from te_models import CausalLM
 from te_models.config.recompute_modes import recomputes_mlp
 from te_models.engine import emulated, engine_module
 from te_models.kernels import elementwise, handover
 from te_models.kernels.early_save import discarding, save_early
-from te_models.planning.memory_estimate import kept_bytes
-from te_models.planning.memory_plan import plan_memory
 
 SHAPE: dict[str, Any] = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_attention_heads=1)
 SHAPE |= dict(num_key_value_heads=1, max_position_embeddings=32, num_hidden_layers=7)
@@ -94,22 +93,22 @@ def test_some_blocks_keep_their_mlp() -> None:
     assert not any(recomputes_mlp(mode, 0, 20, fp8) for mode in ("none", "full", 2) for fp8 in (False, True))
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
-@pytest.mark.parametrize(
-    ("preset", "size", "fields"),
-    [
-        ("gated-1b", dict(batch_size=8, seq_len=2048), {}),
-        ("gated-8b", dict(batch_size=4, seq_len=4096), dict(num_hidden_layers=4, num_key_value_heads=32)),
-    ],
-)
-def test_it_takes_at_most_seven_tenths(preset: str, size: dict[str, int], fields: dict[str, int], recipe: str) -> None:
-    """Of the activations of "none", as benchmarks/checkpoint_grid.py measures them: what is kept for the backward."""
-    found = {}
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_it_takes_at_most_seven_tenths(recipe: str) -> None:
+    """Of the memory that "none" has allocated between forward and backward, as the allocator counts it.
+
+    In the proportions of gated-1b, with the fused attention of a GPU, which alone saves no more than it must.
+    """
+    shape = dict(SHAPE, hidden_size=128, intermediate_size=352, num_hidden_layers=10, max_position_embeddings=128)
+    ids, found = torch.randint(0, 96, (2, 128)), {}
     for mode in ("none", "selective"):
-        edges = {} if recipe == "bf16" else NO_EDGES
-        plan = plan_memory(get_preset(preset, **fields), get_recipe(recipe, **edges), **size, optimizer=None,
-                           activation_checkpointing=mode)  # fmt: skip
-        found[mode] = kept_bytes(plan.config, plan.recipe, plan.training)
+        model = build(recipe, mode, **shape, fused=True)
+        model(ids, labels=ids, return_logits=False).loss.backward()  # creates what stays from step to step
+        gc.collect()  # else it may free what came before in the middle
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            loss = model(ids, labels=ids, return_logits=False).loss
+        found[mode] = sum(event.self_cpu_memory_usage for event in profile.key_averages())
+        loss.backward()
     assert 0.6 < found["selective"] / found["none"] < 0.7
 
 
