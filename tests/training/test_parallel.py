@@ -50,8 +50,10 @@ RUNS |= {
     ),
     "tp-bf16": dict(parallel="tp", recipe="bf16", save_every=2, tied=False),
     "tp-delayed": dict(parallel="tp", recipe="delayed", sequence_parallel=True),
-    "ddp-answers": dict(parallel="ddp", recipe="bf16", answers=True),
-    "fsdp-answers": dict(parallel="fsdp", recipe="bf16", answers=True),
+    # Every micro-batch of every process counts another number of tokens.
+    "ddp-answers": dict(parallel="ddp", recipe="bf16", answers=True, gradient_accumulation=3),
+    "fsdp-answers": dict(parallel="fsdp", recipe="bf16", answers=True, gradient_accumulation=3),
+    "tp-answers": dict(parallel="tp", recipe="bf16", answers=True, gradient_accumulation=3),
 }  # fmt: skip
 SPECIAL = {
     "saved": dict(parallel="fsdp", recipe="delayed", dtype="bfloat16", steps=4, save_every=2, mode="selective"),
