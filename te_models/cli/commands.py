@@ -374,7 +374,7 @@ def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: 
         [name.strip() for name in text.split(",") if name.strip() not in ("", "none")] for text in (recipes, peers)
     ]
     with console.status("") as status:
-        result = run(config, names[0], names[1], device=device, tell=status.update, **given)
+        result = run(config, names[0], names[1], device=device, progress=status.update, **given)
     console.print(bench_table(result))
     if out is not None:
         console.print(f"plot: {write_bench(result, out, preset)}", soft_wrap=True, markup=False, highlight=False)
