@@ -74,7 +74,7 @@ def test_finetune_resume_and_generate(corpus: Path, tmp_path: Path, capsys: pyte
         "engine",
         "emulated",
         "8 in E4M3/E5M2, 9 in BF16",
-        "tokens a step",
+        "tokens per step",
         "eval loss before",
         "sample",
     ):

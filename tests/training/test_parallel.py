@@ -120,8 +120,9 @@ def start(root: Path, world: int, cases: dict[str, Any], name: str) -> dict[str,
     try:
         codes = [job.wait(timeout=600) for job in jobs]
     finally:
-        for job in jobs:
+        for job, log in zip(jobs, logs, strict=True):
             job.kill()
+            log.close()
     if any(codes):
         ends = [
             f"rank {log.name}: exit code {code}\n{Path(log.name).read_text()[-4000:]}"
