@@ -129,7 +129,7 @@ class CausalLM(Decoder):
             ValueError: an unknown format, or a model or folder that does not allow it.
             SaveError: writing failed; what was there is intact.
         """
-        write_pretrained(self, folder, format)
+        write_pretrained(self, self.origin, folder, format)
 
     @classmethod
     def from_preset(
@@ -162,7 +162,8 @@ class CausalLM(Decoder):
             ValueError: an unknown keyword, or a folder that is damaged or does not fit; it is checked before a model is
                 built.
         """
-        return read_pretrained(build or cls, folder, dict(options))
+        model, model.origin = read_pretrained(build or cls, folder, dict(options))
+        return model
 
 
 def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

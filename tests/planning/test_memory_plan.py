@@ -12,11 +12,11 @@ import torch
 import te_models.optim as optim
 from benchmarks.planned_memory import planned_and_measured
 from te_models import CausalLM, get_recipe, list_presets, list_recipes
-from te_models.checkpoint.flatten import flatten_state
 from te_models.cli import main
 from te_models.config.chunk_sizes import HEAD_CHUNK, UPDATE_CHUNK, head_rows
 from te_models.config.presets import get_preset
 from te_models.engine.emulated.gemm import exact_gemm
+from te_models.files.formats import flatten_state
 from te_models.fp8.primary_weights import is_quantized, weight_codes
 from te_models.kernels.gated_attention import can_fuse
 from te_models.planning.memory_estimate import Memory, _standing, _walk, saved_bytes
