@@ -22,7 +22,7 @@ SOURCES = [
 ]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
 FILE = re.compile(
-    r"(?<!--out )(?<![\w/.-])(?:te_models|tests|benchmarks|recipes|examples|docs)/[\w./-]*\.(?:py|md|json|toml|png|sh)\b"
+    r"(?<!--out )(?<!--figure )(?<![\w/.-])(?:te_models|tests|benchmarks|recipes|examples|docs)/[\w./-]*\.(?:py|md|json|toml|png|sh)\b"
 )
 SECTIONS = re.compile(r"\b[Ss]ections? ((?:\d+(?:\.\d+)?(?:, | and )?)+)")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -74,6 +74,13 @@ def package_suffixes() -> list[str]:
 def test_mentioned_files_exist() -> None:
     mentioned = {(name(path), found) for path in [*CURRENT, *SOURCES] for found in FILE.findall(path.read_text())}
     assert {pair for pair in mentioned if not (ROOT / pair[1]).exists()} == set()
+
+
+@pytest.mark.parametrize(("walk", "files"), [("forward", 14), ("fine-tuning", 8), ("saving", 6), ("recipe", 9)])
+def test_walks_are_short(walk: str, files: int) -> None:
+    text = (ROOT / "docs/internals/design.md").read_text()
+    (found,) = re.findall(rf"<!-- walk: {walk} -->(.*?)<!-- end walk -->", text, re.DOTALL)
+    assert 1 < len(LINK.findall(found)) <= files
 
 
 def test_cited_sections_exist() -> None:
