@@ -22,7 +22,9 @@ from te_models.engine.emulated.autocast import (
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
+    outside_autocast,
     quantized_model_init,
+    region_lock,
 )
 from te_models.engine.emulated.gemm import exact_gemm
 from te_models.engine.emulated.linear import Linear
@@ -45,7 +47,7 @@ __all__ = [
     "NVFP4Quantizer", "NVFP4Tensor", "QuantizedTensor", "RMSNorm", "autocast", "checkpoint",
     "drop_cached_weights", "exact_gemm",
     "fp8_autocast", "get_align_size_for_quantization", "get_default_recipe", "handover",
-    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "quantized_model_init", "recipe",
+    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "outside_autocast", "quantized_model_init", "recipe", "region_lock",
     "reset_fp8_state", "restored_recompute",
 ]  # fmt: skip
 
