@@ -29,6 +29,7 @@ import click
 import torch
 
 from te_models import CausalLM
+from te_models.checkpoint.pretrained import weights
 from te_models.files.atomic import first_line
 from te_models.interop.hf import MAX_SHARD_BYTES, write_hugging_face
 
@@ -138,7 +139,8 @@ def written_and_loaded(name: str, folder: Path, device: str, tiny: bool, read: b
     torch.manual_seed(0)
     model = CausalLM.from_preset(name, device=device, **(TINY if tiny else {}))
     started = time.perf_counter()
-    write_hugging_face(model, folder, 200_000 if tiny else MAX_SHARD_BYTES)  # several shards in any case
+    limit = 200_000 if tiny else MAX_SHARD_BYTES
+    write_hugging_face(model, model.origin, folder, weights(model), max_shard_bytes=limit)  # several shards in any case
     written = time.perf_counter() - started
     shards = sorted(folder.glob("*.safetensors"))
     del model

@@ -1,6 +1,6 @@
 """For how long does saving hold up training? A blocking save against background saves, the first one included.
 
-    python benchmarks/save_blocking.py --out benchmarks/results/save_blocking.json
+    python benchmarks/save_blocking.py --out benchmarks/results/save_blocking_cpu.json
 
 `blocked` is all that a training step waits for: the call of `save`, and before the optimizer's update the wait until
 every tensor is copied. The state is a real one: BF16 weights, FP32 masters and AdamW's moments, 14 bytes a parameter.
@@ -22,9 +22,9 @@ import click
 import torch
 
 from te_models import CausalLM
-from te_models.checkpoint.flatten import flatten_state
 from te_models.checkpoint.pretrained import model_content
 from te_models.checkpoint.run_folder import Checkpoints
+from te_models.files.formats import flatten_state
 from te_models.inspect.environment import environment
 from te_models.optim import build_optimizer
 
@@ -63,7 +63,7 @@ def main(out: Path | None, rounds: int, folder: Path | None, hidden_size: int, n
         optimizer.step()
 
     step()
-    tensors, documents = model_content(model)
+    tensors, documents = model_content(model, model.origin)
     tensors["training"], documents["training"] = flatten_state({"optimizer": optimizer.state_dict()})
     size = sum(tensor.nbytes for members in tensors.values() for tensor in members.values())
     times: dict[str, list[float]] = {"blocking": [], "first": [], "second": [], "forward and backward": []}

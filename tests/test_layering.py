@@ -8,8 +8,13 @@ import pytest
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
-    "config": [{"layout", "options", "recipe", "recompute_modes", "training"}, {"model"}, {"presets"}],
-    "planning": [{"parameter_bytes", "precision_plan"}, {"memory_estimate"}, {"memory_plan"}],
+    "config": [{"chunk_sizes", "layout", "options", "recipe", "recompute_modes", "training"}, {"model"}, {"presets"}],
+    "planning": [
+        {"parameter_bytes", "printable"},
+        {"operations", "precision_plan"},
+        {"memory_estimate"},
+        {"memory_plan"},
+    ],
     "files": [{"atomic"}, {"formats"}],
     "distributed": [{"collectives", "control", "dtensor"}],
     "device": [{"cpu_matmul", "cuda_capture", "cudnn", "determinism"}],
@@ -26,11 +31,11 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"forward_context"},
         {"attention", "mlp"},
         {"block"},
-        {"decoder"},
+        {"decoder", "user_modules"},
     ],
     "generation": [{"decode_loop"}, {"generate"}],
     "interop": [{"hf_families", "te_extra_state"}, {"hf", "te_checkpoint"}],
-    "checkpoint": [{"flatten", "folder"}, {"run_folder"}, {"pretrained", "sharded"}],
+    "checkpoint": [{"folder"}, {"run_folder"}, {"pretrained", "sharded"}],
     "optim": [
         {"galore", "gradients", "groups", "lowbit", "muon8bit", "parameter_owners", "state_tensors"},
         {"master"},
@@ -40,12 +45,12 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "data": [{"chat_template", "tokenizer"}, {"dataset"}, {"corpus_chunks"}, {"streaming"}, {"training_data"}],
     "causal_lm": [{"causal_lm"}],
     "training": [
-        {"cuda_graph", "evaluation", "lora", "metrics", "parallel", "plots", "stop_signals", "timing"},
+        {"cuda_graph", "evaluation", "lora", "metrics", "parallel", "plots", "resume", "stop_signals", "timing"},
         {"launch", "trainer"},
         {"report"},
         {"finetune"},
     ],
-    "inspect": [{"bench_report", "environment", "peers", "roofline", "verify"}, {"bench"}],
+    "inspect": [{"bench_report", "environment", "peers", "roofline"}, {"bench", "verify"}],
     "cli": [{"generate"}, {"commands"}, {"__init__"}],
     "__main__": [{"__main__"}],
 }
@@ -56,7 +61,7 @@ ONLY_IN = {
     "jinja2": {"data.chat_template"},
     "peft": {"training.lora"},
     "huggingface_hub": {"interop.hf"},
-    "safetensors": {"checkpoint.folder", "files.formats"},
+    "safetensors": set(),
     "matplotlib": {"training.plots"},
     "rich": {
         "cli.commands",
@@ -64,6 +69,7 @@ ONLY_IN = {
         "inspect.verify",
         "planning.memory_plan",
         "planning.precision_plan",
+        "planning.printable",
         "training.finetune",
         "training.report",
     },
@@ -80,6 +86,7 @@ ONLY_IN = {
     "pickle": set(),
 }
 NO_TORCH = {
+    "config.chunk_sizes",
     "config.layout",
     "config.model",
     "config.options",
@@ -91,6 +98,7 @@ NO_TORCH = {
     "interop.hf_families",
     "planning.memory_estimate",
     "planning.memory_plan",
+    "planning.operations",
     "planning.parameter_bytes",
 }
 

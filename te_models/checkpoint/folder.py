@@ -1,12 +1,14 @@
-"""Saved state: folders of safetensors and JSON files that are whole, exact and checked, or refused.
+"""Folders of safetensors and JSON files that are whole, exact and checked, or refused.
 
 A folder holds named groups of tensors (`model.safetensors`, or shards with an index in Hugging Face's layout), named
 JSON documents (`config.json`) and `manifest.json`, which lists the size and SHA-256 of every file and carries a digest
-of itself. Saving writes a hidden sibling folder, makes it durable and renames it into place; loading checks everything
-before it gives anything. Nothing here is a pickle, and nothing read can run code.
+of itself. Saving writes a hidden folder beside the target, makes it durable and renames it into place; loading checks
+everything before it returns anything. Nothing here is a pickle, and nothing read can run code.
 
-One process saves to a path at a time. A second one makes one of the two fail with `SaveError`; it never mixes them.
+One process saves to a path at a time. If two do, one of them fails with `SaveError`; their files never mix.
 """
+
+from __future__ import annotations
 
 import difflib
 import fnmatch
@@ -19,33 +21,29 @@ import re
 import stat
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import safetensors
 import torch
 from torch import Tensor
 
-from te_models.errors import CheckpointError, SaveError, UsageError
-from te_models.files.atomic import first_line, hash_file, readable, replacing_folder, write_file
+from te_models.errors import CheckpointError, UsageError
+from te_models.files.atomic import first_line, readable, replacing_folder, write_file
 from te_models.files.formats import (
     check_savable,
+    json_limit,
     list_some,
-    open_safetensors,
+    parse_index,
+    parse_json,
+    read_bytes,
     read_json,
+    read_safetensors,
+    render_index,
     render_json,
     render_safetensors,
+    split_by_size,
 )
-
-__all__ = [
-    "CheckpointError",
-    "Folder",
-    "SaveError",
-    "load_folder",
-    "match",
-    "save_folder",
-]
 
 FORMAT_VERSION = 1
 MAX_SHARD_BYTES = 5 * 2**30
@@ -56,7 +54,7 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 class TensorLike(Protocol):
-    """What `match` needs to know of an expected tensor."""
+    """The part of an expected tensor that `match` compares."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -70,7 +68,7 @@ class Folder:
 
     Attributes:
         path: where it was read from.
-        tensors: group -> tensor name -> CPU tensor, memory-mapped copy-on-write: a page is read when it is touched.
+        tensors: group -> tensor name -> CPU tensor, which may be written to.
         documents: document name -> parsed JSON.
         versions: the versions of python, torch, safetensors and te_models that wrote it; empty without a manifest.
     """
@@ -78,12 +76,12 @@ class Folder:
     path: Path
     tensors: dict[str, dict[str, Tensor]]
     documents: dict[str, Any]
-    versions: dict[str, str]
+    versions: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _File:
-    """What a manifest says of a file; a folder without one knows neither."""
+    """A file's entry in a manifest; both are None in a folder without one."""
 
     size: int | None = None
     sha256: str | None = None
@@ -91,7 +89,7 @@ class _File:
 
 @dataclass(frozen=True)
 class _Source:
-    """A folder and what is known of its files before they are read."""
+    """A folder and the entries of its files, before they are read."""
 
     folder: Path
     files: dict[str, _File]
@@ -100,7 +98,7 @@ class _Source:
     versions: dict[str, str] = field(default_factory=dict)
 
     def names(self) -> tuple[set[str], set[str]]:
-        """The names of the tensor groups and of the documents."""
+        """Return the names of the tensor groups and of the documents."""
         groups, documents = set(), set()
         for file in self.files:
             for names, suffix in ((groups, ".safetensors"), (groups, INDEX), (documents, ".json")):
@@ -110,7 +108,7 @@ class _Source:
         return groups, documents - {"manifest"}
 
     def locate(self, file: str) -> Path:
-        """The path of a listed file: inside the folder, regular and of the right size."""
+        """Return the path of a listed file, which is inside the folder, regular and of the right size."""
         path = self.folder / file
         if not _FILE.fullmatch(file) or file not in self.files:
             raise CheckpointError(f"{self.folder} holds no file {file[:80]!r}")
@@ -121,17 +119,22 @@ class _Source:
             raise CheckpointError(f"{path} is damaged: {found.st_size} bytes where {size} were saved")
         return path
 
-    def checked(self, file: str) -> Path:
-        """The path of a listed file whose content is what was saved."""
+    def bytes(self, file: str) -> bytes:
+        """Return the content of a small listed file, which is what was saved."""
         path, sha256 = self.locate(file), self.files[file].sha256
-        if sha256 is not None and hash_file(path) != sha256:
+        data = read_bytes(path, json_limit(file), links=self.links)
+        if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that was saved")
-        return path
+        return data
+
+    def json(self, file: str) -> Any:
+        """Return the parsed content of a listed JSON file, which is what was saved."""
+        return parse_json(self.bytes(file), self.folder / file)
 
 
 @dataclass(frozen=True)
 class Content:
-    """What one save writes: tensors without their ties, the ties, and documents already in JSON."""
+    """The content of one save: tensors without their ties, the ties, and documents rendered as JSON."""
 
     tensors: dict[str, dict[str, Tensor]]
     aliases: dict[str, dict[str, str]]
@@ -145,7 +148,7 @@ def save_folder(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes groups of tensors and JSON documents as one folder, atomically and durably.
+    """Write groups of tensors and JSON documents as one folder, atomically and durably.
 
     A tensor that is the same view of the same storage as an earlier one of its group (tied weights) is written once,
     under the earlier name, as Hugging Face does; the manifest records the tie and loading restores both names. An
@@ -158,8 +161,8 @@ def save_folder(
         max_shard_bytes: a group larger than this is split into shards.
 
     Raises:
-        ValueError: something given cannot be saved exactly; nothing was written.
-        SaveError: writing failed; what was at `path` is intact and nothing is left behind.
+        UsageError: something given cannot be saved exactly; nothing was written.
+        SaveError: writing failed; the previous content of `path` is intact and nothing is left behind.
     """
     write_content(Path(path), prepare(tensors, documents), max_shard_bytes)
 
@@ -171,9 +174,11 @@ def load_folder(
     optional: Iterable[str] = (),
     require_manifest: bool = True,
 ) -> Folder:
-    """Reads and checks a folder that `save_folder` wrote, or one of Hugging Face.
+    """Read and check a folder that `save_folder` wrote, or one of Hugging Face.
 
-    Every file's size is checked, and the hash of every file that is read, before anything is given.
+    The size of every file is checked, and the hash of the very bytes that are returned. Tensors are read into memory;
+    where they would fill a quarter of what this process may use, files are mapped instead, copy-on-write, and must not
+    be truncated during the load.
 
     Args:
         path: the folder.
@@ -195,6 +200,23 @@ def load_folder(
         raise CheckpointError(f"{folder} cannot be read: {first_line(error)}") from None
 
 
+def read_listed(path: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Return the content of those of the small files `names` that a folder has: file name -> bytes.
+
+    Where the folder has a manifest, a file that it lists must have the size and the hash that were saved.
+
+    Raises:
+        CheckpointError: a file or the manifest is damaged, too large or not a regular file.
+    """
+    listed = _read_manifest(path, links=True).files if os.path.lexists(path / MANIFEST) else {}
+    present = [name for name in names if os.path.lexists(path / name)]
+    source = _Source(path, {name: listed.get(name, _File()) for name in present}, links=True)
+    try:
+        return {name: source.bytes(name) for name in present}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from None
+
+
 def match(
     expected: Mapping[str, TensorLike],
     loaded: Mapping[str, Tensor],
@@ -203,7 +225,7 @@ def match(
     allow_extra: Iterable[str] = (),
     check_dtype: bool = True,
 ) -> None:
-    """Compares names, shapes and dtypes, so that a live model is touched only once everything is known to fit.
+    """Compare names, shapes and dtypes, so that a live model is touched only once everything is known to fit.
 
     Args:
         expected: name -> anything with `.shape` and `.dtype`.
@@ -234,7 +256,7 @@ def match(
 
 
 def prepare(tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]) -> Content:
-    """Checks what is to be saved, finds tied tensors and renders the documents; see `save_folder` for the arguments."""
+    """Check what is to be saved, find tied tensors and render the documents; see `save_folder` for the arguments."""
     kept: dict[str, dict[str, Tensor]] = {}
     aliases: dict[str, dict[str, str]] = {}
     for name in (*tensors, *documents):
@@ -244,27 +266,63 @@ def prepare(tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str,
         kept[group], aliases[group], first = {}, {}, {}
         for name, tensor in members.items():
             check_savable(name, tensor)
-            view = (
-                tensor.untyped_storage().data_ptr(),
-                tensor.storage_offset(),
-                tensor.shape,
-                tensor.stride(),
-                tensor.dtype,
-            )
+            storage = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+            view = (*storage, tensor.shape, tensor.stride(), tensor.dtype)
             twin = first.setdefault(view, name) if tensor.numel() else name
             if twin == name:
                 kept[group][name] = tensor.detach()
             else:
                 aliases[group][name] = twin
-    aliases = {group: ties for group, ties in aliases.items() if ties}
-    return Content(
-        kept,
-        aliases,
-        {
-            name: document if isinstance(document, bytes) else render_json(document, f"document {name!r}")
-            for name, document in documents.items()
-        },
-    )
+    rendered = {
+        name: document if isinstance(document, bytes) else render_json(document, name)
+        for name, document in documents.items()
+    }
+    return Content(kept, {group: ties for group, ties in aliases.items() if ties}, rendered)
+
+
+def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write prepared content as the folder `path`; see `save_folder`."""
+    path = Path(os.path.realpath(path))
+    refuse_strangers(path)
+    with replacing_folder(path) as folder:
+        files: dict[str, dict[str, Any]] = {}
+        for group, tensors in content.tensors.items():
+            shards = split_by_size(group, tensors, max_shard_bytes)
+            for file, members in shards.items():
+                files[file] = record(folder / file, render_safetensors(members))
+            if len(shards) > 1:
+                total = sum(tensor.nbytes for tensor in tensors.values())
+                weight_map = {name: file for file, members in shards.items() for name in members}
+                files[group + INDEX] = record(folder / (group + INDEX), [render_index(weight_map, total)])
+        finish_folder(folder, files, content)
+
+
+def finish_folder(folder: Path, files: Mapping[str, Mapping[str, Any]], content: Content) -> None:
+    """Write the documents, and the manifest that makes the folder whole; `files` are the entries of files written before."""
+    files = dict(files)
+    for name, text in content.documents.items():
+        files[f"{name}.json"] = record(folder / f"{name}.json", [text])
+    manifest = {"format": FORMAT_VERSION, "versions": _versions(), "files": files, "aliases": content.aliases}
+    write_file(folder / MANIFEST, [render_json(manifest | {"digest": _digest(manifest)}, MANIFEST)])
+
+
+def record(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a file and return its entry for the manifest."""
+    size, sha256 = write_file(path, chunks)
+    return {"size": size, "sha256": sha256}
+
+
+def refuse_strangers(path: Path) -> None:
+    """Raise UsageError if there are files at `path` that no save wrote and that replacing it would lose."""
+    strangers = [path.name] if path.exists() else []
+    if path.is_dir():
+        try:
+            saved = {MANIFEST, *_read_manifest(path).files}
+        except (CheckpointError, OSError):
+            saved = set()
+        strangers = sorted(set(os.listdir(path)) - saved)
+    if strangers:
+        raise UsageError(f"{path} holds what te-models did not save ({list_some(strangers)}); choose another folder")
 
 
 def _load(source: _Source, names: Iterable[str] | None, optional: Iterable[str]) -> Folder:
@@ -283,107 +341,63 @@ def _load(source: _Source, names: Iterable[str] | None, optional: Iterable[str])
             source.locate(file)
     return Folder(
         path=source.folder,
-        tensors={name: _read_group(source, name) for name in wanted if name in groups},
-        documents={name: read_json(source.checked(f"{name}.json")) for name in wanted if name in documents},
+        documents={name: source.json(f"{name}.json") for name in wanted if name in documents},
+        tensors=_read_groups(source, [name for name in wanted if name in groups]),
         versions=source.versions,
     )
 
 
-def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Writes prepared content as the folder `path`; see `save_folder`."""
-    path = Path(os.path.realpath(path))
-    refuse_strangers(path)
-    with replacing_folder(path) as folder:
-        _write_files(folder, content, max_shard_bytes)
+def _read_groups(source: _Source, groups: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+    """Return all tensors of the groups, ties included."""
+    maps: dict[str, dict[str, str] | None] = {}
+    for group in groups:
+        index = group + INDEX
+        single = f"{group}.safetensors" in source.files
+        maps[group] = None if single else parse_index(source.json(index), source.folder / index)
+    shards = {
+        group: sorted(set(weight_map.values())) if weight_map is not None else [f"{group}.safetensors"]
+        for group, weight_map in maps.items()
+    }
+    paths = {file: source.locate(file) for files in shards.values() for file in files}
+    mapped = sum(path.stat().st_size for path in paths.values()) > _memory_share()
 
+    def read(file: str) -> dict[str, Tensor]:
+        return read_safetensors(paths[file], source.files[file].sha256, links=source.links, mapped=mapped)
 
-def _unmatched(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    patterns = tuple(patterns)
-    return sorted(name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
-
-
-def refuse_strangers(path: Path) -> None:
-    """Raises ValueError if there are files at `path` that no save put there, which replacing it would lose."""
-    strangers = [path.name] if path.exists() else []
-    if path.is_dir():
-        try:
-            saved = {MANIFEST, *_read_manifest(path).files}
-        except (CheckpointError, OSError):
-            saved = set()
-        strangers = sorted(set(os.listdir(path)) - saved)
-    if strangers:
-        raise UsageError(f"{path} holds what te-models did not save ({list_some(strangers)}); choose another folder")
-
-
-def _write_files(folder: Path, content: Content, max_shard_bytes: int) -> None:
-    files: dict[str, dict[str, Any]] = {}
-    for group, tensors in content.tensors.items():
-        shards = _shard(group, tensors, max_shard_bytes)
-        for file, members in shards.items():
-            files[file] = record(folder / file, render_safetensors(members))
-        if len(shards) > 1:
-            total = sum(tensor.nbytes for tensor in tensors.values())
-            weight_map = {name: file for file, members in shards.items() for name in members}
-            files[group + INDEX] = write_index(folder, group, weight_map, total)
-    finish_folder(folder, files, content)
-
-
-def write_index(folder: Path, group: str, weight_map: Mapping[str, str], total_size: int) -> dict[str, Any]:
-    """Writes the index of a group in several files (name -> file); returns its entry for the manifest."""
-    index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
-    return record(folder / (group + INDEX), [render_json(index, group + INDEX)])
-
-
-def finish_folder(folder: Path, files: Mapping[str, Mapping[str, Any]], content: Content) -> None:
-    """Writes the documents, and the manifest that makes the folder whole; `files` are the entries of those written."""
-    files = dict(files)
-    for name, text in content.documents.items():
-        files[f"{name}.json"] = record(folder / f"{name}.json", [text])
-    manifest = {"format": FORMAT_VERSION, "versions": _versions(), "files": files, "aliases": content.aliases}
-    write_file(folder / MANIFEST, [render_json(manifest | {"digest": _digest(manifest)}, MANIFEST)])
-
-
-def record(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Writes a file and returns its entry for the manifest."""
-    return asdict(_File(*write_file(path, chunks)))
-
-
-def _shard(group: str, tensors: Mapping[str, Tensor], limit: int) -> dict[str, dict[str, Tensor]]:
-    """Splits a group into files of at most `limit` bytes, in the order given; a larger tensor gets its own file."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    if len(shards) == 1:
-        return {f"{group}.safetensors": shards[0]}
-    return {f"{group}-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
-
-
-def _versions() -> dict[str, str]:
-    try:
-        own = importlib.metadata.version("te-models")
-    except importlib.metadata.PackageNotFoundError:
-        own = "not installed"
+    with ThreadPoolExecutor() as pool:
+        contents = dict(zip(paths, pool.map(read, paths), strict=True))
     return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "safetensors": safetensors.__version__,
-        "te_models": own,
+        group: _joined(source, group, {file: contents[file] for file in files}, maps[group])
+        for group, files in shards.items()
     }
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of a manifest's content, whatever its layout."""
-    text = json.dumps({key: manifest[key] for key in manifest if key != "digest"}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+def _joined(
+    source: _Source, group: str, shards: Mapping[str, Mapping[str, Tensor]], weight_map: Mapping[str, str] | None
+) -> dict[str, Tensor]:
+    """Return the tensors of a group from those of its files, which must agree with its index; ties included."""
+    tensors = {name: tensor for members in shards.values() for name, tensor in members.items()}
+    places = {name: file for file, members in shards.items() for name in members}
+    if weight_map is not None and places != weight_map:
+        wrong = sorted(name for name in places.keys() | weight_map if places.get(name) != weight_map.get(name))
+        raise CheckpointError(f"{source.folder / (group + INDEX)} and its files disagree about {list_some(wrong)}")
+    for alias, name in source.aliases.get(group, {}).items():
+        if alias in tensors or name not in places:
+            raise CheckpointError(f"{source.folder / MANIFEST} is damaged: {alias} cannot be another name of {name}")
+        tensors[alias] = tensors[name]
+    return tensors
+
+
+def _memory_share() -> int:
+    """Return a quarter of the host memory, in bytes, of this process, which is one of several on this host."""
+    memory, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+        memory = min(memory, int(text))
+    return memory // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _source(folder: Path, require_manifest: bool) -> _Source:
-    """What a folder holds, from its manifest where it has one."""
+    """Return a folder with the entries of its files, from its manifest where it has one."""
     if os.path.lexists(folder / MANIFEST):
         return _read_manifest(folder, links=not require_manifest)
     if require_manifest:
@@ -407,31 +421,22 @@ def _read_manifest(folder: Path, links: bool = False) -> _Source:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {first_line(error)}") from None
 
 
-def _read_group(source: _Source, group: str) -> dict[str, Tensor]:
-    """All tensors of a group, memory-mapped, ties included."""
-    weight_map = None if f"{group}.safetensors" in source.files else _read_index(source, group + INDEX)
-    shards = sorted(set(weight_map.values())) if weight_map is not None else [f"{group}.safetensors"]
-    with ThreadPoolExecutor() as pool:
-        paths = list(pool.map(source.checked, shards))
-    tensors: dict[str, Tensor] = {}
-    places: dict[str, str] = {}
-    for path in paths:
-        for name, tensor in open_safetensors(path).items():
-            tensors[name], places[name] = tensor, path.name
-    if weight_map is not None and places != weight_map:
-        wrong = sorted(name for name in places.keys() | weight_map if places.get(name) != weight_map.get(name))
-        raise CheckpointError(f"{source.folder / (group + INDEX)} and its files disagree about {list_some(wrong)}")
-    for alias, name in source.aliases.get(group, {}).items():
-        if alias in tensors or name not in places:
-            raise CheckpointError(f"{source.folder / MANIFEST} is damaged: {alias} cannot be another name of {name}")
-        tensors[alias] = tensors[name]
-    return tensors
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a manifest's content, whatever its layout."""
+    text = json.dumps({key: manifest[key] for key in manifest if key != "digest"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read_index(source: _Source, file: str) -> dict[str, str]:
-    """Tensor name -> file, from an index in Hugging Face's layout."""
-    index = read_json(source.checked(file))
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CheckpointError(f"{source.folder / file} is damaged: it has no map of tensor names to files")
-    return weight_map
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for name, package in (("safetensors", "safetensors"), ("te_models", "te-models")):
+        try:
+            versions[name] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def _unmatched(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    patterns = tuple(patterns)
+    return sorted(name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))

@@ -1,27 +1,28 @@
-"""What of a model is saved and how it comes back: weights, config, recipe and FP8 state, without a pickle.
+"""Models as folders: which state of a model is saved, and how it is read back into a new model or a live one.
 
-The folder: config.json, model.safetensors (or shards), recipe.json (resolved values), fp8_state.safetensors (only for a
-stateful recipe that has run), fp8_weights.safetensors (codes and scales of FP8 primary weights), manifest.json. te_models.checkpoint.folder knows how a folder is written and checked; this file knows
-what belongs into it.
+A folder has config.json, model.safetensors (or shards), recipe.json (resolved values), fp8_state.safetensors (only for a
+stateful recipe that has run), fp8_weights.safetensors (data and scales of FP8 primary weights) and manifest.json.
+te_models.checkpoint.folder writes and checks folders; this file decides their content.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from te_models.checkpoint.flatten import unflatten_state
-from te_models.checkpoint.folder import MANIFEST, Folder, load_folder, match, save_folder
+from te_models.checkpoint.folder import MANIFEST, Folder, load_folder, match, read_listed, save_folder
 from te_models.checkpoint.run_folder import Checkpoints
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import Recipe, recipe_fields, recipe_from_dict
 from te_models.errors import CheckpointError, UsageError, unknown
-from te_models.files.formats import read_json
+from te_models.files.atomic import first_line
+from te_models.files.formats import parse_json, read_json, unflatten_state
 from te_models.fp8.primary_weights import (
     is_quantized,
     keep_initial_value,
@@ -31,9 +32,11 @@ from te_models.fp8.primary_weights import (
     weight_codes,
     write_weight,
 )
-from te_models.fp8.scaling_state import fp8_state
+from te_models.fp8.scaling_state import check_fp8_state, fp8_state
 from te_models.interop.hf import (
+    TOKENIZER_FILES,
     Origin,
+    check_sizes,
     double_output_projections,
     gated,
     is_hugging_face,
@@ -42,19 +45,25 @@ from te_models.interop.hf import (
     write_hugging_face,
 )
 from te_models.interop.te_checkpoint import TECheckpoint, read_te_checkpoint, te_files
+from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state, shard_state
+
+Model = TypeVar("Model", bound=Decoder)
 
 MODEL_TYPE = "te_models"
 FORMATS = ("te", "hf")
 
 
 def model_content(
-    model: Any, masters: Mapping[int, Tensor] | None = None, parts: bool = False
+    model: Decoder, origin: Origin, masters: Mapping[int, Tensor] | None = None, parts: bool = False
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """The tensors and documents that make up a saved model, as te_models.checkpoint.folder.save_folder takes them.
+    """Return the tensors and documents of a saved model, as te_models.checkpoint.folder.save_folder takes them.
 
-    `masters` gives the values of FP8 primary weights by the id of the parameter; without one, they are dequantized.
-    `parts`: of parameters that several ranks share, this rank's parts (for te_models.checkpoint.sharded).
+    Args:
+        model: the model.
+        origin: where it came from.
+        masters: the values of FP8 primary weights by the id of the parameter; a weight without one is dequantized.
+        parts: of parameters that several ranks share, return this rank's parts (for te_models.checkpoint.sharded).
     """
     own = weights(model, masters)
     tensors = {"model": own if parts else gather_state(model, own)}
@@ -64,12 +73,14 @@ def model_content(
         tensors["fp8_weights"] = codes
     dtype = str(model.dtype).removeprefix("torch.")
     config = {"model_type": MODEL_TYPE, "dtype": dtype, **model.config.to_dict()}
-    return tensors, {"config": config, "recipe": model.recipe.to_dict(), **model.origin.documents()}
+    return tensors, {"config": config, "recipe": model.recipe.to_dict(), **origin.documents()}
 
 
 def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> dict[str, Tensor]:
-    """Name -> values of a parameter; tied ones under each of their names. Transformer Engine's `_extra_state` is not
-    among them: it holds a pickle, and its content is saved as fp8_state."""
+    """Return name -> values of every parameter, tied ones under each of their names.
+
+    Transformer Engine's `_extra_state` is not among them: it holds a pickle, and its content is saved as fp8_state.
+    """
     masters = masters or {}
     return {
         name: masters[id(p)].detach().to(p.dtype) if is_quantized(p) and id(p) in masters else plain(p)
@@ -77,23 +88,27 @@ def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> di
     }
 
 
-def write_pretrained(model: Any, folder: str | Path, format: str = "te") -> None:
-    """Save a model into `folder`, atomically, in our format or in Hugging Face's, with the tokenizer it came with."""
+def write_pretrained(model: Decoder, origin: Origin, folder: str | Path, format: str = "te") -> None:
+    """Save a model into `folder`, atomically, in our format or in Hugging Face's, with the tokenizer that it came with."""
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
-    tensors, documents = model_content(model)
-    if model.tp.rank == 0 and format == "hf":
-        write_hugging_face(model, folder, parameters=tensors["model"])
-    elif model.tp.rank == 0:
-        save_folder(folder, tensors, {**documents, **model.origin.tokenizer()})
+    tensors, documents = model_content(model, origin)
+    if model.tp.rank == 0:
+        tokenizer = read_listed(origin.folder, TOKENIZER_FILES) if origin.folder is not None else {}
+        if format == "hf":
+            write_hugging_face(model, origin, folder, tensors["model"], tokenizer)
+        else:
+            save_folder(folder, tensors, {**documents, **_tokenizer_documents(tokenizer)})
     model.tp.wait()
 
 
-def read_pretrained(build: Any, folder: str | Path, options: Mapping[str, Any]) -> Any:
-    """The model saved in `folder`, built by `build(config, **options)` (CausalLM).
+def read_pretrained(
+    build: Callable[..., Model], folder: str | Path, options: Mapping[str, Any]
+) -> tuple[Model, Origin]:
+    """Return the model saved in `folder`, built by `build(config, **options)`, and its origin.
 
-    Everything is read and checked before a model is built. Without `recipe=` the saved one is used and the recipe's
-    fields in `options` override it; FP8 state moves along to another stateful recipe and is dropped with a warning by any
+    Everything is read and checked before a model is built. Without `recipe=` the saved one is used, and fields of the recipe
+    in `options` override it; FP8 state moves along to another stateful recipe and is dropped with a warning by any
     other. FP8 primary weights stay such under the saved recipe, unless `fp8_params=` says otherwise.
     """
     folder = saved_folder(local_folder(folder))
@@ -102,36 +117,40 @@ def read_pretrained(build: Any, folder: str | Path, options: Mapping[str, Any]) 
     if is_hugging_face(folder, MODEL_TYPE):
         return read_hugging_face(build, folder, shape, options)
     if (folder / "config.json").is_file() and not (folder / MANIFEST).exists() and te_files(folder):
-        return read_te_model(build, folder, shape, options)
+        return read_te_model(build, folder, shape, options), Origin()
     if folder.is_dir() and not any((folder / name).exists() for name in ("config.json", MANIFEST)):
         raise CheckpointError(f"{folder} has no config.json: it holds no model, or only a part of one")
     extras = ["fp8_state", "fp8_weights", "hf_config", "generation_config"]
     saved = load_folder(folder, ["config", "model", "recipe"], optional=extras)
     config, dtype = read_config(saved)
     wanted = gated(config, shape)
-    recipe = recipe_from_dict(saved.documents["recipe"])
+    recipe = read_recipe(saved)
+    sketch = _sketch(build, config, folder)
+    match(dict(sketch.named_parameters(remove_duplicate=False)), saved.tensors["model"], check_dtype=False)
     options = {"dtype": dtype, **options}
     if "recipe" not in options:
         fields = {name: options.pop(name) for name in list(options) if name in recipe_fields()}
         options["recipe"] = recipe.replace(**fields)
         options.setdefault("fp8_params", "fp8_weights" in saved.tensors)
     model = build(wanted, **options, initialize=False)
-    model.origin = Origin(folder, saved.documents.get("hf_config"), saved.documents.get("generation_config"))
+    origin = Origin(folder, saved.documents.get("hf_config"), saved.documents.get("generation_config"))
     if wanted.attention_gate != config.attention_gate:
         load_weights(model, with_gate_rows(saved.tensors["model"], wanted))
         double_output_projections(model)
-        return model
-    restore_model(model, saved, recipe)
-    return model
+    else:
+        restore_model(model, saved, recipe)
+    return model, origin
 
 
-def read_te_model(build: Any, folder: Path, shape: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """The model in a folder with a config.json of ours and a checkpoint of Transformer Engine's modules of our names.
+def read_te_model(
+    build: Callable[..., Model], folder: Path, shape: Mapping[str, Any], options: Mapping[str, Any]
+) -> Model:
+    """Return the model in a folder with a config.json of ours and a checkpoint of Transformer Engine's modules, named as ours.
 
-    Without `recipe=` it is the one in the checkpoint's FP8 state, BF16 where there is none.
+    Without `recipe=` it runs under the recipe in the checkpoint's FP8 state, BF16 where there is none.
     """
-    config, dtype = read_config(Folder(folder, {}, {"config": read_json(folder / "config.json")}, {}))
     found = read_te_checkpoint(folder)
+    config, dtype = read_config(Folder(folder, {"model": found.weights}, {"config": read_json(folder / "config.json")}))
     wanted = gated(config, shape)
     options = {"dtype": dtype, **options}
     if "recipe" not in options:
@@ -143,7 +162,7 @@ def read_te_model(build: Any, folder: Path, shape: Mapping[str, Any], options: M
 
 
 def load_te_checkpoint(
-    model: Any, source: TECheckpoint | str | Path, rename: Callable[[str], str] | None = None
+    model: Decoder, source: TECheckpoint | str | Path, rename: Callable[[str], str] | None = None
 ) -> None:
     """Put the weights, scales and amax histories of a checkpoint of Transformer Engine's modules into `model`.
 
@@ -151,7 +170,7 @@ def load_te_checkpoint(
     with a warning.
 
     Raises:
-        CheckpointError: it cannot be read or is of another model, which is then untouched.
+        CheckpointError: it cannot be read or is of another model; `model` is untouched.
     """
     found = source if isinstance(source, TECheckpoint) else read_te_checkpoint(source, rename)
     recipe = found.recipe(model.config.num_hidden_layers)
@@ -159,42 +178,57 @@ def load_te_checkpoint(
     tensors = {"model": dict(found.weights), "fp8_state": found.fp8_state}
     if model.config.tie_word_embeddings and "embed_tokens.weight" in found.weights:
         tensors["model"].setdefault("lm_head.weight", found.weights["embed_tokens.weight"])
-    restore_model(model, Folder(path, tensors, {}, {}), recipe)
+    restore_model(model, Folder(path, tensors, {}), recipe)
 
 
-def restore_model(model: Any, saved: Folder, recipe: Recipe) -> None:
+def restore_model(model: Decoder, saved: Folder, recipe: Recipe) -> None:
     """Put the weights and the FP8 state of a folder that was saved under `recipe` into `model`.
 
-    Scales and histories move along to another stateful recipe; what has no place in the model is left out with a warning.
+    Scales and histories move along to another stateful recipe; state without a place in the model is left out with a
+    warning.
 
     Raises:
-        CheckpointError: the folder is of another model, which is then untouched.
+        CheckpointError: the folder is of another model; `model` is untouched.
     """
-    codes = saved.tensors.get("fp8_weights", {})
-    fitting = fitting_codes(model, codes) if same_codes(recipe, model.recipe) else {}
-    load_weights(model, saved.tensors["model"], fitting)
+    check_restore(model, saved, recipe)
+    _write_model(model, saved, recipe)
+
+
+def check_restore(model: Decoder, saved: Folder, recipe: Recipe) -> None:
+    """Raise CheckpointError unless the weights and the FP8 state of a folder fit `model`, which stays as it is."""
+    _fitting_codes(model, saved, recipe)
+    _fitting_weights(model, saved.tensors["model"])
+    check_fp8_state(model, saved.tensors.get("fp8_state", {}))
+
+
+def _write_model(model: Decoder, saved: Folder, recipe: Recipe) -> None:
+    load_weights(model, saved.tensors["model"], _fitting_codes(model, saved, recipe))
     state = saved.tensors.get("fp8_state", {})
     taken = model.take_fp8_state(state, recipe)
     if taken < len(state):
-        what = f"{len(state) - taken} of its {len(state)}" if taken else "its"
+        lost = f"{len(state) - taken} of its {len(state)}" if taken else "its"
         warnings.warn(
-            f"{saved.path} was saved under recipe {recipe.name!r}; recipe {model.recipe.name!r} has no use for {what} scales "
+            f"{saved.path} was saved under recipe {recipe.name!r}; recipe {model.recipe.name!r} has no use for {lost} scales "
             "and amax histories, which are left out",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
-def fitting_codes(model: nn.Module, codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of the saved `codes` that belong to FP8 weights of the model, once they are known to fit."""
+def _fitting_codes(model: Decoder, saved: Folder, recipe: Recipe) -> dict[str, Tensor]:
+    """Return the saved FP8 data and scales that belong to FP8 weights of the model, once they are known to fit."""
+    codes = saved.tensors.get("fp8_weights", {}) if same_codes(recipe, model.recipe) else {}
     live = weight_codes(model)
     fitting = {name: tensor for name, tensor in codes.items() if name in live}
     owners = {name.rsplit(".", 1)[0] for name in fitting}
     match({name: tensor for name, tensor in live.items() if name.rsplit(".", 1)[0] in owners}, fitting)
+    for name, tensor in fitting.items():
+        if tensor.is_floating_point() and not bool(((tensor >= 0) & tensor.isfinite()).all()):
+            raise CheckpointError(f"{saved.path}: {name} has a scale that is negative or not finite")
     return fitting
 
 
 def saved_folder(folder: str | Path) -> Path:
-    """`folder` itself, or the newest checkpoint in it if it is the folder of a training run."""
+    """Return `folder` itself, or the newest checkpoint in it if it is the folder of a training run."""
     runs = Path(folder) / "checkpoints"
     if runs.is_dir() and not (Path(folder) / "config.json").exists():
         return Checkpoints(runs).latest() or Path(folder)
@@ -202,10 +236,10 @@ def saved_folder(folder: str | Path) -> Path:
 
 
 def tokenizer_of(tokenizer: str | None, model: str | Path | None) -> Path | None:
-    """Where the tokenizer is read from: `tokenizer` itself, else the model's folder; None for bytes.
+    """Return where to read the tokenizer: `tokenizer` itself, else the model's folder; None for bytes.
 
     Raises:
-        ValueError: the model is one of Hugging Face, so its text is not bytes, and its folder has no tokenizer.json.
+        UsageError: the model is one of Hugging Face, so its text is not bytes, and its folder has no tokenizer.json.
     """
     if tokenizer is not None or model is None:
         return None if tokenizer is None else Path(tokenizer)
@@ -217,22 +251,53 @@ def tokenizer_of(tokenizer: str | None, model: str | Path | None) -> Path | None
     return None
 
 
+def _tokenizer_documents(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the tokenizer's JSON documents by name, with a template of its own file among them."""
+    names = ("tokenizer", "tokenizer_config")
+    found = {name: parse_json(files[f"{name}.json"], f"{name}.json") for name in names if f"{name}.json" in files}
+    if "tokenizer_config" in found and "chat_template.jinja" in files:
+        if not isinstance(found["tokenizer_config"], dict):
+            raise CheckpointError("tokenizer_config.json is not an object of names and values")
+        found["tokenizer_config"]["chat_template"] = files["chat_template.jinja"].decode()
+    return found
+
+
 def read_config(saved: Folder) -> tuple[ModelConfig, torch.dtype]:
-    """The config and the dtype in a saved folder."""
+    """Return the config and the dtype in a saved folder; sizes that contradict its tensors are refused first."""
+    path = saved.path / "config.json"
+    if not isinstance(saved.documents["config"], dict):
+        raise CheckpointError(f"{path} is not an object of names and values")
     values = dict(saved.documents["config"])
     kind, dtype = values.pop("model_type", None), values.pop("dtype", None)
     if kind != MODEL_TYPE:
         raise CheckpointError(f"{saved.path} holds a model of type {kind!r}; this version reads {MODEL_TYPE!r}")
     if dtype not in ("bfloat16", "float16", "float32"):
-        raise CheckpointError(f"{saved.path}/config.json: dtype {dtype!r} is not bfloat16, float16 or float32")
+        raise CheckpointError(f"{path}: dtype {dtype!r} is not bfloat16, float16 or float32")
+    check_sizes(path, values, saved.tensors["model"], "layers.", "embed_tokens.weight")
     try:
         return ModelConfig.from_dict(values), getattr(torch, dtype)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{saved.path}/config.json: {error}") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{path}: {first_line(error)}") from None
+
+
+def read_recipe(saved: Folder) -> Recipe:
+    """Return the recipe in a saved folder."""
+    try:
+        return recipe_from_dict(saved.documents["recipe"])
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{saved.path / 'recipe.json'}: {first_line(error)}") from None
+
+
+def _sketch(build: Callable[..., Decoder], config: ModelConfig, folder: Path) -> Decoder:
+    """Return a model of this config without values, to compare shapes with."""
+    try:
+        return build(config, device="meta", engine="emulated")
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {first_line(error)}") from None
 
 
 def with_gate_rows(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors of an ungated model with the gate's rows of zeros after those of q, k and v."""
+    """Return the tensors of an ungated model with the gate's rows, zeros, after those of q, k and v."""
     grown = dict(tensors)
     for name, tensor in tensors.items():
         if ".qkvg_proj." in name:
@@ -240,17 +305,25 @@ def with_gate_rows(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[s
     return grown
 
 
+def _fitting_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the model's parameters, and this rank's part of `tensors`, once every name and shape is known to fit."""
+    live: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    own = shard_state(tensors, model.config, model.tp.mesh)
+    match(live, own, check_dtype=False)
+    if wrong := sorted(name for name, tensor in own.items() if not tensor.is_floating_point()):
+        raise CheckpointError(f"the saved tensor {wrong[0]} is {own[wrong[0]].dtype}, not a floating-point number")
+    return live, own
+
+
 @torch.no_grad()
-def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], codes: Mapping[str, Tensor] | None = None) -> None:
+def load_weights(model: Decoder, tensors: Mapping[str, Tensor], codes: Mapping[str, Tensor] | None = None) -> None:
     """Copy `tensors` into the model's parameters once every name and shape is known to fit; dtypes are converted.
 
-    FP8 primary weights take their `codes` (`fitting_codes`), and are quantized where there are none.
+    FP8 primary weights take their data and scales from `codes`, and are quantized where there are none.
     """
-    live = dict(model.named_parameters(remove_duplicate=False))
-    tensors = shard_state(tensors, model.config, model.tp.mesh)  # type: ignore[arg-type,union-attr]
-    match(live, tensors, check_dtype=False)
+    live, own = _fitting_weights(model, tensors)
     coded = {name.rsplit(".", 1)[0] for name in codes or {}}
-    for name, tensor in tensors.items():
+    for name, tensor in own.items():
         if name in coded:
             keep_initial_value(live[name], tensor)
         else:
@@ -258,30 +331,46 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], codes: Mapping
     load_codes(model, codes or {})
 
 
-def load_training_state(model: Any, folder: Path) -> Any:
-    """Put a training checkpoint's weights and FP8 state into `model`; returns the rest of its state as it was saved.
+@dataclass(frozen=True)
+class TrainingState:
+    """A training checkpoint whose weights and FP8 state are known to fit the model, which is still untouched.
 
-    Under another recipe than the saved one the run goes on with a warning; see `restore_model` for its scales.
+    Attributes:
+        state: the rest of its state (optimizer, dataset, random numbers, result), as it was saved.
+        write: puts the weights and the FP8 state into the model.
+    """
+
+    state: dict[str, Any]
+    write: Callable[[], None]
+
+
+def read_training_state(model: Decoder, folder: Path) -> TrainingState:
+    """Read and check a training checkpoint for `model`.
+
+    Under another recipe than the saved one the run continues with a warning; see `restore_model` for its scales.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or of another model; `model` is then untouched.
+        CheckpointError: the checkpoint is damaged, or of another model.
     """
     saved = load_folder(folder, ["config", "model", "recipe", "training"], optional=["fp8_state", "fp8_weights"])
-    then, now = saved.documents["config"], model.config.to_dict()
+    then, now = read_config(saved)[0].to_dict(), model.config.to_dict()
     for key in (key for key in now if then.get(key) != now[key]):
         raise CheckpointError(
             f"{folder} was trained with {key}={then.get(key)!r}, not {now[key]!r}: resume with the same config, or start "
             "a new run from it with --model"
         )
-    recipe = recipe_from_dict(saved.documents["recipe"])
+    recipe = read_recipe(saved)
     changes = {key: value for key, value in model.recipe.to_dict().items() if recipe.to_dict().get(key) != value}
     changes |= {"fp8_params": model.fp8_params} if model.fp8_params != ("fp8_weights" in saved.tensors) else {}
+    state = unflatten_state(saved.tensors.get("training", {}), saved.documents["training"])
+    names = ("optimizer", "dataset", "rng", "cuda_rng", "result")
+    if not isinstance(state, dict) or any(name not in state for name in names):
+        raise CheckpointError(f"{folder}/training.json lacks some of {', '.join(names)}")
+    check_restore(model, saved, recipe)
     if changes:
         new = ", ".join(f"{key}={value!r}" for key, value in changes.items())
         warnings.warn(f"{folder} was trained under recipe {recipe.name!r}; it goes on with {new}", stacklevel=3)
-    state = unflatten_state(saved.tensors.get("training", {}), saved.documents["training"])
-    restore_model(model, saved, recipe)
-    return state
+    return TrainingState(state, lambda: _write_model(model, saved, recipe))
 
 
 def save_tie_once(model: nn.Module) -> None:

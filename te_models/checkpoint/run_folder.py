@@ -1,11 +1,12 @@
-"""Checkpoints of a training run: numbered folders with rotation, saved at once or in the background."""
+"""Checkpoints of a training run: numbered folders with rotation, saved while the caller waits or in the background."""
 
 import contextlib
 import logging
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from te_models.checkpoint.folder import MAX_SHARD_BYTES, Content, prepare, write_content
 from te_models.device.cuda_capture import outside_captures
-from te_models.errors import UsageError
+from te_models.errors import SaveError, UsageError
 from te_models.files.atomic import discard, readable, replace_text, sweep
 
 _LATEST = "latest"
 _STEP = re.compile(r"step-(\d{8,18})")
+MAX_FAILED_SAVES = 2  # in a row, in the background, before the next save raises
 _HIDDEN_STEP = re.compile(r"\.(step-\d{8,18})\.replaced")
 
 
@@ -28,24 +30,32 @@ class Checkpoints:
 
     Args:
         root: the run's folder; other files in it are left alone.
-        keep_last: how many checkpoints to keep; older ones are deleted once a new one is durable. None keeps all.
+        keep_last: the number of checkpoints to keep; older ones are deleted once a new one is durable. None keeps all.
         max_shard_bytes: a group of tensors larger than this is split into shards.
+        retry_pauses: seconds to wait before each further attempt at a save that failed; each failure is logged.
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], *, keep_last: int | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        retry_pauses: Sequence[float] = (),
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise UsageError(f"keep_last is {keep_last}; it must be at least 1, or None to keep all")
         self.root = Path(root)
         self.keep_last = keep_last
         self.max_shard_bytes = max_shard_bytes
+        self.retry_pauses = retry_pauses
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._reserving: threading.Thread | None = None
         self._copied = threading.Event()
         self._copied.set()
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # of the newest background save
+        self._failed_saves = 0  # in the background, in a row
 
     def save(
         self,
@@ -56,23 +66,28 @@ class Checkpoints:
         blocking: bool = True,
         copy_later: bool = False,
     ) -> Path:
-        """Saves `root/step-<step>`, then names it in `latest`, then deletes what `keep_last` does not keep.
+        """Save `root/step-<step>`, then name it in `latest`, then delete checkpoints beyond `keep_last`.
 
-        With `blocking=False` the tensors are copied to host memory (kept and reused from save to save: one checkpoint's
-        size; see `reserve` for the first) before this returns, and all else happens in a thread that the interpreter
+        With `blocking=False` the tensors are copied to host memory (reused from save to save: the size of one checkpoint;
+        see `reserve` for the first) before this returns, and everything else happens in a thread that the interpreter
         waits for at exit. One such save is under way at a time: the next call waits for it first. With `copy_later` the
         copy, too, happens in the thread (on a CUDA device on a stream of its own), and the caller must not change the
         tensors until `copied` has returned: a training step changes them at its very end.
 
+        A background save that fails is logged, and the next save tries again; `MAX_FAILED_SAVES` in a row are an error.
+
         Raises:
-            ValueError: something given cannot be saved exactly.
-            SaveError: this save failed, or the one that was under way; earlier checkpoints are intact.
+            UsageError: something given cannot be saved exactly.
+            SaveError: this save failed, or background saves keep failing; earlier checkpoints are intact.
         """
-        self.wait()
+        self._join()
+        if self._failed_saves >= MAX_FAILED_SAVES:
+            self.wait()
         content = prepare(tensors, documents)
         path = self.root / f"step-{step:08d}"
         if blocking:
-            self._commit(path, content)
+            self._retrying(path, lambda: self._commit(path, content))
+            self._error, self._failed_saves = None, 0
         else:
             self._copied.clear()
             streams = [_side_stream(device) for device in _cuda_devices(content.tensors)]
@@ -83,13 +98,13 @@ class Checkpoints:
         return path
 
     def copied(self) -> None:
-        """Waits until the save under way no longer needs the tensors it was given; at once where there is none."""
+        """Wait until the save under way, if any, no longer needs the tensors that it was given."""
         self._copied.wait()
 
     def reserve(self, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]) -> None:
-        """Makes the host memory for saves in the background now, in a thread, so that the first one need not wait for it.
+        """Allocate the host memory for background saves now, in a thread, so that the first one need not wait for it.
 
-        Takes what `save` will take; the values do not matter. Memory that was never written to costs more to fill than
+        Takes the arguments of `save`; values do not matter. Filling memory that was never written to costs more than
         the copy itself (the kernel clears every page), and pinning it costs more still.
         """
         content = prepare(tensors, documents)
@@ -108,20 +123,23 @@ class Checkpoints:
             self._buffers[key].zero_()
 
     def wait(self) -> None:
-        """Waits for the save under way.
+        """Wait for the save under way.
 
         Raises:
-            SaveError: it failed.
+            SaveError: the newest background save failed, which is said once.
         """
+        self._join()
+        if self._error is not None:
+            error, self._error, self._failed_saves = self._error, None, 0
+            raise error
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, or None where there is none."""
+        """Return the newest whole checkpoint, or None where there is none."""
         name = ""
         with contextlib.suppress(OSError), open(self.root / _LATEST, "rb") as file:
             name = file.read(64).decode("ascii", "replace").strip()
@@ -130,7 +148,7 @@ class Checkpoints:
         return next(reversed(self.all()), None)
 
     def all(self) -> list[Path]:
-        """All whole checkpoints, oldest step first."""
+        """Return all whole checkpoints, oldest step first."""
         if not self.root.is_dir():
             return []
         names = {_HIDDEN_STEP.sub(r"\1", name) for name in os.listdir(self.root)}
@@ -139,7 +157,7 @@ class Checkpoints:
     def _snapshot(
         self, tensors: Mapping[str, Mapping[str, Tensor]], streams: Iterable[Any]
     ) -> dict[str, dict[str, Tensor]]:
-        """Copies tensors to reused host buffers, pinned where the source is on a CUDA device, on its stream."""
+        """Copy tensors to reused host buffers, which are pinned where the source is on a CUDA device, on its stream."""
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
@@ -165,11 +183,22 @@ class Checkpoints:
                 content = replace(content, tensors=self._snapshot(content.tensors, streams))
             finally:
                 self._copied.set()
-            self._commit(path, content)
+            self._retrying(path, lambda: self._commit(path, content))
+            self._error, self._failed_saves = None, 0
         except BaseException as error:
-            # Logged as well, for a run that ends without asking.
-            logging.getLogger(__name__).error("%s", error)
-            self._error = error
+            # Logged here, for a run that ends without another save.
+            logging.getLogger(__name__).warning("%s; the next save tries again", error)
+            self._error, self._failed_saves = error, self._failed_saves + 1
+
+    def _retrying(self, path: Path, save: Callable[[], None]) -> None:
+        """Save, again after each of `retry_pauses` if it fails."""
+        for pause in self.retry_pauses:
+            try:
+                return save()
+            except SaveError as error:
+                logging.getLogger(__name__).warning("%s; trying again in %g s", error, pause)
+                time.sleep(pause)
+        return save()
 
     def _commit(self, path: Path, content: Content) -> None:
         self.sweep()
@@ -177,12 +206,12 @@ class Checkpoints:
         self.publish(path)
 
     def sweep(self) -> None:
-        """Tidies up after a save that was killed."""
+        """Clean up after a save that was killed."""
         sweep(self.root, "step-*")
         sweep(self.root, _LATEST)
 
     def publish(self, path: Path) -> None:
-        """Names `path`, which is whole, in `latest`, and deletes what `keep_last` does not keep."""
+        """Name `path`, which is whole, in `latest`, and delete checkpoints beyond `keep_last`."""
         replace_text(self.root / _LATEST, f"{path.name}\n")
         if self.keep_last is not None:
             for old in self.all()[: -self.keep_last]:
@@ -195,7 +224,7 @@ def _cuda_devices(tensors: Mapping[str, Mapping[str, Tensor]]) -> set[torch.devi
 
 
 def _side_stream(device: torch.device) -> Any:
-    """A stream that starts where the device's current one is now."""
+    """Return a stream that starts after the work now queued on the device's current stream."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream

@@ -1,9 +1,9 @@
 """Checkpoints that many processes write at once, and that any number of processes, or one, reads.
 
-The folder is the one that a single process writes (te_models.checkpoint.folder): whole tensors in safetensors files with an index,
-JSON, a manifest. So nothing in it depends on how many processes there were, no step consolidates it afterwards, and
-from_pretrained, generate and convert read it as it is. The tensors are shared out among the processes by size; each is
-gathered, tensor by tensor, and its owner keeps and writes it. All processes must see the same file system.
+The folder is the one that a single process writes (te_models.checkpoint.folder): whole tensors in safetensors files with an
+index, JSON, a manifest. So nothing in it depends on the number of processes, nothing has to be consolidated afterwards, and
+from_pretrained, generate and convert read it as it is. The files are divided among the processes by size; each tensor is
+gathered, one at a time, and written by the process of its file. All processes must see the same file system.
 
 PyTorch's own torch.distributed.checkpoint is not used: its planner's metadata is a pickle, and its safetensors writer
 leaves slices by rank that have to be consolidated before anything else can read them.
@@ -22,14 +22,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from te_models.checkpoint.folder import Content, finish_folder, prepare, record, refuse_strangers, write_index
+from te_models.checkpoint.folder import (
+    INDEX,
+    MAX_SHARD_BYTES,
+    Content,
+    finish_folder,
+    prepare,
+    record,
+    refuse_strangers,
+)
 from te_models.checkpoint.run_folder import Checkpoints
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import cut, local, whole
 from te_models.errors import SaveError, UsageError
 from te_models.files.atomic import first_line, replacing_folder
-from te_models.files.formats import render_safetensors
+from te_models.files.formats import render_index, render_safetensors
 from te_models.fp8.scaling_state import fp8_state
+from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state, shard
 
 _OPTIMIZER = re.compile(r"optimizer\.(masters|state)\.(\d+)")
@@ -43,10 +52,26 @@ class ShardedCheckpoints(Checkpoints):
     """
 
     def __init__(
-        self, root: Path, *, keep_last: int | None, ranks: Ranks, model: Any, names: list[str],
+        self,
+        root: str | os.PathLike[str],
+        *,
+        ranks: Ranks,
+        model: Decoder,
+        names: Sequence[str],
         fetch: Callable[[str, int, Tensor], Tensor],
-    ) -> None:  # fmt: skip
-        super().__init__(root, keep_last=keep_last)
+        keep_last: int | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        retry_pauses: Sequence[float] = (),
+    ) -> None:
+        """Arguments as in Checkpoints, and:
+
+        Args:
+            ranks: the processes that save together.
+            model: the model whose parameters, and whose optimizer's state, are saved.
+            names: the names of the optimizer's parameters, in its order.
+            fetch: the optimizer's `fetch`, which returns a tensor of its state on every rank.
+        """
+        super().__init__(root, keep_last=keep_last, max_shard_bytes=max_shard_bytes, retry_pauses=retry_pauses)
         self.ranks, self.model, self.names, self.fetch = ranks, model, names, fetch
 
     def save(
@@ -61,19 +86,23 @@ class ShardedCheckpoints(Checkpoints):
         """As `Checkpoints.save`, from all processes at once.
 
         Raises:
-            ValueError: something given cannot be saved exactly, or `blocking` is False.
+            UsageError: something given cannot be saved exactly, or `blocking` is False.
             SaveError: it failed on some process; earlier checkpoints are intact. All processes raise alike.
         """
         if not blocking or copy_later:
             raise UsageError("several processes save together: blocking=False is for one")
         path = self.root / f"step-{step:08d}"
+        self._retrying(path, lambda: self._save(path, tensors, documents))
+        return path
+
+    def _save(self, path: Path, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]) -> None:
         content: list[Content] = []
 
         def plan() -> list[Any]:
             content.append(prepare({g: {n: local(t) for n, t in m.items()} for g, m in tensors.items()}, documents))
-            return [self._shared_out(tensors, content[0].aliases), content[0].aliases]
+            return [self._assign_files(tensors, content[0].aliases), content[0].aliases]
 
-        files, aliases = self.ranks.from_first(plan, UsageError)
+        files, _ = self.ranks.from_first(plan, UsageError)
         with ExitStack() as stack:
 
             def begin() -> str:
@@ -93,10 +122,9 @@ class ShardedCheckpoints(Checkpoints):
                 self.publish(path)
 
             self.ranks.from_first(finish, SaveError)
-        return path
 
-    def _shared_out(self, tensors: Mapping[str, Mapping[str, Tensor]], aliases: Mapping[str, Any]) -> Plan:
-        """Each tensor's file: the largest tensors first, each to the file that is least full, none beyond the limit."""
+    def _assign_files(self, tensors: Mapping[str, Mapping[str, Tensor]], aliases: Mapping[str, Any]) -> Plan:
+        """Assign each tensor to a file: the largest first, each to the emptiest file, within the limit of a file's size."""
         plan: Plan = {}
         for group, members in tensors.items():
             own = {name: t.numel() * t.itemsize for name, t in members.items() if name not in aliases.get(group, {})}
@@ -109,9 +137,9 @@ class ShardedCheckpoints(Checkpoints):
         return plan
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        """All of a tensor, from its pieces (FSDP) and from the parts of all tensor-parallel ranks."""
+        """Return the whole tensor, from its shards (FSDP) and from the parts of all tensor-parallel ranks."""
         tensor, found = whole(tensor), _OPTIMIZER.match(name)
-        if found and self.fetch is not None:
+        if found:
             tensor = self.fetch(found[1], int(found[2]), tensor)
         if self.model.tp.size > 1 and found:
             name = self.names[int(found[2])] if tensor.dim() else name
@@ -120,7 +148,7 @@ class ShardedCheckpoints(Checkpoints):
     def _write(
         self, folder: Path, plan: Plan, tensors: Mapping[str, Mapping[str, Tensor]], totals: dict[str, int]
     ) -> dict[str, Any]:
-        """Write this process's files; returns the manifest's entries for those of all, and each group's size in `totals`."""
+        """Write this process's files; return the manifest's entries for those of all, and add each group's size to `totals`."""
         written: dict[str, Any] = {}
         failure = None
         for group, files in plan.items():
@@ -128,9 +156,7 @@ class ShardedCheckpoints(Checkpoints):
                 n: {} for n in files.values() if n % self.ranks.world == self.ranks.rank
             }
             for name, number in files.items():
-                full = self._whole(
-                    name, tensors[group][name].detach()
-                )  # on all processes, also those that do not keep it
+                full = self._whole(name, tensors[group][name].detach())  # a collective: on all processes
                 totals[group] = totals.get(group, 0) + full.numel() * full.itemsize
                 if number in mine:
                     mine[number][name] = full.cpu()
@@ -153,7 +179,7 @@ class ShardedCheckpoints(Checkpoints):
         for group, files in plan.items():
             if len(set(files.values())) > 1:
                 weight_map = {name: _file(group, number, files) for name, number in files.items()}
-                records[f"{group}.safetensors.index.json"] = write_index(folder, group, weight_map, totals[group])
+                records[group + INDEX] = record(folder / (group + INDEX), [render_index(weight_map, totals[group])])
 
 
 def _file(group: str, number: int, files: Mapping[str, int]) -> str:
@@ -162,9 +188,9 @@ def _file(group: str, number: int, files: Mapping[str, int]) -> str:
 
 
 def cut_optimizer_state(
-    state: dict[str, Any], masters: Sequence[Tensor], model: Any, names: Sequence[str]
+    state: dict[str, Any], masters: Sequence[Tensor], model: Decoder, names: Sequence[str]
 ) -> dict[str, Any]:
-    """A saved optimizer state with this rank's piece of every tensor that belongs to a master in pieces."""
+    """Return a saved optimizer state with this rank's shard of every tensor that belongs to a sharded master."""
 
     def own(index: int, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim():
@@ -177,9 +203,9 @@ def cut_optimizer_state(
 
 @torch.no_grad()
 def shared_amaxes(model: nn.Module, world: int) -> None:
-    """Give every rank the largest amaxes that any has recorded since its last update, so that one rank's are all ranks'.
+    """Give every rank the largest amax that any rank recorded since the last update, so that rank 0 can save them for all.
 
-    The next update takes the largest over all ranks anyway, so no scale changes by it.
+    The next update takes the largest over all ranks anyway, so this changes no scale.
     """
     rows = [history[0] for name, history in fp8_state(model).items() if name.endswith("amax_history")]
     if world == 1 or not rows:

@@ -1,10 +1,10 @@
-"""Files and folders that appear whole or not at all, also after a crash, a full disk or a kill at any moment.
+"""Files and folders that appear whole or not at all, even after a crash, a full disk or a kill at any moment.
 
-A folder is written as a hidden sibling, every file and the folder fsynced, then renamed into place. A folder that was
-there before is renamed aside first and deleted last, so at any moment one of the two is whole; `readable` finds it and
-`sweep` tidies up. POSIX only: it relies on rename and on fsync of folders.
+A folder is written under a hidden name beside its place, every file and the folder fsynced, then renamed into place. A folder
+that was there before is first renamed aside and deleted last, so at any moment one of the two is whole; `readable` finds it
+and `sweep` tidies up. POSIX only: it relies on rename and on fsync of folders.
 
-One process writes to a path at a time. A second one makes one of the two fail with `SaveError`; it never mixes them.
+One process writes to a path at a time. If two do, one of them fails with `SaveError`; their files never mix.
 """
 
 import contextlib
@@ -18,22 +18,22 @@ from pathlib import Path
 
 from te_models.errors import SaveError
 
-_CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 4 * 2**20
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in one line of bounded length."""
+    """Return the message of an exception as one line of bounded length."""
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Gives an empty folder to write into, which replaces `path` when the block ends.
+    """Provide an empty folder to write into, which replaces `path` when the block ends.
 
-    The files written in it must be durable by themselves, as `write_file` makes them.
+    Files written in it must be durable by themselves, as `write_file` makes them.
 
     Raises:
-        SaveError: the block or the replacement failed; `path` is as it was and nothing is left behind.
+        SaveError: the block or the replacement failed; `path` is unchanged and nothing is left behind.
     """
     temp = _hidden(path)
     try:
@@ -52,12 +52,12 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Writes a new file durably and returns its size and SHA-256; writing and hashing release the GIL."""
+    """Write a new file durably and return its size and SHA-256; writing and hashing release the GIL."""
     digest, size = hashlib.sha256(), 0
     with open(path, "xb") as file:
         for chunk in chunks:
-            for start in range(0, len(chunk), _CHUNK_BYTES):
-                part = chunk[start : start + _CHUNK_BYTES]
+            for start in range(0, len(chunk), CHUNK_BYTES):
+                part = chunk[start : start + CHUNK_BYTES]
                 file.write(part)
                 digest.update(part)
             size += len(chunk)
@@ -66,20 +66,11 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, s
     return size, digest.hexdigest()
 
 
-def hash_file(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
-
-
 def replace_text(path: Path, text: str) -> None:
-    """Replaces a small text file atomically and durably.
+    """Replace a small text file atomically and durably.
 
     Raises:
-        SaveError: it could not be written; the file is as it was.
+        SaveError: it could not be written; the file is unchanged.
     """
     temp = _hidden(path)
     try:
@@ -92,17 +83,17 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def readable(path: Path) -> Path:
-    """Where the folder `path` is to be read: a writer killed between its two renames left the old one aside."""
+    """Return where to read the folder `path`: a writer killed between its two renames left the old one aside."""
     aside = _aside(Path(os.path.realpath(path)))
     return aside if not path.exists() and aside.is_dir() else path
 
 
 def sweep(parent: Path, pattern: str) -> None:
-    """Recovers from a writer that was killed: puts back a folder left aside without successor, deletes other leftovers.
+    """Recover from a writer that was killed: restore a folder left aside without a successor, delete other leftovers.
 
     Args:
         parent: the folder to sweep.
-        pattern: glob pattern of the names whose leftovers are meant.
+        pattern: glob pattern of the names whose leftovers to sweep.
     """
     for aside in parent.glob(f".{pattern}.replaced"):
         original = parent / aside.name.removeprefix(".").removesuffix(".replaced")
@@ -118,7 +109,7 @@ def sweep(parent: Path, pattern: str) -> None:
 
 
 def discard(path: Path) -> None:
-    """Deletes a folder, if it is there; killed at any moment, it leaves all of it or only what `sweep` deletes."""
+    """Delete a folder, if it exists; killed at any moment, it leaves all of it or only leftovers that `sweep` deletes."""
     with contextlib.suppress(OSError):
         temp = _hidden(path)
         os.rename(path, temp)
@@ -126,7 +117,7 @@ def discard(path: Path) -> None:
 
 
 def _hidden(path: Path) -> Path:
-    """A new name beside `path`, or beside the folder that `path` is the aside of, which `sweep` finds."""
+    """Return a new name, which `sweep` recognises, beside `path` or beside the folder that was renamed aside to `path`."""
     name = path.name.removeprefix(".").removesuffix(".replaced")
     return path.with_name(f".{name}.saving-{secrets.token_hex(4)}")
 
@@ -144,7 +135,7 @@ def _fsync_folder(path: Path) -> None:
 
 
 def _swap(temp: Path, path: Path) -> None:
-    """Puts `temp` at `path` and what was at `path` aside, or leaves both where they were."""
+    """Put `temp` at `path` and the previous folder aside, or leave both where they were."""
     aside = _aside(path)
     try:
         if path.exists():

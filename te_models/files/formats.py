@@ -1,23 +1,35 @@
-"""The two file formats of saved state, read strictly: JSON and safetensors.
+"""Strict, bounded readers and exact writers of the formats of saved state: JSON, safetensors, nested state.
 
-Whatever a file holds, reading it runs no code, is bounded in memory, and either gives the value that was written or
-raises `CheckpointError` with one line. Arithmetic is exact: JSON integers of any size, floats by their shortest form.
+Reading runs no code whatever a file holds, opens only regular files, bounds size and structure before parsing, and either
+returns the value that was written or raises `CheckpointError` with one line. JSON keeps integers of any size and floats by
+their shortest form.
 """
 
+from __future__ import annotations
+
+import hashlib
 import json
 import math
+import mmap
+import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
-from te_models.errors import CheckpointError, UsageError
-from te_models.files.atomic import first_line
+from te_models.errors import CheckpointError, TeModelsError, UsageError
+from te_models.files.atomic import CHUNK_BYTES, first_line
 
-MAX_JSON_BYTES = 64 * 2**20  # tokenizers of published models have up to 20 MB
+MIB = 2**20
+TEXT_BYTES = 4 * MIB  # a configuration file or a chat template; published ones have up to 1.2 MB
+# Tokenizers of published models have up to 34 MB; training.json has about 300 bytes per parameter tensor.
+JSON_BYTES = {"tokenizer.json": 64 * MIB, "training.json": 16 * MIB}
+MAX_JSON_VALUES = 4_000_000  # bounds the memory of parsed JSON to about 300 MB; published tokenizers have 1.5 million
+MAX_HEADER_BYTES = 16 * MIB  # of a safetensors file; about 100 bytes per tensor
 METADATA = "__metadata__"
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -36,64 +48,130 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def list_some(items: Iterable[str], limit: int = 5) -> str:
-    """A few of `items` and how many more there are, in one line of bounded length."""
+    """Return the first few of `items` and the number of others, in one line of bounded length."""
     items = list(items)
     shown = ", ".join(item if len(item) <= 120 else item[:117] + "..." for item in items[:limit])
     return shown + (f" and {len(items) - limit} more" if len(items) > limit else "")
 
 
-def render_json(value: Any, name: str) -> bytes:
-    """The JSON of `value`, provided that reading it gives the same value again.
+def open_regular(
+    path: Path, limit: int | None = None, error: type[TeModelsError] = CheckpointError, links: bool = True
+) -> tuple[int, os.stat_result]:
+    """Open a regular file for reading; never waits for a pipe or a device.
+
+    Args:
+        path: the file.
+        limit: the largest size in bytes; None: any.
+        error: the type to raise.
+        links: False refuses a symbolic link.
+
+    Returns:
+        The file descriptor, which the caller closes, and the status of the open file.
 
     Raises:
-        ValueError: it would not: NaN, infinities, tuples, keys that are not strings, other types, or too large.
+        error: it is no regular file, too large, or cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
+    except (OSError, ValueError) as problem:  # ValueError: a null character in the name
+        reason = problem.strerror if isinstance(problem, OSError) else first_line(problem)
+        raise error(f"{path} cannot be read: {reason}") from None
+    status = os.fstat(descriptor)
+    problem = None
+    if not stat.S_ISREG(status.st_mode):
+        problem = f"{path} is not a regular file"
+    elif limit is not None and status.st_size > limit:
+        problem = f"{path} has {status.st_size} bytes, more than the limit of {limit}"
+    if problem is not None:
+        os.close(descriptor)
+        raise error(problem)
+    return descriptor, status
+
+
+def read_bytes(path: Path, limit: int, error: type[TeModelsError] = CheckpointError, *, links: bool = True) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes; raise `error` for anything else."""
+    descriptor, _ = open_regular(path, limit, error, links)
+    try:
+        with open(descriptor, "rb") as file:
+            data = file.read(limit + 1)
+    except OSError as problem:
+        raise error(f"{path} cannot be read: {problem.strerror}") from None
+    if len(data) > limit:
+        raise error(f"{path} has more than the limit of {limit} bytes")
+    return data
+
+
+def read_text(path: Path, limit: int = TEXT_BYTES, error: type[TeModelsError] = CheckpointError) -> str:
+    """Return the text of a UTF-8 file of at most `limit` bytes; raise `error` for anything else."""
+    try:
+        return read_bytes(path, limit, error).decode()
+    except UnicodeDecodeError as problem:
+        raise error(f"{path} is not UTF-8 text: {first_line(problem)}") from None
+
+
+def read_json(path: Path, error: type[TeModelsError] = CheckpointError) -> Any:
+    """Parse a JSON file: of bounded size, without duplicate keys, NaN or infinities; raise `error` for anything else."""
+    return parse_json(read_bytes(path, json_limit(path.name), error), path, error)
+
+
+def json_limit(file: str) -> int:
+    """Return the largest size in bytes of the JSON file of this name."""
+    return JSON_BYTES.get(file, TEXT_BYTES)
+
+
+def parse_json(data: bytes, path: Path | str, error: type[TeModelsError] = CheckpointError) -> Any:
+    """Parse strict JSON; `path` names it in errors.
+
+    Raises:
+        error: it is malformed, nested too deeply, or has more values than a file of this project or of Hugging Face.
+    """
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_JSON_VALUES:
+        raise error(f"{path} has more than {MAX_JSON_VALUES} values")
+    try:
+        return json.loads(data, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{path} is not strict JSON: {first_line(problem)}") from None
+
+
+def render_json(value: Any, name: str) -> bytes:
+    """Return the JSON of `value`, provided that reading it returns the same value.
+
+    Raises:
+        UsageError: it has NaN, infinities, tuples, keys that are not strings or other types, or is too large.
     """
     try:
         text = json.dumps(value, indent=2, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"{name} is not plain JSON: {first_line(error)}; flatten_state makes it so") from None
-    if len(text) > MAX_JSON_BYTES:
-        raise UsageError(f"{name} has {len(text)} bytes of JSON, more than the limit of {MAX_JSON_BYTES}")
+    limit = json_limit(name if name.endswith(".json") else f"{name}.json")
+    if len(text) > limit:
+        raise UsageError(f"{name} has {len(text)} bytes of JSON, more than the limit of {limit}")
     if json.loads(text) != value:
         raise UsageError(f"{name} has tuples or keys that are not strings; flatten_state makes plain JSON of it")
     return text
 
 
-def read_json(path: Path) -> Any:
-    """Parses a JSON file: at most 64 MiB, no duplicate keys, no NaN or infinity.
-
-    Raises:
-        CheckpointError: it is anything else.
-    """
-    size = path.stat().st_size
-    if size > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path} has {size} bytes, more than the limit of {MAX_JSON_BYTES}")
-    try:
-        return json.loads(path.read_bytes(), object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not strict JSON: {first_line(error)}") from None
-
-
 def check_savable(name: str, tensor: Tensor) -> None:
-    """Raises ValueError unless a safetensors file can hold the tensor under this name exactly."""
+    """Raise UsageError unless a safetensors file can hold the tensor under this name exactly."""
     name.encode()
     if name == METADATA:
         raise UsageError(f"a tensor cannot be named {METADATA}: safetensors reserves it")
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         raise UsageError(
-            f"{name} is a {type(tensor).__name__}; save its dequantized value or the tensors it is made of"
+            f"{name} is a {type(tensor).__name__}; save its dequantized value or the tensors that it consists of"
         )
     if tensor.dtype not in _DTYPE_NAMES or tensor.layout != torch.strided or tensor.is_meta:
         raise UsageError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}, which cannot be saved")
 
 
 def render_safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """A safetensors file in pieces, one tensor at a time in host memory.
+    """Yield a safetensors file in pieces, with one tensor at a time in host memory.
 
-    The widest items come first, so that every tensor is aligned when the file is mapped into memory.
+    The widest items come first, so that every tensor is aligned.
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
@@ -108,21 +186,267 @@ def render_safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memory
         yield tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def open_safetensors(path: Path) -> dict[str, Tensor]:
-    """Maps a safetensors file into memory, copy-on-write; a page is read when it is touched.
+def split_by_size(group: str, tensors: Mapping[str, Tensor], limit: int) -> dict[str, dict[str, Tensor]]:
+    """Return file name -> tensors: files of at most `limit` bytes, in the order given, named as Hugging Face does.
+
+    A tensor larger than `limit` has a file of its own.
+    """
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    if len(shards) == 1:
+        return {f"{group}.safetensors": shards[0]}
+    return {f"{group}-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def render_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
+    """Return the index of tensors in several files (name -> file), in Hugging Face's layout."""
+    return render_json({"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}, "the index")
+
+
+def parse_index(document: Any, path: Path) -> dict[str, str]:
+    """Return tensor name -> file from an index in Hugging Face's layout; raise CheckpointError if it is none."""
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) and file == os.path.basename(file) and file.endswith(".safetensors")
+        for file in weight_map.values()
+    ):
+        raise CheckpointError(f"{path} is damaged: it has no map of tensor names to files")
+    return weight_map
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """The place of a tensor in the data of a safetensors file, in bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class SafetensorsFile:
+    """An open safetensors file with a checked header, as a context manager; tensors are read into memory of their own.
+
+    Nothing is mapped, so a file that is truncated meanwhile is an error and not the end of the process.
+
+    Attributes:
+        tensors: name -> tensor on the meta device, of the shape and dtype in the file.
 
     Raises:
-        CheckpointError: the file is malformed.
+        CheckpointError: the file is malformed, or, on leaving the block, it changed since it was opened.
     """
-    with open(path, "rb") as file:
-        header = int.from_bytes(file.read(8), "little")
-    if header > min(MAX_JSON_BYTES, path.stat().st_size - 8):
-        raise CheckpointError(f"{path} is damaged: it claims a header of {header} bytes")
+
+    def __init__(self, path: Path, links: bool = True) -> None:
+        self.path = path
+        self._descriptor, self._status = open_regular(path, links=links)
+        try:
+            self._prefix = self._read_exactly(0, 8)
+            length = int.from_bytes(self._prefix, "little")
+            if length > min(MAX_HEADER_BYTES, self._status.st_size - 8):
+                raise CheckpointError(f"{path} is damaged: it claims a header of {length} bytes")
+            self._prefix += self._read_exactly(8, length)
+            self._entries = _parse_header(self._prefix[8:], self._status.st_size - 8 - length, path)
+            self.tensors = {n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, e in self._entries.items()}
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
+        status = os.fstat(self._descriptor)
+        os.close(self._descriptor)
+        if kind is None and _version(status) != _version(self._status):
+            raise CheckpointError(f"{self.path} changed while it was read")
+
+    def read(self, name: str) -> Tensor:
+        """Return the tensor of this name."""
+        entry = self._entries[name]
+        data = torch.empty(entry.end - entry.start, dtype=torch.uint8)
+        self._fill(data, len(self._prefix) + entry.start)
+        return self._typed(data, entry)
+
+    def read_all(self, sha256: str | None = None, mapped: bool = False) -> dict[str, Tensor]:
+        """Return all tensors.
+
+        Args:
+            sha256: the hash that the whole file must have, computed from the very bytes that are returned.
+            mapped: map the file into memory, copy-on-write, instead of reading it; for files that several processes
+                share and that do not fit into memory several times.
+
+        Raises:
+            CheckpointError: the hash differs.
+        """
+        digest, found = hashlib.sha256(self._prefix), {}
+        content = None
+        if mapped:
+            content = torch.frombuffer(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        for name, entry in sorted(self._entries.items(), key=lambda item: (item[1].start, item[1].end)):
+            start, size = len(self._prefix) + entry.start, entry.end - entry.start
+            if content is not None:
+                data = content[start : start + size]
+                digest.update(data.numpy().data)
+            else:
+                data = torch.empty(size, dtype=torch.uint8)
+                self._fill(data, start, digest)
+            found[name] = self._typed(data, entry)
+        if sha256 is not None and digest.hexdigest() != sha256:
+            raise CheckpointError(f"{self.path} is damaged: its SHA-256 is not the one that was saved")
+        return found
+
+    def _typed(self, data: Tensor, entry: _Entry) -> Tensor:
+        if data.storage_offset() % entry.dtype.itemsize:
+            data = data.clone()
+        if entry.dtype == torch.bool and data.numel() and data.max() > 1:
+            raise CheckpointError(f"{self.path} is damaged: a boolean is neither 0 nor 1")
+        return data.view(entry.dtype).reshape(entry.shape)
+
+    def _fill(self, data: Tensor, offset: int, digest: Any = None) -> None:
+        """Read from `offset` on into `data`, uint8 [bytes]."""
+        view = memoryview(data.numpy())  # type: ignore[arg-type]
+        for start in range(0, len(view), CHUNK_BYTES):
+            chunk = view[start : start + CHUNK_BYTES]
+            if os.preadv(self._descriptor, [chunk], offset + start) != len(chunk):
+                raise CheckpointError(f"{self.path} changed while it was read")
+            if digest is not None:
+                digest.update(chunk)
+
+    def _read_exactly(self, offset: int, count: int) -> bytes:
+        data = os.pread(self._descriptor, count, offset)
+        if len(data) != count:
+            raise CheckpointError(f"{self.path} is damaged: it has {self._status.st_size} bytes")
+        return data
+
+
+def read_safetensors(
+    path: Path, sha256: str | None = None, *, links: bool = True, mapped: bool = False
+) -> dict[str, Tensor]:
+    """Return all tensors of a safetensors file; see SafetensorsFile.read_all."""
+    with SafetensorsFile(path, links) as file:
+        return file.read_all(sha256, mapped)
+
+
+def _parse_header(text: bytes, size: int, path: Path) -> dict[str, _Entry]:
+    """Return the tensors that a header describes, once they are known to fill the file's `size` bytes of data exactly."""
+    header = parse_json(text, path)
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} is damaged: its header is not an object")
+    header.pop(METADATA, None)
     try:
-        with safetensors.safe_open(path, "pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not iterable
-    except (safetensors.SafetensorError, OSError, RuntimeError, TypeError, ValueError, OverflowError) as error:
+        entries = {str(name): _parse_entry(entry) for name, entry in header.items()}
+        end = 0
+        for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.end)):
+            if entry.start != end:
+                raise ValueError("its tensors do not lie one after the other")
+            end = entry.end
+        if end != size:
+            raise ValueError(f"it has {size} bytes of data where its tensors take {end}")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {first_line(error)}") from None
+    return entries
+
+
+def _parse_entry(entry: Any) -> _Entry:
+    if set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError("a tensor has other fields than dtype, shape and data_offsets")
+    dtype, shape, (start, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+        raise ValueError("a shape or an offset is not a whole number")
+    if len(shape) > 16 or math.prod(filter(None, shape)) >= 2**48:
+        raise ValueError("a shape is too large")
+    if math.prod(shape) * dtype.itemsize != end - start:
+        raise ValueError("a shape does not fit its data")
+    return _Entry(dtype, shape, start, end)
+
+
+def _version(status: os.stat_result) -> tuple[int, ...]:
+    """Return size and modification time: what a change of a file's content changes."""
+    return status.st_size, status.st_mtime_ns
+
+
+def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
+    """Split nested state into named tensors and plain JSON, from which `unflatten_state` rebuilds it exactly.
+
+    Takes dicts (keys of any type below), lists, tuples, ints of any size, floats with infinities and NaN, strings,
+    bools, None and tensors, such as an optimizer's `state_dict()` or random-number states.
+
+    Returns:
+        The tensors, named by their place ("state.0.exp_avg"), and a JSON value that refers to them by name.
+
+    Raises:
+        UsageError: a value of another type, which would not come back as it is.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def encode(value: Any, place: str) -> Any:
+        if isinstance(value, Tensor):
+            name = place or "_"
+            while name in tensors or name == METADATA:
+                name += "_"
+            tensors[name] = value
+            return {"$tensor": name}
+        kind = type(value)
+        if kind is dict:
+            if all(type(key) is str and not key.startswith("$") for key in value):
+                return {key: encode(item, _join(place, key)) for key, item in value.items()}
+            return {"$dict": [[encode(key, place), encode(item, _join(place, key))] for key, item in value.items()]}
+        if kind in (list, tuple):
+            items = [encode(item, _join(place, index)) for index, item in enumerate(value)]
+            return items if kind is list else {"$tuple": items}
+        if kind is float and not math.isfinite(value):
+            return {"$float": str(value)}
+        if value is None or kind in (bool, int, float, str):
+            return value
+        raise UsageError(f"{place or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which JSON cannot hold")
+
+    return tensors, encode(state, "")
+
+
+def unflatten_state(tensors: Mapping[str, Tensor], document: Any) -> Any:
+    """Rebuild the state that `flatten_state` split.
+
+    Raises:
+        CheckpointError: the document is not of that form, or names other tensors than those given.
+    """
+    unused = set(tensors)
+
+    def decode(node: Any) -> Any:
+        if isinstance(node, list):
+            return [decode(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if not any(key.startswith("$") for key in node):
+            return {key: decode(item) for key, item in node.items()}
+        ((tag, value),) = node.items()
+        if tag == "$tensor" and value in tensors:
+            unused.discard(value)
+            return tensors[value]
+        if tag == "$tuple" and isinstance(value, list):
+            return tuple(decode(item) for item in value)
+        if tag == "$dict" and isinstance(value, list):
+            return {decode(key): decode(item) for key, item in value}
+        if tag == "$float" and value in ("inf", "-inf", "nan"):
+            return float(value)
+        raise CheckpointError(f"there is no {tag} {str(value)[:40]!r}")
+
+    try:
+        state = decode(document)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the saved state is damaged: {first_line(error)}") from None
+    if unused:
+        raise CheckpointError(f"the saved state does not refer to {list_some(sorted(unused))}")
+    return state
+
+
+def _join(place: str, key: Any) -> str:
+    return f"{place}.{key}" if place else str(key)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.recipe import Recipe
+from te_models.errors import CheckpointError
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+WIDTHS = {"scaling_fwd": 3, "scaling_bwd": 2}  # per GEMM: input, weight, output; gradients of output and input
 
 
 def delayed_states(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS) -> dict[str, Any]:
@@ -44,6 +46,29 @@ def fp8_state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def check_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError unless `tensors` (as from `fp8_state`) are state that this model can continue with.
+
+    Every tensor must be of an FP8 module of the model, FP32, of its width, and finite; scales are positive, amaxes are not
+    negative. Nothing is written.
+    """
+    modules = dict(model.named_modules())
+    for name, value in tensors.items():
+        owner, direction, part = (name.rsplit(".", 2) + ["", ""])[:3]
+        if not hasattr(modules.get(owner), "fp8_meta"):
+            raise CheckpointError(f"the FP8 state is of another model: this one has no FP8 module {owner[:80]!r}")
+        width, dims = WIDTHS.get(direction), {"scale": 1, "amax_history": 2}.get(part)
+        partner = f"{owner}.{direction}.{'scale' if dims == 2 else 'amax_history'}"
+        if width is None or dims is None or partner not in tensors:
+            raise CheckpointError(f"the FP8 state does not fit the model at {name!r}: it is no scale with its history")
+        if value.dtype != torch.float32 or value.dim() != dims or value.shape[-1] % width or not value.numel():
+            raise CheckpointError(
+                f"the FP8 state does not fit the model at {name!r} ({value.dtype} {list(value.shape)})"
+            )
+        if not bool((value.isfinite() & ((value > 0) if dims == 1 else (value >= 0))).all()):
+            raise CheckpointError(f"the FP8 state at {name!r} has a value that no scale or amax can have")
+
+
 @torch.no_grad()
 def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Any) -> None:
     """Copy `tensors` (as from `fp8_state`) into the model, which need not have run yet.
@@ -52,26 +77,25 @@ def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Any) 
     newest entries.
 
     Raises:
-        ValueError: if a name or a width does not fit the model; nothing is written then.
+        CheckpointError: a tensor does not fit the model; nothing was written.
     """
+    check_fp8_state(model, tensors)
     modules: dict[str, Any] = dict(model.named_modules())
-    owners = {name.rsplit(".", 2)[0] for name in tensors}
-    if strange := sorted(owner for owner in owners if not hasattr(modules.get(owner), "fp8_meta")):
-        raise ValueError(f"the FP8 state is of another model: this one has no FP8 module {strange[0]!r}")
-    for owner in sorted(owners):
-        make_state(modules[owner], built)
+    for owner in sorted({name.rsplit(".", 2)[0] for name in tensors}):
+        forward = tensors.get(f"{owner}.scaling_fwd.scale")
+        make_state(modules[owner], built, gemms=1 if forward is None else len(forward) // WIDTHS["scaling_fwd"])
     live = fp8_state(model)
     for name, value in tensors.items():
-        if name not in live or live[name].shape[-1:] != value.shape[-1:]:
-            raise ValueError(f"the FP8 state does not fit the model at {name!r} ({list(value.shape)})")
+        if live[name].shape[-1] != value.shape[-1]:
+            raise CheckpointError(f"the FP8 state does not fit the model at {name!r} ({list(value.shape)})")
     for name, value in tensors.items():
         live[name].copy_(_resized(value, len(live[name])) if name.endswith("amax_history") else value)
 
 
-def make_state(module: Any, built: Any) -> None:
-    """Give a te.Linear the FP8 state for the engine's recipe object `built`, if it has none yet (section 7.11)."""
+def make_state(module: Any, built: Any, gemms: int = 1) -> None:
+    """Give a te module of so many GEMMs the state for the engine's recipe object `built`, if it has none (section 7.11)."""
     if "scaling_fwd" not in module.fp8_meta:
-        module.fp8_meta.update(recipe=built, num_gemms=1)
+        module.fp8_meta.update(recipe=built, num_gemms=gemms)
         module.init_fp8_meta_tensors(built)
 
 

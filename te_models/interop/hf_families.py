@@ -1,8 +1,8 @@
-"""Hugging Face's decoder families as tables: their config keys and tensor names against ours. No torch.
+"""Hugging Face's decoder families as tables that map their config keys and tensor names to ours. No torch.
 
-A family is one row of FAMILIES: which keys of config.json are taken as they are, which values of others te-models can
-run, and where the rows of each tensor lie in our fused weights. Reading refuses whatever is neither in the row nor
-known to change nothing; writing is the same row read the other way. Facts: the configuration and modeling files of
+A family is one entry of FAMILIES: the keys of config.json that are copied, the values of other keys that te-models can
+compute, and the rows of our fused weights that hold each of their tensors. Reading refuses every other key unless it is known
+to have no effect; writing uses the same entry in reverse. Facts: the configuration and modeling files of
 transformers 5.23, and modeling_qwen3.py of qiuzh20/gated_attention.
 """
 
@@ -20,10 +20,10 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rows:
-    """Where a tensor of theirs lies in ours: these blocks of rows of `module`, or all of it.
+    """The place of a tensor of theirs in ours: these blocks of rows of `module`, or all of it.
 
-    Several blocks alternate in their tensor, once for each of the `per` (a count in ModelConfig): the gate of a head
-    after the queries of that head, for instance.
+    Several blocks alternate in their tensor, once per unit of `per` (a count in ModelConfig): for instance, the gate of each
+    head after the queries of that head.
     """
 
     module: str
@@ -33,7 +33,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Part:
-    """Keys of config.json that only mean something together, with how to read them and how to write them."""
+    """Keys of config.json that belong together, with a function to read them and one to write them."""
 
     keys: tuple[str, ...]
     read: Callable[[Values], dict[str, Any]]
@@ -46,13 +46,13 @@ class Family:
 
     Attributes:
         model_type, architecture: as in config.json.
-        layer: their name below "model.layers.<i>." -> where it is in ours; weights and biases alike.
+        layer: their name below "model.layers.<i>." -> its place in ours, for weights and biases.
         parts: keys that need more than copying.
-        constants: our fields that every model of the family has.
-        defaults: what transformers assumes where config.json is silent.
-        only: their keys -> the values that te-models computes; any other is refused.
+        constants: values of our fields that all models of the family share.
+        defaults: the values that transformers uses for absent keys.
+        only: their keys -> the values that te-models supports; any other is refused.
         ignored: their keys that change nothing in a model that is accepted.
-        marks: keys by which a family is told from others of its model_type.
+        marks: keys that distinguish the family from others of its model_type.
     """
 
     model_type: str
@@ -66,7 +66,7 @@ class Family:
     marks: tuple[str, ...] = ()
 
     def read(self, config: Values) -> ModelConfig:
-        """The ModelConfig of a config.json; a ValueError names what it asks for and te-models does not compute."""
+        """Return the ModelConfig of a config.json; a ConfigError names a request that te-models does not support."""
         self._refuse_unsupported(config)
         for key in SIZES:
             if not isinstance(config.get(key), int):
@@ -121,7 +121,7 @@ COPIED = (
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
-# Keys without influence on logits or training: bookkeeping, and defaults of generation and of other heads.
+# Keys without effect on logits or training: bookkeeping, and defaults of generation and of other heads.
 HARMLESS = frozenset({
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "pretraining_tp",
     "tokenizer_class", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
@@ -137,7 +137,7 @@ HARMLESS = frozenset({
 
 
 def _read_rope(theirs: Values) -> dict[str, Any]:
-    """transformers 5 writes `rope_parameters`; before that it was `rope_theta` and `rope_scaling`."""
+    """Read `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of earlier versions."""
     values = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
     if any(isinstance(value, Mapping) for value in values.values()):
         raise ConfigError("rope_parameters by layer type are not supported: te-models has one RoPE for all layers")
@@ -152,7 +152,7 @@ def _read_rope(theirs: Values) -> dict[str, Any]:
 
 
 def _write_rope(config: ModelConfig) -> dict[str, Any]:
-    """The older form, which every version of transformers reads."""
+    """Return the older form, which every version of transformers reads."""
     return {"rope_theta": config.rope_theta, "rope_scaling": config.to_dict()["rope_scaling"]}
 
 
@@ -161,13 +161,13 @@ def _write_partial_rope(config: ModelConfig) -> dict[str, Any]:
 
 
 def _layer_types(theirs: Values) -> list[str]:
-    """By default the layers from `max_window_layers` on slide."""
+    """Return the default: layers from `max_window_layers` on use a sliding window."""
     count, full = theirs["num_hidden_layers"], theirs["max_window_layers"]
     return ["sliding_attention" if layer >= full else "full_attention" for layer in range(count)]
 
 
 def _layer_types_without_rope(theirs: Values) -> list[str]:
-    """SmolLM3: by default the layers without RoPE slide."""
+    """Return the default of SmolLM3: layers without RoPE use a sliding window."""
     rope = _rope_layers(theirs)
     return ["full_attention" if rope[layer] else "sliding_attention" for layer in range(theirs["num_hidden_layers"])]
 
@@ -221,7 +221,7 @@ def _write_gate(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_dense(theirs: Values) -> dict[str, Any]:
-    """Refuses experts and linear attention, which are what Qwen3-Next has beside dense full-attention layers."""
+    """Refuse experts and linear attention; te-models supports the dense full-attention layers of Qwen3-Next."""
     count = theirs["num_hidden_layers"]
     interval = theirs.get("full_attention_interval", 4)
     types = theirs.get("layer_types") or [
@@ -338,7 +338,7 @@ FAMILIES = (
 
 
 def family_of(config: Values) -> Family:
-    """The family that a config.json belongs to; a ValueError for an architecture that te-models does not read."""
+    """Return the family that a config.json belongs to; raise UsageError for an unsupported architecture."""
     kind = config.get("model_type")
     marked = [f for f in FAMILIES if f.marks and kind in ("qwen2", "qwen3") and any(mark in config for mark in f.marks)]
     plain = [f for f in FAMILIES if not f.marks and f.model_type == kind]
@@ -348,7 +348,7 @@ def family_of(config: Values) -> Family:
 
 
 def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
-    """The first family, `preferred` before all, whose config.json can say all that `config` says."""
+    """Return the first family, starting with `preferred`, whose config.json can express all of `config`."""
     for family in ((preferred,) if preferred else ()) + FAMILIES:
         try:
             if family.read(family.write(config)) == config:

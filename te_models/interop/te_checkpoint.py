@@ -1,4 +1,4 @@
-"""A checkpoint of Transformer Engine's own modules: weights, and the FP8 state it pickles, read without running any of it.
+"""Checkpoints of Transformer Engine's own modules: weights and pickled FP8 state, read without running any of it.
 
 `torch.save(model.state_dict(), "model.pt")`, or the same tensors in safetensors files, hold every parameter and, for each
 module, a uint8 tensor `<module>._extra_state`: empty, or under DelayedScaling a pickle (section 7.10 of Transformer
@@ -19,7 +19,7 @@ from torch import Tensor
 from te_models.config.recipe import SCHEMES, Recipe, get_recipe
 from te_models.errors import CheckpointError
 from te_models.files.atomic import first_line
-from te_models.files.formats import open_safetensors
+from te_models.files.formats import SafetensorsFile, read_safetensors
 from te_models.interop.te_extra_state import read_extra_state
 
 SUFFIXES = (".pt", ".pth")
@@ -32,15 +32,21 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class TECheckpoint:
-    """Parameters by name, scales and histories by the names of te_models.fp8.scaling_state, and the recipe's fields in them."""
+    """The content of a checkpoint.
+
+    Attributes:
+        weights: parameters by name.
+        fp8_state: scales and amax histories by their names in te_models.fp8.scaling_state.
+        fields: the recipe's fields in that state.
+    """
 
     weights: dict[str, Tensor]
     fp8_state: dict[str, Tensor]
     fields: dict[str, Any] = field(default_factory=dict)
 
     def recipe(self, layers: int) -> Recipe:
-        """The recipe that a model of `layers` blocks was saved under: BF16 unless there is state; the BF16 layers at its
-        ends are those without."""
+        """Return the recipe that a model of `layers` blocks was saved under: BF16 unless there is state; the layers at its
+        ends without state are BF16."""
         if not self.fp8_state:
             return get_recipe("bf16")
         parts = [name.split(".") for name in self.fp8_state]
@@ -51,23 +57,25 @@ class TECheckpoint:
 
 
 def te_files(folder: Path) -> list[Path]:
-    """The files of a Transformer Engine checkpoint in `folder`; none if it holds something else."""
+    """Return the files of a Transformer Engine checkpoint in `folder`; none if it holds something else."""
     pickles = sorted(path for path in folder.glob("*") if path.suffix in SUFFIXES)
     tensors = sorted(folder.glob("*.safetensors"))
-    if any(name.endswith(EXTRA) for path in tensors for name in open_safetensors(path)):
-        return tensors
+    for path in tensors:
+        with SafetensorsFile(path) as file:
+            if any(name.endswith(EXTRA) for name in file.tensors):
+                return tensors
     return pickles if not tensors else []
 
 
 def read_te_checkpoint(path: str | Path, rename: Callable[[str], str] | None = None) -> TECheckpoint:
-    """Reads a .pt, .pth or .safetensors file, or all those of a folder.
+    """Read a .pt, .pth or .safetensors file, or all those of a folder.
 
     Args:
         path: the file or folder. A state_dict under the key "model" or "state_dict" of a larger dictionary is found.
-        rename: their name of a parameter -> ours, for a model with other names; modules are renamed along with them.
+        rename: maps their name of a parameter to ours, for a model with other names; modules are renamed alike.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it holds what would have to be run to be read; one line.
+        CheckpointError: there is none, it is damaged, or reading it would mean running code; one line.
     """
     path = Path(path)
     files = te_files(path) if path.is_dir() else [path]
@@ -79,7 +87,7 @@ def read_te_checkpoint(path: str | Path, rename: Callable[[str], str] | None = N
     state: dict[str, Tensor] = {}
     fields: dict[str, Any] = {}
     for file in files:
-        for theirs, value in (_read_pt(file) if file.suffix in SUFFIXES else open_safetensors(file)).items():
+        for theirs, value in (_read_pt(file) if file.suffix in SUFFIXES else read_safetensors(file)).items():
             name = rename(theirs) if rename is not None else theirs
             if not name.endswith(EXTRA):
                 weights[name] = value

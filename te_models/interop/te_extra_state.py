@@ -1,9 +1,9 @@
 """Transformer Engine's own saved FP8 state, read without unpickling it.
 
 Under DelayedScaling, Transformer Engine (2.20, section 7.10 of its behaviour) puts a pickle into `state_dict()` as the
-uint8 tensor `_extra_state` of every module, and refuses to load it unless told that running its code is safe. Here the
-pickle is interpreted instead: the few opcodes and the few globals that such a state is made of are given their meaning
-by this file, no name is ever imported, and anything else is refused.
+uint8 tensor `_extra_state` of every module, and refuses to load it unless the user declares it safe to run. This file
+interprets the pickle instead: it defines the meaning of the few opcodes and globals that such a state consists of, imports
+no name, and refuses everything else.
 """
 
 import io
@@ -54,14 +54,14 @@ _SCALARS = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class _Global:
-    """The name of something importable, which stays a name."""
+    """The name of a global, which is never imported."""
 
     name: str
 
 
 @dataclass
 class _Inert:
-    """What would have become an instance of a recipe class."""
+    """A stand-in for an instance of a recipe class."""
 
     kind: str
     arguments: tuple[Any, ...]
@@ -70,26 +70,26 @@ class _Inert:
 
 @dataclass(frozen=True)
 class _Lazy:
-    """A contiguous FP32 tensor that is copied out only if it is wanted."""
+    """A contiguous FP32 tensor whose values are copied only when they are needed."""
 
     data: memoryview
     shape: tuple[int, ...]
 
 
 def read_extra_state(payload: Tensor | bytes) -> dict[str, Any]:
-    """Reads the `_extra_state` of one Transformer Engine module.
+    """Read the `_extra_state` of one Transformer Engine module.
 
     Args:
-        payload: uint8 [bytes], or the bytes. Both the form of `te.Linear` and the nested one of `te.ops` are read,
-            and that of Transformer Engine 1.x, which had no recipe in it.
+        payload: uint8 [bytes], or the bytes. The form of `te.Linear`, the nested one of `te.ops`, and that of
+            Transformer Engine 1.x, which has no recipe, are read.
 
     Returns:
-        Empty where the module has no state. Otherwise "recipe" (its fields by name, "recipe_type" among them, formats
-        as "HYBRID"), "extra_fp8_variables", and what there is of "scale_fwd" [3 g], "amax_history_fwd" [length, 3 g],
+        An empty dict if the module has no state. Otherwise "recipe" (its fields by name, "recipe_type" among them, formats
+        as "HYBRID"), "extra_fp8_variables", and those present of "scale_fwd" [3 g], "amax_history_fwd" [length, 3 g],
         "scale_bwd" [2 g] and "amax_history_bwd" [length, 2 g]: FP32, own memory, for g GEMMs.
 
     Raises:
-        CheckpointError: the payload is damaged, or holds anything that such a state has no need of.
+        CheckpointError: the payload is damaged, or holds anything that is no part of such a state.
     """
     if isinstance(payload, Tensor):
         if payload.dtype != torch.uint8 or payload.ndim != 1:
@@ -107,7 +107,7 @@ def read_extra_state(payload: Tensor | bytes) -> dict[str, Any]:
 
 
 def _checked(state: Any) -> dict[str, Any]:
-    """Brings the three forms of a state into one."""
+    """Convert the three forms of a state into one."""
     if not isinstance(state, dict):
         raise ValueError("it is not a dictionary")
     parts = [state[mode] for mode in ("forward", "backward") if mode in state] or ([state] if state else [])
@@ -129,7 +129,7 @@ def _checked(state: Any) -> dict[str, Any]:
 
 
 def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Public fields as plain values, at most one level deep, so that shared references cannot blow up."""
+    """Return public fields as plain values, at most one level deep, so that shared references cannot multiply."""
 
     def plain(value: Any) -> Any:
         if type(value) in _SCALARS:
@@ -150,7 +150,7 @@ def _materialise(name: str, value: Any) -> Tensor:
 
 
 def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Any:
-    """Evaluates one pickle, up to and including its STOP, with `known` as the only globals."""
+    """Evaluate one pickle, up to and including its STOP, with `known` as the only globals."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
@@ -210,7 +210,7 @@ def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Any:
 
 
 def _operations(stream: io.BytesIO) -> Iterator[tuple[str, Any]]:
-    """The opcodes of a pickle and their arguments; those that are lines of text, which are of no use here, undecoded."""
+    """Yield the opcodes of a pickle with their arguments; arguments that are lines of text are not used and become None."""
     for _ in range(MAX_OPCODES):
         code = stream.read(1).decode("latin1")
         if code not in _OPCODES:
@@ -237,7 +237,7 @@ def _set_items(target: dict[str, Any], items: list[Any]) -> None:
 
 
 def _call(function: str, arguments: tuple[Any, ...]) -> Any:
-    """The meaning of the known globals when called."""
+    """Return the result of calling a known global."""
     if function == _LOAD_STORAGE:
         (data,) = arguments
         return _read_storage(_expect(bytes, data))
@@ -257,7 +257,7 @@ def _call(function: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def _rebuild_tensor(data: Any, offset: Any, shape: Any, stride: Any) -> _Lazy:
-    """Part of an FP32 storage as a contiguous tensor."""
+    """Return part of an FP32 storage as a contiguous tensor."""
     for number in (offset, *_expect(tuple, shape), *_expect(tuple, stride)):
         if _expect(int, number) < 0:
             raise ValueError("a tensor has a negative size")
@@ -271,7 +271,7 @@ def _rebuild_tensor(data: Any, offset: Any, shape: Any, stride: Any) -> _Lazy:
 
 
 def _read_storage(data: bytes) -> memoryview:
-    """The FP32 data of a storage in PyTorch's pre-1.6 file format, which pickling a tensor uses to this day.
+    """Return the FP32 data of a storage in PyTorch's pre-1.6 file format, which pickling a tensor still uses.
 
     The format is five pickles (magic number, version, platform, a persistent id that describes the storage, the list
     of its keys), then the number of elements as int64 and the elements.

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from te_models.causal_lm import CausalLM
-from te_models.checkpoint.flatten import flatten_state
-from te_models.checkpoint.pretrained import load_training_state, model_content
+from te_models.checkpoint.pretrained import model_content, read_training_state
 from te_models.checkpoint.run_folder import Checkpoints
 from te_models.checkpoint.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
 from te_models.config.training import TrainConfig
@@ -30,18 +29,20 @@ from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
 from te_models.device.determinism import deterministic
 from te_models.errors import Diverged, NamedFields, SaveError, UsageError
-from te_models.files.formats import render_json
+from te_models.files.formats import flatten_state, render_json
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
-from te_models.training.cuda_graph import GraphedStep, obstacle
+from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import Batch, count_targets, evaluate, first_bad_module, to_device
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
+from te_models.training.resume import run_choices
 from te_models.training.stop_signals import stop_signals
 from te_models.training.timing import Timestamp, copy_to_host, elapsed, timestamp
 
 Row = dict[str, Any]  # of metrics.jsonl: step, loss, grad_norm, learning_rate, tokens_per_second, perhaps eval_loss
 RECENT = 100  # steps whose median speed is the speed of the run
+SAVE_RETRY_PAUSES = (1.0, 5.0)  # seconds before a failed save is tried again
 
 log = logging.getLogger(__name__)
 
@@ -286,10 +287,7 @@ class Trainer(NamedFields):
 
     def _graphed(self) -> GraphedStep | None:
         """Return the step as a CUDA graph if the run asks for one and it is possible."""
-        if not self.config.cuda_graph:
-            return None
-        reason = "gradients are accumulated" if self.config.gradient_accumulation > 1 else obstacle(self.train_model)
-        if reason:
+        if reason := step_obstacle(self.model, self.config):
             log.info("no CUDA graph of the step: %s", reason)
             return None
         return GraphedStep(self.model)
@@ -299,17 +297,12 @@ class Trainer(NamedFields):
 
     def _checkpoints(self) -> Checkpoints:
         """Return the writer of this run's checkpoints."""
-        folder, keep_last = self.out / "checkpoints", self.config.keep_last
-        if self.parallel.ranks.world == 1:
-            return Checkpoints(folder, keep_last=keep_last)
-        return ShardedCheckpoints(
-            folder,
-            keep_last=keep_last,
-            ranks=self.parallel.ranks,
-            model=self.model,
-            names=self._optimizer_names(),
-            fetch=self.optimizer.fetch,
-        )
+        folder, ranks = self.out / "checkpoints", self.parallel.ranks
+        options: dict[str, Any] = dict(keep_last=self.config.keep_last, retry_pauses=SAVE_RETRY_PAUSES)
+        if ranks.world == 1:
+            return Checkpoints(folder, **options)
+        whose = dict(ranks=ranks, model=self.model, names=self._optimizer_names(), fetch=self.optimizer.fetch)
+        return ShardedCheckpoints(folder, **whose, **options)
 
     def save(self, blocking: bool = True) -> None:
         """Write a checkpoint of everything that the next step depends on.
@@ -324,7 +317,9 @@ class Trainer(NamedFields):
         """Return the tensors and documents of a checkpoint."""
         reshard(self.model)
         shared_amaxes(self.model, self.parallel.ranks.world)
-        tensors, documents = model_content(self.model, self.optimizer.masters_by_id(), parts=self.parallel.sharded)
+        tensors, documents = model_content(
+            self.model, self.model.origin, self.optimizer.masters_by_id(), parts=self.parallel.sharded
+        )
         cuda = self.model.device.type == "cuda"
         state = {
             "optimizer": self.optimizer.state_dict(),
@@ -334,7 +329,7 @@ class Trainer(NamedFields):
             "result": asdict(self.result),
         }
         tensors["training"], documents["training"] = flatten_state(state)
-        return tensors, {**documents, **self.documents}
+        return tensors, {**documents, "run": run_choices(self.model), **self.documents}
 
     def restore(self) -> None:
         """Load the newest checkpoint of `out`.
@@ -345,11 +340,12 @@ class Trainer(NamedFields):
         newest = self.checkpoints.latest()
         if newest is None:
             raise UsageError(f"nothing to resume: {self.out} has no checkpoint; start without --resume")
-        state = load_training_state(self.model, newest)
-        optimizer = state["optimizer"]
+        found = read_training_state(self.model, newest)
+        state, optimizer = found.state, found.state["optimizer"]
         if self.parallel.sharded and self.parallel.owners() is None:
             assert isinstance(self.optimizer, MasterWeights)
             optimizer = cut_optimizer_state(optimizer, self.optimizer.masters, self.model, self._optimizer_names())
+        found.write()
         self.optimizer.load_state_dict(optimizer)
         self.dataset.load_state_dict(state["dataset"])
         torch.set_rng_state(self._own_random_state(state["rng"]))
@@ -369,8 +365,11 @@ class Trainer(NamedFields):
         return torch.tensor(self.parallel.ranks.gather(own.tolist()), dtype=torch.uint8)
 
     def _own_random_state(self, states: Tensor) -> Tensor:
-        """Return this rank's random state among those saved, perhaps by another number of ranks."""
-        return states if states.dim() == 1 else states[self.parallel.ranks.rank % len(states)].clone()
+        """Return this rank's random state among those saved, perhaps by another number of ranks.
+
+        A copy: PyTorch's setters read from the start of the storage, wherever in it the tensor lies.
+        """
+        return (states if states.dim() == 1 else states[self.parallel.ranks.rank % len(states)]).clone()
 
     def _diagnosis(self, step: int, loss: float, norm: float, micro_batches: list[Batch]) -> str:
         """Return one line that names the step and the first layer whose output is not finite."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from te_models.checkpoint.folder import _digest as manifest_digest
 from te_models.checkpoint.folder import load_folder, save_folder
 from te_models.errors import CheckpointError, SaveError
-from te_models.files.formats import MAX_JSON_BYTES
+from te_models.files.formats import MAX_HEADER_BYTES, TEXT_BYTES
 
 DTYPES = [
     torch.float64,
@@ -185,7 +185,7 @@ class Subclass(torch.Tensor):
         ({}, {"config": {"x": (1, 2)}}, "flatten_state"),
         ({}, {"config": {1: 2}}, "flatten_state"),
         ({}, {"config": {"x": torch.float32}}, "flatten_state"),
-        ({}, {"config": "x" * MAX_JSON_BYTES}, "more than the limit"),
+        ({}, {"config": "x" * TEXT_BYTES}, "more than the limit"),
     ],
 )
 def test_what_would_not_come_back_is_refused(tensors: Any, documents: Any, message: str, tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ SAFETENSORS: dict[str, bytes] = {
     "header beyond the file": struct.pack("<Q", 2**40) + b"{}",
     "header of 2^64 - 1": struct.pack("<Q", 2**64 - 1) + b"{}",
     "header over the limit": tensor_file(
-        b'{"w":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' + b" " * MAX_JSON_BYTES
+        b'{"w":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' + b" " * MAX_HEADER_BYTES
     ),
     "header is a list": tensor_file([]),
     "header is deep": tensor_file(b"[" * 100_000),
@@ -322,7 +322,7 @@ JSON: dict[str, bytes] = {
     "empty": b"",
     "deep list": b"[" * 1_000_000,
     "deep object": b'{"a":' * 1_000_000,
-    "over the limit": b" " * MAX_JSON_BYTES + b"{}",
+    "over the limit": b" " * TEXT_BYTES + b"{}",
     "NaN": b'{"x": NaN}',
     "infinity": b'{"x": -Infinity}',
     "overflowing float": b'{"x": 1e999}',

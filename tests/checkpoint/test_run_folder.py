@@ -5,19 +5,21 @@ import errno
 import json
 import os
 import resource
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from ranks import run_process
 from torch import Tensor
 
 from te_models.checkpoint.folder import load_folder, save_folder
-from te_models.checkpoint.run_folder import Checkpoints
+from te_models.checkpoint.run_folder import MAX_FAILED_SAVES, Checkpoints
 from te_models.errors import SaveError
 from te_models.files import atomic
 
@@ -45,8 +47,11 @@ def entries(root: Path) -> set[str]:
 # Failures
 
 
+OPEN = os.open
+
+
 class Fault:
-    """Makes the n-th call of `Path.mkdir` or of any of some functions of `os` fail as on a full disk."""
+    """Makes the n-th call of `Path.mkdir`, or of `os` functions that write, fail as on a full disk; `open` is that of a folder."""
 
     NAMES = ("open", "fsync", "rename", "replace")
 
@@ -58,8 +63,9 @@ class Fault:
 
     def faulty(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            if self.calls == self.at:
+            counts = function is not OPEN or os.path.isdir(args[0])
+            self.calls += counts
+            if counts and self.calls == self.at:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return function(*args, **kwargs)
 
@@ -169,8 +175,7 @@ def test_kills_never_damage_or_lose_a_checkpoint(tmp_path: Path) -> None:
     script = REPOSITORY / "benchmarks" / "kill_while_saving.py"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), "--kills", "12", "--folder", str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_process(command, env=environment, timeout=120)
     summary = json.loads(done.stdout)
     assert summary["whole"] + summary["none saved yet"] == 12
     assert summary["whole"] > 0
@@ -337,20 +342,61 @@ def test_background_buffers_are_reused_and_follow_the_shapes(tmp_path: Path) -> 
         assert torch.equal(found, torch.full((size,), float(step)))
 
 
-@pytest.mark.parametrize("asks", ["wait", "save"])
-def test_background_errors_surface_once(
-    asks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_failed_background_save_surfaces_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Checkpoints(tmp_path)
     with monkeypatch.context() as patch:
         Fault(patch, 3)
         run.save(1, *content(1), blocking=False)
         with pytest.raises(SaveError, match="No space left"):
-            run.wait() if asks == "wait" else run.save(2, *content(2))
+            run.wait()
     assert "No space left" in caplog.text
     run.wait()
     run.save(3, *content(3))
     assert [step_of(path) for path in run.all()] == [3]
+
+
+def test_one_failed_background_save_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Checkpoints(tmp_path)
+    run.save(1, *content(1))
+    with monkeypatch.context() as patch:
+        Fault(patch, 3)
+        run.save(2, *content(2), blocking=False)
+        run.save(3, *content(3), blocking=False)
+        run.wait()
+    assert "No space left" in caplog.text and "the next save tries again" in caplog.text
+    assert [step_of(path) for path in run.all()] == [1, 3]
+
+
+def test_saves_that_keep_failing_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Checkpoints(tmp_path)
+    run.save(1, *content(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "broken")))
+        for step in range(2, 2 + MAX_FAILED_SAVES):
+            run.save(step, *content(step), blocking=False)
+        with pytest.raises(SaveError, match="broken"):
+            run.save(9, *content(9), blocking=False)
+    assert step_of(run.latest()) == 1
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_failure_is_tried_again_after_each_pause(
+    blocking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, slept = Checkpoints(tmp_path, retry_pauses=(1, 5)), Mock()
+    monkeypatch.setattr(time, "sleep", slept)
+    with monkeypatch.context() as patch:
+        fsync = Mock(side_effect=[OSError(errno.EIO, "broken")] * 2 + [None] * 20)
+        patch.setattr(os, "fsync", fsync)
+        run.save(1, *content(1), blocking=blocking)
+        run.wait()
+    assert step_of(run.latest()) == 1
+    assert [call.args for call in slept.call_args_list] == [(1,), (5,)]
+    assert caplog.text.count("broken") == 2 and "trying again in 5 s" in caplog.text
 
 
 def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
@@ -372,5 +418,5 @@ def test_pending_saves_finish_at_exit(tmp_path: Path) -> None:
         "                              {'training': {'step': 1}}, blocking=False)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True, timeout=60)
+    run_process([sys.executable, "-c", program, str(tmp_path)], env=environment, timeout=60)
     assert step_of(Checkpoints(tmp_path).latest()) == 1

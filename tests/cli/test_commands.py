@@ -1,13 +1,13 @@
 """The command line: what it prints, that mistakes end in one line and exit code 2, that help is quick."""
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run_process
 
 from te_models import list_presets, list_recipes
 from te_models.cli import main
@@ -166,11 +166,11 @@ def test_a_run_is_not_overwritten_nor_a_damaged_checkpoint_read(
 def test_help_and_import_need_no_heavy_package() -> None:
     code = "import sys; import te_models; from te_models.cli import main; main(['--help']); "
     code += "print(sorted({'torch', 'transformer_engine', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    out = run_process([sys.executable, "-c", code])
     assert out.stdout.splitlines()[-1] == "[]"
     code = "import sys; import te_models; te_models.CausalLM; "
     code += "print(sorted({'transformer_engine', 'transformers', 'matplotlib'} & set(sys.modules)))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    out = run_process([sys.executable, "-c", code])
     assert out.stdout.splitlines()[-1] == "[]"
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import subprocess
 import sys
 from typing import Any
 
 import pytest
+from ranks import run_process
 
 from te_models.engine.emulated import recipe as R
 
@@ -173,4 +173,4 @@ def test_environment_is_read_at_import(name: str) -> None:
     value, condition = ENVIRONMENT[name]
     code = f"import importlib.util as u, sys; s = u.spec_from_file_location('r', {R.__file__!r}); "
     code += f"R = u.module_from_spec(s); sys.modules['r'] = R; s.loader.exec_module(R); assert {condition}"
-    subprocess.run([sys.executable, "-c", code], env={name: value, "PYTHONPATH": ":".join(sys.path)}, check=True)
+    run_process([sys.executable, "-c", code], env={name: value, "PYTHONPATH": ":".join(sys.path)})

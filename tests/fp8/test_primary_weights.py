@@ -177,7 +177,7 @@ def test_saved_and_loaded_it_is_the_same_to_the_bit(recipe: str, tmp_path: Path)
     model = build(recipe)
     _, optimizer = train(model, 3)
     masters = dict(zip(map(id, optimizer.parameters), optimizer.masters, strict=True))
-    save_folder(tmp_path / "m", *model_content(model, masters))
+    save_folder(tmp_path / "m", *model_content(model, model.origin, masters))
     loaded = CausalLM.from_pretrained(tmp_path / "m", device="cpu")
     assert loaded.fp8_params and loaded.recipe.to_dict() == model.recipe.to_dict()
     assert_same(loaded, model)
@@ -262,7 +262,7 @@ def test_it_needs_a_recipe_in_fp8(recipe: str) -> None:
 
 def test_codes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model = build("mxfp8")
-    tensors, documents = model_content(model)
+    tensors, documents = model_content(model, model.origin)
     name = "layers.1.mlp.down_proj.weight.columnwise_data"
     for damage in (lambda codes: codes.pop(name), lambda codes: codes.update({name: codes[name][:-1].clone()})):
         codes = dict(tensors["fp8_weights"])

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_models import CausalLM
-from te_models.checkpoint.flatten import flatten_state
-from te_models.checkpoint.pretrained import load_training_state
+from te_models.checkpoint.pretrained import read_training_state
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import Document, TokenDataset
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import Diverged
+from te_models.files.formats import flatten_state
 from te_models.model.attention import GatedAttention
 from te_models.optim import OPTIMIZERS, build_optimizer, master, muon8bit, resolve_options
 from te_models.optim.galore import leading_directions
@@ -175,7 +175,7 @@ def test_another_optimizers_state_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             trainer(tmp_path, optimizer, options, steps=2).run(resume=True)
     run = trainer(tmp_path, "galore", "rank=8", steps=1)
-    state = load_training_state(run.model, run.checkpoints.latest())["optimizer"]
+    state = read_training_state(run.model, run.checkpoints.latest()).state["optimizer"]
     with pytest.raises(ValueError, match="of another model"):
         run.optimizer.load_state_dict({**state, "masters": state["masters"][:-1]})
 
@@ -277,7 +277,7 @@ def test_the_rest_has_its_own_learning_rate() -> None:
         ("galore", "rank=0", "rank=0 is out of range"),
         ("galore", {"rank": "many"}, "rank='many' is not a number"),
         ("muon", "rest=sgd", "choose one of adamw, adamw8bit, adamwfp8"),
-        ("te-adam", "", "native engine alone"),
+        ("te-adam", "", "only on the native engine"),
     ],
 )
 def test_mistakes_are_named(name: str, options: Any, message: str) -> None:

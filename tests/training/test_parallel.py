@@ -110,13 +110,22 @@ def start(root: Path, world: int, cases: dict[str, Any], name: str) -> dict[str,
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(JOB.parents[1]), *sys.path])}
     command = [sys.executable, str(JOB), str(root), name]
-    jobs = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(world)]
+    logs = [(root / f"{name}-{rank}.log").open("w+") for rank in range(world)]
+    jobs = [
+        subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=log, stderr=log)
+        for r, log in enumerate(logs)
+    ]
     try:
         codes = [job.wait(timeout=600) for job in jobs]
     finally:
         for job in jobs:
             job.kill()
-    assert codes == [0] * world
+    if any(codes):
+        ends = [
+            f"rank {log.name}: exit code {code}\n{Path(log.name).read_text()[-4000:]}"
+            for log, code in zip(logs, codes, strict=True)
+        ]
+        pytest.fail("\n".join(ends), pytrace=False)
     return json.loads((root / f"{name}.out").read_text())
 
 
