@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from te_models.errors import unknown
+from te_models.errors import ConfigError, unknown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,6 +44,7 @@ class Scheme:
     available: str = "is_fp8_available"  # the engine's function that says whether, and if not why
     stateful: bool = False  # scales and amax histories live from step to step and belong in a checkpoint
     forward: str = "E4M3"
+    fp8_format: str = ""  # Transformer Engine's default, where a recipe may choose it
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -51,19 +52,19 @@ SCHEMES: dict[str, Scheme] = {
     "DelayedScaling": Scheme(
         dict(margin=int, fp8_format=HYBRID_OR_E4M3, amax_history_len=int, amax_compute_algo=("most_recent", "max"),
              reduce_amax=bool),
-        stateful=True,
+        stateful=True, fp8_format="HYBRID",
     ),
     "Float8CurrentScaling": Scheme(
-        dict(fp8_format=HYBRID_OR_E4M3, use_power_2_scales=bool, backward_override=OVERRIDE),
+        dict(fp8_format=HYBRID_OR_E4M3, use_power_2_scales=bool, backward_override=OVERRIDE), fp8_format="HYBRID",
     ),
     "Float8BlockScaling": Scheme(
         dict(fp8_format=HYBRID_OR_E4M3, use_f32_scales=bool, x_block_scaling_dim=(1, 2), w_block_scaling_dim=(1, 2),
              grad_block_scaling_dim=(1, 2), backward_override=OVERRIDE),
-        scattered_rows=128, available="is_fp8_block_scaling_available",
+        scattered_rows=128, available="is_fp8_block_scaling_available", fp8_format="E4M3",
     ),
     "MXFP8BlockScaling": Scheme(
         dict(fp8_format=HYBRID_OR_E4M3, enable_2d_quantization=bool, backward_override=OVERRIDE),
-        rows=32, features=32, available="is_mxfp8_available",
+        rows=32, features=32, available="is_mxfp8_available", fp8_format="E4M3",
     ),
     "NVFP4BlockScaling": Scheme(
         dict(disable_rht=bool, disable_stochastic_rounding=bool, disable_2d_quantization=bool,
@@ -95,14 +96,21 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
             raise unknown("scheme", self.scheme, SCHEMES)
+        fields = dict(self.fields)
+        if default := SCHEMES[self.scheme].fp8_format:
+            fields["fp8_format"] = _format(fields.get("fp8_format", default))
         checks = {**SCHEMES[self.scheme].fields, **EDGES}
-        for name, value in {**self.fields, **{edge: getattr(self, edge) for edge in EDGES}}.items():
+        for name, value in {**fields, **{edge: getattr(self, edge) for edge in EDGES}}.items():
             if name not in checks:
                 raise unknown(f"field of recipe {self.name!r}", name, checks)
             _check(name, value, checks[name])
         if self.lm_head == "fp8" and self.num_layers_at_end_in_bf16:
-            raise ValueError("lm_head='fp8' needs num_layers_at_end_in_bf16=0: the FP8 layers are one region")
-        object.__setattr__(self, "fields", MappingProxyType(dict(self.fields)))
+            raise ConfigError("lm_head='fp8' needs num_layers_at_end_in_bf16=0: the FP8 layers are one region")
+        object.__setattr__(self, "fields", MappingProxyType(fields))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        about = {"description": self.description, "hardware": self.hardware}
+        return recipe_from_dict, (self.to_dict() | about,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
         return self  # nothing in it can change
@@ -134,7 +142,7 @@ class Recipe:
 
     @property
     def formats(self) -> str:
-        """The formats of activations and gradients, such as "E4M3/E5M2"."""
+        """The formats that run: of activations and gradients, such as "E4M3/E5M2"."""
         forward = SCHEMES[self.scheme].forward
         return f"{forward}/E5M2" if self.fields.get("fp8_format") == "HYBRID" else forward
 
@@ -194,7 +202,7 @@ def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
     about: dict[str, Any] = {"name": "custom"}
     about |= {k: v for k, v in values.items() if k in ("name", "scheme", "description", "hardware", *EDGES)}
     if "scheme" not in about:
-        raise ValueError(f"a recipe needs scheme = one of {', '.join(SCHEMES)}")
+        raise ConfigError(f"a recipe needs scheme = one of {', '.join(SCHEMES)}")
     return Recipe(fields={k: v for k, v in values.items() if k not in about}, **about)
 
 
@@ -215,9 +223,9 @@ def _from_file(path: Path) -> Recipe:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"cannot read the recipe {str(path)!r}: {error.strerror}") from None
+        raise ConfigError(f"cannot read the recipe {str(path)!r}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"the recipe {str(path)!r} is not TOML: {error}") from None
+        raise ConfigError(f"the recipe {str(path)!r} is not TOML: {error}") from None
     return recipe_from_dict({"name": path.stem, **values})
 
 
@@ -225,10 +233,11 @@ def _from_object(recipe: Any) -> Recipe:
     """Read one of Transformer Engine's recipe objects, of either engine."""
     scheme = type(recipe).__name__
     if scheme not in SCHEMES:
-        raise ValueError(
+        raise ConfigError(
             f"recipe={recipe!r}: give a name ({', '.join(_shipped())}), a .toml file or a TE recipe object"
         )
     values = {name: getattr(recipe, name) for name in SCHEMES[scheme].fields}
+    _refuse_other_fields(recipe, values)
     if "fp8_format" in values:
         values["fp8_format"] = values["fp8_format"].name
     if "backward_override" in values:
@@ -236,14 +245,36 @@ def _from_object(recipe: Any) -> Recipe:
     return Recipe(name=scheme, scheme=scheme, fields=values, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1)
 
 
+def _refuse_other_fields(recipe: Any, taken: dict[str, Any]) -> None:
+    """Raise a ConfigError for a field of Transformer Engine's object that is not `taken` and not at its default."""
+    plain = type(recipe)(**taken)
+    power_of_two = taken.get("use_power_2_scales", not taken.get("use_f32_scales", True))
+    for name, value in vars(recipe).items():
+        if name in taken:
+            continue
+        default = getattr(plain, name, None)
+        allowed = [default]
+        if name.startswith("fp8_quant_") and default is not None:  # as `build` sets it
+            allowed.append(dataclasses.replace(default, power_2_scale=power_of_two))
+        if value not in allowed:
+            raise ConfigError(f"{type(recipe).__name__}.{name}={value!r} is not supported: leave it at {default!r}")
+
+
+def _format(value: Any) -> Any:
+    """Return the name of an FP8 format as Transformer Engine spells it; a recipe in its place is a ConfigError."""
+    if isinstance(value, str) and value.lower() in _shipped():
+        raise ConfigError(f"fp8_format={value!r} is a recipe, not a format: use recipe={value.lower()!r}")
+    return value.upper() if isinstance(value, str) else value
+
+
 def _check(name: str, value: Any, check: Check) -> None:
     if isinstance(check, tuple):
         if value not in check or isinstance(value, bool):
-            raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, check))}")
+            raise ConfigError(f"{name}={value!r}: choose one of {', '.join(map(repr, check))}")
     elif check is bool:
         if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r}: give true or false")
+            raise ConfigError(f"{name}={value!r}: give true or false")
     elif not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: give a whole number")
+        raise ConfigError(f"{name}={value!r}: give a whole number")
     elif value < (1 if name == "amax_history_len" else 0):
-        raise ValueError(f"{name}={value!r} is too small: give {1 if name == 'amax_history_len' else 0} or more")
+        raise ConfigError(f"{name}={value!r} is too small: give {1 if name == 'amax_history_len' else 0} or more")

@@ -62,7 +62,7 @@ __all__ = [
     "FusedAdam", "Linear", "MXFP8Quantizer", "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "autocast",
     "checkpoint", "fp8_autocast", "get_align_size_for_quantization",
     "get_default_recipe", "handover", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
-    "is_nvfp4_available", "outside_autocast", "quantized_model_init", "recipe", "region_lock", "reset_fp8_state", "restored_recompute",
+    "is_nvfp4_available", "outside_autocast", "quantized_model_init", "recipe", "region_lock", "reset_fp8_state", "restored_recompute", "separate_copy",
     "drop_cached_weights",
 ]  # fmt: skip
 
@@ -120,6 +120,19 @@ def reset_fp8_state(module: Any) -> None:
     module.fp8_initialized = False
     module.fp8_meta_tensors_initialized = False
     module._fp8_workspaces.clear()
+
+
+def separate_copy(module: Any) -> None:
+    """Give a copied te.Linear scales of its own to update.
+
+    A copy looks registered to Transformer Engine, which then never updates its scales (section 2.8).
+    """
+    for name in (FP8GlobalStateManager.get_buffer_info(), "global_fp8_buffer_pos_fwd_recompute"):
+        module.fp8_meta.pop(name, None)
+    for direction in ("scaling_fwd", "scaling_bwd"):
+        state = module.fp8_meta.get(direction)
+        if isinstance(state, DelayedScalingRecipeState):
+            module.quantizers[direction] = state.make_quantizers()
 
 
 def drop_cached_weights(module: Any) -> None:

@@ -8,6 +8,8 @@ Nothing of the training state is touched.
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -145,13 +147,25 @@ def pad_id(model: Any, stops: Tensor | None) -> int:
 
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """The model in evaluation mode, and back in whatever it was."""
-    was_training = model.training
-    model.eval()
+    """Put the model into evaluation mode, and back when the last of the threads that generate with it has finished."""
+    with _LOCK:
+        users, was_training = _EVALUATING.get(model, (0, model.training))
+        _EVALUATING[model] = users + 1, was_training
+        model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        with _LOCK:
+            users, was_training = _EVALUATING[model]
+            if users > 1:
+                _EVALUATING[model] = users - 1, was_training
+            else:
+                del _EVALUATING[model]
+                model.train(was_training)
+
+
+_LOCK = threading.Lock()
+_EVALUATING: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()  # users, training before
 
 
 def sample(

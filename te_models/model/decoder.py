@@ -25,6 +25,7 @@ from te_models.config.options import RecipeOptions
 from te_models.config.recipe import Recipe, get_recipe
 from te_models.config.recompute_modes import check_mode
 from te_models.engine import check_support, engine_module, get_engine
+from te_models.errors import UsageError
 from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink, same_codes
 from te_models.fp8.region import forward_pass, fp8_layers, preserve_scales_in_backward
 from te_models.fp8.scaling_state import convert_scales, fp8_state, load_fp8_state
@@ -173,6 +174,22 @@ class Decoder(nn.Module):
             ),
         ):
             yield
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy or a pickle, which trains scales of its own."""
+        super().__setstate__(state)
+        for module in self.modules():
+            if isinstance(module, self.te.Linear):
+                self.te.separate_copy(module)
+        relink(self, self.te_recipe)
+
+    def double(self) -> Decoder:
+        """Raise a UsageError: te.Linear and te.RMSNorm run in FP32, BF16 and FP16."""
+        raise UsageError("te layers do not run in FP64: build the model with dtype=torch.float32 or torch.bfloat16")
+
+    def half(self) -> Decoder:
+        """Raise a UsageError: a live model does not change its dtype."""
+        raise UsageError("a live model does not change its dtype: build or load it with dtype=torch.float16")
 
     @property
     def te(self) -> ModuleType:
