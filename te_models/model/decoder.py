@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +35,7 @@ from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.kv_cache import KVCache
 from te_models.model.offload import HostMemory, Offload
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
+from te_models.model.targets import nan_if, next_token_targets
 from te_models.model.te_modules import linear, norm_options, pad_rows
 from te_models.model.tensor_parallel import TensorParallel
 
@@ -128,7 +128,6 @@ class Decoder(nn.Module):
             self.lm_head = linear(self.te, config.hidden_size, config.vocab_size, **factory)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self._mark_fp8_blocks()
         self.tp.mark(self)
         clear_states(self)
         drop_transposed(self)
@@ -220,6 +219,17 @@ class Decoder(nn.Module):
         assert isinstance(weight, Tensor)
         return weight
 
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Token ids that end a text."""
+        ids = self.config.eos_token_id
+        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The token id of padding, None if there is none."""
+        return self.config.pad_token_id
+
     def forward(
         self,
         input_ids: Tensor,
@@ -235,7 +245,8 @@ class Decoder(nn.Module):
 
         Args:
             input_ids: int64 [B, S]; any B and S up to max_position_embeddings.
-            labels: int64 [B, S], not shifted; -100 does not count.
+            labels: int64 [B, S], not shifted; -100 is not counted, nor is a target predicted from padding. Other labels
+                outside the vocabulary are a ValueError on a CPU; on a GPU they make the loss NaN.
             cache: positions seen before; the new ones are appended.
             attention_mask: [B, S], 1 for tokens and 0 for padding, which may lie on either side; None: no padding. The
                 logits at padding mean nothing.
@@ -251,9 +262,9 @@ class Decoder(nn.Module):
         """
         refuse_foreign_recompute(self.recipe.stateful)
         recompute = self._recompute(input_ids.device, is_first_microbatch)
-        passed = (cache, attention_mask, document_ids, recompute, self.kernels)
+        passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
         context = forward_context(self.config, input_ids, *passed, self.dtype)
-        wanted = (labels, return_logits, logits_to_keep)
+        wanted = (labels, attention_mask, return_logits, logits_to_keep)
         with forward_pass(self, self.te, self.recipe, self.te_recipe):
             output = self._decode(input_ids, context, *wanted)
         if self.recipe.stateful and not self.training:
@@ -292,7 +303,13 @@ class Decoder(nn.Module):
         return x
 
     def _output(
-        self, x: Tensor, context: ForwardContext, labels: Tensor | None, return_logits: bool, logits_to_keep: int | None
+        self,
+        x: Tensor,
+        context: ForwardContext,
+        labels: Tensor | None,
+        attention_mask: Tensor | None,
+        return_logits: bool,
+        logits_to_keep: int | None,
     ) -> Output:
         """Norm, head and loss of the last hidden states x [N, D]; arguments as in `forward`."""
         batch, seq = context.batch, context.seq
@@ -301,11 +318,11 @@ class Decoder(nn.Module):
             count = seq if logits_to_keep is None else min(logits_to_keep, seq)
             logits = self._logits(self._newest(h, context, count), context)
             return Output(None, logits[: batch * count].unflatten(0, (batch, count)))
-        targets = F.pad(labels[:, 1:], (0, 1), value=-100).flatten()  # shifting the labels spares a copy of the logits
+        targets, invalid = next_token_targets(labels, attention_mask, self.config.vocab_size)
         if not return_logits and self._head_is_fused:
-            return Output(self._fused_loss(h, targets), None)
+            return Output(nan_if(self._fused_loss(h, targets), invalid), None)
         logits = self._logits(h, context)[: batch * seq]
-        loss = self.kernels.cross_entropy(logits, targets)
+        loss = nan_if(self.kernels.cross_entropy(logits, targets), invalid)
         return Output(loss, logits.unflatten(0, (batch, seq)) if return_logits else None)
 
     @property
@@ -368,7 +385,6 @@ class Decoder(nn.Module):
             if isinstance(module, self.te.Linear):
                 self.te.reset_fp8_state(module)
         self.recipe, self.te_recipe = new, new.build(self.te)
-        self._mark_fp8_blocks()
         relink(self, self.te_recipe)
         if keep:
             self.take_fp8_state(keep, old)
@@ -396,11 +412,6 @@ class Decoder(nn.Module):
                 f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and {new.name!r} needs "
                 "others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"
             )
-
-    def _mark_fp8_blocks(self) -> None:
-        """Tell each block whether it belongs inside the autocast."""
-        for layer, block in enumerate(self.layers):
-            block.in_fp8 = layer in self.fp8_layers  # type: ignore[assignment]
 
     def _checked(self, recipe: Recipe) -> Recipe:
         """The recipe, if this model can run it here."""
