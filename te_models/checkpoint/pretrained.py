@@ -20,7 +20,7 @@ from te_models.checkpoint.folder import MANIFEST, Folder, load_folder, match, re
 from te_models.checkpoint.run_folder import Checkpoints
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import Recipe, recipe_fields, recipe_from_dict
-from te_models.errors import CheckpointError, UsageError, unknown
+from te_models.errors import CheckpointError, unknown
 from te_models.files.atomic import first_line
 from te_models.files.formats import parse_json, read_json, unflatten_state
 from te_models.fp8.primary_weights import (
@@ -233,22 +233,6 @@ def saved_folder(folder: str | Path) -> Path:
     if runs.is_dir() and not (Path(folder) / "config.json").exists():
         return Checkpoints(runs).latest() or Path(folder)
     return Path(folder)
-
-
-def tokenizer_of(tokenizer: str | None, model: str | Path | None) -> Path | None:
-    """Return where to read the tokenizer: `tokenizer` itself, else the model's folder; None for bytes.
-
-    Raises:
-        UsageError: the model is one of Hugging Face, so its text is not bytes, and its folder has no tokenizer.json.
-    """
-    if tokenizer is not None or model is None:
-        return None if tokenizer is None else Path(tokenizer)
-    folder = saved_folder(local_folder(model))
-    if (folder / "tokenizer.json").exists():
-        return folder
-    if is_hugging_face(folder, MODEL_TYPE):
-        raise UsageError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
-    return None
 
 
 def _tokenizer_documents(files: Mapping[str, bytes]) -> dict[str, Any]:
