@@ -25,7 +25,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"dispatch", "gated_attention_triton"},
     ],
     "engine": [{"__init__", "emulated", "native"}],
-    "fp8": [{"fsdp_gather", "scaling_state"}, {"primary_weights"}],
+    "fp8": [{"fsdp_gather", "scaling_state"}, {"primary_weights"}, {"region"}],
     "model": [
         {"kv_cache", "offload", "options", "rope", "targets", "te_modules", "tensor_parallel"},
         {"recompute"},

@@ -47,6 +47,7 @@ class Scheme:
     )
     stateful: bool = False  # scales and amax histories persist over steps and belong in a checkpoint
     forward: str = "E4M3"
+    fp8_format: str = ""  # Transformer Engine's default, where a recipe may choose it
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -54,19 +55,19 @@ SCHEMES: dict[str, Scheme] = {
     "DelayedScaling": Scheme(
         dict(margin=int, fp8_format=HYBRID_OR_E4M3, amax_history_len=int, amax_compute_algo=("most_recent", "max"),
              reduce_amax=bool),
-        stateful=True,
+        stateful=True, fp8_format="HYBRID",
     ),
     "Float8CurrentScaling": Scheme(
-        dict(fp8_format=HYBRID_OR_E4M3, use_power_2_scales=bool, backward_override=OVERRIDE),
+        dict(fp8_format=HYBRID_OR_E4M3, use_power_2_scales=bool, backward_override=OVERRIDE), fp8_format="HYBRID",
     ),
     "Float8BlockScaling": Scheme(
         dict(fp8_format=HYBRID_OR_E4M3, use_f32_scales=bool, x_block_scaling_dim=(1, 2), w_block_scaling_dim=(1, 2),
              grad_block_scaling_dim=(1, 2), backward_override=OVERRIDE),
-        scattered_rows=128, available="is_fp8_block_scaling_available",
+        scattered_rows=128, available="is_fp8_block_scaling_available", fp8_format="E4M3",
     ),
     "MXFP8BlockScaling": Scheme(
         dict(fp8_format=HYBRID_OR_E4M3, enable_2d_quantization=bool, backward_override=OVERRIDE),
-        rows=32, features=32, available="is_mxfp8_available",
+        rows=32, features=32, available="is_mxfp8_available", fp8_format="E4M3",
     ),
     "NVFP4BlockScaling": Scheme(
         dict(disable_rht=bool, disable_stochastic_rounding=bool, disable_2d_quantization=bool,
@@ -119,14 +120,21 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
             raise unknown("scheme", self.scheme, SCHEMES)
+        fields = dict(self.fields)
+        if default := SCHEMES[self.scheme].fp8_format:
+            fields["fp8_format"] = _format(fields.get("fp8_format", default))
         checks = {**SCHEMES[self.scheme].fields, **EDGES}
-        for name, value in {**self.fields, **{edge: getattr(self, edge) for edge in EDGES}}.items():
+        for name, value in {**fields, **{edge: getattr(self, edge) for edge in EDGES}}.items():
             if name not in checks:
                 raise unknown(f"field of recipe {self.name!r}", name, checks)
             _check(name, value, checks[name])
         if self.lm_head == "fp8" and self.num_layers_at_end_in_bf16:
             raise ConfigError("lm_head='fp8' needs num_layers_at_end_in_bf16=0: the FP8 layers are one region")
-        object.__setattr__(self, "fields", MappingProxyType(dict(self.fields)))
+        object.__setattr__(self, "fields", MappingProxyType(fields))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        about = {"description": self.description, "hardware": self.hardware}
+        return recipe_from_dict, (self.to_dict() | about,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
         return self  # immutable
@@ -158,7 +166,7 @@ class Recipe:
 
     @property
     def formats(self) -> str:
-        """The formats of activations and gradients, such as "E4M3/E5M2"."""
+        """The formats that run: of activations and gradients, such as "E4M3/E5M2"."""
         forward = SCHEMES[self.scheme].forward
         return f"{forward}/E5M2" if self.fields.get("fp8_format") == "HYBRID" else forward
 
@@ -258,11 +266,34 @@ def _from_object(recipe: Any) -> Recipe:
             f"recipe={recipe!r}: give a name ({', '.join(_shipped())}), a .toml file or a TE recipe object"
         )
     values = {name: getattr(recipe, name) for name in SCHEMES[scheme].fields}
+    _refuse_other_fields(recipe, values)
     if "fp8_format" in values:
         values["fp8_format"] = values["fp8_format"].name
     if "backward_override" in values:
         values["backward_override"] = values["backward_override"] or "none"
     return Recipe(name=scheme, scheme=scheme, fields=values, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1)
+
+
+def _refuse_other_fields(recipe: Any, taken: dict[str, Any]) -> None:
+    """Raise a ConfigError for a field of Transformer Engine's object that is not `taken` and not at its default."""
+    plain = type(recipe)(**taken)
+    power_of_two = taken.get("use_power_2_scales", not taken.get("use_f32_scales", True))
+    for name, value in vars(recipe).items():
+        if name in taken:
+            continue
+        default = getattr(plain, name, None)
+        allowed = [default]
+        if name.startswith("fp8_quant_") and default is not None:  # as `build` sets it
+            allowed.append(dataclasses.replace(default, power_2_scale=power_of_two))
+        if value not in allowed:
+            raise ConfigError(f"{type(recipe).__name__}.{name}={value!r} is not supported: leave it at {default!r}")
+
+
+def _format(value: Any) -> Any:
+    """Return the name of an FP8 format as Transformer Engine spells it; a recipe in its place is a ConfigError."""
+    if isinstance(value, str) and value.lower() in _shipped():
+        raise ConfigError(f"fp8_format={value!r} is a recipe, not a format: use recipe={value.lower()!r}")
+    return value.upper() if isinstance(value, str) else value
 
 
 def _check(name: str, value: Any, check: Check) -> None:

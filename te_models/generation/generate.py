@@ -8,6 +8,8 @@ every scale and amax history as it was.
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
@@ -147,13 +149,27 @@ def pad_id(model: Decoder, stops: Tensor | None) -> int:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode inside, and back into its mode after."""
-    was_training = model.training
-    model.eval()
+    """Put the model into evaluation mode, and back when the last of the threads that generate with it has finished."""
+    with _LOCK:
+        users, was_training = _EVALUATING.get(model, (0, model.training))
+        _EVALUATING[model] = users + 1, was_training
+        model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        with _LOCK:
+            users, was_training = _EVALUATING[model]
+            if users > 1:
+                _EVALUATING[model] = users - 1, was_training
+            else:
+                del _EVALUATING[model]
+                model.train(was_training)
+
+
+_LOCK = threading.Lock()
+_EVALUATING: weakref.WeakKeyDictionary[nn.Module, tuple[int, bool]] = (
+    weakref.WeakKeyDictionary()
+)  # users, training before
 
 
 def _rows(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """The decoder: embedding, blocks, norm and head, and the recipe that they run under. Read top to bottom.
 
 One enabled autocast surrounds the FP8 layers and nothing else: the BF16 layers at the start and at the end lie outside,
-so no autocast is ever nested and every scale is updated exactly once per step.
+whatever autocast a caller opens around the model, and every scale is updated exactly once per training pass.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from te_models.config.recipe import Recipe, get_recipe
 from te_models.config.recompute_modes import check_mode
 from te_models.device.choice import choose_device
 from te_models.engine import check_support, engine_module, get_engine
+from te_models.errors import UsageError
 from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink, same_codes
-from te_models.fp8.scaling_state import convert_scales, fp8_state, frozen_fp8_state, load_fp8_state
+from te_models.fp8.region import forward_pass, fp8_layers, preserve_scales_in_backward
+from te_models.fp8.scaling_state import convert_scales, fp8_state, load_fp8_state
 from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
 from te_models.kernels.lm_head import linear_cross_entropy
 from te_models.model.block import Block
@@ -127,7 +129,6 @@ class Decoder(nn.Module):
             self.lm_head = linear(self.te, config.hidden_size, config.vocab_size, **factory)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self._mark_fp8_blocks()
         self.tp.mark(self)
         clear_states(self)
         drop_transposed(self)
@@ -173,6 +174,22 @@ class Decoder(nn.Module):
             ),
         ):
             yield
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy or a pickle, which trains scales of its own."""
+        super().__setstate__(state)
+        for module in self.modules():
+            if isinstance(module, self.te.Linear):
+                self.te.separate_copy(module)
+        relink(self, self.te_recipe)
+
+    def double(self) -> Decoder:
+        """Raise a UsageError: te.Linear and te.RMSNorm run in FP32, BF16 and FP16."""
+        raise UsageError("te layers do not run in FP64: build the model with dtype=torch.float32 or torch.bfloat16")
+
+    def half(self) -> Decoder:
+        """Raise a UsageError: a live model does not change its dtype."""
+        raise UsageError("a live model does not change its dtype: build or load it with dtype=torch.float16")
 
     @property
     def te(self) -> ModuleType:
@@ -246,13 +263,21 @@ class Decoder(nn.Module):
         """
         refuse_foreign_recompute(self.recipe.stateful)
         recompute = self._recompute(input_ids.device, is_first_microbatch)
-        passed = (cache, attention_mask, document_ids, recompute, self.kernels)
+        passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
         context = forward_context(self.config, input_ids, *passed, self.dtype)
         wanted = (labels, attention_mask, return_logits, logits_to_keep)
+        with forward_pass(self, self.te, self.recipe, self.te_recipe):
+            output = self._decode(input_ids, context, *wanted)
+        if self.recipe.stateful and not self.training:
+            preserve_scales_in_backward(self, output)
+        return output
+
+    def _decode(self, input_ids: Tensor, context: ForwardContext, *wanted: Any) -> Output:
+        """input_ids [B, S] through all blocks and the head; `wanted` as in `_output`."""
         fp8 = self.fp8_layers
         x = self.tp.scatter(self._padded(self._embedded(input_ids, context)))
         x = self._run(range(fp8.start), x, context)
-        with self._fp8_region():
+        with fp8_layers(self.te, self.te_recipe, self.amax_group) if fp8 else contextlib.nullcontext():
             x = self._run(fp8, x, context)
             if self._head_in_fp8:
                 return self._output(x, context, *wanted)
@@ -264,7 +289,8 @@ class Decoder(nn.Module):
         count = len(self.layers)
         offload = Offload(self.host_memory, count, device) if self.activation_offload else None
         how = (first_microbatch, offload, self.fp8_params)
-        return Recompute(self.activation_checkpointing, self.te, self.te_recipe, count, *how)
+        lock = self.te.region_lock(self)
+        return Recompute(self.activation_checkpointing, self.te, self.te_recipe, count, *how, lock=lock)
 
     def _embedded(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """input_ids [B, S] -> [B*S, D], zero at padding."""
@@ -336,17 +362,6 @@ class Decoder(nn.Module):
         return pad_rows(x, self.tp.rows(len(x), self._row_alignment))
 
     @contextlib.contextmanager
-    def _fp8_region(self) -> Any:
-        """The one FP8 region. Outside training it must not touch the scales that training goes on with."""
-        if not self.recipe.quantized:
-            yield
-            return
-        training = self.training and torch.is_grad_enabled()
-        guard = frozen_fp8_state(self) if self.recipe.stateful and not training else contextlib.nullcontext()
-        with guard, self.te.autocast(enabled=True, recipe=self.te_recipe, amax_reduction_group=self.amax_group):
-            yield
-
-    @contextlib.contextmanager
     def unfused(self) -> Iterator[None]:
         """Inside, the model runs with plain kernels and passes BF16 between its modules."""
         before, self.kernels = self.kernels, PLAIN
@@ -371,7 +386,6 @@ class Decoder(nn.Module):
             if isinstance(module, self.te.Linear):
                 self.te.reset_fp8_state(module)
         self.recipe, self.te_recipe = new, new.build(self.te)
-        self._mark_fp8_blocks()
         relink(self, self.te_recipe)
         if keep:
             self.take_fp8_state(keep, old)
@@ -399,11 +413,6 @@ class Decoder(nn.Module):
                 f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and {new.name!r} needs "
                 "others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"
             )
-
-    def _mark_fp8_blocks(self) -> None:
-        """Tell each block whether it belongs inside the autocast."""
-        for layer, block in enumerate(self.layers):
-            block.in_fp8 = layer in self.fp8_layers  # type: ignore[assignment]
 
     def _checked(self, recipe: Recipe) -> Recipe:
         """The recipe, if this model can run it here."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import UsageError, needs
+from te_models.fp8.primary_weights import plain, restore_weight, saved_weight, write_weight
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -72,7 +73,7 @@ class LoraLinear(nn.Module, LoraLayer):
             warnings.filterwarnings("ignore", "Unsupported layer type")  # the emulated engine's, which has both sizes
             LoraLayer.__init__(self, base_layer, **options)
         self._active_adapter = adapter_name
-        self._before_merge: Tensor | None = None
+        self._before_merge: dict[str, Tensor] | None = None
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -113,12 +114,12 @@ class LoraLinear(nn.Module, LoraLayer):
         if not names:
             return
         weight: Any = self.base_layer.weight
-        merged: Any = weight.float() + sum(self.get_delta_weight(name) for name in names)
+        merged: Any = plain(weight).float() + sum(self.get_delta_weight(name) for name in names)
         if safe_merge and not bool(merged.isfinite().all()):
             raise UsageError(f"merging {', '.join(names)} gives values that are not finite: the adapter is broken")
         if self._before_merge is None:
-            self._before_merge = weight.detach().clone()
-        weight.copy_(merged)
+            self._before_merge = saved_weight(weight)
+        write_weight(weight, merged, for_master=False)
         self.merged_adapters += names
 
     @torch.no_grad()
@@ -127,6 +128,6 @@ class LoraLinear(nn.Module, LoraLayer):
         if self._before_merge is None:
             return
         weight: Any = self.base_layer.weight
-        weight.copy_(self._before_merge)
+        restore_weight(weight, self._before_merge)
         self._before_merge = None
         self.merged_adapters.clear()

@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from te_models.causal_lm import CausalLM
 from te_models.checkpoint.folder import load_folder
-from te_models.checkpoint.pretrained import read_config
+from te_models.checkpoint.pretrained import read_recipe
 from te_models.checkpoint.run_folder import Checkpoints
-from te_models.config.recipe import get_recipe, recipe_from_dict
+from te_models.config.recipe import get_recipe
 from te_models.config.training import TrainConfig
 from te_models.errors import UsageError
 from te_models.files.atomic import readable
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def run_folder(out: str | None, label: str, recipe: str | None, resume: bool) -> Path | None:
@@ -53,9 +57,9 @@ def saved_choices(folder: Path | None) -> dict[str, Any]:
         return {}
     saved = load_folder(newest, ["config", "recipe"], optional=["run"])
     fp8_params = any(readable(newest).glob("fp8_weights*"))  # checkpoints before "run" was part of them
-    _, dtype = read_config(saved)
+    dtype = DTYPES.get(saved.documents["config"].get("dtype"), torch.bfloat16)  # checked when the weights are loaded
     own = {"fp8_params": fp8_params, **saved.documents.get("run", {})}
-    return {"recipe": recipe_from_dict(saved.documents["recipe"]), "dtype": dtype, **own}
+    return {"recipe": read_recipe(saved), "dtype": dtype, **own}
 
 
 def starting_step(folder: Path, resume: bool, config: TrainConfig) -> int:

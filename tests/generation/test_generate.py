@@ -136,11 +136,23 @@ def test_a_stream_gives_the_tokens_of_generate() -> None:
         (dict(top_p=0.6), logits_process.TopPLogitsWarper(0.6)),
         (dict(min_p=0.2), logits_process.MinPLogitsWarper(0.2)),
         (dict(temperature=0.5), logits_process.TemperatureLogitsWarper(0.5)),
+        # In transformers' order the temperature comes first; the others would keep other tokens before it.
+        (
+            dict(temperature=3.0, min_p=0.5),
+            [logits_process.TemperatureLogitsWarper(3.0), logits_process.MinPLogitsWarper(0.5)],
+        ),
+        (
+            dict(temperature=3.0, top_p=0.5),
+            [logits_process.TemperatureLogitsWarper(3.0), logits_process.TopPLogitsWarper(0.5)],
+        ),
     ],
 )
 def test_sampling_follows_the_distribution_of_transformers(options: dict, judge: Any) -> None:
     logits = torch.randn(1, 40) * 2
-    expected = judge(None, logits.clone()).softmax(-1)[0]
+    expected = logits.clone()
+    for warper in judge if isinstance(judge, list) else [judge]:
+        expected = warper(None, expected)
+    expected = expected.softmax(-1)[0]
     drawn = sample(logits.expand(40_000, -1), torch.Generator().manual_seed(0), **options)
     share = torch.bincount(drawn, minlength=40) / len(drawn)
     assert (share[expected == 0] == 0).all()

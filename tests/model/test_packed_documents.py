@@ -116,7 +116,9 @@ def test_positions_count_from_the_start_of_each_document() -> None:
 
     def described(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> ForwardContext:
         recompute = Recompute("none", model.te, model.te_recipe, 4)
-        return forward_context(model.config, tokens, None, None, documents, recompute, model.kernels, model.dtype)
+        return forward_context(
+            model.config, tokens, None, None, documents, recompute, model.kernels, model.fp8_layers, model.dtype
+        )
 
     together = described(ids, documents)
     for row, place, own in alone(ids):
