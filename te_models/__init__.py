@@ -11,6 +11,7 @@ from typing import Any as _Any
 
 if _TYPE_CHECKING:
     from te_models.causal_lm import CausalLM, plan
+    from te_models.checkpoint.pretrained import load_te_checkpoint
     from te_models.config.model import ModelConfig
     from te_models.config.presets import get_preset, list_presets
     from te_models.config.recipe import Recipe, get_recipe, list_recipes
@@ -19,7 +20,7 @@ if _TYPE_CHECKING:
     from te_models.data.training_data import open_data
     from te_models.generation.text import stream_text
     from te_models.training.cuda_graph import GraphedStep
-    from te_models.training.lora import add_lora
+    from te_models.training.lora import add_lora, load_lora
     from te_models.training.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -35,6 +36,8 @@ _MODULES = {  # public name -> its module below te_models
     "get_recipe": "config.recipe",
     "list_presets": "config.presets",
     "list_recipes": "config.recipe",
+    "load_lora": "training.lora",
+    "load_te_checkpoint": "checkpoint.pretrained",
     "load_tokenizer": "data.tokenizer",
     "open_data": "data.training_data",
     "plan": "causal_lm",
@@ -52,6 +55,8 @@ __all__ = [
     "get_recipe",
     "list_presets",
     "list_recipes",
+    "load_lora",
+    "load_te_checkpoint",
     "load_tokenizer",
     "open_data",
     "plan",

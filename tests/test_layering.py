@@ -18,7 +18,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     ],
     "files": [{"atomic", "bounded"}, {"formats"}],
     "distributed": [{"collectives", "control", "dtensor"}],
-    "device": [{"cpu_matmul", "cuda_capture", "cudnn", "determinism"}],
+    "device": [{"choice", "cpu_matmul", "cuda_capture", "cudnn", "determinism"}],
     "kernels": [
         {"early_save", "elementwise", "embedding_triton", "fp8_triton", "lm_head", "lm_head_triton", "sdpa"},
         {"gated_attention", "handover", "handover_triton"},
@@ -77,6 +77,7 @@ ONLY_IN = {
     "safetensors": set(),
     "matplotlib": {"training.plots"},
     "rich": {
+        "cli.bench",
         "cli.list",
         "cli.options",
         "inspect.bench_report",

@@ -1,6 +1,7 @@
 """The public names of te_models, and its answer to a misspelt keyword."""
 
 import ast
+import re
 import typing
 from dataclasses import fields
 from pathlib import Path
@@ -27,10 +28,13 @@ def test_dir_has_the_public_names_only() -> None:
         assert getattr(te_models, name).__name__ == name
 
 
-def test_examples_need_no_other_module() -> None:
-    for path in (ROOT / "examples").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            assert not (isinstance(node, ast.ImportFrom) and str(node.module).startswith("te_models.")), path
+def test_examples_and_guides_need_no_other_module() -> None:
+    programs = {path: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    for page in [ROOT / "README.md", *(ROOT / "docs/guide").glob("*.md")]:
+        programs[page] = "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
+    assert sum("from te_models import" in text for text in programs.values()) > 5
+    for path, text in programs.items():
+        assert not re.search(r"^from te_models\.", text, re.MULTILINE), path
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TeModelsError as error:
         return _fail(error, str(error), error.exit_code)
     except (ValueError, OSError) as error:  # of Python and of libraries, for bad input
+        if isinstance(error, OSError) and error.filename is not None and error.strerror:
+            return _fail(error, f"{error.filename}: {error.strerror}")
         return _fail(error, str(error))
 
 

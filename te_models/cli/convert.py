@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from te_models.cli.options import Command, build_model, option
+from te_models.cli.options import Command, build_model, option, out_option
 from te_models.config.presets import get_preset
 from te_models.errors import unknown
 
@@ -15,7 +15,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @click.command(cls=Command)
 @option("--model", metavar="DIR", help="Saved model, Hugging Face folder, or name on the hub.")
-@option("--out", required=True, metavar="DIR", help="Folder to write.")
+@out_option("Folder to write.", required=True)
 @option("--format", default="hf", show_default=True, help="hf: for transformers; te: with recipe and FP8 state.")
 @option("--recipe", metavar="NAME|FILE", help="Recipe to save with the model (te).")
 @option("--dtype", help="bfloat16, float16 or float32; default: as saved.")

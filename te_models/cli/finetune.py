@@ -16,6 +16,7 @@ from te_models.cli.options import (
     memory_options,
     model_options,
     option,
+    out_option,
     tokenizer_option,
     train_options,
 )
@@ -29,7 +30,7 @@ RUN_OPTIONS = ("data", "streaming", "packing", "data_workers", "tokenizer", "out
     metavar="PATH",
     help="Text, JSONL or Parquet: a file, folder, glob or URL; default: Python's documentation and sources.",
 )
-@option("--out", metavar="DIR", help="Folder of the run; default: runs/<model>-<recipe>.")
+@out_option("Folder of the run; default: runs/<model>-<recipe>.")
 @option("--resume", is_flag=True, help="Continue from the newest checkpoint in --out.")
 @train_options()
 @model_options

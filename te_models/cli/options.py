@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
@@ -14,6 +17,8 @@ from rich.console import Console, RenderableType
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import FIELD_HELP, list_recipes, recipe_fields
 from te_models.config.training import TrainConfig
+from te_models.errors import OutOfMemory, UsageError
+from te_models.files.atomic import first_line
 
 if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
@@ -29,6 +34,10 @@ TRAIN_GROUPS = {  # heading of the help -> fields of TrainConfig; the others are
         "parallel", "tensor_parallel_size", "sequence_parallel", "reshard_after_forward", "prefetch_blocks",
         "reduce_dtype", "collective_timeout",
     ),
+}  # fmt: skip
+MEMORY_OPTIONS = {  # of a training run, which `plan --memory` takes too
+    "preset", "model", "recipe", "fp8_params", "batch_size", "seq_len", "gradient_accumulation", "optimizer",
+    "activation_checkpointing", "activation_offload", *config_fields(), *recipe_fields(),
 }  # fmt: skip
 LAST_GROUPS = ("Recipe fields", "Model shape")
 TRAIN_FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
@@ -46,7 +55,19 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """A command whose help lists the everyday options first and all others below, by group."""
+    """A command whose help lists the everyday options first and all others below, by group.
+
+    Out of memory, it ends with one line that says what helps.
+    """
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise OutOfMemory(f"out of memory ({first_line(error)}): {_memory_advice(ctx)}") from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one section per group of options."""
@@ -59,6 +80,32 @@ class Command(click.Command):
         for title, records in sorted(groups.items(), key=lambda group: group[0] in LAST_GROUPS):
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether Python, the CPU allocator or the CUDA allocator of PyTorch ran out of memory."""
+    names = {kind.__name__ for kind in type(error).__mro__}  # without an import of torch
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+
+
+def _memory_advice(ctx: click.Context) -> str:
+    """Return the command that shows the memory of this run, and the options that lower it."""
+    names = [parameter.name for parameter in ctx.command.params]
+    if "steps" not in names or "gradient_accumulation" not in names:
+        return "use a smaller model or batch, shorter sequences, or --fp8-params"
+    given = []
+    for parameter in ctx.command.params:
+        value = ctx.params.get(parameter.name or "")
+        if parameter.name not in MEMORY_OPTIONS or value is None or not is_given(parameter.name):
+            continue
+        if isinstance(value, bool):
+            given.append((parameter.opts if value else parameter.secondary_opts)[0])
+        else:
+            given += [parameter.opts[0], str(value)]
+    return (
+        f"`{shlex.join(['te-models', 'plan', '--memory', *given])}` shows what takes it; lower --batch-size or "
+        "--seq-len, or add --activation-checkpointing full, --fp8-params, --optimizer-offload or --activation-offload"
+    )
 
 
 def option(*declarations: str, group: str = "Options", **attributes: Any) -> Decorator:
@@ -153,6 +200,23 @@ compile_option = option(
     "--compile/--no-compile", default=True, show_default=True, group="Model",
     help="Fuse elementwise operations with torch.compile (on a GPU).",
 )  # fmt: skip
+
+
+def out_option(help: str, **attributes: Any) -> Decorator:
+    """Add the option of the folder to write; a file in its place is refused before anything else is done."""
+    return option("--out", metavar="DIR", callback=_refuse_file, help=help, **attributes)
+
+
+def _refuse_file(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None:
+        path = next(
+            path for path in (Path(value), *Path(value).parents) if os.path.lexists(path) or path == path.parent
+        )
+        if not path.is_dir():
+            raise UsageError(f"--out {value}: {path} is not a folder: give another one")
+    return value
+
+
 tokenizer_option = option(
     "--tokenizer", metavar="PATH", help="Hugging Face tokenizer.json; default: the model's own, else bytes."
 )
@@ -205,8 +269,11 @@ def build_model(
 
 
 def console(width: int = 140) -> Console:
-    """Return a console of the terminal's width, or of a fixed one where the output is not a terminal."""
-    return Console(width=None if sys.stdout.isatty() else width)
+    """Return a console of the terminal's width, or of this one where the output is not a terminal.
+
+    Markup and emoji codes are off, since names and paths may contain them.
+    """
+    return Console(width=None if sys.stdout.isatty() else width, markup=False, emoji=False)
 
 
 class Report(Protocol):

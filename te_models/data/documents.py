@@ -231,6 +231,11 @@ def readable_errors(path: str) -> Iterator[None]:
     except OSError as error:
         name, reason = error.filename or path, error.strerror or first_line(error)
         raise DataUnavailable(f"{name}: cannot be read ({reason}): check it and its permissions") from None
+    except Exception as error:  # the libraries of remote file systems have no common base but this one
+        if "://" not in path:
+            raise
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise DataUnavailable(f"{path}: cannot be read ({reason}): check the address and the network") from None
 
 
 def _cut(document: Document, eval_fraction: float) -> tuple[list[Document], list[Document]]:

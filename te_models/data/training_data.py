@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from torch import Tensor
 
 from te_models.config.training import TrainConfig
@@ -74,9 +76,5 @@ def open_data(
 
 def _must_stream(path: str) -> bool:
     """Return whether to stream by default: compressed files, globs, URLs and corpora that may not fit in memory."""
-    return (
-        any(c in path for c in "*?[")
-        or "://" in path
-        or path.endswith(tuple(COMPRESSIONS))
-        or (corpus_size(path) > STREAMED_BYTES)
-    )
+    glob = not os.path.lexists(path) and any(c in path for c in "*?[")
+    return glob or "://" in path or path.endswith(tuple(COMPRESSIONS)) or corpus_size(path) > STREAMED_BYTES

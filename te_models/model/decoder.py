@@ -23,6 +23,7 @@ from te_models.config.model import ModelConfig
 from te_models.config.options import RecipeOptions
 from te_models.config.recipe import Recipe, get_recipe
 from te_models.config.recompute_modes import check_mode
+from te_models.device.choice import choose_device
 from te_models.engine import check_support, engine_module, get_engine
 from te_models.errors import UsageError
 from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink, same_codes
@@ -103,7 +104,7 @@ class Decoder(nn.Module):
         self.local_config = self.tp.local(config)
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.activation_offload, self.host_memory = activation_offload, HostMemory()
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = choose_device(device)
         _, self.engine, self.engine_reason = get_engine(engine, device)
         self.recipe = self._checked(get_recipe(recipe, **recipe_options))
         self.te_recipe = self.recipe.build(self.te)
@@ -441,4 +442,4 @@ def target_device(model: Decoder) -> torch.device:
     """Return the model's device; for a model on the meta device, made to be planned, the default one."""
     if model.device.type != "meta":
         return model.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return choose_device()

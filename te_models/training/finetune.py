@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from te_models.causal_lm import CausalLM
 from te_models.config.training import TrainConfig
@@ -79,7 +80,7 @@ def finetune(
     config = TrainConfig(**train)
     resolve_options(config.optimizer, config.optimizer_options)  # fail before reading data
     with parallel(config, device) as shared:
-        console = Console(quiet=not shared.ranks.first)
+        console = Console(markup=False, emoji=False, quiet=not shared.ranks.first)
         words = load_tokenizer(tokenizer or model_folder)
         dataset, eval_batches = open_data(
             data,
@@ -144,7 +145,7 @@ def _print_result(console: Console, result: Result, folder: Path, model: CausalL
         console.print(f"interrupted: step {result.step} is saved; the same command with --resume continues from it")
         return
     console.print(outcome(result), highlight=False)
-    console.print(f"[dim] loss curve[/dim] {curve}", highlight=False)
+    console.print(Text(" loss curve ", "dim"), curve, sep="", highlight=False, soft_wrap=True)
 
 
 def _print_sample(console: Console, model: CausalLM, words: Tokenizer, tokens: int, shared: Parallel) -> None:
@@ -154,5 +155,5 @@ def _print_sample(console: Console, model: CausalLM, words: Tokenizer, tokens: i
     if shared.sharded:
         options["cuda_graph"] = False  # collectives are not captured
     text = continue_text(model, words, SAMPLE_PROMPT, min(tokens, room), **options)
-    console.print("\n[bold]sample[/bold]")
-    console.print(text, markup=False, highlight=False)
+    console.print(Text("\nsample", "bold"))
+    console.print(text, highlight=False)

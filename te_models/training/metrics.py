@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from te_models.errors import DataError
+from te_models.files.atomic import first_line
+
 
 class MetricsLog:
     """Write metrics.jsonl line by line. Opening it at step N drops the rows of later steps, as a resumed run needs.
@@ -39,5 +42,20 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all rows of a metrics.jsonl, without a last line that a kill cut short."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    """Return all rows of a metrics.jsonl, without a last line that a kill cut short.
+
+    Raises:
+        DataError: a complete line is not an object with a step.
+    """
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}:{number}: not JSON ({first_line(error)}): remove the line") from None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise DataError(f"{path}:{number}: not an object with a step: remove the line")
+        rows.append(row)
+    return rows

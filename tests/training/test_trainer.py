@@ -25,6 +25,7 @@ from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import Diverged, SaveError
 from te_models.fp8.primary_weights import plain, weight_codes
 from te_models.fp8.scaling_state import fp8_state
+from te_models.model.targets import next_token_targets
 from te_models.training.evaluation import evaluate
 from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel
@@ -201,6 +202,20 @@ def test_a_bad_step_read_late_changes_no_weight(clip: float, tmp_path: Path) -> 
     assert all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
     assert all(torch.equal(p, q) for p, q in zip(state["masters"], later["masters"], strict=True))
     assert str(state["state"]) == str(later["state"])
+
+
+def test_a_bad_label_on_a_gpu_ends_the_run_with_the_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_on_a_gpu(labels: torch.Tensor, mask: Any, vocab_size: int) -> Any:
+        invalid = labels >= vocab_size
+        return next_token_targets(labels.masked_fill(invalid, -100), mask, vocab_size)[0], invalid.any()
+
+    run = trainer(tmp_path, "bf16", shape=TINY, steps=4, seq_len=16, eval_every=0)
+    batches = [next(run.dataset) for _ in range(4)]
+    batches[1]["labels"][1, 7] = 288
+    monkeypatch.setattr("te_models.model.decoder.next_token_targets", as_on_a_gpu)
+    monkeypatch.setattr(TokenDataset, "__next__", lambda data: batches.pop(0))
+    with pytest.raises(Diverged, match=r"^step 2: a label is 288: give 0 to 287 \(vocab_size=288\), or -100"):
+        run.run()
 
 
 def test_resuming_under_another_recipe_says_so_and_goes_on(tmp_path: Path) -> None:
