@@ -32,7 +32,8 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "interop": [{"hf_families", "te_extra_state"}, {"hf", "te_checkpoint"}],
     "checkpoint": [{"folder"}, {"run_folder"}, {"pretrained", "sharded"}],
     "optim": [
-        {"galore", "gradients", "groups", "lowbit", "muon8bit", "parameter_owners", "state_tensors"},
+        {"gradients", "groups", "parameter_owners", "state_tensors"},
+        {"galore", "lowbit", "muon8bit"},
         {"master"},
         {"te_adam"},
         {"__init__"},
@@ -40,7 +41,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "data": [{"chat_template", "tokenizer"}, {"dataset"}, {"corpus_chunks"}, {"streaming"}, {"training_data"}],
     "causal_lm": [{"causal_lm"}],
     "training": [
-        {"cuda_graph", "evaluation", "lora", "metrics", "parallel", "plots", "stop_signals", "timing"},
+        {"cuda_graph", "evaluation", "lora", "metrics", "parallel", "plots", "restore", "stop_signals", "timing"},
         {"launch", "trainer"},
         {"report"},
         {"finetune"},

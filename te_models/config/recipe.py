@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from te_models.errors import unknown
+from te_models.errors import ConfigError, unknown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -72,6 +72,8 @@ SCHEMES: dict[str, Scheme] = {
     ),
 }  # fmt: skip
 
+# A history takes 20 bytes per row and linear layer; FP32 has exponents for no larger margin.
+LARGEST = dict(amax_history_len=65536, margin=100)
 # Ours, beside the scheme's own: which layers stay out of FP8.
 EDGES: dict[str, Check] = dict(num_layers_at_start_in_bf16=int, num_layers_at_end_in_bf16=int, lm_head=("bf16", "fp8"))
 
@@ -245,5 +247,9 @@ def _check(name: str, value: Any, check: Check) -> None:
             raise ValueError(f"{name}={value!r}: give true or false")
     elif not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{name}={value!r}: give a whole number")
-    elif value < (1 if name == "amax_history_len" else 0):
-        raise ValueError(f"{name}={value!r} is too small: give {1 if name == 'amax_history_len' else 0} or more")
+    else:
+        least, most = 1 if name == "amax_history_len" else 0, LARGEST.get(name, 2**20)
+        if value < least:
+            raise ConfigError(f"{name}={value!r} is too small: give {least} or more")
+        if value > most:
+            raise ConfigError(f"{name}={value!r} is too large: give {most} or less")

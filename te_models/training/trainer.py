@@ -36,6 +36,7 @@ from te_models.training.cuda_graph import GraphedStep, obstacle
 from te_models.training.evaluation import Batch, count_targets, evaluate, first_bad_module, to_device
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
+from te_models.training.restore import check_data_position, check_random_state, check_result
 from te_models.training.stop_signals import stop_signals
 from te_models.training.timing import Timestamp, copy_to_host, elapsed, timestamp
 
@@ -347,12 +348,19 @@ class Trainer(NamedFields):
         if self.parallel.sharded and self.parallel.owners() is None:
             assert isinstance(self.optimizer, MasterWeights)
             optimizer = cut_optimizer_state(optimizer, self.optimizer.masters, self.model, self._optimizer_names())
+        self.optimizer.check_state_dict(optimizer)
+        rank, device = self.parallel.ranks.rank, self.model.device
+        random, cuda = check_random_state(state["rng"], rank, torch.Generator(), f"{newest}: rng"), None
+        if state["cuda_rng"] is not None and device.type == "cuda":
+            cuda = check_random_state(state["cuda_rng"], rank, torch.Generator(device), f"{newest}: cuda_rng")
+        check_result(state["result"], asdict(self.result))
+        check_data_position(state["dataset"], self.dataset.state_dict())
+        self.dataset.load_state_dict(state["dataset"])  # the last that may refuse, before it changes anything
         found.write()
         self.optimizer.load_state_dict(optimizer)
-        self.dataset.load_state_dict(state["dataset"])
-        torch.set_rng_state(self._own_random_state(state["rng"]))
-        if state["cuda_rng"] is not None and self.model.device.type == "cuda":
-            torch.cuda.set_rng_state(self._own_random_state(state["cuda_rng"]), self.model.device)
+        torch.set_rng_state(random)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
         self.result = Result(**state["result"])
 
     def _optimizer_names(self) -> list[str]:
@@ -365,13 +373,6 @@ class Trainer(NamedFields):
         if self.parallel.ranks.world == 1:
             return own
         return torch.tensor(self.parallel.ranks.gather(own.tolist()), dtype=torch.uint8)
-
-    def _own_random_state(self, states: Tensor) -> Tensor:
-        """Return this rank's random state among those saved, perhaps by another number of ranks.
-
-        A copy: PyTorch's setters read from the start of the storage, wherever in it the tensor lies.
-        """
-        return (states if states.dim() == 1 else states[self.parallel.ranks.rank % len(states)]).clone()
 
     def _diagnosis(self, step: int, loss: float, norm: float, micro_batches: list[Batch]) -> str:
         """Return one line that names the step and the first layer whose output is not finite."""
