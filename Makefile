@@ -2,11 +2,12 @@
 PYTHON ?= python3
 RUN := .venv/bin
 STAMP := .venv/.installed
+DOCS := .venv/.installed-docs
 OUT ?= runs/first-light
 RECIPE ?= current
 STEPS ?= 250
 
-.PHONY: finetune test test-slow test-gpu test-lowest test-newest check format clean
+.PHONY: finetune test test-slow test-gpu test-lowest test-newest check docs tables format clean
 
 finetune: $(STAMP)  ## fine-tune gated-nano in FP8 on Python's own documentation and sources
 	rm -rf $(OUT)
@@ -35,6 +36,12 @@ check: $(STAMP)  ## lint, format, types, import layers
 	$(RUN)/pyrefly check --summary=none
 	$(RUN)/python -m pytest -q tests/test_layering.py
 
+docs: $(DOCS)  ## the documentation as a site in site/, with warnings as errors
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet
+
+tables: $(STAMP)  ## the tables of README.md and docs/, from benchmarks/results/
+	$(RUN)/python -m benchmarks.make_tables
+
 format: $(STAMP)
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
@@ -44,5 +51,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,hf,dev]"
 	touch $@
 
+$(DOCS): $(STAMP)
+	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $@
+
 clean:
-	rm -rf .venv .venv-lowest .venv-newest runs dist
+	rm -rf .venv .venv-lowest .venv-newest runs dist site

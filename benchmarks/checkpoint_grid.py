@@ -1,8 +1,6 @@
 """Memory and speed of activation checkpointing under each recipe: forward and backward, true peak memory.
 
     python benchmarks/checkpoint_grid.py run --out benchmarks/results/checkpoint_grid_h200.json     # on a GPU
-    python benchmarks/checkpoint_grid.py report benchmarks/results/checkpoint_grid_h200.json        # table, anywhere
-    python benchmarks/checkpoint_grid.py plot benchmarks/results/checkpoint_grid_h200.json docs/checkpoint_grid_h200.png
 
 Medians of interleaved rounds: every round times each variant of one model once, as a Trainer runs it (a CUDA graph, the
 loss alone, gradients that are made by the backward). `activations` are what the forward leaves for the backward. Each FP8
@@ -29,13 +27,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8B width, 4 layers": dict(preset="gated-8b", batch=4, seq=4096, num_hidden_layers=4, num_key_value_heads=32),
 }
 RECIPES = (("bf16", False), ("delayed", False), ("delayed", True), ("current", False), ("current", True))
-MARKERS = {"none": "o", "selective": "s", "full": "^"}
-MODES = tuple(MARKERS)
+MODES = ("none", "selective", "full")
 
 
 @click.group()
 def cli() -> None:
-    """Run the grid, or report on it."""
+    """Run the grid."""
 
 
 def prepared(model: CausalLM, mode: str, ids: torch.Tensor, weights: int) -> tuple[Callable[[], float], int, int]:
@@ -92,7 +89,9 @@ def measure(shape: dict[str, Any], recipe: str, fp8_params: bool, rounds: int) -
         median = times[len(times) // 2]
         rows.append(dict(recipe=recipe, fp8_params=fp8_params, mode=mode, ms=median, fastest=times[0], slowest=times[-1],
                          tokens_per_second=batch * seq / median * 1e3, peak=peak, activations=kept))  # fmt: skip
-        print(preset, *_variant(rows[-1]), mode, f"{median:.1f} ms {peak / 2**30:.2f} GiB", flush=True)
+        print(
+            preset, recipe, "FP8" if fp8_params else "BF16", mode, f"{median:.1f} ms {peak / 2**30:.2f} GiB", flush=True
+        )
     return rows
 
 
@@ -113,59 +112,6 @@ def run(out: Path, rounds: int, names: tuple[str, ...]) -> None:
             except Exception:  # one variant that fails must not cost the others
                 traceback.print_exc()
             out.write_text(json.dumps(result, indent=1))
-
-
-@cli.command()
-@click.argument("path", type=click.Path(path_type=Path))
-def report(path: Path) -> None:
-    """Print the table."""
-    result = json.loads(path.read_text())
-    print(
-        "| model | recipe | weights | checkpointing | peak | activations | against `none` | tokens/s | against `none` |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
-    for name, rows in result["rows"].items():
-        for row in rows:
-            none = next(r for r in rows if r["mode"] == "none" and _variant(r) == _variant(row))
-            print(
-                f"| {name} | `{row['recipe']}` | {_variant(row)[1]} | {row['mode']} | {row['peak'] / 2**30:.2f} GiB | "
-                f"{row['activations'] / 2**30:.2f} GiB | {row['activations'] / none['activations']:.2f}x | "
-                f"{row['tokens_per_second']:,.0f} | {row['tokens_per_second'] / none['tokens_per_second']:.2f}x |"
-            )
-
-
-def _variant(row: dict[str, Any]) -> tuple[str, str]:
-    """Recipe, and format of the primary weights; results from before there was a choice have BF16 ones."""
-    return row["recipe"], "FP8" if row.get("fp8_params") else "BF16"
-
-
-@cli.command()
-@click.argument("path", type=click.Path(path_type=Path))
-@click.argument("image", type=click.Path(path_type=Path))
-def plot(path: Path, image: Path) -> None:
-    """Draw peak memory against speed, a panel a model, a line a recipe, its points the modes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shapes = json.loads(path.read_text())["rows"]
-    figure, panels = pyplot.subplots(1, len(shapes), figsize=(6 * len(shapes), 4.5), squeeze=False)
-    for axes, (name, rows) in zip(panels[0], shapes.items(), strict=True):
-        for variant in dict.fromkeys(map(_variant, rows)):
-            points = [row for row in rows if _variant(row) == variant]
-            x = [row["peak"] / 2**30 for row in points]
-            y = [row["tokens_per_second"] for row in points]
-            (line,) = axes.plot(x, y, "--" if variant[1] == "FP8" else "-", label=f"{variant[0]}, {variant[1]} weights")
-            for row, across, up in zip(points, x, y, strict=True):
-                axes.plot(across, up, MARKERS[row["mode"]], color=line.get_color())
-        for mode, marker in MARKERS.items():
-            axes.plot([], [], marker, color="grey", label=mode)
-        axes.set(title=name, xlabel="peak memory, GiB", ylabel="tokens a second", xlim=(0, None), ylim=(0, None))
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, ncols=2, loc="lower right")
-    figure.tight_layout()
-    figure.savefig(image, dpi=150)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """First light: the same fine-tuning run under several recipes, one after the other, with one seed and one data order.
 
 python benchmarks/first_light.py run --out benchmarks/results/first_light_h200.json     # on a GPU
-python benchmarks/first_light.py report benchmarks/results/first_light_h200.json        # plot and table, anywhere
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 import click
 
 from te_models.training.metrics import read_metrics
-from te_models.training.plots import plot_losses
 
 RUN = dict(preset="gated-124m", steps=400, batch_size=32, seq_len=1024, learning_rate=3e-4, warmup_steps=30)
 RUN |= dict(eval_every=50, eval_batches=16, seed=0, sample_tokens=0)
@@ -24,7 +22,7 @@ RUN |= dict(eval_every=50, eval_batches=16, seed=0, sample_tokens=0)
 
 @click.group()
 def cli() -> None:
-    """Run the comparison, or report on it."""
+    """Run the comparison."""
 
 
 @cli.command()
@@ -46,30 +44,6 @@ def run(recipes: str, out: Path, changes: tuple[str, ...]) -> None:
             saved = json.loads(next(Path(folder).glob("checkpoints/step-*/training.json")).read_text())["result"]
             result["recipes"][recipe] = {**saved, "checkpoint": None, "metrics": rows}
     out.write_text(json.dumps(result))
-
-
-@cli.command()
-@click.argument("path", type=click.Path(path_type=Path))
-@click.option("--plot", default="docs/first_light_h200.png", show_default=True, type=click.Path(path_type=Path))
-def report(path: Path, plot: Path) -> None:
-    """Draw the loss curves and print the table of the README."""
-    result = json.loads(path.read_text())
-    fields, where = result["run"], result["environment"]
-    title = f"{fields['preset']}, {fields['batch_size']} x {fields['seq_len']} tokens a step, {where.get('gpu', 'CPU')}"
-    plot_losses(plot, {name: data["metrics"] for name, data in result["recipes"].items()}, title)
-    reference = result["recipes"]["bf16"]
-    print("| recipe | final eval loss | against BF16 | tokens/s | against BF16 | peak memory |")
-    print("|---|---|---|---|---|---|")
-    for name, data in result["recipes"].items():
-        loss, speed = (
-            data["eval_loss"] / reference["eval_loss"],
-            data["tokens_per_second"] / reference["tokens_per_second"],
-        )
-        memory = f"{data['peak_memory'] / 2**30:.2f} GiB" if data["peak_memory"] else "-"
-        print(
-            f"| `{name}` | {data['eval_loss']:.4f} | {100 * (loss - 1):+.2f} % | {data['tokens_per_second']:,.0f} | "
-            f"{speed:.2f}x | {memory} |"
-        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Where the time of one training step goes on a GPU: kernels by kind, in milliseconds.
 
-python benchmarks/profile_step.py gated-1b delayed --batch-size 8 --seq-len 2048 --out benchmarks/results/profile.json
+python benchmarks/profile_step.py gated-1b delayed --batch-size 8 --seq-len 2048 --out benchmarks/results/profile_1b_h200.json
 """
 
 from __future__ import annotations

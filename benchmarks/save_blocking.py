@@ -1,6 +1,6 @@
 """For how long does saving hold up training? A blocking save against background saves, the first one included.
 
-    python benchmarks/save_blocking.py --out benchmarks/results/save_blocking.json
+    python benchmarks/save_blocking.py --out benchmarks/results/save_blocking_cpu.json
 
 `blocked` is all that a training step waits for: the call of `save`, and before the optimizer's update the wait until
 every tensor is copied. The state is a real one: BF16 weights, FP32 masters and AdamW's moments, 14 bytes a parameter.

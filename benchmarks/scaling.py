@@ -7,7 +7,7 @@
 `run` first times one GPU alone (the same program in a group of one, on every process at once, so that all GPUs are as warm
 as in the second part; skipped with --no-alone where a model does not fit), then all of them together, and adds a row to
 results/scaling_h200.json on GPUs. A step is forward, backward and the optimizer, on random tokens. `estimate` computes the
-table in docs/scaling.md from measured figures; it measures nothing.
+table in docs/results/many_gpus.md from measured figures; it measures nothing.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def estimate(gpus: int, micro_batches: int, a: Assumptions) -> dict[str, float]:
 
 
 def print_estimate(args: argparse.Namespace) -> None:
-    """The table of docs/scaling.md."""
+    """Print the estimate for more GPUs; make_tables.py writes it to docs/results/many_gpus.md."""
     a = Assumptions(gather_bytes=1 if args.fp8_params else 2)
     print("| GPUs | micro-batches a step | sending, ms | kept, all of it hidden | kept, none of it hidden |")
     print("|---|---|---|---|---|")

@@ -21,7 +21,7 @@ from te_models.kernels.sdpa import attention_kernel
 from te_models.model.decoder import Decoder
 from te_models.model.options import BuildOptions, ModelOptions
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
-from te_models.planning.precision_plan import Plan, PlanRow
+from te_models.planning.precision_plan import PlanRow, PrecisionPlan
 
 
 class CausalLM(Decoder):
@@ -62,7 +62,7 @@ class CausalLM(Decoder):
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
 
-    def plan(self) -> Plan:
+    def plan(self) -> PrecisionPlan:
         """The precision of each te.Linear, the engine it runs on, and the reason."""
         rows, fp8 = [], self.fp8_layers
         for name, module in self.named_modules():
@@ -82,7 +82,7 @@ class CausalLM(Decoder):
             rows.append(PlanRow(layer, short, gemm, precision, self.engine, reason))
         weights = ", FP8 primary weights" if self.fp8_params else ""
         title = f"recipe {self.recipe.name}{weights}, engine {self.engine} ({self.engine_reason})"
-        return Plan(title, tuple(rows))
+        return PrecisionPlan(title, tuple(rows))
 
     def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:
         """Predict the memory of training this model on a GPU, and what fits on which.

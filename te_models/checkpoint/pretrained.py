@@ -273,7 +273,8 @@ def read_config(saved: Folder) -> tuple[ModelConfig, torch.dtype]:
         raise CheckpointError(f"{saved.path} holds a model of type {kind!r}; this version reads {MODEL_TYPE!r}")
     if dtype not in ("bfloat16", "float16", "float32"):
         raise CheckpointError(f"{path}: dtype {dtype!r} is not bfloat16, float16 or float32")
-    check_sizes(path, values, saved.tensors["model"], "layers.", "embed_tokens.weight")
+    if "model" in saved.tensors:
+        check_sizes(path, values, saved.tensors["model"], "layers.", "embed_tokens.weight")
     try:
         return ModelConfig.from_dict(values), getattr(torch, dtype)
     except (TypeError, ValueError, OverflowError) as error:

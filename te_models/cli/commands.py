@@ -108,13 +108,21 @@ def _click_type(kind: Any) -> Any:
     return next((t for t in (bool, int, float, str) if t is kind or t in getattr(kind, "__args__", ())), None)
 
 
-def build_model(preset: str | None, model: str | None, options: dict[str, Any], build: Any = None) -> Any:
-    """The model that the options choose, made by `build` (CausalLM); None among them means not given."""
+def build_model(
+    preset: str | None, model: str | None, options: dict[str, Any], build: Any = None, **defaults: Any
+) -> Any:
+    """The model that the options choose, made by `build` (CausalLM); None among them means not given.
+
+    `defaults`: options of CausalLM that hold where none is given, as in a resumed run.
+    """
     from te_models.causal_lm import CausalLM  # noqa: PLC0415
 
     if (preset is None) == (model is None):
         raise click.UsageError("give either --preset NAME or --model DIR")
     given = {name: _plain(name, value) for name, value in options.items() if value is not None}
+    if "recipe" in given:
+        defaults.pop("fp8_params", None)  # another recipe may have no such weights
+    given = {**defaults, **given}
     if model is not None:
         return CausalLM.from_pretrained(model, build=build, **given)
     assert preset is not None
@@ -178,8 +186,12 @@ def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **o
     training = {name: options.pop(name) for name in names}
     if preset is not None:
         options["device"] = options["device"] or "meta"
+    from te_models.training.report import speed_rows  # noqa: PLC0415
+
     built = build_model(preset, model, options)
     _show(built.plan_memory(**training) if memory else built.plan(), as_json)
+    if not (memory or as_json):
+        click.echo("\n" + "\n".join(f"{name}: {text}" for name, text in speed_rows(built, TrainConfig()).items()))
 
 
 def _given(name: str) -> bool:
@@ -277,10 +289,10 @@ def finetune(preset: str | None, model: str | None, **options: Any) -> None:
     train = {name: options.pop(name) for name in TRAIN_FIELDS}
     names = ("data", "streaming", "packing", "data_workers", "tokenizer", "out", "resume", "sample_tokens")
     own = {name: options.pop(name) for name in names}
-    if options["recipe"] is None and model is None:
-        options["recipe"] = "bf16"
+    options = {name: value if _given(name) else None for name, value in options.items()}
     build = functools.partial(build_model, preset, model, options)
-    run(build, device=options["device"], model_folder=model, label=preset, train=train, **own)
+    place = dict(device=options["device"], model_folder=model, label=preset, recipe=options["recipe"])
+    run(build, **place, train=train, **own)
 
 
 @cli.command(cls=Sections)
@@ -362,7 +374,7 @@ def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: 
         [name.strip() for name in text.split(",") if name.strip() not in ("", "none")] for text in (recipes, peers)
     ]
     with console.status("") as status:
-        result = run(config, names[0], names[1], device=device, tell=status.update, **given)
+        result = run(config, names[0], names[1], device=device, progress=status.update, **given)
     console.print(bench_table(result))
     if out is not None:
         console.print(f"plot: {write_bench(result, out, preset)}", soft_wrap=True, markup=False, highlight=False)

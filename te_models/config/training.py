@@ -38,7 +38,7 @@ class TrainConfig(NamedFields):
     deterministic: bool = _field(False, "Give the same bits in every run on the same GPU; slower.")
     optimizer: str = _field("adamw", "One of adamw, adamw8bit, adamwfp8, te-adam, muon, muon8bit or galore.")
     optimizer_options: str | Mapping[str, Any] = _field(
-        "", 'Written "name=value,name=value"; in Python also a dict. See docs/optimizers.md.'
+        "", 'Written "name=value,name=value"; in Python also a dict. See docs/guide/optimizers.md.'
     )
     optimizer_offload: bool = _field(False, "Store master weights and optimizer state in CPU memory.")
     learning_rate: float = _field(1e-3, "The peak learning rate, reached after warm-up.")

@@ -30,7 +30,7 @@ def open_data(
     """This rank's dataset of training batches, and its batches to evaluate on.
 
     Args:
-        path: text, JSONL or Parquet files (see docs/data.md); None: Python's own documentation and sources.
+        path: text, JSONL or Parquet files (see docs/guide/data.md); None: Python's own documentation and sources.
         tokenizer: what encodes it.
         config: seq_len, batch_size, seed and eval_batches.
         streaming: read the corpus as it goes; None: if it is larger than a GiB, compressed, a glob or a URL.

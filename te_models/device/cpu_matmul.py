@@ -1,4 +1,4 @@
-"""The product of two matrices in their own dtype, at FP32's speed on processors without BF16 instructions."""
+"""Matrix products that stay fast on CPUs without BF16 instructions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from torch import Tensor
 def matmul(
     a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """a [M, K] @ b [K, N], plus `bias` [N]: summed in FP32 and rounded once, to `dtype` (None: that of a), or into `out`.
+    """Return a @ b + bias, summed in FP32 and rounded once.
 
-    A processor without BF16 instructions multiplies BF16 itself 8 to 30 times slower than it multiplies FP32.
+    A CPU without BF16 instructions multiplies BF16 8 to 30 times slower than FP32, so there the product runs in FP32.
+
+    Args:
+        a: [M, K].
+        b: [K, N], same dtype.
+        bias: [N], or None.
+        dtype: dtype of the result; None: that of `a`.
+        out: tensor [M, N] to write to and return, or None.
     """
     dtype = dtype or a.dtype
     if out is not None:
@@ -29,7 +36,7 @@ def matmul(
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total [M, N] FP32 += a [M, K] @ b [K, N], summed in FP32: on a GPU within the GEMM, where the sum passes by anyway."""
+    """Add a [M, K] @ b [K, N] to `total` [M, N] in FP32; on a GPU the GEMM itself accumulates."""
     if a.is_cuda and a.dtype != torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
@@ -38,6 +45,6 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @functools.cache
 def _has_units(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions for products of `dtype`."""
-    name = "bf16" if dtype == torch.bfloat16 else "fp16"
-    return getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
+    """Return whether this CPU has instructions for products of `dtype`."""
+    ops = torch.ops.mkldnn
+    return ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported()

@@ -1,8 +1,8 @@
-"""Capture of CUDA graphs in a process where other threads use the GPU too.
+"""Capture CUDA graphs in a process whose other threads also use the GPU.
 
-A capture in CUDA's "global" mode ends with an error as soon as any thread reserves pinned memory or asks for an event.
-Here it is "thread_local", which only a synchronization of the whole device by another thread disturbs, and this
-package's own background threads leave CUDA alone while one lasts.
+In CUDA's "global" mode a capture fails as soon as any thread allocates pinned memory or queries an event. In the
+"thread_local" mode used here only a device-wide synchronization by another thread makes it fail, and this package's own
+background threads do not use CUDA during a capture.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ from typing import Any
 
 import torch
 
-_CUDA = threading.RLock()  # held while a graph is captured, and by background threads for each use of CUDA
+_CUDA = threading.RLock()  # locked during a capture, and by background threads whenever they use CUDA
 
 
 @contextmanager
 def outside_captures() -> Iterator[None]:
-    """Use CUDA inside, from a background thread: waits until no graph is being captured, and holds up the next one."""
+    """Use CUDA from a background thread: wait for the current capture to end, and delay the next one."""
     with _CUDA:
         yield
 
 
 @contextmanager
 def capture(graph: Any, stream: Any, *generators: torch.Generator) -> Iterator[None]:
-    """Capture what runs inside into `graph`, a torch.cuda.CUDAGraph, on `stream`.
+    """Capture the body of the `with` statement into a CUDA graph.
 
-    `generators`: those registered with the graph, besides the device's own.
+    Args:
+        graph: a torch.cuda.CUDAGraph.
+        stream: the torch.cuda.Stream to capture on.
+        generators: random generators registered with the graph, beside the device's own.
 
     Raises:
-        RuntimeError: the capture failed (`failed_capture` recognizes it). Nothing inside has run on the device, stream
-            and generators are as before, and another capture may be tried.
+        RuntimeError: if the capture failed (see `failed_capture`). Nothing in the body has run on the device, stream and
+            generators are restored, and the capture may be tried once more.
     """
     drawn_from = (torch.cuda.default_generators[stream.device.index], *generators)
     with _CUDA:
@@ -42,12 +45,12 @@ def capture(graph: Any, stream: Any, *generators: torch.Generator) -> Iterator[N
             with before, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 yield
         except BaseException:
-            # PyTorch leaves its stream current, and its generators "capturing", where the end of a capture raises.
+            # If the end of a capture raises, PyTorch leaves the generators in their capturing state.
             for generator, copy in zip(drawn_from, copies, strict=True):
                 generator.graphsafe_set_state(copy)
             raise
 
 
 def failed_capture(error: BaseException) -> bool:
-    """Whether an error says that a capture was disturbed, or that something cannot be captured."""
+    """Return whether an error means that a capture was disturbed or that an operation cannot be captured."""
     return isinstance(error, RuntimeError) and "captur" in str(error)

@@ -1,9 +1,9 @@
-"""One cuDNN per process, for the sake of attention.
+"""Ensure one version of cuDNN per process, since mixed versions corrupt attention.
 
-PyTorch's wheels bring a cuDNN of their own, and Transformer Engine loads the system's where there is one. cuDNN is a
-family of libraries that find each other by name, so parts of the second one then answer the calls of the first. With
-9.14 and 9.19 mixed, the backward of attention writes to wrong addresses at lengths that are no multiple of 128: an
-illegal memory access in a CUDA graph, wrong gradients or nothing at all elsewhere (docs/LOG.md, 2026-11-22).
+PyTorch's wheels include cuDNN, and Transformer Engine prefers the system's if there is one. cuDNN is a family of
+libraries that load each other by name, so parts of one version then serve calls of the other. With 9.14 and 9.19 mixed,
+the backward of attention writes to wrong addresses at sequence lengths that are not multiples of 128: an illegal memory
+access in a CUDA graph, silently wrong gradients elsewhere (docs/LOG.md, 2026-11-22).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIBRARY = re.compile(r"(/\S*)/libcudnn[a-z_]*\.so\.(\d+)\S*$")
 
 
 def loaded_cudnns() -> dict[Path, str]:
-    """Folder -> major version of the cuDNN libraries in this process; empty where the system does not tell."""
+    """Return folder -> major version of the cuDNN libraries in this process; empty without /proc/self/maps."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -30,7 +30,7 @@ def loaded_cudnns() -> dict[Path, str]:
 
 
 def load_torchs_cudnn() -> None:
-    """Load every part of the cuDNN that PyTorch uses. Call before importing Transformer Engine, which then uses it too."""
+    """Load every part of PyTorch's cuDNN. Call before importing Transformer Engine, which then uses the same."""
     found = loaded_cudnns()
     if len(found) != 1 or "transformer_engine" in sys.modules or find_spec("transformer_engine") is None:
         return
@@ -41,7 +41,7 @@ def load_torchs_cudnn() -> None:
 
 
 def cudnn_is_sound() -> bool:
-    """Whether cuDNN's attention can be trusted: not where two versions are mixed, which is said in a warning, once."""
+    """Return whether cuDNN's attention can be trusted. Warn once if two versions are mixed, and return False."""
     return _is_sound("transformer_engine" in sys.modules)
 
 
@@ -51,9 +51,9 @@ def _is_sound(with_transformer_engine: bool) -> bool:
     if len(found) < 2:
         return True
     warnings.warn(
-        f"two cuDNNs are mixed in this process ({', '.join(map(str, found))}), which makes its attention compute wrong "
-        "gradients: te_models uses FlashAttention, which is slower. Import te_models.CausalLM before transformer_engine "
-        "and before libraries that import it, such as peft",
+        f"two versions of cuDNN are loaded in this process ({', '.join(map(str, found))}), which makes cuDNN's attention "
+        "compute wrong gradients: using FlashAttention instead, which is slower. Import te_models.CausalLM before "
+        "transformer_engine and before libraries that import it, such as peft",
         stacklevel=2,
     )
     return False

@@ -1,7 +1,7 @@
-"""Who executes te.Linear: Transformer Engine itself ("native") or plain PyTorch with its numbers ("emulated").
+"""The two implementations of te.Linear: Transformer Engine itself ("native") and plain PyTorch with its numbers ("emulated").
 
 An engine is a module with Transformer Engine's own names (Linear, RMSNorm, autocast, checkpoint, recipe, ...). Layers
-receive it as `te` and read the same with either. The choice is made once, here, and never changes by itself.
+receive it as `te` and read the same with either. `get_engine` chooses; nothing falls back silently.
 
 Lives here: te.Linear, te.RMSNorm, autocast and recompute, in both implementations.
 Not here: operations between the linears (te_models.kernels) and the FP8 state of a model (te_models.fp8).
@@ -21,10 +21,7 @@ from te_models.device.cudnn import load_torchs_cudnn
 from te_models.errors import unknown
 
 ENGINES = ("auto", "native", "emulated")
-OLDEST = (
-    2,
-    20,
-)  # the Transformer Engine that all has been measured with; 2.16 would have the names that native.py uses
+OLDEST = (2, 20)  # of Transformer Engine: measured with; 2.16 already has the names that native.py uses
 
 
 # Here rather than before the import of the native engine: other libraries import Transformer Engine too (peft does).
@@ -32,13 +29,16 @@ load_torchs_cudnn()
 
 
 def get_engine(name: str = "auto", device: torch.device | str | None = None) -> tuple[ModuleType, str, str]:
-    """The engine called `name` for modules on `device` (None: the default device).
+    """Choose the engine for modules on `device` (None: the default device).
+
+    Args:
+        name: "auto" (native where a CUDA device and Transformer Engine are available), "native" or "emulated".
 
     Returns:
         the engine's namespace, its name ("native" or "emulated") and the reason for the choice, in a few words.
 
     Raises:
-        ValueError: for an unknown name, or when "native" was asked for and cannot be given.
+        ValueError: for an unknown name, and for "native" where it cannot run.
     """
     if name not in ENGINES:
         raise unknown("engine", name, ENGINES)
@@ -54,7 +54,7 @@ def get_engine(name: str = "auto", device: torch.device | str | None = None) -> 
 
 
 def engine_module(name: str) -> ModuleType:
-    """The namespace of "native" or "emulated", imported when first asked for: Transformer Engine is slow to import."""
+    """Return the namespace of "native" or "emulated", imported on first use: Transformer Engine is slow to import."""
     return importlib.import_module(f"te_models.engine.{name}")
 
 
@@ -71,7 +71,7 @@ def check_support(te: ModuleType, engine: str, recipe: Recipe) -> None:
 
 
 def _native_missing(device: torch.device | str | None) -> str:
-    """What the native engine lacks here; empty if nothing."""
+    """Return why the native engine cannot run here; empty if it can."""
     if device is not None and torch.device(device).type not in ("cuda", "meta"):
         return f"the device is {torch.device(device).type}, and Transformer Engine runs on CUDA devices only"
     if not torch.cuda.is_available():

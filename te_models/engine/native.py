@@ -1,7 +1,8 @@
 """Transformer Engine itself, under the names that the layers use. The only file that imports transformer_engine.
 
-What differs between its versions is settled here; what this project needs beyond its public names (dropping a module's
-FP8 state so that the recipe of a live model can change) is added here.
+Beyond its public names this file adds the operations that write FP8 for a te.Linear (te_models.kernels.handover) and
+`reset_fp8_state`, so that the recipe of a live model can change. Sections are those of
+docs/internals/transformer_engine.md.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ from transformer_engine.pytorch import (
 )
 from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.optimizers import FusedAdam
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_align_size_for_quantization
+from transformer_engine.pytorch.quantization import (
+    DelayedScalingRecipeState,
+    FP8GlobalStateManager,
+    get_align_size_for_quantization,
+)
 
 import te_models.kernels.handover_triton as handover_triton
 from te_models.kernels.early_save import save_early, save_input, saved_input
@@ -47,7 +52,9 @@ __version__ = version("transformer-engine")
 autocast = _te.autocast
 fp8_autocast = _te.fp8_autocast
 quantized_model_init = _te.quantized_model_init
-restored_recompute = contextlib.nullcontext  # the emulated engine refuses recomputes that nobody answers for
+restored_recompute = (
+    contextlib.nullcontext
+)  # the emulated engine refuses recomputes whose caller does not restore its state
 
 __all__ = [
     "DType", "FP8GlobalStateManager", "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer",
@@ -60,17 +67,17 @@ __all__ = [
 
 
 def reset_fp8_state(module: Any) -> None:
-    """Drop a te.Linear's FP8 state, so that its next forward starts afresh under whatever recipe is active.
+    """Drop a te.Linear's FP8 state, so that its next forward starts afresh under any recipe.
 
-    Without this, Transformer Engine keeps the old quantizers within one recipe class, and after a change of class and
-    back the scales stay 1 for ever, since a module registers for updates only once (sections 2.8 and 7.12).
+    Otherwise Transformer Engine keeps the old quantizers within one recipe class, and after a change of class and back
+    the scales stay 1 for ever, since a module registers for updates only once (sections 2.8 and 7.12).
     """
     registry = FP8GlobalStateManager.quantization_state
     for direction in ("scaling_fwd", "scaling_bwd"):
         state = module.fp8_meta.pop(direction, None)
-        history = getattr(state, "amax_history", None)
-        if history is None:
+        if not isinstance(state, DelayedScalingRecipeState):
             continue
+        history = state.amax_history
         for key, histories in registry.global_amax_history_buffer.items():
             keep = [i for i, other in enumerate(histories) if other is not history]
             for buffers in (
@@ -88,12 +95,12 @@ def reset_fp8_state(module: Any) -> None:
 
 
 def drop_cached_weights(module: Any) -> None:
-    """Forget the weight codes that a te.Linear keeps for is_first_microbatch=False."""
+    """Drop the FP8 weight that a te.Linear caches for is_first_microbatch=False."""
     module._fp8_workspaces.clear()
 
 
 class Target(NamedTuple):
-    """Where a kernel writes FP8 for a te.Linear, as its own quantizer would."""
+    """The destination of a kernel that writes FP8 for a te.Linear, as its own quantizer would."""
 
     quantizer: Any
 
@@ -103,7 +110,7 @@ class Target(NamedTuple):
         return self.quantizer.scale, self.quantizer.amax, self.quantizer.dtype == DType.kFloat8E5M2
 
     def tensor(self, codes: Codes, dtype: torch.dtype) -> Tensor:
-        """Transformer Engine's tensor of codes [N, K], which looks like one of `dtype`."""
+        """Return Transformer Engine's tensor of FP8 data [N, K], with the nominal `dtype`."""
         return Float8Tensor(
             shape=codes.transposed.shape[::-1], dtype=dtype, data=codes.codes, data_transpose=codes.transposed,
             fp8_scale_inv=codes.scale_inv, fp8_dtype=self.quantizer.dtype, quantizer=self.quantizer,
@@ -112,9 +119,9 @@ class Target(NamedTuple):
 
 
 def _quantizer(linear: Any, direction: str, operand: int = 0) -> Any:
-    """What quantizes the input ("scaling_fwd"; operand 1: the weight) or the output's gradient ("scaling_bwd") of a te.Linear.
+    """Return a te.Linear's quantizer of the input ("scaling_fwd"; operand 1: the weight) or of dy ("scaling_bwd").
 
-    Scale and amax are the module's own. None where it takes BF16, and for block scaling, which gains nothing from this.
+    It shares the module's scale and amax. None where the module takes BF16, and for block scaling, which gains nothing.
     """
     if not (isinstance(linear, Linear) and FP8GlobalStateManager.is_fp8_enabled()):
         return None
@@ -129,16 +136,16 @@ def _quantizer(linear: Any, direction: str, operand: int = 0) -> Any:
 
 
 def _target(quantizer: Any) -> Target | None:
-    """Where our own kernels write: delayed scaling alone, in which the scale is there before the values are."""
+    """Return the target of our own kernels: only for delayed scaling, whose scale is known before the values."""
     return Target(quantizer) if isinstance(quantizer, Float8Quantizer) and quantizer.columnwise_usage else None
 
 
 def _targets(producer: Any, consumer: Any) -> tuple[Target | None, Target | None]:
-    """kernels.handover.targets."""
+    """See te_models.kernels.handover.targets."""
     if not torch.is_grad_enabled():
         return None, None
     gradient = _target(_quantizer(producer, "scaling_bwd"))
-    if gradient is not None and producer.use_bias:  # whose gradient is summed from BF16
+    if gradient is not None and producer.use_bias:  # the bias gradient is summed from BF16
         gradient = None
     return gradient, _target(_quantizer(consumer, "scaling_fwd"))
 
@@ -150,7 +157,7 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, module: Any, quantizer: Any
     ) -> tuple[Tensor, Tensor]:
-        """x, delta [N, D] -> (y [N, D], x + delta)."""
+        """Return (y [N, D], x + delta), from x and delta [N, D]."""
         ctx.zero_centered, ctx.both = module.zero_centered_gamma, delta is not None
         if (target := _target(quantizer)) is not None:
             norm = (weight, module.eps, ctx.zero_centered)
@@ -164,8 +171,8 @@ class _Norm(torch.autograd.Function):
         return y, total.view_as(total) if delta is None else total
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradients of x and delta, which are one tensor, and of the weight."""
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and delta, which are one tensor, and of the weight."""
         total, weight, inverse = ctx.saved_tensors
         dy, dtotal = dy.contiguous(), dtotal.contiguous()
         dx, dweight = tex.rmsnorm_bwd_add(dy, total, dtotal, inverse, weight, 0, ctx.zero_centered)
@@ -177,7 +184,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, gradient: Target | None, quantizer: Any) -> Tensor:
-        """gate_up [N, 2F] -> [N, F]."""
+        """Return [N, F], from gate_up [N, 2F]."""
         ctx.gradient = gradient
         save_input(ctx, gate_up, recompute=lambda: _swiglu_for_backward(quantizer))
         if (target := _target(quantizer)) is not None:
@@ -185,8 +192,8 @@ class _SwiGLU(torch.autograd.Function):
         return tex.swiglu(gate_up, quantizer)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradient of gate_up."""
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of gate_up."""
         gate_up, dy = saved_input(ctx), dy.contiguous()
         if ctx.gradient is not None:
             codes = handover_triton.dswiglu(dy, gate_up, *ctx.gradient.place)
@@ -195,7 +202,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _swiglu_for_backward(quantizer: Any) -> Callable[[Tensor], Any]:
-    """SwiGLU once more, as te.Linear keeps it: with the scale of now, and without a word to the amax."""
+    """Return a function that recomputes SwiGLU for te.Linear's backward: with the present scale, recording no amax."""
     target = _target(quantizer)
     if target is None:
         return lambda gate_up: tex.swiglu(gate_up, quantizer)
@@ -209,7 +216,7 @@ def _swiglu_for_backward(quantizer: Any) -> Callable[[Tensor], Any]:
 
 
 def _norm(module: Any, x: Tensor, delta: Tensor | None, consumer: Any) -> tuple[Tensor, Tensor]:
-    """kernels.handover.norm."""
+    """See te_models.kernels.handover.norm."""
     if torch.is_grad_enabled():
         return _Norm.apply(x, delta, module.weight, module, _quantizer(consumer, "scaling_fwd"))
     total = x if delta is None else x + delta
@@ -217,7 +224,7 @@ def _norm(module: Any, x: Tensor, delta: Tensor | None, consumer: Any) -> tuple[
 
 
 def _swiglu(gate_up: Tensor, producer: Any, consumer: Any) -> Tensor:
-    """kernels.handover.swiglu."""
+    """See te_models.kernels.handover.swiglu."""
     if not torch.is_grad_enabled():
         return tex.swiglu(gate_up, None)
     gate_up = save_early(gate_up)
@@ -226,28 +233,28 @@ def _swiglu(gate_up: Tensor, producer: Any, consumer: Any) -> Tensor:
 
 
 def _linear(module: Any, x: Tensor, **options: Any) -> Tensor:
-    """kernels.handover.linear."""
+    """See te_models.kernels.handover.linear."""
     weight = _cast_weight(module) if options.get("is_first_microbatch") is None else None
     if weight is None:
         y = module(x, **options)
     else:
         cache, module._fp8_workspaces = module._fp8_workspaces, {"weight": weight}
         try:
-            y = module(x, **options | {"is_first_microbatch": False})  # which takes the weight from there
+            y = module(x, **options | {"is_first_microbatch": False})  # takes the weight from the cache
         finally:
             module._fp8_workspaces = cache
-        weight.update_usage(rowwise_usage=False, columnwise_usage=True)  # backward reads the transposed copy alone
+        weight.update_usage(rowwise_usage=False, columnwise_usage=True)  # backward reads only the transposed copy
     if isinstance(x, QuantizedTensor) and module.weight.requires_grad:
         x.update_usage(rowwise_usage=False, columnwise_usage=True)  # as te.Linear does with what it quantized itself
     return y
 
 
 def _cast_weight(module: Any) -> Any:
-    """A te.Linear's weight in FP8; None where it is to be cast by the module, or is FP8 already."""
-    if not torch.is_grad_enabled() or isinstance(getattr(module, "weight", None), QuantizedTensor):
+    """Return a te.Linear's weight in FP8; None where the module casts it, or where it is FP8 already."""
+    if not (torch.is_grad_enabled() and isinstance(module, Linear)) or isinstance(module.weight, QuantizedTensor):
         return None
     target = _target(_quantizer(module, "scaling_fwd", 1))
-    if target is None or module.is_fsdp2:  # which casts again in backward
+    if target is None or module.is_fsdp2:  # FSDP2 gathers and casts again in backward
         return None
     return target.tensor(handover_triton.cast(module.weight.detach(), *target.place), module.weight.dtype)
 

@@ -1,12 +1,12 @@
-"""FP8 weights under FSDP2: each rank holds its rows as FP8 codes, and codes are what travels, one byte a parameter.
+"""FP8 weights under FSDP2: each rank stores its rows in FP8, and gathers FP8, one byte per parameter.
 
-FSDP2 cuts a parameter up and gathers it by itself, but asks a tensor that has `fsdp_pre_all_gather` what to send and what
-to make of what arrives (torch.distributed.fsdp, its extensions for tensor subclasses). `FP8Shard` answers for the
-quantized tensors of either engine, which have the same attributes; Transformer Engine's own hooks are not used, so that
-both engines do the same, activation checkpointing included.
+FSDP2 shards and gathers parameters by itself, but calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a tensor that
+defines them (torch.distributed.fsdp, extensions for tensor subclasses). `FP8Shard` defines them for the quantized tensors
+of either engine, which have the same attributes. Transformer Engine's own hooks are not used, so that both engines behave
+alike, recompute included.
 
-One scale has to serve all rows, so it must be equal on all ranks: the module's under DelayedScaling, and under current
-scaling that of the amax over the ranks that share the weight (te_models.fp8.primary_weights.make_shards).
+All rows share one scale, which must be equal on all ranks: the module's under DelayedScaling, and under current scaling
+that of the amax over the ranks that share the weight (te_models.fp8.primary_weights.make_shards).
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from torch.utils._pytree import tree_map
 
 
 class FP8Shard(torch.Tensor):
-    """This rank's rows of an FP8 weight: a shell of its nominal dtype round the engine's quantized tensor `fp8`.
+    """This rank's rows of an FP8 weight: a wrapper of its nominal dtype around the engine's quantized tensor `fp8`.
 
-    The local tensor of a DTensor. An operation that knows no FP8 sees the dequantized values, and cannot change them.
+    The local tensor of a DTensor. Operations that do not know FP8 see the dequantized values, and cannot change them.
     """
 
     fp8: Any
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, fp8: Any, shape: Any = None) -> FP8Shard:
-        """Round `fp8` [rows, I]; `shape` is that of the shell, where it is to look flat."""
+        """Wrap `fp8` [rows, I]; `shape` is the wrapper's, if it is to look flat."""
         place: dict[str, Any] = dict(dtype=fp8.dtype, device=fp8.device)
-        return torch.Tensor._make_wrapper_subclass(cls, shape or fp8.shape, **place)  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(cls, shape or fp8.shape, **place)
 
     def __init__(self, fp8: Any, shape: Any = None) -> None:
         self.fp8 = fp8
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
-        if func is aten.as_strided.default:  # FSDP2's last step with what was gathered, in the shape that it has
+        if func is aten.as_strided.default:  # FSDP2's last step, which reshapes the gathered tensor to its own shape
             return args[0].fp8
         if func in (aten.detach.default, aten.alias.default):
             return cls(args[0].fp8, args[0].shape)
-        if func is aten.view.default:  # FSDP2 keeps a flat view, in place of what the parameter was before
+        if func is aten.view.default:  # FSDP2 replaces the parameter by a flat view
             return cls(args[0].fp8, torch.empty(args[0].shape, device="meta").view(args[1]).shape)
         if func._schema.is_mutable:
             raise NotImplementedError(
@@ -51,27 +51,27 @@ class FP8Shard(torch.Tensor):
             )
         return func(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"FP8Shard({self.fp8!r})"
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Where the codes lie; a shell has no memory of its own."""
+        """Return the storage of the FP8 data; a wrapper has no memory of its own."""
         return self.fp8._data.untyped_storage()
 
     def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[Any, Any]:
-        """What to send, the codes uint8 [rows / ranks, I]; and what to remember, the inverse scale of all ranks."""
+        """Return the tensors to gather, FP8 data uint8 [rows / ranks, I], and the metadata: all ranks' inverse scale."""
         return (self.fp8._data,), self.fp8._scale_inv
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], scale_inv: Tensor, dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """The engine's quantized tensor of all rows, at first; later `out` is the one given then, with fresh codes.
+        """Return the engine's quantized tensor of all rows; with `out`, write the gathered data into that one.
 
-        A transposed copy, which some GPUs need in backward, is te.Linear's to make and, under FSDP2, to drop.
+        te.Linear makes the transposed copy that some GPUs need in backward, and drops it under FSDP2.
         """
         whole = _empty(self.fp8, gathered[0], dtype) if out is None else out
         whole._data, whole._scale_inv = gathered[0], scale_inv
-        whole.update_usage(columnwise_usage=False)  # one of the codes before
+        whole.update_usage(columnwise_usage=False)  # the copy of the data before
         return (FP8Shard(whole), ()) if out is None else None
 
 
@@ -79,9 +79,22 @@ def _plain(value: Any) -> Any:
     return value.fp8.dequantize().view(value.shape) if isinstance(value, FP8Shard) else value
 
 
-def _empty(shard: Any, codes: Tensor, dtype: torch.dtype) -> Any:
-    """A quantized tensor of the kind of `shard` for the codes of all rows; its quantizer reduces nothing."""
+def _empty(shard: Any, gathered: Tensor, dtype: torch.dtype) -> Any:
+    """Return an empty quantized tensor like `shard` for all rows, whose quantizer reduces no amax."""
     quantizer = shard._quantizer.copy()
+    reduce_amax_over(quantizer, None)
+    return quantizer.make_empty(gathered.shape, dtype=dtype, device=gathered.device)
+
+
+def reduce_amax_over(quantizer: Any, group: Any) -> None:
+    """Make a quantizer of either engine take its amax over the processes of `group` (None: of the tensor only).
+
+    Quantizers of delayed scaling, which have a scale already, stay as they are.
+    """
     if hasattr(quantizer, "with_amax_reduction"):
-        quantizer.with_amax_reduction, quantizer.amax_reduction_group = False, None
-    return quantizer.make_empty(codes.shape, dtype=dtype, device=codes.device)
+        quantizer.with_amax_reduction, quantizer.amax_reduction_group = group is not None, group
+
+
+def amax_group(quantizer: Any) -> Any:
+    """Return the processes over which a quantizer takes its amax (None: of the tensor only)."""
+    return quantizer.amax_reduction_group if getattr(quantizer, "with_amax_reduction", False) else None

@@ -1,11 +1,11 @@
-"""FP8 primary weights: te.Linear weights that are FP8 codes and inverse scales, without a BF16 copy on the device.
+"""FP8 primary weights: te.Linear weights stored as FP8 data and inverse scales, without a BF16 copy on the device.
 
-Transformer Engine makes them under `quantized_model_init` (section 10 of its behaviour) and reads them as they are, so a
-step casts no weight. What an update must not lose lives in the optimizer's FP32 masters; after each step the codes are
-made again from those. A weight is written here and nowhere else: an ordinary in-place operation would quantize again
-what is already quantized, and an in-place operation on a slice of one would be lost.
+Transformer Engine makes them under `quantized_model_init` (section 10 of docs/internals/transformer_engine.md) and uses
+them as they are, so a step casts no weight. The optimizer's FP32 masters hold what an update must not lose; after each
+step the FP8 data is quantized from those. Only this module writes such weights: an ordinary in-place operation would
+quantize already quantized values again, and an in-place operation on a slice would be lost.
 
-Under FSDP2 a parameter is a DTensor whose piece is an FP8Shard (te_models.fp8.fsdp_gather).
+Under FSDP2 a parameter is a DTensor whose local tensor is an FP8Shard (te_models.fp8.fsdp_gather).
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from torch import Tensor, nn
 
 from te_models.config.recipe import Recipe
 from te_models.distributed.dtensor import local, piece, pieces, put
-from te_models.fp8.fsdp_gather import FP8Shard
+from te_models.fp8.fsdp_gather import FP8Shard, amax_group, reduce_amax_over
+from te_models.fp8.scaling_state import delayed_states, make_state
 
 E4M3_MAX = 448.0
 SCHEMES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")
-# Those with one scale a weight, which all ranks can share; where blocks have scales, their rows would have to fit the cut.
+# One scale per weight, which all ranks can share; blocks with scales would have to fit the rows of each rank.
 SHARDED_SCHEMES = SCHEMES[:2]
-# The fields of a recipe that say how a weight is quantized.
+# The fields of a recipe that decide how a weight is quantized.
 WEIGHT_FIELDS = ("use_power_2_scales", "use_f32_scales", "w_block_scaling_dim", "enable_2d_quantization")
-# Transformer Engine's attributes that hold the codes and their inverse scales; a format has two or four of them.
+# Transformer Engine's attributes with FP8 data and inverse scales; a format has two or four of them.
 _PARTS = ("data", "scale_inv", "rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise a ValueError if weights cannot be kept in the format of this recipe."""
+    """Raise a ValueError if weights cannot be stored in the format of this recipe."""
     if recipe.scheme not in SCHEMES:
         raise ValueError(
             f"fp8_params=True needs an FP8 recipe, and {recipe.name!r} is {recipe.scheme!r}: choose recipe='current', "
@@ -40,41 +41,40 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def same_codes(one: Recipe, other: Recipe) -> bool:
-    """Whether both recipes quantize a weight into the same kind of codes."""
+    """Return True if both recipes quantize weights alike."""
     return one.scheme == other.scheme and all(one.fields.get(f) == other.fields.get(f) for f in WEIGHT_FIELDS)
 
 
 def quantized(parameter: Any) -> Any:
-    """The engine's quantized tensor that an FP8 primary weight is, or this rank's piece of it; None for another tensor."""
+    """Return the engine's quantized tensor in an FP8 primary weight (this rank's rows of it); None for another tensor."""
     own = local(parameter)
     own = own.fp8 if isinstance(own, FP8Shard) else own
-    return own if hasattr(own, "quantize_") else None
+    return own if hasattr(own, "quantize_") else None  # the method that quantized tensors of both engines have
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Whether a parameter is an FP8 primary weight, of either engine."""
+    """Return True if a parameter is an FP8 primary weight, of either engine."""
     return quantized(tensor) is not None
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor without its graph; the dequantized values of an FP8 weight, in its nominal dtype."""
+    """Return the tensor detached; the dequantized values of an FP8 weight, in its nominal dtype."""
     fp8 = quantized(tensor)
     return tensor.detach() if fp8 is None else pieces(fp8.dequantize().detach(), tensor)
 
 
 def clear_states(model: nn.Module) -> None:
-    """Scales 1 and histories 0 in modules with FP8 weights: they were built by quantizing what the memory held."""
+    """Reset scales to 1 and histories to 0 in modules with FP8 weights, which were built from uninitialized memory."""
     for module in _owners(model).values():
-        # Transformer Engine's own reset fails on the state of a recipe that has none of these (2.20).
-        if getattr(module.fp8_meta.get("scaling_fwd"), "amax_history", None) is not None:
+        if delayed_states(module):  # Transformer Engine's own reset fails under other recipes (2.20)
             module.reset_fp8_meta_tensors()
 
 
 @torch.no_grad()
 def drop_transposed(model: Any) -> None:
-    """Let a backward transpose the weights' codes and drop that copy, which is a byte a parameter otherwise.
+    """Transpose weights in each backward and drop that copy after it, which saves a byte per parameter.
 
-    Transformer Engine does so where FSDP2 gathers weights, and for weights with one scale it can do it anywhere.
+    Transformer Engine does so where FSDP2 gathers weights; for weights with one scale it can be done anywhere.
     """
     if model.recipe.scheme not in SHARDED_SCHEMES:
         return
@@ -111,20 +111,20 @@ def write_weight(parameter: Any, value: Tensor) -> None:
 
 @torch.no_grad()
 def take_master(parameter: Any, master: Tensor) -> None:
-    """Give an FP8 weight the values of its master after a step."""
+    """Quantize an FP8 weight from its master after a step."""
     fp8 = quantized(parameter)
     fp8.quantize_(local(master).to(fp8.device))
 
 
 def keep_initial_value(parameter: Any, value: Tensor) -> None:
-    """Remember the values that an FP8 weight was made of, where Transformer Engine's optimizers look for them too."""
+    """Store the values that an FP8 weight was made from, where Transformer Engine's optimizers look for them too."""
     own = piece(value, parameter).detach()
     quantized(parameter)._high_precision_init_val = own.to("cpu", parameter.dtype, copy=own is not value)
 
 
 @torch.no_grad()
 def new_master(parameter: Any) -> Tensor:
-    """The FP32 master of an FP8 weight: the values it was made of, if they are still kept, else the dequantized ones."""
+    """Return the FP32 master of an FP8 weight: the values it was made from, if still stored, else the dequantized ones."""
     fp8 = quantized(parameter)
     value = getattr(fp8, "_high_precision_init_val", None)
     if value is None:
@@ -134,8 +134,11 @@ def new_master(parameter: Any) -> Tensor:
 
 
 def weight_codes(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> live codes and inverse scales of every FP8 weight: `<weight>.data` uint8 [O, I] and `<weight>.scale_inv`
-    FP32 [1], or rowwise and columnwise ones where blocks have scales. Codes are cut up as their weight is."""
+    """Return name -> live FP8 data and inverse scales of every FP8 weight.
+
+    `<weight>.data` is uint8 [O, I] and `<weight>.scale_inv` FP32 [1]; where blocks have scales there are rowwise and
+    columnwise ones. Data is sharded like its weight.
+    """
     return {
         f"{name}.{part}": pieces(tensor, parameter) if part == "data" else tensor
         for name, parameter in model.named_parameters()
@@ -147,13 +150,13 @@ def weight_codes(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_codes(model: nn.Module, codes: Mapping[str, Tensor]) -> None:
-    """Overwrite codes and inverse scales with `codes`, which fit (`weight_codes` says what does)."""
+    """Overwrite FP8 data and inverse scales with tensors of the names and shapes of `weight_codes`."""
     live = weight_codes(model)
     for name, tensor in codes.items():
         put(live[name], tensor)
     for name, parameter in model.named_parameters():
         fp8 = quantized(parameter)
-        if f"{name}.data" in codes and fp8.get_usages()["columnwise"]:  # the transposed copy is of the codes before
+        if f"{name}.data" in codes and fp8.get_usages()["columnwise"]:  # the transposed copy is of the data before
             fp8.update_usage(columnwise_usage=False)
             fp8.update_usage(columnwise_usage=True)
 
@@ -162,24 +165,23 @@ def load_codes(model: nn.Module, codes: Mapping[str, Tensor]) -> None:
 def relink(model: nn.Module, built: Any) -> None:
     """Connect FP8 weights to the new FP8 state of their modules after the old one was dropped.
 
-    `built` is the engine's recipe object. Delayed scales are the caller's to bring along.
+    `built` is the engine's recipe object. The caller copies delayed scales.
     """
     for module in _owners(model).values():
         fp8, quantizer = quantized(module.weight), _weight_quantizer(module, built)
-        for name in ("columnwise_usage", "with_amax_reduction", "amax_reduction_group"):
-            if hasattr(fp8._quantizer, name):
-                setattr(quantizer, name, getattr(fp8._quantizer, name))
+        quantizer.set_usage(columnwise=fp8._quantizer.columnwise_usage)
+        reduce_amax_over(quantizer, amax_group(fp8._quantizer))
         fp8._quantizer = quantizer
 
 
 @torch.no_grad()
 def make_shards(model: Any, group: Any) -> None:
-    """Let what FSDP2 left of the weights that are to be FP8 be FP8 codes, without values yet (`write_weight`).
+    """Replace this rank's rows of the FP8 layers' weights by empty FP8 ones, for `write_weight` to fill.
 
-    `group` are the processes that share each weight, over which current scaling takes its amax.
+    `group` holds the processes that share each weight, over which current scaling takes its amax.
 
     Raises:
-        ValueError: the recipe gives blocks their own scales, or a weight's rows cannot be shared out evenly.
+        ValueError: if the recipe gives blocks their own scales, or a weight's rows cannot be divided evenly.
     """
     if model.recipe.scheme not in SHARDED_SCHEMES:
         raise ValueError(
@@ -192,22 +194,19 @@ def make_shards(model: Any, group: Any) -> None:
         weight: Any = module.weight
         if len(weight) % weight.device_mesh.size():
             raise ValueError(
-                f"the {len(weight)} rows of {name}.weight cannot be shared evenly by {weight.device_mesh.size()} processes, as FP8 "
+                f"the {len(weight)} rows of {name}.weight cannot be divided evenly among {weight.device_mesh.size()} processes, as FP8 "
                 "primary weights have to be: change the number of processes, or leave fp8_params out"
             )
         quantizer, own = _weight_quantizer(module, model.te_recipe), local(weight)
         quantizer.set_usage(rowwise=True, columnwise=False)
         fp8 = quantizer.make_empty(own.shape, dtype=own.dtype, device=own.device)
-        if hasattr(quantizer, "with_amax_reduction"):
-            fp8._quantizer.with_amax_reduction, fp8._quantizer.amax_reduction_group = True, group
+        reduce_amax_over(fp8._quantizer, group)
         weight._local_tensor = FP8Shard(fp8)  # FSDP2 looks for it before the first forward
 
 
 def _weight_quantizer(module: Any, built: Any) -> Any:
-    """A quantizer for a module's FP8 weight, with the scale and the amax of the module where it has them."""
-    if "scaling_fwd" not in module.fp8_meta:
-        module.fp8_meta.update(recipe=built, num_gemms=1)
-        module.init_fp8_meta_tensors(built)
+    """Return a quantizer for a module's FP8 weight, with the module's scale and amax under delayed scaling."""
+    make_state(module, built)
     quantizer = module.quantizers["scaling_fwd"][1].copy()
     quantizer.internal = False
     return quantizer

@@ -1,9 +1,9 @@
 """The FP8 state of a model (scales and amax histories) as plain named tensors: read, write, freeze.
 
-Only stateful recipes (DelayedScaling) have any. Names are `<module>.scaling_fwd.scale` and so on; the tensors are those
-that Transformer Engine keeps in `module.fp8_meta` (sections 2.1 and 7.11 of its behaviour): `scale` FP32 [3] forward
-(input, weight, output) and [2] backward, `amax_history` FP32 [length, same]; row 0 is the step under way, the last row
-the newest finished one. They are written in place, never rebound: the engine's registry holds the same tensors.
+Only stateful recipes (DelayedScaling) have any. Names are `<module>.scaling_fwd.scale` and so on; the tensors are those in
+`module.fp8_meta` (sections 2.1 and 7.11 of docs/internals/transformer_engine.md): `scale` FP32 [3] forward (input, weight,
+output) and [2] backward, `amax_history` FP32 [length, same]; row 0 belongs to the step in progress, the last row to the
+newest finished one. They are written in place, never rebound: the engine's registry holds the same tensors.
 """
 
 from __future__ import annotations
@@ -19,20 +19,31 @@ from te_models.config.recipe import Recipe
 from te_models.errors import CheckpointError
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
-WIDTHS = {"scaling_fwd": 3, "scaling_bwd": 2}  # input, weight, output; gradients of output and input
+WIDTHS = {"scaling_fwd": 3, "scaling_bwd": 2}  # per GEMM: input, weight, output; gradients of output and input
+
+
+def delayed_states(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS) -> dict[str, Any]:
+    """Return "<module>.<direction>" -> the engine's state object, with `scale` and `amax_history`.
+
+    Modules without FP8 state, and those under recipes without scales to store, are left out.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        meta: dict[str, Any] = getattr(module, "fp8_meta", {})  # only the te modules of either engine have one
+        for direction in directions:
+            state = meta.get(direction)
+            if getattr(state, "amax_history", None) is not None:  # Transformer Engine's other states lack it
+                found[f"{name}.{direction}"] = state
+    return found
 
 
 def fp8_state(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> live tensor of every scale and amax history in the model; empty before the first FP8 forward."""
-    found: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
-        meta: dict[str, Any] = getattr(module, "fp8_meta", {})
-        for direction in DIRECTIONS:
-            state: Any = meta.get(direction)
-            if getattr(state, "amax_history", None) is not None:
-                found[f"{name}.{direction}.scale"] = state.scale
-                found[f"{name}.{direction}.amax_history"] = state.amax_history
-    return found
+    """Return name -> live tensor of every scale and amax history; empty before the first FP8 forward."""
+    return {
+        f"{name}.{part}": tensor
+        for name, state in delayed_states(model).items()
+        for part, tensor in (("scale", state.scale), ("amax_history", state.amax_history))
+    }
 
 
 def check_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -50,7 +61,7 @@ def check_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         partner = f"{owner}.{direction}.{'scale' if dims == 2 else 'amax_history'}"
         if width is None or dims is None or partner not in tensors:
             raise CheckpointError(f"the FP8 state does not fit the model at {name!r}: it is no scale with its history")
-        if value.dtype != torch.float32 or value.dim() != dims or value.shape[-1] != width or not len(value):
+        if value.dtype != torch.float32 or value.dim() != dims or value.shape[-1] % width or not value.numel():
             raise CheckpointError(
                 f"the FP8 state does not fit the model at {name!r} ({value.dtype} {list(value.shape)})"
             )
@@ -60,7 +71,7 @@ def check_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Any) -> None:
-    """Write `tensors` (as from `fp8_state`) into the model, which need not have run yet.
+    """Copy `tensors` (as from `fp8_state`) into the model, which need not have run yet.
 
     `built` is the engine's DelayedScaling object that the model will run under. A history of another length keeps its
     newest entries.
@@ -71,20 +82,29 @@ def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Any) 
     check_fp8_state(model, tensors)
     modules: dict[str, Any] = dict(model.named_modules())
     for owner in sorted({name.rsplit(".", 2)[0] for name in tensors}):
-        if "scaling_fwd" not in modules[owner].fp8_meta:
-            modules[owner].fp8_meta.update(recipe=built, num_gemms=1)
-            modules[owner].init_fp8_meta_tensors(built)
+        forward = tensors.get(f"{owner}.scaling_fwd.scale")
+        make_state(modules[owner], built, gemms=1 if forward is None else len(forward) // WIDTHS["scaling_fwd"])
     live = fp8_state(model)
+    for name, value in tensors.items():
+        if live[name].shape[-1] != value.shape[-1]:
+            raise CheckpointError(f"the FP8 state does not fit the model at {name!r} ({list(value.shape)})")
     for name, value in tensors.items():
         live[name].copy_(_resized(value, len(live[name])) if name.endswith("amax_history") else value)
 
 
+def make_state(module: Any, built: Any, gemms: int = 1) -> None:
+    """Give a te module of so many GEMMs the state for the engine's recipe object `built`, if it has none (section 7.11)."""
+    if "scaling_fwd" not in module.fp8_meta:
+        module.fp8_meta.update(recipe=built, num_gemms=gemms)
+        module.init_fp8_meta_tensors(built)
+
+
 @torch.no_grad()
 def convert_scales(model: nn.Module, old: Recipe, new: Recipe) -> None:
-    """Turn the scales of one DelayedScaling recipe, which the model holds, into those of another one.
+    """Convert the model's scales from one DelayedScaling recipe to another.
 
-    Amaxes are of the tensors themselves, so histories stay as they are; a scale is the format's largest number, less the
-    margin, over an amax, so it changes by a power of two. A tensor that was never seen keeps scale 1.
+    Histories hold amaxes of the tensors themselves and stay as they are. A scale is the format's largest number, less the
+    margin, over an amax, so it changes by a power of two. A tensor without an amax so far keeps scale 1.
     """
     live = fp8_state(model)
     for name, scale in live.items():
@@ -95,16 +115,16 @@ def convert_scales(model: nn.Module, old: Recipe, new: Recipe) -> None:
 
 
 def _largest(recipe: Recipe, direction: str) -> float:
-    """What an amax is scaled to: 448 in E4M3, 57344 in E5M2, divided by 2^margin."""
+    """Return the value that an amax is scaled to: 448 in E4M3, 57344 in E5M2, divided by 2^margin."""
     wide = direction == "scaling_bwd" and recipe.fields.get("fp8_format", "HYBRID") == "HYBRID"
     return (57344.0 if wide else 448.0) * 2.0 ** -recipe.fields.get("margin", 0)
 
 
 @contextlib.contextmanager
 def frozen_fp8_state(model: nn.Module) -> Iterator[None]:
-    """Whatever runs inside leaves every scale and amax history as it was, to the bit.
+    """Restore every scale and amax history on exit, to the bit.
 
-    Transformer Engine records the amax of any forward, evaluation included, and lets it into the next training update
+    Transformer Engine records the amax of any forward, evaluation included, and uses it in the next training update
     (section 2.5).
     """
     live = fp8_state(model)
@@ -115,22 +135,22 @@ def frozen_fp8_state(model: nn.Module) -> Iterator[None]:
     finally:
         now = fp8_state(model)
         _copy_all({name: now[name] for name in before if name in now}, before)
-        for name in now.keys() - before.keys():  # a module that ran for the first time: back to what it is born with
+        for name in now.keys() - before.keys():  # a module that ran for the first time: its initial values
             now[name].fill_(1.0 if name.endswith("scale") else 0.0)
 
 
 @torch.no_grad()
 def _copy_all(to: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
-    """Copy the tensors of these names, a few kernels for all: a decoding step has time for no more."""
+    """Copy the tensors of these names with few kernels, which a decoding step has to wait for."""
     if to:
         torch._foreach_copy_(list(to.values()), [source[name] for name in to])
 
 
 def _resized(history: Tensor, length: int) -> Tensor:
-    """`history` [n, width] as [length, width]: row 0 and the newest rows kept, the oldest dropped or zero."""
-    kept = min(len(history), length) - 1
+    """Return `history` [n, width] as [length, width]: row 0 and the newest rows, without the oldest or with zeros for them."""
+    rows = min(len(history), length) - 1
     out = history.new_zeros(length, history.shape[1])
     out[0] = history[0]
-    if kept:
-        out[-kept:] = history[-kept:]
+    if rows:
+        out[-rows:] = history[-rows:]
     return out

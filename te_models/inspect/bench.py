@@ -1,8 +1,8 @@
-"""Time the training step of every recipe, and of what else a user could train with, in one process.
+"""Time the training step of recipes and of their alternatives in one process.
 
-All variants live side by side and take turns, so that a busy or throttling machine slows them alike; the figures are
-medians with the quartiles. A variant's peak memory is measured while it is built and warmed up, less what the others
-hold.
+All variants exist side by side and take turns, so that a busy or throttling machine slows them alike; results are
+medians with quartiles. A variant's peak memory is measured while it is built and warmed up, less the memory of the
+others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from te_models.inspect.peers import PEERS, Step, peer_step
 from te_models.inspect.roofline import Roofline, model_flops, roofline, timed
 from te_models.training.cuda_graph import GraphedStep
 
-# What may follow a recipe after a "+": one row a way to run it. Later ones add to earlier ones.
+# Options that may follow a recipe after a "+", one row each; they combine.
 WAYS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
     "plain": {"fused": False},
@@ -40,9 +40,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class Measured:
-    """One variant's figures: milliseconds of a forward and backward, and GiB at the peak (None on a CPU)."""
+    """The measurements of one variant: milliseconds per forward and backward, and peak GiB (None on a CPU)."""
 
     name: str
     flops: float
@@ -51,7 +51,7 @@ class Measured:
     ms: list[float] = field(default_factory=list)
 
     def row(self, tokens: int, floor: Roofline | None, reference: Measured) -> dict[str, Any]:
-        """What the table and the JSON say of it; ratios above 1 mean faster than `reference`, at equal FLOPs."""
+        """Return the row of the table and of the JSON; a `speed` above 1 is faster than `reference` at equal FLOPs."""
         middle = statistics.median(self.ms)
         low, _, high = statistics.quantiles(self.ms, n=4) if len(self.ms) > 1 else (middle, middle, middle)
         found = dict(
@@ -65,7 +65,7 @@ class Measured:
 
 
 def parse(recipe: str) -> tuple[str, dict[str, Any]]:
-    """("delayed", {"fused": True}) of "delayed+fused"."""
+    """Split "delayed+fused" into ("delayed", {"fused": True})."""
     name, *ways = recipe.split("+")
     for way in ways:
         if way not in WAYS:
@@ -74,7 +74,10 @@ def parse(recipe: str) -> tuple[str, dict[str, Any]]:
 
 
 def model_step(ids: torch.Tensor, config: ModelConfig, cuda_graph: bool = False, **options: Any) -> Step:
-    """One forward and backward of CausalLM(config, **options) on ids [B, S], predicting each next token; the loss."""
+    """Return a function that runs forward and backward of CausalLM(config, **options) on ids [B, S]; it returns the loss.
+
+    With `cuda_graph` the step is replayed as one CUDA graph.
+    """
     model = CausalLM(config, **options)
     if cuda_graph:
         graphed = GraphedStep(model)
@@ -94,7 +97,7 @@ def model_step(ids: torch.Tensor, config: ModelConfig, cuda_graph: bool = False,
 def builders(
     config: ModelConfig, recipes: Sequence[str], peers: Sequence[str], ids: torch.Tensor, **options: Any
 ) -> dict[str, Callable[[], Step]]:
-    """Name -> what builds that variant's step; peers first. `options` are CausalLM's."""
+    """Return name -> function that builds the step of that variant, peers first. `options` are those of CausalLM."""
     made: dict[str, Callable[[], Step]] = {}
     for name in peers:
         if name not in PEERS:
@@ -109,7 +112,7 @@ def builders(
 
 
 def _applies(option: str, recipe: str) -> bool:
-    """Whether an option is for this recipe: amax_history_len, say, is for delayed alone."""
+    """Return whether this recipe has the option; amax_history_len, for example, belongs to delayed scaling only."""
     return option not in recipe_fields() or option in {*EDGES, *SCHEMES[get_recipe(recipe).scheme].fields}
 
 
@@ -123,48 +126,53 @@ def bench(
     steps: int = 15,
     warm_up: int = 3,
     device: torch.device,
-    tell: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None] = lambda line: None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure every variant and return {"environment", "settings", "roofline", "rows"}, ready for JSON.
+    """Measure every variant and return {"environment", "settings", "reference", "roofline", "rows"} for JSON.
 
     Args:
-        config: the shape, also the peers'.
-        recipes: such as "delayed", or "delayed+fused" with ways to run it from WAYS.
+        config: shape of every variant.
+        recipes: recipes such as "delayed", with options from `WAYS` such as "delayed+fused".
         peers: names from te_models.inspect.peers.PEERS.
-        batch_size, seq_len: tokens of a step.
-        steps: timed rounds, in each of which every variant runs once; `warm_up` ones before them do not count.
+        batch_size: sequences per step.
+        seq_len: tokens per sequence.
+        steps: timed rounds; in each, every variant runs once.
+        warm_up: rounds before those.
         device: a CPU or a CUDA device.
-        tell: told what is going on, line by line.
-        options: CausalLM's own, such as `engine` and recipe fields.
+        progress: called with a line per stage.
+        options: options of CausalLM, such as `engine` and recipe fields.
+
+    Raises:
+        ValueError: for an unknown recipe, option or peer, naming the nearest one.
     """
-    get_engine("auto", device)  # Transformer Engine before any use of cuDNN: its copy of that must be loaded first
-    torch._dynamo.config.recompile_limit = 64  # every variant compiles the same functions for its own shapes
+    get_engine("auto", device)  # import Transformer Engine before any use of cuDNN (te_models/device/cudnn.py)
     ids = torch.randint(0, config.vocab_size, (batch_size, seq_len), generator=torch.Generator().manual_seed(0))
     ids = ids.to(device)
-    results, running = [], []
-    for name, build in builders(config, recipes, peers, ids, **options).items():
-        tell(f"building {name}")
-        gated = not name.startswith("te-layer")
-        result = Measured(name, model_flops(config, batch_size, seq_len, gated))
-        running.append(_prepared(build, result, warm_up, device))
-        results.append(result)
+    results: dict[Measured, Step] = {}
     clock = timed if device.type == "cuda" else _wall
-    for turn in range(steps):
-        tell(f"round {turn + 1} of {steps}")
-        for result, step in zip(results, running, strict=True):
-            result.ms.append(clock(step))
+    # Every variant compiles the same functions for its own shapes.
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for name, build in builders(config, recipes, peers, ids, **options).items():
+            progress(f"building {name}")
+            result = Measured(name, model_flops(config, batch_size, seq_len, gated=not name.startswith("te-layer")))
+            results[result] = _prepared(build, result, warm_up, device)
+        for turn in range(steps):
+            progress(f"round {turn + 1} of {steps}")
+            for result, step in results.items():
+                result.ms.append(clock(step))
+    reference = next(iter(results))
     floor = _floor(config, batch_size, seq_len, recipes, device, options)
     settings = dict(config=asdict(config), batch_size=batch_size, seq_len=seq_len, steps=steps, warm_up=warm_up)
     return dict(
-        environment=environment(), settings=settings, reference=results[0].name,
+        environment=environment(), settings=settings, reference=reference.name,
         roofline=None if floor is None else {**floor._asdict(), "total": floor.total},
-        rows=[result.row(ids.numel(), floor, results[0]) for result in results],
+        rows=[result.row(ids.numel(), floor, reference) for result in results],
     )  # fmt: skip
 
 
 def _prepared(build: Callable[[], Step], result: Measured, warm_up: int, device: torch.device) -> Step:
-    """The variant's step, compiled and warmed up; notes its peak memory and its loss."""
+    """Build, compile and warm up the step of a variant; record its peak memory and loss in `result`."""
     torch.manual_seed(0)
     gc.collect()
     if device.type == "cuda":
@@ -172,7 +180,7 @@ def _prepared(build: Callable[[], Step], result: Measured, warm_up: int, device:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated(device)
         step = build()
-        step()  # compiling, and choosing algorithms, takes memory of its own
+        step()  # compiling and autotuning need memory of their own
         torch.cuda.reset_peak_memory_stats(device)
     else:
         before, step = 0, build()
@@ -186,7 +194,7 @@ def _prepared(build: Callable[[], Step], result: Measured, warm_up: int, device:
 def _floor(
     config: ModelConfig, batch: int, seq: int, recipes: Sequence[str], device: torch.device, options: dict[str, Any]
 ) -> Roofline | None:
-    """The roofline of the first FP8 recipe; None on a CPU or where all is BF16."""
+    """Return the roofline of the first FP8 recipe; None on a CPU or if every recipe is BF16."""
     quantized = [(name, ways) for name, ways in map(parse, recipes) if name != "bf16"]
     if device.type != "cuda" or not quantized:
         return None

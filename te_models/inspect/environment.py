@@ -1,4 +1,4 @@
-"""What a measurement was made on: written into every result file."""
+"""The machine and versions of a measurement, which every result file records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def environment() -> dict[str, str]:
-    """GPU, driver and versions of this machine."""
+    """Return date, GPU with driver or CPU, and package versions of this process."""
     found = {"date": datetime.date.today().isoformat(), "python": platform.python_version(), "torch": torch.__version__}
     for package in ("transformer-engine", "torchao", "triton"):
         try:

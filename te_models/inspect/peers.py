@@ -1,7 +1,7 @@
-"""What a user would train with instead: the same decoder in plain PyTorch, in torchao float8, in te.TransformerLayer.
+"""Alternatives to compare with: the same decoder in plain PyTorch, in torchao float8, and in te.TransformerLayer.
 
-Each peer has the shape of a ModelConfig, the same tokens and the best settings it is known for: torch.compile of every
-block and of the loss, cuDNN attention first. Only what is timed is here: one forward and backward.
+Each peer has the shape of a ModelConfig and its best known settings: torch.compile of every block and of the loss, and
+cuDNN attention where it applies. Only the timed part is here: one forward and backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Step = Callable[[], Tensor]
 
 
 class TorchBlock(nn.Module):
-    """layers.Block in torch.nn alone. x [B, S, D] -> [B, S, D]."""
+    """The block of te_models/model/block.py in torch.nn modules. x [B, S, D] -> [B, S, D]."""
 
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class TorchBlock(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(d, config.rms_norm_eps, **factory) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """As layers.Block."""
+        """Return the block's output [B, S, D] for x [B, S, D] and rotary tables [S, rotary channels]."""
         q, k, v, gate = self.heads.split(self.qkvg_proj(self.norms[0](x)).flatten(0, 1), len(x))
         q, k = elementwise.rope(q, cos, sin), elementwise.rope(k, cos, sin)
         out = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
@@ -50,7 +50,7 @@ class TorchBlock(nn.Module):
 
 
 class Peer(nn.Module):
-    """Embedding, blocks, norm and head; `call` runs one block, `around` lies round all of them."""
+    """Embedding, blocks, norm and head; `call` runs all blocks."""
 
     def __init__(
         self, config: ModelConfig, blocks: list[nn.Module], call: Callable[..., Tensor], **factory: Any
@@ -62,13 +62,13 @@ class Peer(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits [B, S, V] of ids [B, S]."""
+        """Return logits [B, S, V] for ids [B, S]."""
         x = self.embed(ids)
         return self.lm_head(self.norm(self.call(self.blocks, x)))
 
 
 def torch_peer(config: ModelConfig, device: torch.device, convert: Callable[[nn.Module], None] | None = None) -> Peer:
-    """nn.Linear and nn.RMSNorm in BF16, each block compiled on a GPU; `convert` changes the model before that."""
+    """Build the BF16 peer of nn.Linear and nn.RMSNorm; `convert` modifies it before blocks are compiled on a GPU."""
     _check(config)
     factory: dict[str, Any] = dict(device=device, dtype=torch.bfloat16)
 
@@ -89,7 +89,7 @@ def torch_peer(config: ModelConfig, device: torch.device, convert: Callable[[nn.
 
 
 def torchao_peer(config: ModelConfig, device: torch.device) -> Peer:
-    """The torch peer with torchao's float8 training, tensorwise dynamic scales, in all linears but the head."""
+    """Build the torch peer with torchao's float8 training: tensorwise dynamic scales in all linears except the head."""
     _need_cuda(device, "torchao")
     with needs("--peers torchao", "torchao", "0.17", "optim"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415  optional
@@ -102,7 +102,7 @@ def torchao_peer(config: ModelConfig, device: torch.device) -> Peer:
 
 
 def te_layer_peer(config: ModelConfig, device: torch.device, recipe: Recipe | None) -> Peer:
-    """NVIDIA's fused te.TransformerLayer, which has no gate, hence fewer FLOPs; all layers in the recipe's format."""
+    """Build the peer of NVIDIA's te.TransformerLayer: no gate, hence fewer FLOPs; every layer runs in the recipe."""
     _check(config)
     _need_cuda(device, "te-layer")
     te = engine_module("native")
@@ -139,7 +139,7 @@ PEERS: dict[str, Callable[[ModelConfig, torch.device], Peer]] = {
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what the peers do not have, rather than time another model."""
+    """Raise for features that the peers lack, rather than time another model."""
     own = {"qk_norm": config.qk_norm, "attention_bias": config.attention_bias, "sliding_window": config.sliding_window}
     own |= {"partial_rotary_factor below 1": config.rotary_size != config.head_dim}
     if found := [name for name, value in own.items() if value]:
@@ -152,7 +152,7 @@ def _need_cuda(device: torch.device, name: str) -> None:
 
 
 def peer_step(peer: Peer, ids: Tensor) -> Step:
-    """One forward and backward of `peer` on ids [B, S], predicting each next token; returns the loss."""
+    """Return a function that runs forward and backward of `peer` on ids [B, S]; it returns the loss."""
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
         return elementwise.cross_entropy(logits.flatten(0, 1), targets.flatten())

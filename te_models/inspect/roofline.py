@@ -1,4 +1,4 @@
-"""The least time a training step can take on this GPU: its GEMMs and attention at measured rates, its bytes at copy speed."""
+"""A lower bound on the time of a training step: GEMMs and attention at measured rates, bytes at copy speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from te_models.kernels.sdpa import causal_attention
 
 
 class Roofline(NamedTuple):
-    """Milliseconds of one forward and backward."""
+    """Milliseconds per forward and backward."""
 
     gemm: float
     attention: float
@@ -22,14 +22,14 @@ class Roofline(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The floor."""
+        """The lower bound."""
         return self.gemm + self.attention + self.memory
 
 
 def model_flops(config: ModelConfig, batch: int, seq: int, gated: bool = True) -> float:
-    """Floating-point operations of one forward and backward: 6 a weight and token, and causal attention's 6 B S^2 A H.
+    """Return the FLOPs of one forward and backward: 6 per weight and token, and 6 B S^2 A H for causal attention.
 
-    `gated` False leaves out the gate's columns, for a peer that has none.
+    `gated=False` leaves out the gate's rows, for a peer that has none.
     """
     gate = 0 if gated else config.hidden_size * config.gate_size
     weights = config.num_hidden_layers * (sum(i * o for i, o in linear_sizes(config).values()) - gate)
@@ -38,15 +38,15 @@ def model_flops(config: ModelConfig, batch: int, seq: int, gated: bool = True) -
 
 
 def roofline(config: ModelConfig, batch: int, seq: int, fp8_layers: int, device: torch.device) -> Roofline:
-    """Measured on `device`, which must be a CUDA device with FP8 units; `fp8_layers` of the layers multiply in FP8."""
+    """Measure the roofline on `device`, a CUDA device with FP8 units, with `fp8_layers` of the layers in FP8."""
     rows, layers = batch * seq, config.num_hidden_layers
     gemm = 3 * _gemm(rows, config.hidden_size, config.vocab_size, False, device)
     for fp8, count in ((True, fp8_layers), (False, layers - fp8_layers)):
         if count:
-            # Forward, the input's gradient, the weight's gradient: the same product turned round.
+            # fprop, dgrad and wgrad: the same product with its dimensions exchanged.
             shapes = [s for i, o in linear_sizes(config).values() for s in ((rows, i, o), (rows, o, i), (o, rows, i))]
             gemm += count * sum(_gemm(*shape, fp8, device) for shape in shapes)
-    # Each GEMM's input and output once in the forward; in the backward once more, with its gradient. BF16.
+    # BF16 input and output of each GEMM: once in the forward, and twice in the backward with their gradients.
     moved = 2 * 3 * rows * layers * sum(i + o for i, o in linear_sizes(config).values())
     return Roofline(gemm, layers * _attention(config, batch, seq, device), moved / _copy_bytes_per_ms(device))
 
@@ -55,10 +55,8 @@ def _gemm(m: int, k: int, n: int, fp8: bool, device: torch.device) -> float:
     a, b = (torch.randn(size, k, device=device, dtype=torch.bfloat16) for size in (m, n))
     if not fp8:
         return _milliseconds(lambda: a @ b.t())
-    codes, one = [t.to(torch.float8_e4m3fn) for t in (a, b)], torch.ones((), device=device)
-    return _milliseconds(
-        lambda: torch._scaled_mm(codes[0], codes[1].t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-    )
+    (a8, b8), one = (t.to(torch.float8_e4m3fn) for t in (a, b)), torch.ones((), device=device)
+    return _milliseconds(lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
 
 
 def _attention(config: ModelConfig, batch: int, seq: int, device: torch.device) -> float:
@@ -85,7 +83,7 @@ def _milliseconds(run: Callable[[], object], rounds: int = 10) -> float:
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Milliseconds of one call on the current CUDA device, by its own clock."""
+    """Return the milliseconds of one call on the current CUDA device, from CUDA events."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from te_models.errors import unknown
 from te_models.kernels import elementwise, gated_attention, handover, lm_head
 
 
@@ -71,22 +72,35 @@ class Kernels:
 PLAIN = Kernels()
 
 
+# The modes of torch.compile by the name that a user gives. Graphs of single kernels are left out of max-autotune: they
+# cannot be captured in the graph of a whole step (te_models.training.cuda_graph).
+COMPILE_MODES = {"default": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+
+
+def compile_mode(compile: bool | str) -> str | None:
+    """Return the name of the mode that `compile` asks for, a bool or one of COMPILE_MODES; None: not compiled."""
+    if isinstance(compile, str) and compile not in COMPILE_MODES:
+        raise unknown("compile", compile, COMPILE_MODES)
+    return compile if isinstance(compile, str) else "default" if compile else None
+
+
 @functools.cache
-def compiled_kernels() -> Kernels:
+def compiled_kernels(mode: str) -> Kernels:
     """The plain operations, each compiled to one kernel forward and one backward (torch.compile)."""
-    both = dict(forward=torch.compile(elementwise.swiglu), backward=torch.compile(elementwise.swiglu_backward))
+    fused = functools.partial(torch.compile, mode=COMPILE_MODES[mode])
+    both = dict(forward=fused(elementwise.swiglu), backward=fused(elementwise.swiglu_backward))
     return Kernels(
-        rope=torch.compile(elementwise.rope),
-        gate=torch.compile(elementwise.gate),
-        cross_entropy=torch.compile(elementwise.cross_entropy),
-        loss_and_gradient=torch.compile(lm_head.loss_and_gradient),
+        rope=fused(elementwise.rope),
+        gate=fused(elementwise.gate),
+        cross_entropy=fused(elementwise.cross_entropy),
+        loss_and_gradient=fused(lm_head.loss_and_gradient),
         swiglu=functools.partial(handover.swiglu, **both),
     )
 
 
-def get_kernels(te: ModuleType, device: torch.device, *, compile: bool, fused: bool) -> Kernels:
-    """The kernels of a model on `device`: compiled on a CUDA device if asked for; `fused` adds what the engine has."""
-    kernels = compiled_kernels() if compile and device.type == "cuda" else PLAIN
+def get_kernels(te: ModuleType, device: torch.device, *, compile: str | None, fused: bool) -> Kernels:
+    """The kernels of a model on `device`: compiled in the mode `compile` on a CUDA device; `fused` adds what the engine has."""
+    kernels = compiled_kernels(compile) if compile and device.type == "cuda" else PLAIN
     if not fused:
         return kernels
     return replace(kernels, **fused_operations(device), **te.handover)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.engine.emulated.triton_kernels import _encode
+from te_models.kernels.fp8_triton import encode_fp8
 
 # Of a tile, for four warps, and tiles one below the other that come before those right of them, so that others write at
 # about the same time what lies beside a tile in either copy: the fastest of thirty on an H200.
@@ -55,8 +55,8 @@ class Codes(NamedTuple):
 def _encode4(a, b, c, d, E5M2: tl.constexpr):
     """The codes of four FP32 tensors as one of int32, a's in the lowest byte."""
     if INTERPRETED:
-        a, b = _encode(a, E5M2).to(tl.int32), _encode(b, E5M2).to(tl.int32)
-        c, d = _encode(c, E5M2).to(tl.int32), _encode(d, E5M2).to(tl.int32)
+        a, b = encode_fp8(a, E5M2).to(tl.int32), encode_fp8(b, E5M2).to(tl.int32)
+        c, d = encode_fp8(c, E5M2).to(tl.int32), encode_fp8(d, E5M2).to(tl.int32)
         word = a | (b << 8) | (c << 16) | (d << 24)
     else:
         # Triton's own cast to FP8 (3.6) mixes up elements where the result is transposed.

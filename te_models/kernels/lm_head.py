@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.config.chunk_sizes import head_rows
 from te_models.device.cpu_matmul import add_product, matmul
-from te_models.planning.memory_estimate import head_rows
 
 # loss_and_gradient's signature. It may write the gradient over the logits and return their memory.
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
@@ -88,7 +88,7 @@ def linear_cross_entropy(
 
     x [T, D], weight [V, D], targets int64 [T], of which -100 does not count; an FP32 scalar, zero when no target counts.
     The logits are rounded to the dtype of x as a BF16 head rounds them, so the loss is cross_entropy's; the gradient of
-    the weight is summed over the chunks in FP32. `chunk` None takes te_models.planning.memory_estimate.head_rows; `kernel` is
+    the weight is summed over the chunks in FP32. `chunk` None takes te_models.config.chunk_sizes.head_rows; `kernel` is
     loss_and_gradient, its compiled twin, or the one of lm_head_triton.py, which needs no second buffer for the gradient;
     `multiply`, of that file, spares copies of both gradients in backward. (The idea of making the gradient chunk by chunk in
     the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)

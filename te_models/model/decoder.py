@@ -27,7 +27,7 @@ from te_models.config.recompute_modes import check_mode
 from te_models.engine import check_support, engine_module, get_engine
 from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink, same_codes
 from te_models.fp8.scaling_state import convert_scales, fp8_state, frozen_fp8_state, load_fp8_state
-from te_models.kernels.dispatch import PLAIN, get_kernels
+from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
 from te_models.kernels.lm_head import linear_cross_entropy
 from te_models.model.block import Block
 from te_models.model.forward_context import ForwardContext, forward_context
@@ -58,7 +58,8 @@ class Decoder(nn.Module):
         activation_offload: move the activations that a block saves for backward to the host's memory in between
             (te_models.model.offload).
         fp8_params: store the weights of the FP8 layers in FP8, without a BF16 copy (te_models.fp8.primary_weights).
-        compile: fuse the operations between the GEMMs with torch.compile (on CUDA devices).
+        compile: fuse the operations between the GEMMs with torch.compile (on CUDA devices); "max-autotune" also times
+            variants of each kernel and takes the fastest.
         fused: run attention with RoPE and gate as one operation, where its heads allow it, and hand FP8 from module to
             module, where the engine can (te_models.kernels.dispatch); None: on CUDA devices, but not with
             activation_offload, which moves no FP8 that was handed on.
@@ -85,7 +86,7 @@ class Decoder(nn.Module):
         activation_checkpointing: str | int = "none",
         activation_offload: bool = False,
         fp8_params: bool = False,
-        compile: bool = True,
+        compile: bool | str = True,
         fused: bool | None = None,
         initialize: bool = True,
         materialize: bool = True,
@@ -107,13 +108,13 @@ class Decoder(nn.Module):
         self.fp8_params = fp8_params
         if fp8_params:
             check_recipe(self.recipe)
-        self.compiled = compile and device.type == "cuda"
+        self.compile_mode = compile_mode(compile)
         self.amax_group = amax_group
 
         factory: dict[str, Any] = dict(device=device if materialize else torch.device("meta"), dtype=dtype)
         fast = device.type == "cuda" and not activation_offload if fused is None else fused
         self.fused = fast and self.tp.size == 1
-        self.kernels = get_kernels(self.te, device, compile=compile, fused=self.fused)
+        self.kernels = get_kernels(self.te, device, compile=self.compile_mode, fused=self.fused)
         self.embed_tokens = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **factory)
         self.layers = nn.ModuleList()
         for layer in range(config.num_hidden_layers):
@@ -131,6 +132,15 @@ class Decoder(nn.Module):
         drop_transposed(self)
         if initialize and factory["device"].type != "meta":
             self.init_weights()
+
+    @property
+    def compile_status(self) -> str:
+        """Whether the operations between the GEMMs are compiled, or why not, in a few words."""
+        if self.compile_mode is None:
+            return "off, because compile=False"
+        if (place := target_device(self).type) != "cuda":
+            return f"off, because the model is on {place}"
+        return "elementwise operations" + (f", {self.compile_mode}" if self.compile_mode != "default" else "")
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -398,3 +408,10 @@ class Decoder(nn.Module):
                     f"{recipe.name!r} need: change it or use recipe='bf16'"
                 )
         return recipe
+
+
+def target_device(model: Decoder) -> torch.device:
+    """Return the model's device; for a model on the meta device, made to be planned, the default one."""
+    if model.device.type != "meta":
+        return model.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

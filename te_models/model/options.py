@@ -23,7 +23,7 @@ class BuildOptions(RecipeOptions, total=False):
     activation_checkpointing: str | int
     activation_offload: bool
     fp8_params: bool
-    compile: bool
+    compile: bool | str
     fused: bool | None
     tp_mesh: DeviceMesh | None
     sequence_parallel: bool

@@ -70,7 +70,7 @@ class Recompute:
     def _run_block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
         self.layer = layer
         if recomputes_block(self.mode, layer):
-            return self._recomputed(block, block, x, *args)
+            return self.recomputed(block, block, x, *args, restore_random=may_draw(block))
         return block(x, *args)
 
     def run_mlp(self, mlp: nn.Module, function: Callable[..., Any], x: Tensor, delta: Tensor, *args: Any) -> Any:
@@ -79,7 +79,8 @@ class Recompute:
         If the mode asks for it, backward recomputes it from x + delta, of which the function makes the same.
         """
         if recomputes_mlp(self.mode, self.layer, self.layers, self._fp8, self.fp8_weights):
-            return self._recomputed(mlp, function, x + delta, None, *args)
+            owner = getattr(function, "__self__", mlp)  # the block, whose norm is part of it
+            return self.recomputed(mlp, function, x + delta, None, *args, restore_random=may_draw(owner))
         return function(x, delta, *args)
 
     def discarding(self, hidden: Tensor) -> contextlib.AbstractContextManager[None]:
@@ -92,7 +93,11 @@ class Recompute:
     def _fp8(self) -> bool:
         return self.te.FP8GlobalStateManager.is_fp8_enabled()
 
-    def _recomputed(self, owner: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    def recomputed(
+        self, owner: nn.Module, function: Callable[..., Any], *args: Any, restore_random: bool, **kwargs: Any
+    ) -> Any:
+        """Return function(*args, **kwargs), which backward recomputes; `owner` contains the te modules it runs."""
+
         def contexts() -> tuple[Any, Any]:
             if not self._fp8:
                 return contextlib.nullcontext(), contextlib.nullcontext()
@@ -104,7 +109,8 @@ class Recompute:
             *args,
             use_reentrant=False,
             context_fn=contexts,
-            preserve_rng_state=may_draw(getattr(function, "__self__", owner)),
+            preserve_rng_state=restore_random,
+            **kwargs,
         )
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Optimizers by name, with their options and defaults. docs/optimizers.md says when to use which.
+"""Optimizers by name, with their options and defaults. docs/guide/optimizers.md says when to use which.
 
 All have the interface of te_models.optim.master.MasterWeights, so the training loop does not distinguish them.
 

@@ -1,31 +1,35 @@
-"""What fits on which GPU: the tables of `te-models plan --memory`, from te_models.planning.memory_estimate."""
+"""The memory plan: what a training step needs and which GPUs it fits on, as `te-models plan --memory` prints it."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.config.recompute_modes import MODES, check_mode
-from te_models.planning.memory_estimate import Memory, Training, kept_bytes, memory_moments
+from te_models.planning.memory_estimate import Memory, memory_moments, saved_bytes
+from te_models.planning.operations import Training
 from te_models.planning.parameter_bytes import OPTIMIZERS, model_parameters
+from te_models.planning.printable import Printable
 
 GPUS = {"24 GB": 24, "48 GB": 48, "80 GB": 80, "141 GB": 141}  # sizes as sold: 10^9 bytes
-# Left free: the accuracy that the tests hold predictions to (5 %). CUDA's context lies in what a GPU has beyond its name:
-# 80 GB are 85.5 * 10^9 bytes on an H100, 141 GB are 150.8 * 10^9 on an H200.
+# The fraction left free covers the error of the prediction. CUDA's context fits in what a GPU has beyond its nominal size:
+# an H100 "80 GB" has 85.5 * 10^9 bytes, an H200 "141 GB" has 150.8 * 10^9.
 HEADROOM = 0.05
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """The predicted memory of a training step on each GPU. Prints as tables; `to_dict` has plain JSON values, in bytes."""
+class MemoryPlan(Printable):
+    """The predicted memory of a training step per GPU.
+
+    Print it, or display it in a notebook, for tables; `to_dict` returns plain JSON values, in bytes.
+    """
 
     config: ModelConfig
     recipe: Recipe
@@ -33,25 +37,25 @@ class MemoryPlan:
 
     @property
     def moments(self) -> list[Memory]:
-        """The moments that can be the peak: the loss, the worst of backward, the optimizer's step."""
+        """The moments that can be the peak: the loss, the worst of backward, and the optimizer step."""
         return memory_moments(self.config, self.recipe, self.training)
 
     @property
     def peak(self) -> Memory:
-        """The moment that takes most: what torch.cuda.max_memory_allocated will say, within 5 %."""
+        """The moment that needs most memory; compare its `total` with torch.cuda.max_memory_allocated."""
         return max(self.moments, key=lambda memory: memory.total)
 
     @property
     def host(self) -> int:
-        """Bytes of host memory that activation offload takes, for each GPU; pinned."""
-        return kept_bytes(self.config, self.recipe, self.training, on_host=True)
+        """Bytes of pinned host memory that activation offload needs per GPU."""
+        return saved_bytes(self.config, self.recipe, self.training, on_host=True)
 
     def fits(self, gigabytes: float) -> bool:
-        """Whether the peak, with 5 % to spare, fits on a GPU sold with so many gigabytes (10^9 bytes)."""
+        """Return whether the peak fits on a GPU of `gigabytes` * 10^9 bytes with 5 % to spare."""
         return self.peak.total <= (1 - HEADROOM) * gigabytes * 10**9
 
     def largest_batch(self, gigabytes: float) -> int:
-        """The most sequences a GPU that fit; 0 if not even one does."""
+        """Return the largest number of sequences per GPU that fits; 0 if not even one does."""
 
         def fits(batch: int) -> bool:
             return replace(self, training=replace(self.training, batch_size=batch)).fits(gigabytes)
@@ -68,18 +72,18 @@ class MemoryPlan:
         return least
 
     def by_mode(self) -> Iterator[tuple[str | int, MemoryPlan]]:
-        """This plan under every mode of activation checkpointing, its own included."""
+        """Yield this plan under every mode of activation checkpointing, its own included."""
         own = self.training.activation_checkpointing
         for mode in dict.fromkeys((*MODES, own)):
             yield mode, replace(self, training=replace(self.training, activation_checkpointing=mode))
 
     def optimizers(self) -> dict[str, int]:
-        """Name -> bytes of state and FP32 masters on each GPU."""
+        """Return name -> bytes of optimizer state and FP32 masters per GPU."""
         parameters = model_parameters(self.config)
         return {n: o.of(parameters, self.training.dtype_bytes) // self.training.gpus for n, o in OPTIMIZERS.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that the tables show."""
+        """Return the content of the tables as plain JSON values, in bytes."""
         return {
             "parameters": self.config.num_parameters,
             "recipe": self.recipe.to_dict(),
@@ -96,7 +100,7 @@ class MemoryPlan:
         }
 
     def __rich__(self) -> Group:
-        t, each = self.training, " on each GPU" if self.training.gpus > 1 else ""
+        t, each = self.training, " per GPU" if self.training.gpus > 1 else ""
         about = (
             f"{self.config.num_parameters:,} parameters, recipe {self.recipe.name}, {t.batch_size} x {t.seq_len:,} tokens{each}, "
             f"{t.optimizer or 'no optimizer'}, activation checkpointing {t.activation_checkpointing}, {t.gpus} GPU"
@@ -105,19 +109,14 @@ class MemoryPlan:
         lines: list[Any] = [about, ""]
         for title, table in (
             (f"memory of a training step{each}, GiB", self._parts_table()),
-            (f"largest batch a GPU, in sequences of {t.seq_len:,} tokens", self._fit_table()),
+            (f"largest batch per GPU, in sequences of {t.seq_len:,} tokens", self._fit_table()),
             (f"optimizer state with FP32 masters{each}", self._optimizer_table()),
         ):
             lines += [Text(title, style="bold"), table, ""]
         return Group(*lines[:-1])
 
-    def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=140, no_color=True).print(self)
-        return out.getvalue().rstrip()
-
     def _parts_table(self) -> Table:
-        table, moments = _table("what"), self.moments
+        table, moments = _table("part"), self.moments
         for memory in moments:
             table.add_column(memory.moment, justify="right", style="green" if memory == self.peak else "")
         for name in moments[0].parts():
@@ -139,7 +138,7 @@ class MemoryPlan:
 
     def _optimizer_table(self) -> Table:
         table = _table("optimizer")
-        for column in ("bytes a parameter", "GiB", "against adamw"):
+        for column in ("bytes per parameter", "GiB", "against adamw"):
             table.add_column(column, justify="right")
         table.add_column("state")
         found = self.optimizers()
@@ -147,7 +146,7 @@ class MemoryPlan:
         for name, size in found.items():
             saved = f"{100 * (size / found['adamw'] - 1):+.0f} %" if name != "adamw" else ""
             style = "green" if name == self.training.optimizer else ""
-            table.add_row(name, f"{size / elements:.2f}", _gib(size), saved, OPTIMIZERS[name].what, style=style)
+            table.add_row(name, f"{size / elements:.2f}", _gib(size), saved, OPTIMIZERS[name].description, style=style)
         return table
 
 
@@ -179,24 +178,27 @@ def plan_memory(
     compile: bool = True,
     fused: bool = True,
 ) -> MemoryPlan:
-    """The predicted memory of training a model of this shape on a GPU; nothing is built and no GPU is needed.
+    """Predict the memory of a training step. Nothing is built and no GPU is needed.
 
     Args:
-        config, recipe: as of te_models.get_preset and te_models.get_recipe.
-        batch_size: sequences of one micro-batch over all `gpus`, as in te_models.TrainConfig.
-        seq_len: tokens of each.
-        optimizer: a row of te_models.planning.parameter_bytes.OPTIMIZERS; None for forward and backward alone.
-        activation_checkpointing: "none", "selective", "full" or every N-th block.
-        activation_offload: whether blocks keep their activations on the host (te_models.model.offload).
-        gpus: processes among which FSDP2 shares weights, gradients and optimizer state.
-        gradient_accumulation: micro-batches per step; from two on, gradients are summed in FP32 (4 bytes per parameter).
-        fp8_params: whether the weights of FP8 layers are FP8 (te_models.fp8.primary_weights).
-        dtype_bytes: of parameters and activations.
-        logits: whether the forward returns them; the Trainer's does not (`return_logits=False`), and they never exist.
-        compile, fused: as CausalLM's.
+        config: shape of the model, as from `te_models.get_preset`.
+        recipe: precision recipe, as from `te_models.get_recipe`.
+        batch_size: sequences of one micro-batch over all `gpus`, as in `te_models.TrainConfig`.
+        seq_len: tokens per sequence.
+        optimizer: a name of `te_models.planning.parameter_bytes.OPTIMIZERS`; None for forward and backward only.
+        activation_checkpointing: "none", "selective", "full", or an integer N for every N-th block.
+        activation_offload: whether the saved tensors of blocks are moved to the host (te_models.model.offload).
+        gpus: GPUs among which FSDP2 shares weights, gradients and optimizer state.
+        gradient_accumulation: micro-batches per step; from two on, gradients are summed in FP32
+                (4 bytes per parameter).
+        fp8_params: whether the primary weights of FP8 layers are FP8 (te_models.fp8.primary_weights).
+        dtype_bytes: bytes per element of parameters and activations.
+        logits: whether the forward returns logits. The Trainer's does not, so they never exist all at once.
+        compile: as of `CausalLM`.
+        fused: as of `CausalLM`.
 
     Raises:
-        ValueError: for a value that no training could have.
+        ValueError: for a value that no training run could have.
     """
     if batch_size < 1 or gpus < 1 or batch_size % gpus:
         raise ValueError(f"batch_size={batch_size} cannot be shared by gpus={gpus}: give a positive multiple of it")
@@ -207,7 +209,7 @@ def plan_memory(
         )
     if fp8_params and not recipe.quantized:
         raise ValueError(
-            f"fp8_params=True needs an FP8 recipe, and {recipe.name!r} is none: choose another, or leave it out"
+            f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: choose another, or leave fp8_params out"
         )
     training = Training(
         batch_size=batch_size // gpus,
@@ -216,7 +218,7 @@ def plan_memory(
         activation_checkpointing=check_mode(activation_checkpointing),
         activation_offload=activation_offload,
         gpus=gpus,
-        held_gradients=gradient_accumulation > 1,
+        gradient_sums=gradient_accumulation > 1,
         cached_weights=gradient_accumulation > 1 and gpus == 1,
         fp8_params=fp8_params,
         logits=logits,

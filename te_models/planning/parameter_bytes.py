@@ -1,4 +1,4 @@
-"""What a model's parameters are, and how many bytes an optimizer keeps of each: plain Python, no model."""
+"""Parameters of a model by shape, and bytes of optimizer state per parameter, computed from a config alone."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from te_models.config.chunk_sizes import FP32
 from te_models.config.layout import FUSED
 from te_models.config.model import ModelConfig
 
-FP32 = 4
-
 
 class Parameter(NamedTuple):
-    """`count` matrices (or vectors) of one shape; a fused weight counts as the matrices that it is made of.
+    """`count` matrices or vectors of one shape; a fused weight counts as its parts.
 
-    `kind` is "matrix" (of a block: what Muon and GaLore work on), "gate" (headwise), "table" (embedding, head) or "vector".
+    `kind` is "matrix" (a block's, which Muon and GaLore update), "gate" (headwise), "table" (embedding, head) or
+    "vector".
     """
 
     kind: str
@@ -25,7 +25,7 @@ class Parameter(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of all of them."""
+        """Elements of all `count` tensors."""
         return self.count * math.prod(self.shape)
 
 
@@ -34,18 +34,18 @@ def _adamw(p: Parameter) -> float:
 
 
 def _adamw_blocks(p: Parameter) -> float:
-    """torchao: two moments of a byte with an FP32 scale a block of 256; small or odd tensors stay in FP32."""
+    """torchao: two one-byte moments with an FP32 scale per 256 elements; small or odd tensors stay in FP32."""
     size = math.prod(p.shape)
     return 2 * (1 + 4 / 256) if size >= 4096 and size % 256 == 0 else _adamw(p)
 
 
 def _muon(momentum: float) -> Callable[[Parameter], float]:
-    """One momentum for the matrices of blocks, AdamW for the rest (Jordan et al. 2024)."""
+    """Muon (Jordan et al. 2024): one momentum for the matrices of blocks, AdamW for the rest."""
     return lambda p: momentum if p.kind == "matrix" else _adamw(p)
 
 
 def _galore(p: Parameter, rank: int = 128) -> float:
-    """AdamW on gradients projected to `rank`, FP32 projector included (Zhao et al. 2024, arXiv 2403.03507)."""
+    """GaLore (Zhao et al. 2024, arXiv 2403.03507): AdamW on gradients of `rank`, FP32 projector included."""
     if p.kind != "matrix" or min(p.shape) <= rank:
         return _adamw(p)
     return 4 * rank * (2 * max(p.shape) + min(p.shape)) / math.prod(p.shape)
@@ -53,32 +53,34 @@ def _galore(p: Parameter, rank: int = 128) -> float:
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Bytes an element: `state` of the optimizer itself, `master` what makes a parameter that is not FP32 FP32."""
+    """Bytes per element: `state` of the optimizer, and `master` for the FP32 copy of a parameter that is not FP32."""
 
     state: Callable[[Parameter], float]
-    what: str
+    description: str
     master: int = 4
 
     def of(self, parameters: list[Parameter], dtype_bytes: int) -> int:
-        """Bytes of all state and masters of `parameters`."""
+        """Return the bytes of state and masters of `parameters`."""
         master = self.master if dtype_bytes < FP32 else 0
         return round(sum(p.numel * (self.state(p) + master) for p in parameters))
 
 
-# One row an optimizer, under the names of `--optimizer`.
+# One row per optimizer, under the names of `--optimizer`.
 OPTIMIZERS: dict[str, OptimizerBytes] = {
     "adamw": OptimizerBytes(_adamw, "two FP32 moments"),
-    "adamw8bit": OptimizerBytes(_adamw_blocks, "two 8-bit moments, FP32 scale a 256-element block"),
-    "adamwfp8": OptimizerBytes(_adamw_blocks, "two FP8 moments, FP32 scale a 256-element block"),
+    "adamw8bit": OptimizerBytes(_adamw_blocks, "two 8-bit moments, one FP32 scale per 256 elements"),
+    "adamwfp8": OptimizerBytes(_adamw_blocks, "two FP8 moments, one FP32 scale per 256 elements"),
     "te-adam": OptimizerBytes(lambda p: 2 + 2, "two BF16 moments; masters as the 16 bits that BF16 lacks", master=2),
     "muon": OptimizerBytes(_muon(4), "FP32 momentum for matrices, AdamW for the rest"),
-    "muon8bit": OptimizerBytes(_muon(1 + 4 / 128), "INT8 momentum, FP32 scale a 128-element block; AdamW for the rest"),
+    "muon8bit": OptimizerBytes(
+        _muon(1 + 4 / 128), "INT8 momentum, one FP32 scale per 128 elements; AdamW for the rest"
+    ),
     "galore": OptimizerBytes(_galore, "AdamW on gradients of rank 128; AdamW for the rest"),
 }
 
 
 def model_parameters(config: ModelConfig) -> list[Parameter]:
-    """Every parameter of a CausalLM; vectors (norms, biases) as one."""
+    """Return every parameter of a CausalLM; vectors (norms and biases) as one."""
     d, layers = config.hidden_size, config.num_hidden_layers
     gate = "gate" if config.attention_gate == "headwise" else "matrix"
     found = [

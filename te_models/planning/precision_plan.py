@@ -1,14 +1,13 @@
-"""Which layer runs in what, on which engine, and why: a table that prints."""
+"""The precision plan: which precision and engine each linear runs in, and why."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
 
-from rich.console import Console
 from rich.table import Table
+
+from te_models.planning.printable import Printable
 
 COLUMNS = ("layer", "module", "gemm", "precision", "engine", "reason")
 
@@ -26,8 +25,11 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The rows of a model, in order of execution. Iterates over PlanRow; prints as a table."""
+class PrecisionPlan(Printable):
+    """The precision of every linear of a model, in order of execution.
+
+    Iterate over it for its `PlanRow`s; print it, or display it in a notebook, for a table.
+    """
 
     title: str
     rows: tuple[PlanRow, ...]
@@ -39,7 +41,7 @@ class Plan:
         return len(self.rows)
 
     def count(self, precision: str) -> int:
-        """How many linears run in "BF16", or below it ("FP8")."""
+        """Return the number of linears that run in "BF16", or of those that run below it ("FP8")."""
         bf16 = sum(row.precision == "BF16" for row in self.rows)
         return bf16 if precision == "BF16" else len(self.rows) - bf16
 
@@ -48,21 +50,15 @@ class Plan:
         for column in COLUMNS:
             table.add_column(column, overflow="fold")
         for row in self.folded():
-            style = "" if row[3] == "BF16" else "green"
-            table.add_row(*row, style=style)
+            table.add_row(*row, style="" if row[3] == "BF16" else "green")
         return table
 
-    def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=140, no_color=True).print(self)
-        return out.getvalue().rstrip()
-
-    def to_dict(self) -> list[dict[str, Any]]:
-        """The rows as plain JSON values."""
-        return [dict(row.__dict__) for row in self.rows]
+    def to_dict(self) -> list[dict[str, str]]:
+        """Return the rows as plain JSON values."""
+        return [asdict(row) for row in self.rows]
 
     def folded(self) -> Iterator[tuple[str, ...]]:
-        """Rows that differ in the layer alone, as one row with a range of layers."""
+        """Merge rows that differ only in their layer into one row with a range of layers."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for row in self.rows:
             groups.setdefault((row.module, row.gemm, row.precision, row.engine, row.reason), []).append(row.layer)

@@ -17,8 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models.causal_lm import CausalLM
+from te_models.config.training import TrainConfig
 from te_models.device.cuda_capture import capture, failed_capture
 from te_models.errors import UsageError
+from te_models.model.decoder import target_device
 from te_models.model.recompute import may_draw
 
 WARM_UP = 3  # eager steps before the capture, for compilers, workspaces of libraries and FP8 state created on first use
@@ -138,20 +140,31 @@ class GraphedStep:
 def obstacle(model: Any) -> str | None:
     """Return why this model's step cannot be captured in a CUDA graph; None if it can."""
     if not isinstance(model, CausalLM):
-        return "it is wrapped (by LoRA or DDP)"
-    if model.device.type != "cuda":
-        return f"it is on {model.device.type}"
+        return "the model is wrapped (by LoRA or DDP)"
+    if (place := target_device(model).type) != "cuda":
+        return f"the model is on {place}"
     if model.activation_checkpointing != "none" and any(may_draw(block) for block in model.layers):
         return "activation checkpointing must restore the random state for a hook or a third-party module"
     if model.activation_offload:
         return "activation offload copies to the host"
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
-        return "its dropout"
+        return "dropout draws random numbers"
     if model.tp.size > 1:
         return "tensor parallelism"
     if model.fp8_params and isinstance(model, FSDPModule):
-        return "its FP8 weights are gathered with scales that each step recomputes"
+        return "FP8 weights are gathered with scales that each step recomputes"
     return None
+
+
+def step_obstacle(model: CausalLM, config: TrainConfig) -> str | None:
+    """Return why a run's step is not a CUDA graph; None if it is."""
+    if not config.cuda_graph:
+        return "cuda_graph=False"
+    if config.gradient_accumulation > 1:
+        return "gradients are accumulated"
+    if config.parallel == "ddp":
+        return "DistributedDataParallel reduces gradients outside it"
+    return obstacle(model)
 
 
 class NoHostCopies(TorchDispatchMode):

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from te_models.causal_lm import CausalLM
 from te_models.checkpoint.pretrained import tokenizer_of
-from te_models.checkpoint.run_folder import Checkpoints
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import check_vocabulary
 from te_models.data.streaming import StreamingDataset
@@ -27,10 +26,11 @@ from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel
 from te_models.training.plots import plot_losses, try_drawing
 from te_models.training.report import outcome, progress, summary
+from te_models.training.resume import run_folder, saved_choices, starting_step
 from te_models.training.trainer import Result, Trainer
 
 SAMPLE_PROMPT = "def "
-Build = Callable[[Callable[..., CausalLM]], CausalLM]
+Build = Callable[..., CausalLM]
 
 
 def finetune(
@@ -39,6 +39,7 @@ def finetune(
     device: str | None = None,
     label: str | None = None,
     model_folder: str | None = None,
+    recipe: str | None = None,
     data: str | None = None,
     streaming: bool | None = None,
     packing: str = "stream",
@@ -54,10 +55,12 @@ def finetune(
     Under torchrun every process calls this.
 
     Args:
-        build: given a function with CausalLM's arguments, builds the model with it.
+        build: builds the model with its first argument, a function with CausalLM's arguments; given as keywords are the
+            choices of a resumed run, which hold where the user has made none.
         device: see te_models.training.launch.parallel.
-        label: the model's part of the default folder's name.
+        label: the model's part of the default folder's name; None: the name of `model_folder`.
         model_folder: the folder of the model to start from, if any: its tokenizer is the default.
+        recipe: the recipe that the user named, if any: part of the default folder's name.
         data: path of the corpus; None: Python's documentation and sources.
         streaming: see te_models.data.training_data.open_data, as for `packing`.
         packing: "stream" or "documents".
@@ -90,11 +93,14 @@ def finetune(
             ranks=shared.ranks,
         )
         torch.manual_seed(config.seed)
-        model = build(shared.build)
+        label = label or Path(model_folder or "model").name
+        folder = run_folder(out, label, recipe, resume or restarts() > 0)
+        saved = saved_choices(folder) if resume or restarts() else {}
+        model = build(shared.build, **saved)
         _check_model(model, words, config)
-        folder = Path(out or f"runs/{label or Path(model_folder or 'model').name}-{model.recipe.name}")
-        resume = resume or (restarts() > 0 and Checkpoints(folder / "checkpoints").latest() is not None)
-        start = _starting_step(folder, resume, config)
+        folder = folder or Path("runs", f"{label}-{model.recipe.name}")
+        resume = resume or (restarts() > 0 and bool(saved))
+        start = starting_step(folder, resume, config)
         console.print(summary(model, dataset, config, start, shared.describe()), highlight=False)
         try:
             with progress(console, config, start) as show:
@@ -131,25 +137,6 @@ def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None
             f"--seq-len {config.seq_len} is longer than the model's max_position_embeddings="
             f"{model.config.max_position_embeddings}: lower it or raise --max-position-embeddings"
         )
-
-
-def _starting_step(folder: Path, resume: bool, config: TrainConfig) -> int:
-    """Return the step of the checkpoint to resume from, 0 for a new run.
-
-    Raises:
-        ValueError: there is nothing to resume, or a new run would overwrite an old one.
-    """
-    newest = Checkpoints(folder / "checkpoints").latest()
-    if resume and newest is None:
-        raise UsageError(f"nothing to resume: {folder} has no checkpoint; start without --resume")
-    if newest is None:
-        return 0
-    step = int(newest.name.removeprefix("step-"))
-    if not resume:
-        raise UsageError(f"{folder} already holds a run of {step} steps: add --resume or give another --out")
-    if step >= config.steps:
-        raise UsageError(f"{folder} has already reached step {step}: give more than --steps {config.steps}")
-    return step
 
 
 def _print_result(console: Console, result: Result, folder: Path, model: CausalLM, shared: Parallel) -> None:

@@ -14,6 +14,7 @@ from te_models.causal_lm import CausalLM
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
+from te_models.training.cuda_graph import step_obstacle
 from te_models.training.trainer import Result
 
 
@@ -32,7 +33,7 @@ def summary(
         "linears": f"{plan.count('FP8')} in {model.recipe.formats if plan.count('FP8') else 'FP8'}, "
         f"{plan.count('BF16')} in BF16",
         "attention": f"{model.attention_kernel()}, {model.config.attention_gate} gate",
-        "compile": "elementwise operations" if model.compiled else "off",
+        **speed_rows(model, config),
         "activation checkpointing": f"{model.activation_checkpointing}"
         f"{', other activations in CPU memory' if model.activation_offload else ''}",
         "optimizer": f"{config.optimizer}, learning rate {config.learning_rate:g}"
@@ -47,6 +48,15 @@ def summary(
     for name, value in rows.items():
         table.add_row(f"[dim]{name}[/dim]", value)
     return table
+
+
+def speed_rows(model: CausalLM, config: TrainConfig) -> dict[str, str]:
+    """Return whether operations are compiled and the step is a CUDA graph, or why not."""
+    obstacle = step_obstacle(model, config)
+    return {
+        "compiled": model.compile_status,
+        "CUDA graph": f"off, because {obstacle}" if obstacle else "forward and backward",
+    }
 
 
 @contextmanager

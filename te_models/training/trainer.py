@@ -32,11 +32,12 @@ from te_models.errors import Diverged, NamedFields, SaveError, UsageError
 from te_models.files.formats import flatten_state, render_json
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
-from te_models.training.cuda_graph import GraphedStep, obstacle
+from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import Batch, count_targets, evaluate, first_bad_module, to_device
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.restore import check_data_position, check_random_state, check_result
+from te_models.training.resume import run_choices
 from te_models.training.stop_signals import stop_signals
 from te_models.training.timing import Timestamp, copy_to_host, elapsed, timestamp
 
@@ -287,10 +288,7 @@ class Trainer(NamedFields):
 
     def _graphed(self) -> GraphedStep | None:
         """Return the step as a CUDA graph if the run asks for one and it is possible."""
-        if not self.config.cuda_graph:
-            return None
-        reason = "gradients are accumulated" if self.config.gradient_accumulation > 1 else obstacle(self.train_model)
-        if reason:
+        if reason := step_obstacle(self.model, self.config):
             log.info("no CUDA graph of the step: %s", reason)
             return None
         return GraphedStep(self.model)
@@ -332,7 +330,7 @@ class Trainer(NamedFields):
             "result": asdict(self.result),
         }
         tensors["training"], documents["training"] = flatten_state(state)
-        return tensors, {**documents, **self.documents}
+        return tensors, {**documents, "run": run_choices(self.model), **self.documents}
 
     def restore(self) -> None:
         """Load the newest checkpoint of `out`.

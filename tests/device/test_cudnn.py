@@ -37,7 +37,7 @@ def test_attention_leaves_a_mixed_cudnn_alone_and_says_so_once(maps: list[str]) 
     assert suits_cudnn(333, 64, torch.bfloat16)
     cudnn._is_sound.cache_clear()
     maps.append(SYSTEMS.format("_graph"))
-    with pytest.warns(UserWarning, match="two cuDNNs are mixed"):
+    with pytest.warns(UserWarning, match="two versions of cuDNN"):
         assert not suits_cudnn(333, 64, torch.bfloat16)
     assert not suits_cudnn(384, 64, torch.bfloat16)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import te_models.engine.emulated as te
 from te_models.engine.emulated import fused, numerics
 from te_models.engine.emulated import recipe as R
-from te_models.engine.emulated.autocast import _update_fused
+from te_models.engine.emulated.delayed_scaling import updated
 from te_models.engine.emulated.gemm import gemm
 from te_models.engine.emulated.numerics import FP8_MAX, DType
 from te_models.engine.emulated.quantizers import Quantizer
@@ -39,8 +39,7 @@ QUANTIZERS = {
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Casts on a CPU go through the interpreted kernels."""
-    monkeypatch.setattr(fused._Switch, "devices", ("cpu",))
-    monkeypatch.setattr(fused._Switch, "on", True)
+    monkeypatch.setattr(fused, "DEVICES", ("cpu",))
 
 
 def values(rows: int, cols: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -233,8 +232,7 @@ def test_update_of_delayed_scaling(length: int, algo: str, reduced: bool) -> Non
     if reduced:
         amaxes[4:6] = torch.tensor([0.0, 7.0])
     expected = [
-        _update_fused(*state, amax, recipe, FP8_MAX[E4M3])
-        for state, amax in zip(states, amaxes.split([5, 2]), strict=True)
+        updated(*state, amax, recipe, FP8_MAX[E4M3]) for state, amax in zip(states, amaxes.split([5, 2]), strict=True)
     ]
     fused.update(states, amaxes if reduced else None, algo == "most_recent", 1, FP8_MAX[E4M3])
     assert all(same(a, b) for pairs in zip(expected, states, strict=True) for a, b in zip(*pairs, strict=True))

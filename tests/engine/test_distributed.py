@@ -81,4 +81,4 @@ def test_stateless_recipes_register_nothing(recipe: Any) -> None:
     m = te.Linear(32, 32, params_dtype=BF16)
     with te.autocast(recipe=recipe):
         m(torch.ones(32, 32, dtype=BF16))
-    assert not te.FP8GlobalStateManager.quantization_state.registry
+    assert not te.FP8GlobalStateManager.quantization_state.scales.states

@@ -27,14 +27,12 @@ pytestmark = pytest.mark.recorded
 HELD_OUT = json.loads((GOLDEN / "held_out_digests.json").read_text())  # seed -> tensor -> digest, of the same H200
 
 
-def capture(path: Path, seed: int, exact: bool = True, **without: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def capture(path: Path, seed: int, exact: bool = True, mxfp8: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of capture.py on the emulated engine."""
-    argv, sys.argv = sys.argv, ["capture.py", str(path), str(seed), "emulated"]
-    try:
-        with te.set_support(**without), te.exact_gemm() if exact else contextlib.nullcontext():
-            runpy.run_path(str(GOLDEN / "capture.py"), run_name="__main__")
-    finally:
-        sys.argv = argv
+    with pytest.MonkeyPatch.context() as patch, te.exact_gemm() if exact else contextlib.nullcontext():
+        patch.setattr(sys, "argv", ["capture.py", str(path), str(seed), "emulated"])
+        patch.setattr(te, "is_mxfp8_available", lambda: mxfp8)
+        runpy.run_path(str(GOLDEN / "capture.py"), run_name="__main__")
     with safe_open(path, "pt") as file:
         return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
 
@@ -42,7 +40,7 @@ def capture(path: Path, seed: int, exact: bool = True, **without: str) -> tuple[
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     # On Hopper there is no MXFP8; with it the script would draw other random numbers after that case.
-    return capture(tmp_path_factory.mktemp("golden") / "out.safetensors", 12, mxfp8="not on Hopper")[0]
+    return capture(tmp_path_factory.mktemp("golden") / "out.safetensors", 12, mxfp8=False)[0]
 
 
 def test_every_case_runs_with_another_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,13 +87,13 @@ def test_digests(captured: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("seed", sorted(HELD_OUT))
 def test_seeds_that_the_engine_was_not_written_with(seed: str, tmp_path: Path) -> None:
-    got, _ = capture(tmp_path / "out.safetensors", int(seed), mxfp8="not on Hopper")
+    got, _ = capture(tmp_path / "out.safetensors", int(seed), mxfp8=False)
     assert got.keys() == HELD_OUT[seed].keys()
     assert [key for key, expected in HELD_OUT[seed].items() if digest(key, got[key]) != expected] == []
 
 
 def test_small_products_are_exact_without_being_asked(tmp_path: Path) -> None:
     """The chained layers, where a BF16 step of the first moves FP8 codes and amaxes of the second."""
-    got, _ = capture(tmp_path / "out.safetensors", 12, exact=False, mxfp8="not on Hopper")
+    got, _ = capture(tmp_path / "out.safetensors", 12, exact=False, mxfp8=False)
     for key in (key for key in VECTORS if key.split(".")[0] in ("plain", "delayed_max", "current")):
         assert torch.equal(bits(got[key]), bits(VECTORS[key])), key

@@ -60,7 +60,7 @@ def test_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fused, "_run", lambda kernel, *_, **__: launched.update([kernel]))
     monkeypatch.setattr(fused, "kernels", dict)
-    monkeypatch.setattr(fused._Switch, "devices", ("cpu",))
+    monkeypatch.setattr(fused, "DEVICES", ("cpu",))
     monkeypatch.setattr(gemm, "_tensor_cores", lambda device: True)
     monkeypatch.setattr(nvfp4, "device_type", lambda tensor: "cuda")
     monkeypatch.setattr(gemm, "_on_tensor_cores", product)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import te_models.engine.emulated as te
 from te_models.engine.emulated import recipe as R
+from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 
 BF16 = torch.bfloat16
 RECIPES: dict[str, Callable[[], R.Recipe]] = {
@@ -87,13 +88,13 @@ def test_changes_nothing(name: str, accumulate: int, reentrant: bool) -> None:
 )
 def test_updates(reentrant: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    original = te.FP8GlobalStateManager.reduce_and_update_fp8_tensors
+    original = ScaleRegistry.update
 
-    def spy(forward: bool = True) -> None:
+    def spy(self: ScaleRegistry, forward: bool) -> None:
         calls.append("forward" if forward else "backward")
-        original(forward=forward)
+        original(self, forward)
 
-    monkeypatch.setattr(te.FP8GlobalStateManager, "reduce_and_update_fp8_tensors", spy)
+    monkeypatch.setattr(ScaleRegistry, "update", spy)
     a, b = (te.Linear(32, 32, params_dtype=BF16) for _ in range(2))
     x = torch.ones(32, 32, dtype=BF16, requires_grad=True)
     with te.autocast(recipe=RECIPES["delayed"]()):
@@ -104,9 +105,7 @@ def test_updates(reentrant: bool, expected: list[str], monkeypatch: pytest.Monke
 
 def test_a_recomputation_inside_an_autocast_has_the_flag_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bool] = []
-    monkeypatch.setattr(
-        te.FP8GlobalStateManager, "reduce_and_update_fp8_tensors", lambda forward: calls.append(forward)
-    )
+    monkeypatch.setattr(ScaleRegistry, "update", lambda self, forward: calls.append(forward))
     a, b, c = (te.Linear(32, 32, params_dtype=BF16) for _ in range(3))
     x = torch.ones(32, 32, dtype=BF16, requires_grad=True)
     with te.autocast(recipe=RECIPES["delayed"]()):

@@ -37,7 +37,7 @@ def test_what_ran(recipe: str) -> None:
         inside = recipe != "bf16" and gemm.module != "lm_head"
         assert (gemm.in_fp8, gemm.in_bf16) == ((1, 2) if inside else (0, 1 if gemm.module == "lm_head" else 3))
         assert gemm.differs == (inside,) * 3
-        assert gemm.kept_codes == inside
+        assert gemm.saved_fp8 == inside
         assert len(gemm.quantizers) == 3 * inside
         if inside:
             assert all(FLOOR_DB[model.recipe.formats] < value < 60 for value in gemm.sqnr_db)
@@ -62,7 +62,7 @@ def test_it_looks_at_a_layer_in_fp8() -> None:
 def test_backward_gemms_in_high_precision(override: str, backward: str) -> None:
     found = verify(small("current", backward_override=override), 2, 32)
     for gemm in found.gemms[:4]:
-        assert gemm.kept_codes == (override != "high_precision")
+        assert gemm.saved_fp8 == (override != "high_precision")
         assert [found.ran_in(gemm, number) for number in range(3)] == ["FP8", backward, backward]
     assert not found.failures
 
@@ -141,13 +141,13 @@ def test_whether_it_pays() -> None:
     assert bf16 == pytest.approx(6 * 16384 * 4096**2 / 720e12)
     assert fp8 == pytest.approx(6 * 16384 * 4096**2 / 1250e12 + 4 * (2 * 16384 * 4096 + 4096**2) / 4.15e12)
     slow = " ".join(found_with(2048, 1024, dict(bf16=1.0, recipe=1.5)).verdict())
-    assert "18.00 ms a step in BF16 and 27.00 ms" in slow and "does not pay at this size on this GPU" in slow
+    assert "18.00 ms per step in BF16 and 27.00 ms" in slow and "does not pay at this size on this GPU" in slow
     assert "2.00x as fast" in found_with(2048, 1024, dict(bf16=1.0, recipe=0.5)).verdict()[1]
     assert "H200" not in slow
 
 
 @pytest.mark.parametrize(
-    "sign", [dict(kept_codes=False), dict(quantizers=()), dict(differs=(True, True, False)), dict(differs=(False,) * 3)]
+    "sign", [dict(saved_fp8=False), dict(quantizers=()), dict(differs=(True, True, False)), dict(differs=(False,) * 3)]
 )
 def test_one_missing_sign_is_enough(sign: dict[str, Any]) -> None:
     whole = found_with(64, 64)

@@ -114,9 +114,9 @@ def test_what_it_does_not_compute_is_put_together(fields: dict[str, Any]) -> Non
 
 def test_a_gpu_whose_cudnn_has_no_such_attention_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    kernels = get_kernels(emulated, torch.device("cuda"), compile=False, fused=True)
+    kernels = get_kernels(emulated, torch.device("cuda"), compile=None, fused=True)
     assert kernels == PLAIN_KERNELS
-    assert get_kernels(emulated, torch.device("cpu"), compile=False, fused=True).attention is not None
+    assert get_kernels(emulated, torch.device("cpu"), compile=None, fused=True).attention is not None
 
 
 INTERPRETED = """

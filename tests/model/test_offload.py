@@ -28,8 +28,9 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels import sdpa
 from te_models.model import offload
 from te_models.model.offload import HostMemory, Offload
-from te_models.planning.memory_estimate import Training, kept_bytes
+from te_models.planning.memory_estimate import saved_bytes
 from te_models.planning.memory_plan import plan_memory
+from te_models.planning.operations import Training
 
 MODES: list[str | int] = ["none", "selective", "full", 2]
 RECIPES = ["bf16", "delayed", "current", "blockwise", "mxfp8", "nvfp4"]
@@ -224,9 +225,9 @@ def test_all_that_a_block_keeps_is_moved_once_and_none_of_it_stays(
     watch = Watch(monkeypatch)
     loss = loss_of(model, 0, 2, 64, is_first_microbatch=True)  # so that FP8 weights are kept for the next one
     training = Training(batch_size=2, seq_len=64, activation_checkpointing=mode, activation_offload=True, compile=False, fused=False,
-                        cuda=False, held_gradients=True, cached_weights=True)  # fmt: skip
+                        cuda=False, gradient_sums=True, cached_weights=True)  # fmt: skip
     moved = sum(ref().size for _, ref in watch.moved)
-    assert moved == kept_bytes(model.config, model.recipe, training, on_host=True) > 0
+    assert moved == saved_bytes(model.config, model.recipe, training, on_host=True) > 0
     assert {n for n, _ in watch.moved} == {0, 1, 2} and watch.resident() == set()
     stay = identities(model.parameters())
     for module in model.modules():
@@ -449,10 +450,10 @@ def measured(recipe: str, offloaded: bool, mode: str | int) -> tuple[list[Tensor
     memory = model.host_memory
     assert len(memory.free) == memory.pages and (memory.pages > 0) == offloaded
     assert all(page.is_pinned() for page in memory.free)
-    training = Training(batch_size=4, seq_len=1024, activation_checkpointing=mode, held_gradients=True, cached_weights=True,
+    training = Training(batch_size=4, seq_len=1024, activation_checkpointing=mode, gradient_sums=True, cached_weights=True,
                         activation_offload=True, compile=False, fused=False)  # fmt: skip
     found = [loss.detach(), *(p.grad for p in model.parameters()), *fp8_state(model).values()]
-    return [t.cpu() for t in found], peak, kept_bytes(model.config, model.recipe, training, on_host=True)
+    return [t.cpu() for t in found], peak, saved_bytes(model.config, model.recipe, training, on_host=True)
 
 
 @pytest.mark.gpu

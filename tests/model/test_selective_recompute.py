@@ -15,7 +15,7 @@ from te_models.config.recompute_modes import recomputes_mlp
 from te_models.engine import emulated, engine_module
 from te_models.kernels import elementwise, handover
 from te_models.kernels.early_save import discarding, save_early
-from te_models.planning.memory_estimate import kept_bytes
+from te_models.planning.memory_estimate import saved_bytes
 from te_models.planning.memory_plan import plan_memory
 
 SHAPE: dict[str, Any] = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_attention_heads=1)
@@ -109,7 +109,7 @@ def test_it_takes_at_most_seven_tenths(preset: str, size: dict[str, int], fields
         edges = {} if recipe == "bf16" else NO_EDGES
         plan = plan_memory(get_preset(preset, **fields), get_recipe(recipe, **edges), **size, optimizer=None,
                            activation_checkpointing=mode)  # fmt: skip
-        found[mode] = kept_bytes(plan.config, plan.recipe, plan.training)
+        found[mode] = saved_bytes(plan.config, plan.recipe, plan.training)
     assert 0.6 < found["selective"] / found["none"] < 0.7
 
 

@@ -277,7 +277,7 @@ def test_the_rest_has_its_own_learning_rate() -> None:
         ("galore", "rank=0", "rank=0 is out of range"),
         ("galore", {"rank": "many"}, "rank='many' is not a number"),
         ("muon", "rest=sgd", "choose one of adamw, adamw8bit, adamwfp8"),
-        ("te-adam", "", "native engine alone"),
+        ("te-adam", "", "only on the native engine"),
     ],
 )
 def test_mistakes_are_named(name: str, options: Any, message: str) -> None:

@@ -1,36 +1,29 @@
 """The memory plan: against autograd's own saved tensors, against peaks measured on an H200, and by hand."""
 
+import html
 import json
+import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import te_models.optim as optim
+from benchmarks.planned_memory import planned_and_measured
 from te_models import CausalLM, get_recipe, list_presets, list_recipes
 from te_models.cli import main
+from te_models.config.chunk_sizes import HEAD_CHUNK, UPDATE_CHUNK, head_rows
 from te_models.config.presets import get_preset
 from te_models.engine.emulated.gemm import exact_gemm
 from te_models.files.formats import flatten_state
 from te_models.fp8.primary_weights import is_quantized, weight_codes
 from te_models.kernels.gated_attention import can_fuse
-from te_models.planning.memory_estimate import (
-    HEAD_CHUNK,
-    UPDATE_CHUNK,
-    Memory,
-    Training,
-    _standing,
-    _Tape,
-    _walk,
-    head_rows,
-    kept_bytes,
-)
+from te_models.planning.memory_estimate import Memory, _standing, _walk, saved_bytes
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
+from te_models.planning.operations import Tape, Training
 from te_models.planning.parameter_bytes import OPTIMIZERS, Parameter, model_parameters
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # Multiples of 128, so that no scale is padded for the emulated engine alone.
 SHAPE = dict(vocab_size=288, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=64)  # fmt: skip
@@ -63,7 +56,7 @@ CASES: list[tuple[str, str | int, dict[str, Any]]] = [
 ]
 
 
-def saved_bytes(model: CausalLM, ids: torch.Tensor, logits: bool = True) -> int:
+def autograd_bytes(model: CausalLM, ids: torch.Tensor, logits: bool = True) -> int:
     """Bytes that autograd keeps after a forward: each storage once, parameters not, each copy of FP8 codes by itself.
 
     The emulated engine's two copies of a weight are views of one buffer; on a GPU they are two buffers.
@@ -100,11 +93,11 @@ def test_activations_are_what_autograd_keeps(
         batch_size=rows[0], seq_len=rows[1], activation_checkpointing=mode, compile=False, cuda=False,
         dtype_bytes=model.dtype.itemsize,
     )  # fmt: skip
-    expected = kept_bytes(model.config, model.recipe, training)
+    expected = saved_bytes(model.config, model.recipe, training)
     if mode == "full":  # the rotary tables are held by the recomputes, not by autograd
         expected -= 2 * rows[1] * model.config.rotary_size * model.dtype.itemsize
     with exact_gemm(0):  # only the sizes matter here
-        assert saved_bytes(model, torch.randint(0, 288, rows)) == expected
+        assert autograd_bytes(model, torch.randint(0, 288, rows)) == expected
 
 
 @pytest.mark.parametrize("rows", [(2, 64), (1, 23)], ids=["whole", "padded"])
@@ -113,57 +106,17 @@ def test_a_head_without_logits_keeps_two_gradients(recipe: str, rows: tuple[int,
     model = CausalLM.from_preset("gated-nano", **SHAPE, recipe=recipe, engine="emulated", device="cpu")
     size = dict(batch_size=rows[0], seq_len=rows[1], logits=False, compile=False, cuda=False)
     with exact_gemm(0):
-        found = saved_bytes(model, torch.randint(0, 288, rows), logits=False)
-    assert found == kept_bytes(model.config, model.recipe, Training(**size))
+        found = autograd_bytes(model, torch.randint(0, 288, rows), logits=False)
+    assert found == saved_bytes(model.config, model.recipe, Training(**size))
 
 
-NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+MEASURED = {name: (planned, measured) for name, planned, measured in planned_and_measured()}
 
 
-def measured() -> dict[str, tuple[int, int]]:
-    """Name -> the predicted peak of a run on one H200, and the measured one, in bytes."""
-    found = {}
-    grid = json.loads((RESULTS / "checkpoint_grid_h200.json").read_text())
-    for name, rows in grid["rows"].items():
-        fields = dict(grid["shapes"][name])
-        preset, size = fields.pop("preset"), dict(batch_size=fields.pop("batch"), seq_len=fields.pop("seq"))
-        for row in rows:
-            # The benchmark has no optimizer, and all layers are in the recipe.
-            recipe = get_recipe(row["recipe"], **({} if row["recipe"] == "bf16" else NO_EDGES))
-            plan = plan_memory(get_preset(preset, **fields), recipe, **size, optimizer=None,
-                               activation_checkpointing=row["mode"], fp8_params=row["fp8_params"])  # fmt: skip
-            weights = ", FP8 weights" if row["fp8_params"] else ""
-            found[f"{name}, {row['recipe']}{weights}, {row['mode']}"] = plan.peak.total, row["peak"]
-    light = json.loads((RESULTS / "first_light_h200.json").read_text())
-    for name, result in light["recipes"].items():
-        run = light["run"]
-        plan = plan_memory(get_preset(run["preset"]), get_recipe(name), batch_size=run["batch_size"],
-                           seq_len=run["seq_len"], logits=True, fused=False)  # fmt: skip
-        found[f"{run['preset']}, {name}, AdamW"] = plan.peak.total, result["peak_memory"]
-    for run in json.loads((RESULTS / "step_h200.json").read_text())["runs"]:
-        name, size = run["settings"]["preset"], {key: run["settings"][key] for key in ("batch_size", "seq_len")}
-        fields = {
-            "gated-8b": dict(num_hidden_layers=4, num_key_value_heads=32),
-            "gated-896": dict(num_hidden_layers=31),
-        }
-        fields = fields.get(name.split(",")[0], {})
-        for row in run["rows"]:
-            if not row["name"].startswith("te-models") or row["name"].endswith("+graph"):
-                continue
-            recipe, *ways = row["name"].removeprefix("te-models ").split("+")
-            edges = {} if recipe == "bf16" else NO_EDGES
-            plan = plan_memory(get_preset(name.split(",")[0], **fields), get_recipe(recipe, **edges), **size,
-                               optimizer=None, logits=False, fused="plain" not in ways)  # fmt: skip
-            # Counted without what the variants before it hold, cuBLAS's workspace among that; given to 0.01 GiB.
-            peak = int((row["peak_gib"] + 0.005) * 2**30) + plan.peak.workspace
-            found[f"{name} {size}, {recipe} {ways}"] = plan.peak.total, peak
-    return found
-
-
-@pytest.mark.parametrize("name", measured())
+@pytest.mark.parametrize("name", MEASURED)
 def test_measured_peaks(name: str) -> None:
     """Within 5 % is what is promised; the allocator rounds up, and libraries hold what no plan knows of."""
-    predicted, peak = measured()[name]
+    predicted, peak = MEASURED[name]
     assert predicted == pytest.approx(peak, rel=0.03)
     assert predicted < peak  # the allocator only ever adds
 
@@ -182,7 +135,7 @@ def test_measured_peaks(name: str) -> None:
 def test_a_fused_head_writes_the_gradient_over_the_logits(way: dict[str, Any], buffers: int) -> None:
     """Counted where a logit's bytes are all that changes: between BF16 and FP32."""
     config, own = get_preset("gated-1b"), dict(batch_size=8, seq_len=2048, logits=False)
-    tapes = [_Tape(config, get_recipe("bf16"), Training(**own | way, dtype_bytes=size)) for size in (2, 4)]
+    tapes = [Tape(config, get_recipe("bf16"), Training(**own | way, dtype_bytes=size)) for size in (2, 4)]
     bf16, fp32 = (tape.fused_head().scratch + tape.stream + tape.fused_head().weights for tape in tapes)
     rows = min(8 * 2048, HEAD_CHUNK[way.get("cuda", True)] // (4 * 32000))
     assert fp32 - bf16 == buffers * 2 * rows * 32000
@@ -233,7 +186,7 @@ def test_attention_is_one_operation_where_the_kernels_say_so(seq_len: int, field
     config = get_preset("gated-350m", **fields)
     for dtype in (torch.bfloat16, torch.float32):
         training = Training(batch_size=1, seq_len=seq_len, dtype_bytes=dtype.itemsize)
-        found = _Tape(config, get_recipe("bf16"), training).fuses(0)
+        found = Tape(config, get_recipe("bf16"), training).fuses(0)
         assert found == can_fuse(config, seq_len, torch.device("cuda"), dtype)
 
 
@@ -297,7 +250,7 @@ def test_optimizers_keep_as_much(name: str, gate: str) -> None:
 
 def test_the_update_holds_as_many_fp32_gradients_as_said() -> None:
     assert getattr(optim.master, "CHUNK", None) == UPDATE_CHUNK, (
-        "te_models/planning/memory_estimate.py and optim/master.py disagree"
+        "te_models/config/chunk_sizes.py and optim/master.py disagree"
     )
 
 
@@ -320,19 +273,19 @@ def test_everything_is_freed_by_the_end_of_backward() -> None:
     """What the walk adds it takes away: after the embedding only weights, state and gradients are there."""
     for mode in ("none", "selective", "full", 2):
         plan = nano(activation_checkpointing=mode)
-        regions = list(_Tape(plan.config, plan.recipe, plan.training).regions())
+        regions = list(Tape(plan.config, plan.recipe, plan.training).regions())
         last = list(_walk(regions, Memory(), plan.training))[-1]
         embedding = regions[0].steps[0]
         assert last.parts() == Memory(activations=embedding.saved, gradients=last.gradients,
                                       activation_gradients=embedding.consumes + embedding.scratch).parts()  # fmt: skip
 
 
-def test_held_gradients_are_added_to_one_by_one() -> None:
+def test_gradient_sums_are_added_to_one_by_one() -> None:
     """Then each step's new gradient is there for a moment only, beside the one that it is added to."""
     plan = nano(logits=True)
-    regions = list(_Tape(plan.config, plan.recipe, plan.training).regions())
+    regions = list(Tape(plan.config, plan.recipe, plan.training).regions())
     made = list(_walk(regions, Memory(), plan.training))
-    held = list(_walk(regions, Memory(), replace(plan.training, held_gradients=True)))
+    held = list(_walk(regions, Memory(), replace(plan.training, gradient_sums=True)))
     extra = [b.activation_gradients - a.activation_gradients for a, b in zip(made, held, strict=True)]
     assert extra[0] == 0 and extra[1] == 2 * 288 * 192  # the loss, then lm_head
     assert sum(extra) == made[-1].gradients == 2 * plan.config.num_parameters
@@ -397,3 +350,11 @@ def test_mistakes_are_one_line(wrong: list[str], said: str, capsys: pytest.Captu
     assert main(["plan", "--preset", "gated-nano", *wrong]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "plan", [nano(), CausalLM.from_preset("gated-nano", device="meta").plan()], ids=["memory", "precision"]
+)
+def test_a_notebook_shows_the_printed_table(plan: Any) -> None:
+    text = html.unescape(re.sub("<[^>]+>", "", plan._repr_html_()))
+    assert [line.rstrip() for line in text.splitlines()] == [line.rstrip() for line in str(plan).splitlines()]

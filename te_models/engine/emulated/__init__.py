@@ -1,9 +1,12 @@
 """Transformer Engine's PyTorch API in plain PyTorch, with its numbers, on any device.
 
 `import te_models.engine.emulated as te` stands in for `import transformer_engine.pytorch as te`; `te.recipe` stands in
-for `transformer_engine.common.recipe`. Names, signatures, state machine and casts are those of Transformer Engine 2.20;
-FP8 codes, scales and amax histories are equal to it in every bit; so are GEMM results, up to the size that `exact_gemm`
-sets, and beyond it up to the order of accumulation.
+for `transformer_engine.common.recipe`. Names, signatures, state machine and casts are those of Transformer Engine 2.20.
+FP8 data, scales and amax histories equal its in every bit; so do GEMM results, up to the size that `exact_gemm` sets, and
+beyond it up to the order of accumulation. The FP8 state belongs to the thread.
+
+Lives here: te.Linear, te.RMSNorm, te.checkpoint, recipes and quantizers in PyTorch and Triton.
+Not here: Transformer Engine itself (te_models.engine.native) and Triton helpers that others share (te_models.kernels).
 """
 
 from typing import Any
@@ -13,7 +16,6 @@ from te_models.engine.emulated.autocast import (
     FP8GlobalStateManager,
     autocast,
     fp8_autocast,
-    fp8_model_init,
     get_align_size_for_quantization,
     get_default_recipe,
     is_fp8_available,
@@ -21,7 +23,6 @@ from te_models.engine.emulated.autocast import (
     is_mxfp8_available,
     is_nvfp4_available,
     quantized_model_init,
-    set_support,
 )
 from te_models.engine.emulated.gemm import exact_gemm
 from te_models.engine.emulated.linear import Linear
@@ -34,20 +35,19 @@ from te_models.engine.emulated.quantizers import (
     Float8Quantizer,
     MXFP8Quantizer,
 )
-from te_models.engine.emulated.recipe_state import DelayedScalingRequest, QuantizerRole
 from te_models.engine.emulated.recompute import checkpoint
 from te_models.engine.emulated.rmsnorm import RMSNorm
 from te_models.engine.emulated.tensors import Float8BlockwiseQTensor, Float8Tensor, MXFP8Tensor, QuantizedTensor
 
 __all__ = [
-    "DType", "DelayedScalingRequest", "FP8GlobalStateManager", "Float8BlockQuantizer", "Float8BlockwiseQTensor",
+    "DType", "FP8GlobalStateManager", "Float8BlockQuantizer", "Float8BlockwiseQTensor",
     "Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "Linear", "MXFP8Quantizer", "MXFP8Tensor",
-    "NVFP4Quantizer", "NVFP4Tensor", "QuantizedTensor", "QuantizerRole", "RMSNorm", "autocast", "checkpoint",
+    "NVFP4Quantizer", "NVFP4Tensor", "QuantizedTensor", "RMSNorm", "autocast", "checkpoint",
     "drop_cached_weights", "exact_gemm",
-    "fp8_autocast", "fp8_model_init", "get_align_size_for_quantization", "get_default_recipe", "handover",
+    "fp8_autocast", "get_align_size_for_quantization", "get_default_recipe", "handover",
     "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "quantized_model_init", "recipe",
-    "reset_fp8_state", "restored_recompute", "set_support",
+    "reset_fp8_state", "restored_recompute",
 ]  # fmt: skip
 
-# te_models.kernels.handover: nothing of it here, each module computes what Transformer Engine's computes by itself.
+# No twins of te_models.kernels.handover: each module casts by itself, as Transformer Engine's modules do.
 handover: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""The quantizers' casts in one launch each, where Triton runs: on a GPU; every bit equals the plain functions'.
+"""The quantizers' casts as Triton kernels, one launch each, with the same bits as the plain functions.
 
-On a GPU the plain functions spend their time on launches: ten to thirty for a cast. Nothing here is needed for
-correctness: `with fused(False):` goes without, and tests/engine/test_cuda.py compares the bits of both.
+On a GPU the plain functions spend their time on launches: ten to thirty per cast. Nothing here is needed for
+correctness: `fused(False)` goes without, and tests/engine/test_cuda.py compares the bits.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_models.engine.emulated.numerics import INVERSE_MAX, DType, device_type
-from te_models.engine.emulated.tensors import Blocks
+from te_models.engine.emulated.tensors import BlockScaled
 
 _MODULES = ("triton_kernels", "nvfp4_triton")
 _BLOCK = 4096
@@ -27,33 +28,35 @@ _FLAT = {"num_warps": 8}
 _TILED = {"num_warps": 16}
 
 
-class _Switch:
-    on: bool = True
-    devices: tuple[str, ...] = ("cuda",)
+DEVICES = ("cuda",)  # device types that the kernels serve
+_ON: ContextVar[bool] = ContextVar("fused", default=True)
 
 
 @contextlib.contextmanager
 def fused(on: bool = True) -> Iterator[None]:
-    """Inside, casts on a GPU are Triton kernels (True), or the plain functions (False)."""
-    before, _Switch.on = _Switch.on, on
+    """Cast on a GPU with Triton kernels (True) or the plain functions (False).
+
+    Holds for the thread, and for the backward of what it runs inside.
+    """
+    token = _ON.set(on)
     try:
         yield
     finally:
-        _Switch.on = before
+        _ON.reset(token)
 
 
 @functools.cache
-def kernels() -> dict[str, Any] | None:
-    """The kernels by name, or None without Triton."""
+def kernels() -> dict[str, Any]:
+    """Return the kernels by name; none without Triton."""
     if importlib.util.find_spec("triton") is None:
-        return None
+        return {}
     modules = [importlib.import_module(f"te_models.engine.emulated.{name}") for name in _MODULES]
     return {name: value for module in modules for name, value in vars(module).items()}
 
 
 def active(tensor: Tensor) -> bool:
-    """Whether kernels serve this tensor."""
-    return _Switch.on and device_type(tensor) in _Switch.devices and tensor.numel() > 0 and kernels() is not None
+    """Return True if kernels serve this tensor."""
+    return device_type(tensor) in DEVICES and _ON.get() and tensor.numel() > 0 and bool(kernels())
 
 
 def _run(name: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *numbers: float, **options: Any) -> None:
@@ -62,8 +65,8 @@ def _run(name: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *numbers
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return _run(name, grid, tensors, *numbers, **options)
-    # Triton's look for the variant of a kernel that suits the arguments takes as long as several launches. What a
-    # variant depends on is all in this key: device, types, alignment, numbers, constants.
+    # Triton's own search for the variant of a kernel that suits the arguments takes as long as several launches. This
+    # key holds everything that a variant depends on: device, types, alignment, numbers, constants.
     types, aligned = [t.dtype for t in tensors], [t.data_ptr() % 16 == 0 for t in tensors]
     key = (name, device, *types, *aligned, *numbers, *options.values())
     variant = _VARIANTS.get(key)
@@ -71,7 +74,7 @@ def _run(name: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *numbers
         compiled, constants = variant
         compiled[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants)
         return None
-    kernel = kernels()[name]  # type: ignore[index]
+    kernel = kernels()[name]
     # No fused multiply-adds: they would round once where the plain functions round twice.
     compiled = kernel[grid](*tensors, *numbers, enable_fp_fusion=False, **options)
     if compiled is not None and hasattr(compiled, "packed_metadata"):  # None from the interpreter
@@ -97,14 +100,14 @@ def _n_tiles(x: Tensor) -> int:
     return p * q
 
 
-def _codes(x: Tensor, wanted: bool = True) -> Tensor:
+def _empty_data(x: Tensor, wanted: bool = True) -> Tensor:
     return torch.empty_like(x, dtype=torch.uint8) if wanted else x.new_empty(0, dtype=torch.uint8)
 
 
 def amax(x: Tensor, y: Tensor | None = None, nan: bool = False) -> Tensor:
-    """Magnitudes FP32 `[n]` of which the largest is numerics.amax(x), of contiguous x; with y `[2, n]`, of both.
+    """Return FP32 `[n]` whose largest entry is numerics.amax(x), of contiguous x; with y `[2, n]`, of both.
 
-    With `nan` a NaN counts, and then the largest is to be found among their bits.
+    With `nan` a NaN counts; compare the bits of the entries then.
     """
     blocks = _blocks(x.numel())
     steps = -(-blocks // _PARTS)
@@ -116,21 +119,21 @@ def amax(x: Tensor, y: Tensor | None = None, nan: bool = False) -> Tensor:
 
 
 def cast_delayed(x: Tensor, scale: Tensor, amax: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
-    """Codes (uint8, shape of contiguous x) and inverse scale `[1]`; `amax` `[1]` is raised to that of x."""
-    codes, scale_inv = _codes(x), x.new_empty(1, dtype=torch.float32)
+    """Return FP8 data (uint8, shape of contiguous x) and inverse scale `[1]`; raise `amax` `[1]` to that of x."""
+    data, scale_inv = _empty_data(x), x.new_empty(1, dtype=torch.float32)
     n, e5m2 = x.numel(), dtype == DType.kFloat8E5M2
-    _run("delayed_kernel", (_blocks(n),), (x, codes, scale, amax, scale_inv), n, E5M2=e5m2, BLOCK=_BLOCK, **_FLAT)
-    return codes, scale_inv
+    _run("delayed_kernel", (_blocks(n),), (x, data, scale, amax, scale_inv), n, E5M2=e5m2, BLOCK=_BLOCK, **_FLAT)
+    return data, scale_inv
 
 
 def cast_current(x: Tensor, parts: Tensor, dtype: DType, power_of_2: bool, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Codes and inverse scale, the scale being that of the largest of `parts`, as `amax` returns them."""
-    codes, scale_inv = _codes(x), x.new_empty(1, dtype=torch.float32)
+    """Return FP8 data and inverse scale, from the largest of `parts`, as `amax` returns them."""
+    data, scale_inv = _empty_data(x), x.new_empty(1, dtype=torch.float32)
     n, n_parts = x.numel(), parts.numel()
     _run(
         "current_kernel",
         (_blocks(n),),
-        (x, codes, parts, scale_inv),
+        (x, data, parts, scale_inv),
         n,
         n_parts,
         float(epsilon),
@@ -140,27 +143,27 @@ def cast_current(x: Tensor, parts: Tensor, dtype: DType, power_of_2: bool, epsil
         PARTS=_power_of_2(n_parts),
         **_FLAT,
     )
-    return codes, scale_inv
+    return data, scale_inv
 
 
 def cast_blocks(
     x: Tensor, dtype: DType, two_d: bool, rowwise: bool, columnwise: bool, power_of_2: bool, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rowwise codes and inverse scales, columnwise codes and inverse scales of x `[M, K]`, as the storage has them.
+    """Return rowwise data and inverse scales, columnwise data and inverse scales of x `[M, K]`, as the storage has them.
 
-    All codes are `[M, K]`; a copy that was not asked for is empty. With `two_d` both have one set of codes.
+    Data are `[M, K]`; a copy that was not asked for is empty. With `two_d` both copies share their data.
     """
     (m, k), (p, q) = x.shape, _tiles(x)
     (row_lines, row_stride), (col_lines, col_stride) = ((p, q), (q, p)) if two_d else ((q, m), (p, k))
     row_stride, col_stride = row_stride + -row_stride % 4, col_stride + -col_stride % 4
     row_scale = x.new_empty(row_lines if rowwise else 0, row_stride, dtype=torch.float32)
     col_scale = x.new_empty(col_lines if columnwise else 0, col_stride, dtype=torch.float32)
-    row_codes = _codes(x, rowwise or two_d)
-    col_codes = row_codes if two_d else _codes(x, columnwise)
+    row_data = _empty_data(x, rowwise or two_d)
+    col_data = row_data if two_d else _empty_data(x, columnwise)
     _run(
         "block_kernel",
         (p, q),
-        (x, row_codes, row_scale, col_codes, col_scale),
+        (x, row_data, row_scale, col_data, col_scale),
         m,
         k,
         row_stride,
@@ -174,22 +177,22 @@ def cast_blocks(
         E5M2=dtype == DType.kFloat8E5M2,
         **_TILED,
     )
-    return row_codes, row_scale, col_codes, col_scale
+    return row_data, row_scale, col_data, col_scale
 
 
 def cast_mx(
     x: Tensor, dtype: DType, two_d: bool, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `cast_blocks`, with padded scale bytes of 32 elements."""
+    """Return the same as `cast_blocks`, with padded scale bytes, one per 32 elements."""
     (m, k), (p, q) = x.shape, _tiles(x)
     groups = _TILE // 32
     row_scale = x.new_empty(p * _TILE if rowwise else 0, q * groups, dtype=torch.uint8)
     col_scale = x.new_empty(p * groups if columnwise else 0, q * _TILE, dtype=torch.uint8)
-    row_codes, col_codes = _codes(x, rowwise), _codes(x, columnwise)
+    row_data, col_data = _empty_data(x, rowwise), _empty_data(x, columnwise)
     _run(
         "mx_kernel",
         (p, q),
-        (x, row_codes, row_scale, col_codes, col_scale),
+        (x, row_data, row_scale, col_data, col_scale),
         m,
         k,
         q * groups,
@@ -201,23 +204,23 @@ def cast_mx(
         E5M2=dtype == DType.kFloat8E5M2,
         **_TILED,
     )
-    return row_codes, row_scale, col_codes, col_scale
+    return row_data, row_scale, col_data, col_scale
 
 
 def cast_nvfp4(
     x: Tensor, t: Tensor, parts: Tensor, noise: Tensor | None, two_d: bool, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, ...]:
-    """Rowwise codes `[M, K/2]`, padded scale bytes and amax `[1]` of x `[M, K]`; columnwise ones of t, codes `[M/2, K]`.
+    """Return rowwise data `[M, K/2]`, padded scale bytes and amax `[1]` of x `[M, K]`; columnwise those of t, `[M/2, K]`.
 
-    t is x or x transformed. `parts` is what `amax(nan=True)` says of x, and of t if it differs (of t alone if that is
-    all that is cast). `noise` int16 has random numbers for the elements of x, then of t (None: no stochastic rounding).
+    t is x or x transformed. `parts` is `amax(nan=True)` of x, and of t if it differs (of t only if only t is cast).
+    `noise` int16 holds random numbers for the elements of x, then of t (None: no stochastic rounding).
     """
     (m, k), (p, q) = x.shape, _tiles(x)
     u8, fp32 = torch.uint8, torch.float32
     row_stride, col_stride = (-(-size // 64) * 4 for size in (k, m))
-    row_codes = x.new_empty(m if rowwise else 0, k // 2, dtype=u8)
+    row_data = x.new_empty(m if rowwise else 0, k // 2, dtype=u8)
     row_scale = x.new_empty(p * _TILE if rowwise else 0, row_stride, dtype=u8)
-    col_codes = x.new_empty(m // 2 if columnwise else 0, k, dtype=u8)
+    col_data = x.new_empty(m // 2 if columnwise else 0, k, dtype=u8)
     col_scale = x.new_empty(q * _TILE if columnwise else 0, col_stride, dtype=u8)
     row_amax, col_amax = x.new_empty(1, dtype=fp32), x.new_empty(1, dtype=fp32)
     n_parts = parts.shape[-1]
@@ -228,10 +231,10 @@ def cast_nvfp4(
             x,
             t,
             x if noise is None else noise,
-            row_codes,
+            row_data,
             row_scale,
             row_amax,
-            col_codes,
+            col_data,
             col_scale,
             col_amax,
             parts,
@@ -250,30 +253,30 @@ def cast_nvfp4(
         PARTS=_power_of_2(n_parts),
         **_TILED,
     )
-    return row_codes, row_scale, row_amax, col_codes, col_scale, col_amax
+    return row_data, row_scale, row_amax, col_data, col_scale, col_amax
 
 
-def decodes(a: Blocks, b: Blocks) -> bool:
-    """Whether `decode` serves these two."""
-    return (a.amax is None) == (b.amax is None) and active(a.codes)
+def decodes(a: BlockScaled, b: BlockScaled) -> bool:
+    """Return True if `decode` serves these two."""
+    return (a.amax is None) == (b.amax is None) and active(a.data)
 
 
-def decode(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The BF16 values `[M, K]` of both matrices of a product, and a factor `[1]` of the product (None: 1).
+def decode(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the BF16 values `[M, K]` of both matrices of a product, and a factor `[1]` of the product (None: 1).
 
-    Their formats are both FP8 with scales that are powers of two, or both FP4.
+    The formats are both FP8 with scales that are powers of two, or both FP4.
     """
     return _decode_fp8(a, b) if a.amax is None else _decode_fp4(a, b)
 
 
-def _decode_fp4(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, Tensor]:
+def _decode_fp4(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, Tensor]:
     tensors: list[Any] = []
     numbers: list[Any] = []
-    for codes, scale, block, _, amax, top in (a, b):
-        codes = codes if codes.is_contiguous() else codes.contiguous()
-        rows, cols = codes.shape
+    for data, scale, block, _, amax, top in (a, b):
+        data = data if data.is_contiguous() else data.contiguous()
+        rows, cols = data.shape
         m, k = (rows * 2, cols) if block[0] > 1 else (rows, cols * 2)
-        tensors += [codes, scale, codes.new_empty(m, k, dtype=torch.bfloat16), amax]
+        tensors += [data, scale, data.new_empty(m, k, dtype=torch.bfloat16), amax]
         numbers += [m, k, scale.stride(0), top]
     left, right, alpha = tensors[2], tensors[6], tensors[0].new_empty(1, dtype=torch.float32)
     columnwise = {"A_COL": a.block[0] > 1, "B_COL": b.block[0] > 1}
@@ -282,16 +285,16 @@ def _decode_fp4(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, Tensor]:
     return left, right, alpha
 
 
-def _decode_fp8(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, None]:
+def _decode_fp8(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, None]:
     tensors: list[Any] = []
     numbers: list[Any] = []
-    for codes, scale, *_ in (a, b):
-        codes = codes if codes.is_contiguous() else codes.contiguous()
-        tensors += [codes, scale, torch.empty_like(codes, dtype=torch.bfloat16)]
-        numbers += [*codes.shape, *scale.stride()]
+    for data, scale, *_ in (a, b):
+        data = data if data.is_contiguous() else data.contiguous()
+        tensors += [data, scale, torch.empty_like(data, dtype=torch.bfloat16)]
+        numbers += [*data.shape, *scale.stride()]
     _run(
         "decode_kernel",
-        (_n_tiles(a.codes) + _n_tiles(b.codes),),
+        (_n_tiles(a.data) + _n_tiles(b.data),),
         tuple(tensors),
         *numbers,
         A_DOWN=a.block[0],
@@ -308,9 +311,9 @@ def _decode_fp8(a: Blocks, b: Blocks) -> tuple[Tensor, Tensor, None]:
 def update(
     states: list[tuple[Tensor, Tensor]], amaxes: Tensor | None, most_recent: bool, margin: int, fp8_max: float
 ) -> None:
-    """Delayed scaling's update of states, in place: (history `[length, n]`, scale `[n]`) of each, on one device.
+    """Update states of delayed scaling in place: (history `[length, n]`, scale `[n]`) of each, on one device.
 
-    `amaxes` are the reduced ones of all states, concatenated; None takes each state's own, row 0 of its history.
+    `amaxes` are the reduced ones of all states, concatenated; None uses each state's own, row 0 of its history.
     """
     rows, start, longest, widest = [], 0, 1, 1
     for history, scale in states:
@@ -332,7 +335,7 @@ def update(
     )
 
 
-@functools.cache  # for good: a CUDA graph reads its table at every replay
+@functools.cache  # never freed: a CUDA graph reads its table at every replay
 def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=device)
 

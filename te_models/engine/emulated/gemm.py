@@ -1,8 +1,6 @@
-"""Products of quantized matrices: on the tensor cores where there are some, as they compute where it is affordable.
+"""Products of quantized matrices, computed in one of three ways:
 
-Three ways, chosen by what is there:
-
-* on a GPU with FP8 units, per-tensor schemes multiply with those (torch._scaled_mm), as Transformer Engine does;
+* on a GPU with FP8 units, per-tensor schemes use those (torch._scaled_mm), as Transformer Engine does;
 * up to `exact_gemm`'s limit, per-tensor and block schemes are computed as Hopper's tensor cores do, bit for bit;
 * anything else is an FP32 product of the same values, which differs from a GPU's in the order and width of the sum.
 """
@@ -12,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,26 +18,24 @@ from torch import Tensor
 
 from te_models.engine.emulated import fused
 from te_models.engine.emulated.tensor_core import PROMOTION_K, hopper_matmul
-from te_models.engine.emulated.tensors import Codes, Float8TensorStorage, Operand, QuantizedTensorStorage
+from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, Operand, QuantizedTensorStorage
 
-
-class _Exact:
-    """Products M*N*K up to which a GEMM is computed as the tensor cores do; a millisecond or two on a CPU core."""
-
-    products: float = 2**20
+# The largest M*N*K that is computed as the tensor cores do, by default a millisecond or two on a CPU core.
+_EXACT_PRODUCTS: ContextVar[float] = ContextVar("exact_products", default=2**20)
 
 
 @contextlib.contextmanager
 def exact_gemm(products: float = float("inf")) -> Iterator[None]:
-    """Inside, every GEMM of up to `products` = M*N*K is computed as Hopper's tensor cores do; 0 for none.
+    """Compute every GEMM of up to `products` = M*N*K as Hopper's tensor cores do; 0 for none.
 
-    The cost is about 1.5 ns a product on a CPU core: 0.2 s for 512 x 512 x 512.
+    Holds for the thread, and for the backward of what it runs inside. It costs about 1.5 ns per product on a CPU core:
+    0.2 s for 512 x 512 x 512.
     """
-    before, _Exact.products = _Exact.products, products
+    token = _EXACT_PRODUCTS.set(products)
     try:
         yield
     finally:
-        _Exact.products = before
+        _EXACT_PRODUCTS.reset(token)
 
 
 def gemm(
@@ -49,18 +46,18 @@ def gemm(
     dtype: torch.dtype,
     split_accumulator: bool,
 ) -> Tensor:
-    """The product [M, N] of two quantized matrices over their common dimension, plus `bias` [N], rounded to `dtype`.
+    """Return the product [M, N] of two quantized matrices over their common dimension, plus `bias` [N], rounded to `dtype`.
 
     A rowwise copy is contracted over its last dimension, a columnwise one over its first, as `columnwise` says of both.
     """
     per_tensor = isinstance(a, Float8TensorStorage) and isinstance(b, Float8TensorStorage)
-    on_tensor_cores = per_tensor and _tensor_cores(a._scale_inv.device)  # type: ignore[attr-defined]
-    if on_tensor_cores or _products(a, b, columnwise[1]) <= _Exact.products:
-        a_codes, b_codes = a.codes(columnwise[0]), b.codes(columnwise[1])
-        if a_codes is not None and b_codes is not None:
+    on_tensor_cores = per_tensor and _tensor_cores(a._scale_inv.device)
+    if on_tensor_cores or _products(a, b, columnwise[1]) <= _EXACT_PRODUCTS.get():
+        left, right = a.fp8_matrix(columnwise[0]), b.fp8_matrix(columnwise[1])
+        if left is not None and right is not None:
             if on_tensor_cores:
-                return _on_tensor_cores(a_codes, b_codes, bias, dtype, split_accumulator)
-            return _finish(_exact(a_codes, b_codes, split_accumulator), None, bias, dtype)
+                return _on_tensor_cores(left, right, bias, dtype, split_accumulator)
+            return _finish(_exact(left, right, split_accumulator), None, bias, dtype)
     x, y = _operands(a, b, columnwise)
     scale = y.scale if x.scale is None else x.scale if y.scale is None else x.scale * y.scale
     if scale is None and bias is None:
@@ -71,7 +68,7 @@ def gemm(
 def _operands(
     a: QuantizedTensorStorage, b: QuantizedTensorStorage, columnwise: tuple[bool, bool]
 ) -> tuple[Operand, Operand]:
-    """Two matrices `[M, K]` and `[K, N]`."""
+    """Return the matrices `[M, K]` and `[K, N]`."""
     a_blocks, b_blocks = a.blocks(columnwise[0]), b.blocks(columnwise[1])
     if a_blocks is not None and b_blocks is not None and fused.decodes(a_blocks, b_blocks):
         left, right, scale = fused.decode(a_blocks, b_blocks)
@@ -82,25 +79,27 @@ def _operands(
 
 
 def _products(a: QuantizedTensorStorage, b: QuantizedTensorStorage, columnwise: bool) -> int:
-    """M*N*K."""
+    """Return M*N*K."""
     return a._shape.numel() * b._matrix[columnwise]
 
 
 @functools.cache
 def _tensor_cores(device: torch.device) -> bool:
-    """Whether the device multiplies FP8 itself."""
+    """Return True if the device multiplies FP8 itself."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _on_tensor_cores(a: Codes, b: Codes, bias: Tensor | None, dtype: torch.dtype, split_accumulator: bool) -> Tensor:
+def _on_tensor_cores(
+    a: FP8Matrix, b: FP8Matrix, bias: Tensor | None, dtype: torch.dtype, split_accumulator: bool
+) -> Tensor:
     left, right = (data if data.is_contiguous() else data.contiguous() for data in (a.data, b.data))
     return torch._scaled_mm(
         left, right.t(), a.scale, b.scale, bias=bias, out_dtype=dtype, use_fast_accum=not split_accumulator
     )
 
 
-def _exact(a: Codes, b: Codes, split_accumulator: bool) -> Tensor:
-    """FP32 [M, N], scales included. Block scales enter as each 128 elements of K leave the tensor core."""
+def _exact(a: FP8Matrix, b: FP8Matrix, split_accumulator: bool) -> Tensor:
+    """Return FP32 [M, N], scales included. Block scales are applied per 128 elements of K."""
     floors = a.floor, b.floor
     left, right = a.data.float(), b.data.float()
     if a.per_tensor:
@@ -114,7 +113,7 @@ def _exact(a: Codes, b: Codes, split_accumulator: bool) -> Tensor:
 
 
 def _finish(out: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The epilogue: scale and bias enter in FP32, and there is one rounding, of what the last of them leaves."""
+    """Apply the scale and add the bias in FP32, and round once."""
     if bias is not None:
         out = out if scale is None else out.mul_(scale)
         return torch.add(out, bias, out=torch.empty_like(out, dtype=dtype))
@@ -122,19 +121,19 @@ def _finish(out: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch
 
 
 def _product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """The product of the values, summed in FP32 and rounded once."""
+    """Return the product of the values, summed in FP32 and rounded once."""
     if a.narrow and b.narrow:
         return _narrow_product(a.values, b.values, dtype)
     return (a.values.float() @ b.values.float()).to(dtype)
 
 
 def _narrow_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same for BF16 numbers: the faster BF16 units give the same products."""
+    """Return the same for BF16 numbers, of which the faster BF16 units give the same products."""
     if a.is_cuda:
-        # To BF16 within the product: a launch less. FP16 would be a second rounding.
+        # Rounding to BF16 within the product saves a launch. FP16 would round twice.
         a, b = a.bfloat16(), b.bfloat16()
         return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=torch.float32).to(dtype)
-    options: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    options: Any = torch.backends.mkldnn.matmul
     before = options.fp32_precision
     # FP32 in and out, BF16 between: processors without BF16 instructions ignore it.
     options.fp32_precision = "bf16"

@@ -1,4 +1,4 @@
-"""The FP8 side of a te module: its state, its quantizers, and what happens before and after a forward pass."""
+"""The FP8 side of te.Linear: the quantizers that a recipe asks for, and the checks before and after a forward pass."""
 
 from __future__ import annotations
 
@@ -12,43 +12,93 @@ import torch
 from torch import Tensor, nn
 
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
+from te_models.engine.emulated.delayed_scaling import DelayedScalingRecipeState
 from te_models.engine.emulated.numerics import device_type
-from te_models.engine.emulated.recipe import Recipe
-from te_models.engine.emulated.recipe_state import (
-    BACKWARD_SLOTS,
-    FORWARD_SLOTS,
-    DelayedScalingRecipeState,
-    QuantizerRole,
-    delayed_state,
-    make_state,
+from te_models.engine.emulated.nvfp4 import NVFP4Quantizer
+from te_models.engine.emulated.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    Quantizer,
+    fp8_dtype,
+)
+from te_models.engine.emulated.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
 )
 from te_models.engine.emulated.tensors import QuantizedTensor
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
-_REGISTERED = "buffer_index_and_autocast_key"
+SLOTS = {"scaling_fwd": ("input", "weight", "output"), "scaling_bwd": ("grad_output", "grad_input")}
 
 
-class _Restored:
-    depth = 0
+def make_quantizer(recipe: Recipe, slot: str, device: torch.device) -> Quantizer:
+    """Return the quantizer of a te.Linear's tensor under a recipe without state.
+
+    Args:
+        slot: one of `SLOTS`.
+        device: where the module's weight lies.
+    """
+    forward = slot in SLOTS["scaling_fwd"]
+    dtype, result = fp8_dtype(recipe.fp8_format, forward), slot in ("output", "grad_input")
+    operand = "fwd_weight" if slot == "weight" else "fwd_inp" if forward else "bwd_grad"
+    if isinstance(recipe, MXFP8BlockScaling):
+        return MXFP8Quantizer(dtype, with_2d_quantization=recipe.enable_2d_quantization and slot == "weight")
+    if isinstance(recipe, NVFP4BlockScaling):
+        params = recipe.options(operand)
+        return NVFP4Quantizer(
+            with_rht=params.random_hadamard_transform,
+            with_post_rht_amax=params.random_hadamard_transform,
+            with_2d_quantization=params.fp4_2d_quantization,
+            stochastic_rounding=params.stochastic_rounding,
+        )
+    if isinstance(recipe, Float8BlockScaling):
+        params = recipe.options(operand)
+        dims = {"fwd_weight": recipe.w_block_scaling_dim, "bwd_grad": recipe.grad_block_scaling_dim}
+        return Float8BlockQuantizer(
+            dtype,
+            rowwise=True,
+            columnwise=True,
+            amax_epsilon=params.amax_epsilon,
+            force_pow_2_scales=params.power_2_scale,
+            block_scaling_dim=dims.get(operand, recipe.x_block_scaling_dim),
+        )
+    if isinstance(recipe, Float8CurrentScaling):
+        params = recipe.options(operand)
+        if (
+            result
+        ):  # follows `use_power_2_scales`, where the operands of a GEMM follow `fp8_quant_*`, as in Transformer Engine
+            return Float8CurrentScalingQuantizer(dtype, device, force_pow_2_scales=recipe.use_power_2_scales)
+        return Float8CurrentScalingQuantizer(
+            dtype, device, force_pow_2_scales=params.power_2_scale, amax_epsilon=params.amax_epsilon
+        )
+    raise ValueError(
+        f"{type(recipe).__name__} is not emulated: use one of the recipes of te_models.engine.emulated.recipe"
+    )
 
 
 @contextlib.contextmanager
 def restored_recompute() -> Iterator[None]:
-    """Inside, recomputes in the backward pass are not refused: the caller restores autocast and scales itself."""
-    _Restored.depth += 1
+    """Allow recomputes in the backward pass: the caller restores autocast and scales itself."""
+    state = FP8GlobalStateManager.quantization_state
+    state.restored_recomputes += 1
     try:
         yield
     finally:
-        _Restored.depth -= 1
+        state.restored_recomputes -= 1
 
 
 def empty_extra_state() -> Tensor:
-    """What `_extra_state` holds in a state_dict: the FP8 state is saved elsewhere, and never as a pickle."""
+    """Return the `_extra_state` of a state_dict: empty, since the FP8 state is saved elsewhere, and never as a pickle."""
     return torch.empty(0, dtype=torch.uint8)
 
 
 def check_extra_state(owner: str, state: Tensor | None) -> None:
-    """Accept an absent or empty extra state; Transformer Engine's pickled one is refused."""
+    """Accept an absent or empty extra state; raise a RuntimeError for Transformer Engine's pickled one."""
     if state is not None and (not isinstance(state, Tensor) or state.numel()):
         raise RuntimeError(
             f"Refusing to load pickled Transformer Engine extra state for {owner}. "
@@ -57,96 +107,92 @@ def check_extra_state(owner: str, state: Tensor | None) -> None:
 
 
 class TransformerEngineBaseModule(nn.Module):
-    """Base of modules with quantizers. `fp8_meta` holds the states under "scaling_fwd" and "scaling_bwd"."""
+    """Base of modules with a `weight` and quantizers.
 
-    weight_names: list[str]
+    `fp8_meta` holds the states of delayed scaling under "scaling_fwd" and "scaling_bwd" (None under other recipes), and
+    `quantizers` the quantizers of both directions in the order of `SLOTS`.
+    """
+
+    weight: nn.Parameter
     _made = 0
 
     def __init__(self, name: str | None = None) -> None:
-        """No FP8 state yet: the first forward under an autocast makes it."""
+        """Start without FP8 state: the first forward under an autocast makes it."""
         super().__init__()
         TransformerEngineBaseModule._made += 1
         self.name = name or f"Layer_{TransformerEngineBaseModule._made}"
-        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}
-        self.quantizers: dict[str, list[Any]] = {direction: [] for direction in DIRECTIONS}
         self._fp8_workspaces: dict[str, Any] = {}
         self.activation_dtype: torch.dtype | None = None
-        self.fp8 = self.fp8_calibration = self.fp8_initialized = self.fp8_meta_tensors_initialized = False
+        self._is_fsdp2 = False  # set by whoever shards the parameters; Transformer Engine looks for FSDP2 by itself
         state = FP8GlobalStateManager.quantization_state
-        self._is_fsdp2 = False  # set by who cuts the parameters up; Transformer Engine looks for it by itself
         self.primary_weights_in_fp8 = state.fp8_parameters
         self.preserve_high_precision_init_val = state.high_precision_init_val
-        # Delayed scaling under activation checkpointing: (checkpoint, history, scale) of each first pass, oldest first.
+        # Delayed scaling under te.checkpoint: (checkpoint, history, scale) of each first pass, oldest first.
         self._stash: deque[tuple[Any, Tensor, Tensor]] = deque()
-        self._current: tuple[Tensor, Tensor] | None = None
         self._tracked = False  # the last forward ran with grad enabled
+        self._clear_fp8_state()
 
-    @property
-    def _delayed(self) -> DelayedScalingRecipeState | None:
-        """The forward state of delayed scaling, if the module runs under it."""
-        return delayed_state(self.fp8_meta.get("scaling_fwd"))
+    def _clear_fp8_state(self) -> None:
+        self.fp8_meta: dict[str, Any] = {}
+        self.quantizers: dict[str, list[Any]] = {direction: [] for direction in DIRECTIONS}
+        self._fp8_workspaces.clear()
+        self._stash.clear()
+        self._current: tuple[Tensor, Tensor] | None = None
+        self.fp8 = self.fp8_initialized = False
 
-    def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole | None]:
-        """The roles of the module's tensor slots; None for a consumer that the module does not know."""
-        slots, known = (FORWARD_SLOTS, 2) if fwd else (BACKWARD_SLOTS, 1)
-        return [QuantizerRole("linear", slot, self.name) if i < known else None for i, slot in enumerate(slots)]
+    def _states(self) -> list[DelayedScalingRecipeState]:
+        """Return the states of delayed scaling, forward first; none under other recipes."""
+        return [state for key in DIRECTIONS if (state := self.fp8_meta.get(key)) is not None]
 
     def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
-        """Make the state and the quantizers of one direction; existing delayed-scaling state is kept."""
+        """Make the state and the quantizers of one direction; keep the scales of delayed scaling that are there."""
         key = DIRECTIONS[not fwd]
-        old = self.fp8_meta.get(key)
-        if recipe.delayed() and isinstance(old, DelayedScalingRecipeState):
-            rows, asked = len(old.amax_history), recipe.amax_history_len  # type: ignore[attr-defined]
-            if rows != asked:
-                raise RuntimeError(
-                    f"{self.name} has an amax history of {rows} rows, the recipe asks for {asked}: "
-                    "use that length, or call reset_fp8_state(module) first"
-                )
-            old.recipe = recipe
-            return
-        if recipe.custom() and old is not None and old.recipe is recipe:
-            return
-        device = getattr(self, self.weight_names[0]).device
+        device = self.weight.device
         device = torch.get_default_device() if device.type == "meta" else device
-        state = make_state(recipe, fwd, self.get_quantizer_roles(fwd=fwd), device)
-        self.fp8_meta[key] = state
+        state = self.fp8_meta.get(key)
+        if not isinstance(recipe, DelayedScaling):
+            if state is not None and state.registry is not None:
+                state.registry.remove(state)
+            self.fp8_meta[key] = None
+            self.quantizers[key] = [make_quantizer(recipe, slot, device) for slot in SLOTS[key]]
+            return
+        if state is None:
+            state = self.fp8_meta[key] = DelayedScalingRecipeState(recipe, fwd, len(SLOTS[key]), device)
+        elif (rows := len(state.amax_history)) != recipe.amax_history_len:
+            raise RuntimeError(
+                f"{self.name} has an amax history of {rows} rows, the recipe asks for {recipe.amax_history_len}: "
+                "use that length, or call reset_fp8_state(module) first"
+            )
+        state.use_recipe(recipe)
         self.quantizers[key] = state.make_quantizers()
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
         """Make scales and amax histories before the first forward, for instance to copy loaded values into them."""
-        self.fp8_meta.setdefault("num_gemms", 1)
         for fwd in (True, False):
             self.set_meta_tensor(fwd, recipe)
-        self.fp8_meta_tensors_initialized = True
 
     def reset_fp8_meta_tensors(self) -> None:
         """Set scales to 1 and amax histories to 0, in place."""
-        for key in DIRECTIONS:
-            if state := delayed_state(self.fp8_meta.get(key)):
-                state.scale.fill_(1.0)
-                state.amax_history.zero_()
+        for state in self._states():
+            state.scale.fill_(1.0)
+            state.amax_history.zero_()
 
     def init_fp8_metadata(self) -> None:
         """Bring the module's FP8 state in line with the active autocast."""
         state, meta = FP8GlobalStateManager.quantization_state, self.fp8_meta
-        # Only what changes is assigned, here and below: nn.Module's assignment takes the host microseconds.
-        if self.fp8 != state.fp8_enabled or self.fp8_calibration != state.fp8_calibration:
-            self.fp8, self.fp8_calibration = state.fp8_enabled, state.fp8_calibration
-        enabled = meta["fp8_checkpoint"] = self.fp8 or self.fp8_calibration
-        if not (enabled or state.fp8_parameters):
+        # Assign only what changes, here and below: nn.Module's assignment takes the host microseconds.
+        if self.fp8 != state.fp8_enabled:
+            self.fp8 = state.fp8_enabled
+        if not (self.fp8 or state.fp8_parameters):
             if self.fp8_initialized:
                 self.fp8_initialized = False
             return
         recipe, old = FP8GlobalStateManager.get_fp8_recipe(), meta.get("recipe")
         if self.fp8_initialized and (recipe is old or (recipe == old and repr(recipe) == repr(old))):
             return
-        self._check_recipe_change(old, recipe)
-        meta["recipe"] = recipe
-        meta["num_gemms"] = 1
-        meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
-        meta["fp8_max_fwd"], meta["fp8_max_bwd"] = recipe.fp8_format.value
         self.init_fp8_meta_tensors(recipe)
-        self.fp8_initialized = enabled
+        meta["recipe"] = recipe
+        self.fp8_initialized = self.fp8
         if old is not None and type(old) is not type(recipe):
             warnings.warn(
                 f"Recipe type changed from {type(old).__name__} to {type(recipe).__name__}. "
@@ -155,23 +201,8 @@ class TransformerEngineBaseModule(nn.Module):
             )
             self._fp8_workspaces.clear()
 
-    def _check_recipe_change(self, old: Recipe | None, new: Recipe) -> None:
-        """Refuse changes that Transformer Engine accepts without a word and then does not carry out."""
-        if _REGISTERED not in self.fp8_meta or not new.delayed():
-            return
-        if old is None or not old.delayed():
-            raise RuntimeError(
-                f"{self.name} went from DelayedScaling to another recipe and back, which would freeze its scales: "
-                "call reset_fp8_state(module) at each change"
-            )
-        if repr(old) != repr(new):
-            raise RuntimeError(
-                f"{self.name} is already registered with DelayedScaling({old!r}), so the change to ({new!r}) "
-                "would have no effect: call reset_fp8_state(module) first"
-            )
-
     def set_activation_dtype(self, inp: Tensor) -> None:
-        """The dtype of outputs: torch.autocast's, else the input's, which the parameters must then share."""
+        """Set the dtype of outputs: torch.autocast's, else the input's, which the parameters must then share."""
         device = device_type(inp)
         if torch.is_autocast_enabled(device):
             self.activation_dtype = torch.get_autocast_dtype(device)
@@ -186,17 +217,17 @@ class TransformerEngineBaseModule(nn.Module):
                 )
         self.activation_dtype = inp.dtype
 
-    def prepare_forward(self, inp: Tensor, weights: list[Any]) -> None:
-        """What has to be in place before the operands are quantized; `weights` in the order of `weight_names`."""
+    def prepare_forward(self, inp: Tensor) -> None:
+        """Prepare the FP8 state before the operands are quantized."""
         state = FP8GlobalStateManager.quantization_state
         if self.fp8 and state.recompute_phase:
             self._restore_stash(state.recompute_frame)
             return
         self._refuse_foreign_recompute()
         self.set_activation_dtype(inp)
-        self._check_weight_recipe(weights)
+        self._check_weight_recipe()
         self.init_fp8_metadata()
-        forward = self._delayed if self.fp8 else None
+        forward = self.fp8_meta.get("scaling_fwd") if self.fp8 else None
         if forward is None:
             return
         self._register()
@@ -204,17 +235,17 @@ class TransformerEngineBaseModule(nn.Module):
             self._stash.append((state.recompute_frame, forward.amax_history.clone(), forward.scale.clone()))
 
     def end_forward(self) -> None:
-        """Put delayed scaling's state back after a recomputation."""
+        """Put delayed scaling's state back after a recompute."""
         if self._current is None:
             return
-        if (forward := self._delayed) is not None:
+        if (forward := self.fp8_meta.get("scaling_fwd")) is not None:
             forward.amax_history.copy_(self._current[0])
             forward.scale.copy_(self._current[1])
         self._current = None
 
     def _restore_stash(self, frame: Any) -> None:
-        """Recompute with the scales of the first pass; what the casts record is undone by `end_forward`."""
-        forward = self._delayed
+        """Recompute with the scales of the first pass; `end_forward` undoes what the casts record."""
+        forward = self.fp8_meta.get("scaling_fwd")
         if forward is None:
             return
         if not self._stash or self._stash[0][0] is not frame:
@@ -229,80 +260,76 @@ class TransformerEngineBaseModule(nn.Module):
         forward.scale.copy_(scale)
 
     def _refuse_foreign_recompute(self) -> None:
-        """torch.utils.checkpoint recomputes in the backward pass, where the autocast of the forward is gone."""
+        """Raise if torch.utils.checkpoint recomputes in the backward pass, where the forward's autocast is gone."""
         before, now = self._tracked, torch.is_grad_enabled()
         if now != before:
             self._tracked = now
-        if torch._C._current_graph_task_id() == -1 or _Restored.depth:
+        state = FP8GlobalStateManager.quantization_state
+        if not in_backward() or state.restored_recomputes:
             return
-        enabled = FP8GlobalStateManager.is_fp8_enabled()
-        if self.fp8 and not enabled:
+        if self.fp8 and not state.fp8_enabled:
             raise RuntimeError(
                 f"{self.name} ran in FP8 and is recomputed without te.autocast (torch.utils.checkpoint?): "
                 "use te.checkpoint, or open te.autocast inside the checkpointed function"
             )
-        if enabled and before and self._delayed is not None:
+        if state.fp8_enabled and before and self.fp8_meta.get("scaling_fwd") is not None:
             raise RuntimeError(
                 f"{self.name} is recomputed by torch.utils.checkpoint(use_reentrant=False) with delayed scales that "
                 "have changed since the forward: use te.checkpoint"
             )
 
     def _register(self) -> None:
-        states = [delayed_state(self.fp8_meta[key]) for key in DIRECTIONS]
-        if _REGISTERED not in self.fp8_meta:
-            self.fp8_meta[_REGISTERED] = []
-            for state in states:
-                if state is not None:
-                    FP8GlobalStateManager.register(state, state.recipe, self.fp8_meta["fp8_group"])
-        elif not all(state is None or FP8GlobalStateManager.is_registered(state) for state in states):
-            raise RuntimeError(
-                f"{self.name} is a copy of a module that has run under DelayedScaling, or the global FP8 state was "
-                "reset after it ran: its scales would never be updated; call reset_fp8_state(module) first"
-            )
+        """Let this thread update the scales. A recompute, and a forward without grad, leave them to who trains them."""
+        state = FP8GlobalStateManager.quantization_state
+        for own in self._states():
+            trains = torch.is_grad_enabled() and not in_backward()
+            if own.registry is None or (trains and own.registry is not state.scales):
+                state.scales.add(own, state.fp8_distributed_group)
 
-    def _check_weight_recipe(self, weights: list[Any]) -> None:
-        """Quantized weights run under the recipe that they were made for, or dequantized."""
-        pairs = zip(self.weight_names, weights, strict=True)
-        quantized = [(name, weight) for name, weight in pairs if isinstance(weight, QuantizedTensor)]
-        if quantized and not FP8GlobalStateManager.is_fp8_enabled():
+    def _check_weight_recipe(self) -> None:
+        """Check that a quantized weight suits the recipe; without FP8 it is dequantized, with a warning."""
+        if not isinstance(self.weight, QuantizedTensor):
+            return
+        if not FP8GlobalStateManager.is_fp8_enabled():
             warnings.warn(
                 "You are using quantized weights without quantized compute. Please make sure this is intentional.",
                 stacklevel=4,
             )
             return
-        for name, weight in quantized:
-            recipe, expected = FP8GlobalStateManager.get_fp8_recipe(), weight._quantizer._get_compatible_recipe()
-            if not isinstance(recipe, expected):
-                raise RuntimeError(
-                    f"Recipe mismatch for {name!r}: tensor supports recipe {expected.__name__}, but got "
-                    f"{type(recipe).__name__}. Use the same recipe in quantized_model_init() and autocast()."
-                )
+        recipe, expected = FP8GlobalStateManager.get_fp8_recipe(), self.weight._quantizer._get_compatible_recipe()
+        if not isinstance(recipe, expected):
+            raise RuntimeError(
+                f"Recipe mismatch for 'weight': tensor supports recipe {expected.__name__}, but got "
+                f"{type(recipe).__name__}. Use the same recipe in quantized_model_init() and autocast()."
+            )
 
     def reset_fp8_state(self) -> None:
         """See `te_models.engine.emulated.reset_fp8_state`."""
-        for key in DIRECTIONS:
-            if (state := delayed_state(self.fp8_meta.get(key))) is not None:
-                FP8GlobalStateManager.unregister(state)
-        self.fp8_meta = {"fp8_checkpoint": False, "fp8_group": None}
-        self.quantizers = {direction: [] for direction in DIRECTIONS}
-        self._fp8_workspaces.clear()
-        self._stash.clear()
-        self._current = None
-        self.fp8 = self.fp8_calibration = self.fp8_initialized = self.fp8_meta_tensors_initialized = False
+        for state in self._states():
+            if state.registry is not None:
+                state.registry.remove(state)
+        self._clear_fp8_state()
 
     def _apply(self, fn: Any, recurse: bool = True) -> TransformerEngineBaseModule:
         """Move the FP8 state along with the parameters."""
         super()._apply(fn, recurse)
-        device = getattr(self, self.weight_names[0]).device
+        device = self.weight.device
         for key in DIRECTIONS:
-            state = delayed_state(self.fp8_meta.get(key))
+            state = self.fp8_meta.get(key)
             if state is not None and state.scale.device != device:
                 state.scale, state.amax_history = state.scale.to(device), state.amax_history.to(device)
                 self.quantizers[key] = state.make_quantizers()
         return self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy or a pickle, whose quantizers have to share the memory of its own scales."""
+        super().__setstate__(state)
+        for key in DIRECTIONS:
+            if (own := self.fp8_meta.get(key)) is not None:
+                self.quantizers[key] = own.make_quantizers()
+
     def get_extra_state(self) -> Tensor:
-        """An empty tensor: the key has to be there, as in Transformer Engine."""
+        """Return an empty tensor: the key has to be there, as in Transformer Engine."""
         return empty_extra_state()
 
     def set_extra_state(self, state: Tensor | None) -> None:
@@ -310,10 +337,15 @@ class TransformerEngineBaseModule(nn.Module):
         check_extra_state(type(self).__name__, state)
 
 
-def reset_fp8_state(module: nn.Module) -> None:
-    """Drop a module's FP8 state, cached weights and registry entry; the next forward starts afresh under any recipe.
+def in_backward() -> bool:
+    """Return True while autograd's backward pass runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
-    Works on a te.Linear, and on any other module by way of the te.Linear modules in it.
+
+def reset_fp8_state(module: nn.Module) -> None:
+    """Drop the FP8 state, cached weights and registered scales of the te.Linear modules in `module`.
+
+    The next forward starts afresh under any recipe.
     """
     for child in module.modules():
         if isinstance(child, TransformerEngineBaseModule):
@@ -321,5 +353,5 @@ def reset_fp8_state(module: nn.Module) -> None:
 
 
 def drop_cached_weights(module: TransformerEngineBaseModule) -> None:
-    """Forget the weight codes that a te.Linear keeps for is_first_microbatch=False."""
+    """Drop the FP8 weight that a te.Linear keeps for is_first_microbatch=False."""
     module._fp8_workspaces.clear()

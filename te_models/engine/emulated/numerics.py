@@ -1,4 +1,4 @@
-"""The arithmetic of Transformer Engine's casts, as pure functions on tensors: amax, scale, FP8 codes, block scales.
+"""The arithmetic of Transformer Engine's casts, as pure functions on tensors: amax, scale, FP8 data, block scales.
 
 Rounding is to nearest, ties to even; overflow and infinities saturate; NaN stays NaN and does not count for an amax.
 Everything is computed in FP32 and on the device of the input, without host synchronisation.
@@ -30,7 +30,7 @@ class DType(IntEnum):
 
     @classmethod
     def cast(cls, dtype: int) -> DType:
-        """The member with this number."""
+        """Return the member with this number."""
         return cls(int(dtype))
 
 
@@ -42,12 +42,12 @@ INVERSE_MAX = {dtype: torch.ones((), dtype=torch.float32).div(value).item() for 
 
 
 def device_type(x: Tensor) -> str:
-    """`x.device.type`, which takes a GPU's host ten times as long when nothing of it is in its caches."""
+    """Return `x.device.type`, ten times as fast on the host of a GPU."""
     return "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
 
 
 def row_tiles(x: Tensor, multiple: int = 1) -> list[slice]:
-    """Slices of whole multiples of the rows of x `[M, K]` whose intermediates stay in a CPU's cache; one on a GPU.
+    """Return slices of the rows of x `[M, K]`, each a multiple of `multiple`, that fit a CPU's cache; one on a GPU.
 
     Fresh memory for a large intermediate costs a CPU more than the arithmetic on it.
     """
@@ -58,7 +58,7 @@ def row_tiles(x: Tensor, multiple: int = 1) -> list[slice]:
 
 
 def amax(x: Tensor) -> Tensor:
-    """Largest magnitude in FP32, shape []; NaN is ignored, infinity counts, an empty tensor gives 0."""
+    """Return the largest magnitude in FP32, shape []; NaN is ignored, infinity counts, an empty tensor gives 0."""
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
     if x.device.type != "cpu":
@@ -75,14 +75,14 @@ def amax(x: Tensor) -> Tensor:
 
 
 def _nan_to_zero_(magnitudes: Tensor) -> Tensor:
-    """A NaN does not count for an amax; infinity does."""
+    """Replace NaN by 0, since it does not count for an amax; infinity does."""
     return magnitudes.nan_to_num_(nan=0.0, posinf=torch.inf)
 
 
 def scale_from_amax(
     amax: Tensor, fp8_max: float, power_of_2: bool = False, epsilon: float = 0.0, infinite: float = FLT_MAX
 ) -> Tensor:
-    """FP32 multiplier that brings `amax` to `fp8_max`; 1 for an amax of 0 or infinity, `infinite` on overflow.
+    """Return the FP32 multiplier that brings `amax` to `fp8_max`; 1 for an amax of 0 or infinity, `infinite` on overflow.
 
     `power_of_2` rounds down to a power of two. `epsilon` is a lower bound of the amax.
     """
@@ -97,12 +97,12 @@ def scale_from_amax(
 
 
 def cast_fp8(x: Tensor, scale: Tensor, dtype: DType) -> Tensor:
-    """FP8 codes (uint8, shape of x) of `x * scale`, computed in FP32. `scale` is the tensor's, `[1]`."""
-    codes = torch.empty(x.shape, dtype=TORCH_FP8[dtype], device=x.device)
+    """Return FP8 data (uint8, shape of x) of `x * scale`, computed in FP32. `scale` is the tensor's, `[1]`."""
+    data = torch.empty(x.shape, dtype=TORCH_FP8[dtype], device=x.device)
     size = _TILE if x.device.type == "cpu" else max(1, x.numel())
-    for part, out in zip(x.reshape(-1).split(size), codes.view(-1).split(size), strict=True):
+    for part, out in zip(x.reshape(-1).split(size), data.view(-1).split(size), strict=True):
         out.copy_(_saturated(part, scale, dtype))
-    return codes.view(torch.uint8)
+    return data.view(torch.uint8)
 
 
 def _saturated(x: Tensor, scale: Tensor, dtype: DType) -> Tensor:
@@ -110,22 +110,22 @@ def _saturated(x: Tensor, scale: Tensor, dtype: DType) -> Tensor:
     return (x.float() * scale).clamp_(-FP8_MAX[dtype], FP8_MAX[dtype])
 
 
-def decode_fp8(codes: Tensor, dtype: DType) -> Tensor:
-    """FP32 values of uint8 FP8 codes."""
+def decode_fp8(data: Tensor, dtype: DType) -> Tensor:
+    """Return the FP32 values of FP8 data (uint8)."""
     # torch's own conversion is scalar on CPU (2.13). E5M2 is the upper byte of FP16. E4M3's seven bits, put where FP32
     # has its exponent and mantissa, are the value times 2^-120; only its NaN, of magnitude 127, would become 480.
-    if codes.device.type != "cpu" or codes.numel() == 0:
-        return codes.view(TORCH_FP8[dtype]).float()
+    if data.device.type != "cpu" or data.numel() == 0:
+        return data.view(TORCH_FP8[dtype]).float()
     if dtype == DType.kFloat8E5M2:
-        return codes.to(torch.int16).bitwise_left_shift_(8).view(torch.float16).float()
-    if (codes & 127).amax() == 127:
-        return codes.view(TORCH_FP8[dtype]).float()
-    bits = codes.view(torch.int8).to(torch.int32).bitwise_left_shift_(20).bitwise_and_(-0x78100000)
+        return data.to(torch.int16).bitwise_left_shift_(8).view(torch.float16).float()
+    if (data & 127).amax() == 127:
+        return data.view(TORCH_FP8[dtype]).float()
+    bits = data.view(torch.int8).to(torch.int32).bitwise_left_shift_(20).bitwise_and_(-0x78100000)
     return bits.view(torch.float32).mul_(2.0**120)
 
 
 def split_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """x `[M, K]`, zero-padded to whole blocks, as `[M/bm, bm, K/bk, bk]`."""
+    """Return x `[M, K]`, zero-padded to whole blocks, as `[M/bm, bm, K/bk, bk]`."""
     (m, k), (bm, bk) = x.shape, block
     if m % bm or k % bk:
         x = F.pad(x, (0, -k % bk, 0, -m % bm))
@@ -133,34 +133,34 @@ def split_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def merge_blocks(blocks: Tensor, m: int, k: int) -> Tensor:
-    """The inverse of `split_blocks`: `[M, K]` without the padding."""
+    """Invert `split_blocks`: return `[M, K]` without the padding."""
     a, bm, b, bk = blocks.shape
     return blocks.reshape(a * bm, b * bk)[:m, :k]
 
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest magnitudes of the blocks of x `[M, K]`: FP32 `[ceil(M/bm), ceil(K/bk)]`; NaN is ignored."""
+    """Return the largest magnitudes of the blocks of x `[M, K]`: FP32 `[ceil(M/bm), ceil(K/bk)]`; NaN is ignored."""
     tiles = row_tiles(x, block[0])
     return torch.cat([split_blocks(_nan_to_zero_(x[rows].float().abs()), block).amax((1, 3)) for rows in tiles])
 
 
 def cast_fp8_blocks(x: Tensor, scale: Tensor, block: tuple[int, int], dtype: DType) -> Tensor:
-    """FP8 codes (uint8) `[M, K]` of `x * scale`, computed in FP32, with one multiplier a block."""
-    codes = torch.empty(x.shape, dtype=TORCH_FP8[dtype], device=x.device)
+    """Return FP8 data (uint8) `[M, K]` of `x * scale`, computed in FP32, with one multiplier per block."""
+    data = torch.empty(x.shape, dtype=TORCH_FP8[dtype], device=x.device)
     for rows in row_tiles(x, block[0]):
         multipliers = scale[rows.start // block[0] : -(-rows.stop // block[0]), None, :, None]
-        out = codes[rows]
+        out = data[rows]
         out.copy_(merge_blocks(_saturated(split_blocks(x[rows], block), multipliers, dtype), *out.shape))
-    return codes.view(torch.uint8)
+    return data.view(torch.uint8)
 
 
 def scale_blocks_(x: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Contiguous x `[M, K]` with each block multiplied by its entry of `scale`; overwrites x where it can."""
+    """Multiply each block of contiguous x `[M, K]` by its entry of `scale`, overwriting x where possible."""
     return merge_blocks(split_blocks(x, block).mul_(scale[:, None, :, None]), *x.shape)
 
 
 def e8m0_from_amax(amax: Tensor, dtype: DType) -> Tensor:
-    """MXFP8 scale bytes: `ceil(log2(amax / fp8_max)) + 127`, of the FP32 product `amax * (1 / fp8_max)`.
+    """Return MXFP8 scale bytes: `ceil(log2(amax / fp8_max)) + 127`, of the FP32 product `amax * (1 / fp8_max)`.
 
     0 gives 0, infinity 254. A subnormal product of up to 2^-127 gives 0.
     """
@@ -171,7 +171,7 @@ def e8m0_from_amax(amax: Tensor, dtype: DType) -> Tensor:
 
 
 def e8m0_to_float(e: Tensor, inverse: bool = False) -> Tensor:
-    """`2^(e - 127)` in FP32, or `2^(127 - e)`; 255 is NaN."""
+    """Return `2^(e - 127)` in FP32, or `2^(127 - e)`; 255 is NaN."""
     e = e.to(torch.int32)
     exponent = 254 - e if inverse else e
     value = torch.where(exponent > 0, exponent << 23, 0x400000).view(torch.float32)

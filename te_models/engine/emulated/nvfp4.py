@@ -1,13 +1,13 @@
-"""NVFP4: E2M1 codes, an E4M3 scale for 16 elements and an FP32 scale for the tensor.
+"""NVFP4: E2M1 data, an E4M3 scale per 16 elements and an FP32 scale per tensor.
 
 The rules are those of Transformer Engine's own Python reference (`custom_recipes/reference_nvfp4.py`, 2.20), since no
-Hopper GPU runs the kernels. Where sources differ, the reference wins over torchao 0.18: the two levels of scales are
-multiplied and inverted in another order, so that values within an FP32 step of a rounding boundary may differ by one
-code, and a block whose scale underflows has scale 0 where torchao has E4M3's smallest normal number. A NaN makes the
-whole tensor NaN.
+Hopper GPU runs the kernels. The reference differs from torchao 0.18: it multiplies and inverts the two levels of scales
+in another order, so that values within an FP32 step of a rounding boundary may differ by one step of E2M1, and a block
+whose scale underflows has scale 0 where torchao has E4M3's smallest normal number. A NaN makes the whole tensor NaN.
 
-Stochastic rounding has no reference in Python. Here a value goes up with the probability of its distance from the lower
-code, in steps of 2^-16, with random numbers from the quantizer's `generator` (None: the global one of the device).
+Stochastic rounding has no reference in Python. Here a value is rounded up with the probability of its distance from the
+E2M1 number below, in steps of 2^-16, with random numbers from the quantizer's `generator` (None: the device's global
+one). Row scaling and "4over6" are not emulated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from te_models.engine.emulated.numerics import FLT_MAX, DType, device_type
 from te_models.engine.emulated.quantizers import Quantizer
 from te_models.engine.emulated.recipe import NVFP4BlockScaling
 from te_models.engine.emulated.tensors import (
-    Blocks,
+    BlockScaled,
     Operand,
     QuantizedTensor,
     QuantizedTensorStorage,
@@ -36,13 +36,14 @@ from te_models.engine.emulated.tensors import (
 BLOCK = 16
 FP4_MAX = 6.0
 E4M3_MAX = 448.0
+TOP = E4M3_MAX * FP4_MAX  # the largest block scale times the largest code
 # Transformer Engine's fixed "random" signs of the Hadamard transform.
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 @functools.cache
 def hadamard(random_signs: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The orthogonal matrix `[16, 16]` of the transform: signs times Sylvester's Hadamard matrix over 4."""
+    """Return the orthogonal matrix `[16, 16]` of the transform: signs times Sylvester's Hadamard matrix over 4."""
     matrix = torch.ones(1, 1)
     while len(matrix) < BLOCK:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -51,24 +52,24 @@ def hadamard(random_signs: bool, device: torch.device, dtype: torch.dtype) -> Te
 
 
 def _transform(x: Tensor, random_signs: bool) -> Tensor:
-    """x `[M, K]` with the transform applied to each 16 elements of a column, summed in FP32."""
+    """Transform each 16 elements of the columns of x `[M, K]`, summing in FP32."""
     groups = x.view(-1, BLOCK, x.shape[1])
     return torch.bmm(_matrices(groups.shape[0], random_signs, x.device, x.dtype), groups).view(x.shape)
 
 
 @functools.cache
 def _matrices(n: int, random_signs: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """n times the transposed matrix: a view of one."""
+    """Return the transposed matrix n times, as a view of one."""
     return hadamard(random_signs, device, dtype).t().expand(n, BLOCK, BLOCK)
 
 
 def encode_e2m1(x: Tensor, stochastic: bool = False, generator: torch.Generator | None = None) -> Tensor:
-    """E2M1 codes (uint8, 0 to 15) of FP32 values within [-6, 6], which are overwritten; NaN gives a zero."""
+    """Round FP32 values within [-6, 6], which are overwritten, to E2M1 (uint8, 0 to 15); NaN becomes zero."""
     sign = (x.view(torch.int32) < 0).view(torch.uint8).bitwise_left_shift_(3)
     size = x.nan_to_num_(nan=0.0).abs_()
-    # The codes of [2^e, 2^(e+1)) are 2^(e-1) apart, those below 1 like those of [1, 2). Adding 2^(e+22) rounds to
-    # a multiple of that, ties to even, and leaves the multiple in the last bits of the sum; the code is 2e more. The
-    # exponent field holds e + 127, so that half of it too much is 254: 2 more and cut to a byte, that is nothing.
+    # E2M1 numbers in [2^e, 2^(e+1)) are 2^(e-1) apart, those below 1 like those of [1, 2). Adding 2^(e+22) rounds to a
+    # multiple of that, ties to even, and leaves the multiple in the last bits of the sum; the byte is 2e more. The
+    # exponent field holds e + 127: twice that is 2e + 254, and with the 2 added below, 2e modulo 256.
     octave = (size.view(torch.int32) & 0x7F800000).clamp_(min=0x3F800000)
     if stochastic:
         spacing = (octave - (17 << 23)).view(torch.float32)
@@ -78,12 +79,12 @@ def encode_e2m1(x: Tensor, stochastic: bool = False, generator: torch.Generator 
 
 
 def _odd_numbers(shape: torch.Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Random odd numbers over 2 within (-2^15, 2^15), FP32: never zero, never a tie. Four for each draw."""
+    """Return odd random numbers / 2 within (-2^15, 2^15), FP32: never zero, never a tie. A draw yields four."""
     return _random_words(shape.numel(), 1, generator, device)[0, : shape.numel()].view(shape).float().add_(0.5)
 
 
 def _random_words(n: int, draws: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Random int16 numbers `[draws, n]`, n rounded up to fours."""
+    """Return random int16 numbers `[draws, n]`, with n rounded up to a multiple of 4."""
     words = torch.empty(draws, -(-n // 4), dtype=torch.int64, device=device)
     for draw in words:
         draw.random_(-(2**63), None, generator=generator)
@@ -91,42 +92,42 @@ def _random_words(n: int, draws: int, generator: torch.Generator | None, device:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Two codes a byte along the last dimension, the first one in the low half."""
+    """Pack two values per byte along the last dimension, the first one in the low half."""
     pairs = codes.view(torch.int16)
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
 def pack_rows(codes: Tensor) -> Tensor:
-    """Two codes a byte along the first dimension, the first one in the low half."""
+    """Pack two values per byte along the first dimension, the first one in the low half."""
     return codes[::2] | codes[1::2] << 4
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """FP32 values of codes packed along the last dimension, which doubles."""
+    """Return the FP32 values of bytes packed along the last dimension, which doubles."""
     pairs = packed.to(torch.int16)
     return _decode((pairs << 4).bitwise_or_(pairs << 8).bitwise_and_(-0x0F10).view(torch.int8))
 
 
 def unpack_rows(packed: Tensor) -> Tensor:
-    """FP32 values of codes packed along the first dimension, which doubles."""
+    """Return the FP32 values of bytes packed along the first dimension, which doubles."""
     return _decode(torch.stack([packed << 4, packed & 0xF0], 1).flatten(0, 1).view(torch.int8))
 
 
 def _decode(high: Tensor) -> Tensor:
-    """FP32 values of codes in the upper halves of bytes, the lower ones 0."""
-    # A code's three lower bits, put where FP32 has its exponent's end and its mantissa's start, are the value / 2^126.
+    """Return the FP32 values of E2M1 numbers in the upper halves of bytes whose lower halves are 0."""
+    # The three lower bits, moved to the end of FP32's exponent and the start of its mantissa, are the value / 2^126.
     bits = high.to(torch.int32).bitwise_left_shift_(18).bitwise_and_(-0x7E400000)
     return bits.view(torch.float32).mul_(2.0**126)
 
 
-def _global_scale(amax: Tensor, e4m3_max: float) -> Tensor:
-    """The FP32 multiplier that brings `amax` to the largest scale times code."""
-    scale = torch.full_like(amax, e4m3_max * FP4_MAX).div_(amax).clamp_(max=FLT_MAX)
+def _global_scale(amax: Tensor) -> Tensor:
+    """Return the FP32 multiplier `[1]` that brings `amax` to the largest scale times the largest code."""
+    scale = torch.full_like(amax, TOP).div_(amax).clamp_(max=FLT_MAX)
     return scale.masked_fill_(scale == 0, 1.0)
 
 
 def _multiplier(scale: Tensor, whole: Tensor) -> Tensor:
-    """What a block is multiplied by before rounding, given its E4M3 scale and the global one."""
+    """Return the multipliers of the blocks before rounding, given their E4M3 scales and the global one."""
     return (scale.float() * whole.reciprocal()).reciprocal_().clamp_(max=FLT_MAX)
 
 
@@ -137,7 +138,7 @@ def _codes(
     stochastic: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """E2M1 codes `[M, K]` of x `[M, K]` times one multiplier a block."""
+    """Return E2M1 data `[M, K]` of x `[M, K]` times one multiplier per block."""
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     for rows in numerics.row_tiles(x, block[0]):
         factors = multiplier[rows.start // block[0] : -(-rows.stop // block[0]), None, :, None]
@@ -147,44 +148,10 @@ def _codes(
 
 
 def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest magnitudes of the blocks of x, FP32; a NaN is larger than any number."""
+    """Return the largest magnitudes of the blocks of x, FP32; a NaN is larger than any number."""
     # As integers, which order magnitudes alike: torch's FP32 maximum over 16 neighbours is four times slower on CPU.
     parts = [x[rows].float().view(torch.int32) & 0x7FFFFFFF for rows in numerics.row_tiles(x, block[0])]
     return torch.cat([numerics.split_blocks(part, block).amax((1, 3)) for part in parts]).view(torch.float32)
-
-
-def quantize_4over6(x: Tensor, amax: Tensor, two_d: bool, e4m3_max: float, squared: bool) -> tuple[Tensor, Tensor]:
-    """Codes `[M, K]` and scale bytes, one for each 16 or 16x16 elements (`two_d`), of x `[M, K]`; `amax` `[1]` or `[M]`.
-
-    Each block has its maximum at 6 or at 4, whichever has the smaller error; a tie takes 6. The error is the sum of absolute (or squared) differences, added in the order of Transformer Engine's kernel.
-    """
-    x, whole = x.float(), _global_scale(amax, e4m3_max)[:, None]
-    rows = BLOCK if two_d else 1
-    base = _block_amax(x, (rows, BLOCK)).repeat_interleave(rows, 0).div_(FP4_MAX) * whole
-    candidates, errors = [], []
-    for factor in (1.0, 1.5):
-        scale = (base * factor).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
-        codes = _codes(x, _multiplier(scale, whole), (1, BLOCK)).view(*scale.shape, BLOCK)
-        values = _decode((codes << 4).view(torch.int8)) * scale.float()[..., None] * amax[:, None, None]
-        difference = values.div_(FP4_MAX * e4m3_max).sub_(x.view(*scale.shape, BLOCK))
-        difference = difference.square_() if squared else difference.abs_()
-        error = torch.zeros_like(base)
-        for column in difference.unbind(-1):
-            error += column
-        candidates.append((codes, scale.view(torch.uint8)))
-        errors.append(_sum_rows(error) if two_d else error)
-    four = errors[1] < errors[0]
-    codes = torch.where(four[..., None], candidates[1][0], candidates[0][0])
-    return codes.flatten(-2), torch.where(four, candidates[1][1], candidates[0][1])[::rows]
-
-
-def _sum_rows(error: Tensor) -> Tensor:
-    """Sums over 16 rows of `[M, n]`, halving like a warp's reduction, repeated for each row."""
-    rows = error.unflatten(0, (-1, BLOCK))
-    while rows.shape[1] > 1:
-        half = rows.shape[1] // 2
-        rows = rows[:, :half] + rows[:, half:]
-    return rows.expand(-1, BLOCK, -1).flatten(0, 1)
 
 
 class NVFP4TensorStorage(QuantizedTensorStorage):
@@ -192,8 +159,7 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
 
     For M rows and K columns: `_rowwise_data` uint8 `[..., K/2]`, `_columnwise_data` `[K, ..., M/2]`, both packed along
     the contraction; scale bytes rowwise `[M, K/16]` and columnwise `[K, M/16]`, padded to multiples of (128, 4);
-    `_amax_rowwise` and `_amax_columnwise` FP32 `[1]`, or with row scaling `[M]` and `[K]`. `_nvfp4_e4m3_max` is the
-    largest block scale that the tensor's scale allows for.
+    `_amax_rowwise` and `_amax_columnwise` FP32 `[1]`.
     """
 
     _tensors = (
@@ -207,13 +173,12 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
     _columnwise_scale_inv: Tensor | None
     _amax_columnwise: Tensor | None
     _fp4_dtype: DType
-    _nvfp4_e4m3_max: int
 
     def _metadata(self) -> dict[str, Any]:
-        return super()._metadata() | {"fp4_dtype": self._fp4_dtype, "nvfp4_e4m3_max": self._nvfp4_e4m3_max}
+        return super()._metadata() | {"fp4_dtype": self._fp4_dtype}
 
     def get_usages(self) -> dict[str, bool]:
-        """Which copies are there."""
+        """Return which copies exist."""
         return {"rowwise": self._rowwise_data is not None, "columnwise": self._columnwise_data is not None}
 
     def _drop(self, columnwise: bool) -> None:
@@ -221,7 +186,7 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
             setattr(self, name, None)
 
     def operand(self, columnwise: bool) -> Operand:
-        """Codes times block scales, and the tensor's scale. A columnwise copy may be Hadamard-transformed."""
+        """Return values times block scales, and the tensor's scale. A columnwise copy may be Hadamard-transformed."""
         m, k = self._matrix
         packed, scales, amax = (
             getattr(self, name) for name in (self._tensors[3:] if columnwise else self._tensors[:3])
@@ -229,26 +194,20 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
         rows, columns = (k, m) if columnwise else (m, k)
         scale = scales[:rows, : columns // BLOCK].view(torch.float8_e4m3fn).float()
         # A division by a Python number would be a product on a GPU.
-        packed, whole = packed.reshape(rows, columns // 2), amax / torch.full_like(amax, self._top)
+        packed, whole = packed.reshape(rows, columns // 2), amax / torch.full_like(amax, TOP)
         if columnwise:
             values = numerics.scale_blocks_(unpack_rows(packed.t()), scale.t(), (BLOCK, 1))
             return Operand(values, whole, narrow=True)
-        return Operand(numerics.scale_blocks_(unpack(packed), scale, (1, BLOCK)), whole[:, None], narrow=True)
+        return Operand(numerics.scale_blocks_(unpack(packed), scale, (1, BLOCK)), whole, narrow=True)
 
-    @property
-    def _top(self) -> float:
-        return self._nvfp4_e4m3_max * FP4_MAX
-
-    def blocks(self, columnwise: bool) -> Blocks | None:
-        """The copy's codes, scale bytes and amax; None under row scaling."""
+    def blocks(self, columnwise: bool) -> BlockScaled:
+        """Return the copy's data, scale bytes and amax."""
         amax = self._amax_columnwise if columnwise else self._amax_rowwise
-        if amax.numel() > 1:  # type: ignore[union-attr]
-            return None
         if columnwise:
-            codes, scale, block = rows_first(self._columnwise_data), self._columnwise_scale_inv, (BLOCK, 1)
+            data, scale, block = rows_first(self._columnwise_data), self._columnwise_scale_inv, (BLOCK, 1)
         else:
-            codes, scale, block = as_matrix(self._rowwise_data), self._rowwise_scale_inv, (1, BLOCK)
-        return Blocks(codes, scale, block, self._fp4_dtype, amax, self._top)  # type: ignore[arg-type]
+            data, scale, block = as_matrix(self._rowwise_data), self._rowwise_scale_inv, (1, BLOCK)
+        return BlockScaled(data, scale, block, self._fp4_dtype, amax, TOP)
 
     def _high_precision(self, dtype: torch.dtype | None) -> Tensor:
         if self._rowwise_data is None:
@@ -265,7 +224,6 @@ class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
 class NVFP4Quantizer(Quantizer):
     """Blocks of 16 elements, or 16x16 with `with_2d_quantization`.
 
-    `row_scaled_nvfp4` has a global scale for each row, `nvfp4_use_4over6` chooses each block's range by its error.
     `with_rht` transforms the columnwise copy; `stochastic_rounding` draws from `generator` (None: the global generator
     of the device).
     """
@@ -291,16 +249,10 @@ class NVFP4Quantizer(Quantizer):
         with_random_sign_mask: bool = True,
         generator: torch.Generator | None = None,
     ) -> None:
-        """Transformer Engine's arguments, and `generator`."""
+        """Take Transformer Engine's arguments, and `generator`."""
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        if nvfp4_e4m3_max not in (256, 448):
-            raise ValueError(f"nvfp4_e4m3_max must be 448 or 256, not {nvfp4_e4m3_max}")
-        if nvfp4_4over6_err_mode.upper() not in ("MAE", "MSE"):
-            raise ValueError(f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE', not {nvfp4_4over6_err_mode!r}")
-        if nvfp4_use_4over6 and (with_rht or stochastic_rounding):
-            raise ValueError("NVFP4 4over6 quantization supports neither RHT nor stochastic rounding: turn them off")
-        if row_scaled_nvfp4 and with_2d_quantization:
-            raise ValueError("Row-scaled NVFP4 only supports 1x16 blocks: use with_2d_quantization=False")
+        if row_scaled_nvfp4 or nvfp4_use_4over6:
+            raise NotImplementedError("row_scaled_nvfp4 and nvfp4_use_4over6 are not emulated: leave them out")
         self.dtype = DType.cast(fp4_dtype)
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group
@@ -308,15 +260,11 @@ class NVFP4Quantizer(Quantizer):
         self.with_post_rht_amax = with_post_rht_amax
         self.with_2d_quantization = with_2d_quantization
         self.stochastic_rounding = stochastic_rounding
-        self.row_scaled_nvfp4 = row_scaled_nvfp4
-        self.nvfp4_use_4over6 = nvfp4_use_4over6
-        self.nvfp4_e4m3_max = nvfp4_e4m3_max if nvfp4_use_4over6 else 448
-        self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode.upper()
         self.with_random_sign_mask = with_random_sign_mask
         self.generator = generator
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        """Whether both matrix dimensions are multiples of 16."""
+        """Return True if both matrix dimensions are multiples of 16."""
         return inp.ndim >= 2 and inp.shape[-1] % BLOCK == 0 and inp.shape[:-1].numel() % BLOCK == 0
 
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
@@ -324,21 +272,21 @@ class NVFP4Quantizer(Quantizer):
             raise RuntimeError(
                 f"NVFP4 requires tensor dims that are divisible by 16 (got shape={tuple(tensor.shape)}): pad the tensor"
             )
-        fields: dict[str, Any] = {"fp4_dtype": self.dtype, "nvfp4_e4m3_max": self.nvfp4_e4m3_max}
+        fields: dict[str, Any] = {"fp4_dtype": self.dtype}
         fields |= dict.fromkeys(NVFP4TensorStorage._data_names())
         x = as_matrix(tensor)
-        if fused.active(x) and not (self.row_scaled_nvfp4 or self.nvfp4_use_4over6):
+        if fused.active(x):
             return fields | self._fused(x, tensor.shape, rowwise, columnwise)
         *lead, last = tensor.shape
         shared = BLOCK if self.with_2d_quantization else 1
         codes = scale = amax = None
         if rowwise:
-            codes, scale, amax = self._cast(x)
+            codes, scale, amax = self._cast_blocks(x, (shared, BLOCK))
             fields["rowwise_data"] = pack(codes).view(*lead, last // 2)
             fields |= {"rowwise_scale_inv": pad_to(scale.repeat_interleave(shared, 0), 128, 4), "amax_rowwise": amax}
         if columnwise:
-            if codes is None or scale is None or amax is None or not self._same_codes:
-                codes, scale, amax = self._cast_columns(x)
+            if codes is None or scale is None or amax is None or not self._same_values:
+                codes, scale, amax = self._cast_blocks(self._transformed(x), (BLOCK, shared))
             fields["columnwise_data"] = pack_rows(codes).view(*lead[:-1], lead[-1] // 2, last).movedim(-1, 0)
             scale = pad_to(scale.repeat_interleave(shared, 1).t(), 128, 4)
             fields |= {
@@ -348,7 +296,7 @@ class NVFP4Quantizer(Quantizer):
         return fields
 
     def _fused(self, x: Tensor, shape: torch.Size, rowwise: bool, columnwise: bool) -> dict[str, Any]:
-        """The data of the copies of x `[M, K]`, a `shape` tensor, by the kernels."""
+        """Quantize x `[M, K]`, a tensor of shape `shape`, with the kernels."""
         t = self._transformed(x) if columnwise else x
         both = rowwise and t is not x
         amax = fused.amax(x if rowwise else t, t if both else None, nan=True)
@@ -370,12 +318,12 @@ class NVFP4Quantizer(Quantizer):
         return {name: data for name, data, kept in zip(names, made, wanted, strict=True) if kept}
 
     @property
-    def _same_codes(self) -> bool:
-        """Whether the columnwise copy has the codes of the rowwise one."""
-        return self.with_2d_quantization and not (self.with_rht or self.stochastic_rounding or self.nvfp4_use_4over6)
+    def _same_values(self) -> bool:
+        """True if both copies hold the same values."""
+        return self.with_2d_quantization and not (self.with_rht or self.stochastic_rounding)
 
     def _transformed(self, x: Tensor) -> Tensor:
-        """x `[M, K]` with the transform applied to each 16 elements of a column, in the dtype of x."""
+        """Transform each 16 elements of the columns of x `[M, K]`, in the dtype of x."""
         if not self.with_rht:
             return x
         if device_type(x) != "cpu":
@@ -384,38 +332,14 @@ class NVFP4Quantizer(Quantizer):
         tiles = (x[rows].float() for rows in numerics.row_tiles(x, BLOCK))
         return torch.cat([_transform(tile, self.with_random_sign_mask).to(x.dtype) for tile in tiles])
 
-    def _cast(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For blocks along the rows of x `[M, K]`: codes, a scale byte for each block, and the amax."""
-        if not self.nvfp4_use_4over6:
-            return self._cast_blocks(x, (BLOCK if self.with_2d_quantization else 1, BLOCK), 1)
-        amax = self._amax(_block_amax(x, (1, BLOCK)), 1)
-        squared = self.nvfp4_4over6_err_mode == "MSE"
-        return *quantize_4over6(x, amax, self.with_2d_quantization, self.nvfp4_e4m3_max, squared), amax
-
-    def _cast_columns(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For blocks along the columns of x."""
-        if self.nvfp4_use_4over6:
-            codes, scale, amax = self._cast(x.t().contiguous())
-            return codes.t(), scale.t(), amax
-        return self._cast_blocks(self._transformed(x), (BLOCK, BLOCK if self.with_2d_quantization else 1), 0)
-
-    def _cast_blocks(self, x: Tensor, block: tuple[int, int], axis: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _cast_blocks(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return E2M1 data `[M, K]` of x `[M, K]`, one scale byte per block, and the amax `[1]`."""
         largest = _block_amax(x, block)
-        amax = self._amax(largest, axis)
-        whole = _global_scale(amax, E4M3_MAX).unsqueeze(axis)
+        amax = largest.amax().reshape(1) if largest.numel() else largest.new_zeros(1)
+        if self.with_amax_reduction:
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group)
+        whole = _global_scale(amax)
         sixth = torch.ones_like(whole).div_(FP4_MAX)
         scale = (largest * (whole * sixth)).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
         codes = _codes(x, _multiplier(scale, whole), block, self.stochastic_rounding, self.generator)
         return codes, scale.view(torch.uint8), amax
-
-    def _amax(self, largest: Tensor, axis: int) -> Tensor:
-        """The largest magnitude, `[1]` or one a row (`axis` 1) or column (0), with NaN.
-
-        A format without NaN must not swallow it.
-        """
-        if not self.row_scaled_nvfp4:
-            largest, axis = largest.reshape(1, -1), 1
-        amax = largest.amax(axis) if largest.numel() else largest.new_zeros(largest.shape[1 - axis])
-        if self.with_amax_reduction:
-            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group)
-        return amax

@@ -5,19 +5,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from te_models.engine.emulated.triton_kernels import TILE, _decode, _encode, _tile
+from te_models.engine.emulated.triton_kernels import TILE, _tile
+from te_models.kernels.fp8_triton import decode_fp8, encode_fp8
 
 GROUPS = tl.constexpr(8)  # blocks of 16 along a tile
 
 
 @triton.jit
 def _block_scale(bits, amax):
-    """The E4M3 code of a block's scale and the block's multiplier, from the bits of its largest magnitude."""
+    """The E4M3 byte of a block's scale and the block's multiplier, from the bits of its largest magnitude."""
     one = tl.zeros_like(amax) + 1.0
     whole = tl.div_rn(tl.zeros_like(amax) + 2688.0, amax)  # 448 * 6; as nvfp4._global_scale, NaN stays
     whole = tl.where(whole > 3.4028234663852886e38, 3.4028234663852886e38, tl.where(whole == 0, 1.0, whole))
-    code = _encode(bits.to(tl.float32, bitcast=True) * (whole * tl.div_rn(one, one * 6.0)), False)
-    scaled = _decode(code, False) * tl.div_rn(one, whole)
+    code = encode_fp8(bits.to(tl.float32, bitcast=True) * (whole * tl.div_rn(one, one * 6.0)), False)
+    scaled = decode_fp8(code, False) * tl.div_rn(one, whole)
     multiplier = tl.div_rn(tl.zeros_like(scaled) + 1.0, scaled)
     return code, tl.where(multiplier > 3.4028234663852886e38, 3.4028234663852886e38, multiplier)
 
@@ -38,7 +39,7 @@ def _encode_e2m1(v, noise, at, mask, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def nvfp4_kernel(
-    x, t, noise, row_codes, row_scale, row_amax, col_codes, col_scale, col_amax, parts, n_parts, rows, cols,
+    x, t, noise, row_data, row_scale, row_amax, col_data, col_scale, col_amax, parts, n_parts, rows, cols,
     row_stride, col_stride, col_noise,
     ROW: tl.constexpr, COL: tl.constexpr, TWO_D: tl.constexpr, TRANSFORMED: tl.constexpr, STOCHASTIC: tl.constexpr,
     PARTS: tl.constexpr,
@@ -61,11 +62,11 @@ def nvfp4_kernel(
             bits = tl.reshape(tl.broadcast_to(both[:, None, :], (GROUPS, 16, GROUPS)), (TILE, GROUPS))
         scale, multiplier = _block_scale(bits, amax)
         scaled = tl.reshape(tl.reshape(v, (TILE, GROUPS, 16)) * multiplier[:, :, None], (TILE, TILE))
-        codes = _encode_e2m1(scaled, noise, at, mask, STOCHASTIC)
-        packed = tl.sum(tl.reshape(codes, (TILE, TILE // 2, 2)) << half[None, None, :], 2)
+        data = _encode_e2m1(scaled, noise, at, mask, STOCHASTIC)
+        packed = tl.sum(tl.reshape(data, (TILE, TILE // 2, 2)) << half[None, None, :], 2)
         c = q * (TILE // 2) + tl.arange(0, TILE // 2)
         inside = (i < rows)[:, None] & (c < cols // 2)[None, :]
-        tl.store(row_codes + i[:, None] * (cols // 2) + c[None, :], packed.to(tl.uint8), mask=inside)
+        tl.store(row_data + i[:, None] * (cols // 2) + c[None, :], packed.to(tl.uint8), mask=inside)
         g = q * GROUPS + tl.arange(0, GROUPS)
         scale = tl.where((i < rows)[:, None] & (g < cols // 16)[None, :], scale, 0)
         tl.store(row_scale + i[:, None] * row_stride + g[None, :], scale, mask=(g < row_stride)[None, :])
@@ -79,11 +80,11 @@ def nvfp4_kernel(
             bits = tl.reshape(tl.broadcast_to(both[:, :, None], (GROUPS, GROUPS, 16)), (GROUPS, TILE))
         scale, multiplier = _block_scale(bits, amax)
         scaled = tl.reshape(tl.reshape(v, (GROUPS, 16, TILE)) * multiplier[:, None, :], (TILE, TILE))
-        codes = _encode_e2m1(scaled, noise + col_noise, at, mask, STOCHASTIC)
-        packed = tl.sum(tl.reshape(codes, (TILE // 2, 2, TILE)) << half[None, :, None], 1)
+        data = _encode_e2m1(scaled, noise + col_noise, at, mask, STOCHASTIC)
+        packed = tl.sum(tl.reshape(data, (TILE // 2, 2, TILE)) << half[None, :, None], 1)
         r = p.to(tl.int64) * (TILE // 2) + tl.arange(0, TILE // 2)
         inside = (r < rows // 2)[:, None] & (j < cols)[None, :]
-        tl.store(col_codes + r[:, None] * cols + j[None, :], packed.to(tl.uint8), mask=inside)
+        tl.store(col_data + r[:, None] * cols + j[None, :], packed.to(tl.uint8), mask=inside)
         g = p * GROUPS + tl.arange(0, GROUPS)
         scale = tl.where((g < rows // 16)[:, None] & (j < cols)[None, :], scale, 0)
         tl.store(col_scale + j[None, :] * col_stride + g[:, None], scale, mask=(g < col_stride)[:, None])
@@ -102,7 +103,7 @@ def nvfp4_decode_kernel(
     a, a_scale, a_out, a_amax, b, b_scale, b_out, b_amax, alpha, a_rows, a_cols, a_step, a_top, b_rows, b_cols, b_step,
     b_top, A_COL: tl.constexpr, B_COL: tl.constexpr,
 ):  # fmt: skip
-    """Codes times block scales of both matrices of a product as BF16, and in `alpha` what the product is scaled by."""
+    """FP8 data times block scales of both matrices of a product as BF16, and in `alpha` what the product is scaled by."""
     tile, of_a = tl.program_id(0), tl.cdiv(a_rows, TILE) * tl.cdiv(a_cols, TILE)
     if tile < of_a:
         _decode_tile(tile, a, a_scale, a_out, a_rows, a_cols, a_step, A_COL)
@@ -115,18 +116,18 @@ def nvfp4_decode_kernel(
 
 
 @triton.jit
-def _decode_tile(tile, codes, scale, out, rows, cols, step, COL: tl.constexpr):
+def _decode_tile(tile, data, scale, out, rows, cols, step, COL: tl.constexpr):
     """One tile; `step` is the stride of the scales, of which the blocks of a row (COL: column) follow each other."""
     across = tl.cdiv(cols, TILE)
     i, j, at, mask = _tile(tile // across, tile % across, rows, cols)
     if COL:
-        byte = tl.load(codes + (i // 2)[:, None] * cols + j[None, :], mask=mask, other=0).to(tl.int32)
+        byte = tl.load(data + (i // 2)[:, None] * cols + j[None, :], mask=mask, other=0).to(tl.int32)
         code = byte >> ((i % 2).to(tl.int32) * 4)[:, None]
         factor = tl.load(scale + (i // 16)[:, None] + j[None, :] * step, mask=mask, other=0)
     else:
-        byte = tl.load(codes + i[:, None] * (cols // 2) + (j // 2)[None, :], mask=mask, other=0).to(tl.int32)
+        byte = tl.load(data + i[:, None] * (cols // 2) + (j // 2)[None, :], mask=mask, other=0).to(tl.int32)
         code = byte >> ((j % 2).to(tl.int32) * 4)[None, :]
         factor = tl.load(scale + i[:, None] * step + (j // 16)[None, :], mask=mask, other=0)
-    # As nvfp4._decode: the code's bits where FP32 has its exponent's end and its mantissa's start.
+    # As nvfp4._decode: the bits where FP32 has its exponent's end and its mantissa's start.
     value = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
-    tl.store(out + at, (value * _decode(factor, False)).to(tl.bfloat16), mask=mask)
+    tl.store(out + at, (value * decode_fp8(factor, False)).to(tl.bfloat16), mask=mask)

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism of te.Linear: what is communicated, when, and in which format.
+"""Tensor and sequence parallelism of te.Linear: communication, and its format.
 
 p ranks share a layer, T is the number of tokens; sequence parallelism splits the tokens outside the pair of layers:
 
@@ -7,10 +7,10 @@ p ranks share a layer, T is the number of tokens; sequence parallelism splits th
 | column | [O/p, I] | [the T/p tokens of the input are gathered] | dx is all-reduced [or reduce-scattered to T/p tokens] |
 | row | [O, I/p] | the output is all-reduced [or reduce-scattered to T/p tokens] | [the T/p tokens of dy are gathered] |
 
-What is gathered is quantized first and travels as codes, which needs one scale on all ranks: delayed scaling has it from
-its amax reduction, current scaling and NVFP4 reduce the tensor's amax over the group before they cast. 1x128 blocks travel
-as codes where each rank has whole blocks; else in high precision, quantized after, as Transformer Engine does. A weight's
-amax is not reduced: under current scaling and NVFP4 each shard has a scale of its own.
+Tensors are quantized before they are gathered, which needs one scale on all ranks: delayed scaling has it from its amax
+reduction, current scaling and NVFP4 reduce the tensor's amax over the group before they cast. 1x128 blocks are gathered
+quantized where each rank has whole blocks, else in high precision and quantized after, as in Transformer Engine. A
+weight's amax is not reduced: under current scaling and NVFP4 each shard has a scale of its own.
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ from te_models.engine.emulated.tensors import (
 )
 
 MODES = (None, "row", "column")
-# What Megatron-LM looks for on a parameter that is split along `partition_dim`.
-_ATTRIBUTES = {"tensor_model_parallel": True, "partition_stride": 1}
 _PER_TENSOR = (Float8Quantizer, Float8CurrentScalingQuantizer)
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How one te.Linear is split: `mode` None, "row" or "column" over the `size` ranks of `group`."""
+    """The split of one te.Linear: `mode` None, "row" or "column" over the `size` ranks of `group`."""
 
     mode: str | None = None
     size: int = 1
@@ -52,34 +50,30 @@ class Parallelism:
 
     @property
     def gathers_input(self) -> bool:
-        """Whether a rank is given its own tokens of the input alone."""
+        """True if a rank receives only its own tokens of the input."""
         return self.sequence and self.mode == "column"
 
     @property
     def gathers_gradient(self) -> bool:
-        """Whether a rank is given its own tokens of the output's gradient alone."""
+        """True if a rank receives only its own tokens of the output's gradient."""
         return self.sequence and self.mode == "row"
 
     def configure(self, input_quantizer: Any, grad_output_quantizer: Any) -> None:
-        """Let the quantizers of what is gathered agree on an amax first."""
+        """Make the quantizers of gathered tensors agree on an amax first."""
         for quantizer, gathers in (
             (input_quantizer, self.gathers_input),
             (grad_output_quantizer, self.gathers_gradient),
         ):
-            if hasattr(quantizer, "with_amax_reduction"):
+            if isinstance(quantizer, (Float8CurrentScalingQuantizer, NVFP4Quantizer)):
                 quantizer.with_amax_reduction = gathers
                 quantizer.amax_reduction_group = self.group if gathers else None
-            if gathers and isinstance(quantizer, NVFP4Quantizer) and quantizer.row_scaled_nvfp4:
-                raise ValueError(
-                    "row-scaled NVFP4 cannot be gathered: use sequence_parallel=False or row_scaled_activation=False"
-                )
 
     def rowwise_only(self, quantizer: Any) -> bool:
-        """Whether the input travels rowwise for both GEMMs: codes with one scale are the same codes transposed."""
+        """Return True if the input is gathered rowwise for both GEMMs: with one scale, both copies hold the same bytes."""
         return self.gathers_input and isinstance(quantizer, _PER_TENSOR)
 
     def gather_input(self, x: Any, quantizer: Any = None, columnwise: bool = False) -> Any:
-        """The input of all ranks [T, I]: for the forward, or `columnwise` for the weight gradient."""
+        """Return the input of all ranks [T, I]: for the forward, or `columnwise` for the weight gradient."""
         if not self.gathers_input:
             return x
         if quantizer is not None:
@@ -88,17 +82,17 @@ class Parallelism:
         return _gather(x, quantizer, self.group)
 
     def gather_gradient(self, dy: Any, quantizer: Any = None) -> Any:
-        """dy of all ranks [T, O], quantized if there is a quantizer."""
+        """Return dy of all ranks [T, O], quantized if there is a quantizer."""
         if self.gathers_gradient:
             return _gather(dy, quantizer, self.group)
         return dy if quantizer is None or isinstance(dy, QuantizedTensorStorage) else quantizer(dy)
 
     def reduce_output(self, out: Tensor) -> Tensor:
-        """The sum of a row-parallel layer's partial outputs, all of it or this rank's tokens."""
+        """Return the sum of a row-parallel layer's partial outputs, all of it or this rank's tokens."""
         return self._reduced(out) if self.mode == "row" else out
 
     def reduce_input_gradient(self, dx: Tensor) -> Tensor:
-        """The sum of a column-parallel layer's partial dx, all of it or this rank's tokens."""
+        """Return the sum of a column-parallel layer's partial dx, all of it or this rank's tokens."""
         return self._reduced(dx) if self.mode == "column" else dx
 
     def _reduced(self, value: Tensor) -> Tensor:
@@ -106,18 +100,8 @@ class Parallelism:
             return value
         return reduce_scatter(value, self.group) if self.sequence else all_reduce(value, self.group)
 
-    def mark(self, weights: list[Tensor], biases: list[Tensor]) -> None:
-        """Set the attributes by which Megatron-LM treats the parameters."""
-        split = biases if self.mode == "column" else []
-        for parameter in weights + split:
-            for name, value in _ATTRIBUTES.items():
-                setattr(parameter, name, value)
-            parameter.partition_dim = 1 if self.mode == "row" else 0  # type: ignore[attr-defined]
-        for bias in biases if self.mode == "row" else []:
-            bias.sequence_parallel = self.sequence  # type: ignore[attr-defined]
-
     def check(self, initialised: bool, recipe: Any) -> None:
-        """What must hold before a forward; `recipe` is the one of an FP8 forward, else None."""
+        """Check the group and the recipe before a forward; `recipe` is None without FP8."""
         if self.size > 1 and not initialised:
             raise RuntimeError(
                 "Tensor parallel group not initialized. Call set_tensor_parallel_group() before forward pass when "
@@ -129,66 +113,45 @@ class Parallelism:
             )
 
     def check_quantized_results(self, output: bool, input_gradient: bool) -> None:
-        """Refuse FP8 results that would have to be summed as codes."""
+        """Raise a ValueError for FP8 results that would have to be summed in FP8."""
         if self.size > 1 and ((output and self.mode == "row") or (input_gradient and self.mode == "column")):
-            what = "fp8_output" if self.mode == "row" else "fp8_grad"
-            raise ValueError(f"a {self.mode}-parallel te.Linear sums its result over the ranks: use {what}=False")
+            option = "fp8_output" if self.mode == "row" else "fp8_grad"
+            raise ValueError(f"a {self.mode}-parallel te.Linear sums its result over the ranks: use {option}=False")
 
 
 def divide(size: int, parts: int) -> int:
-    """size / parts, which must be whole."""
+    """Return size / parts; raise an AssertionError if it is not whole."""
     if size % parts:
         raise AssertionError(f"{size} is not divisible by {parts}")
     return size // parts
 
 
-def split_sizes(split: Any, out_features: int, ranks: int) -> dict[str, int]:
-    """Prefix of the parameter names -> rows of this rank, for `parameters_split`, which is in rows of the whole layer."""
-    if split is None:
-        return {"": out_features // ranks}
-    if not split:
-        raise ValueError("Cannot split weight buffer into 0 parameters")
-    if isinstance(split, dict):
-        sizes = {f"{name.rstrip('_')}_": size for name, size in split.items()}
-    elif all(isinstance(name, str) for name in split):
-        sizes = {f"{name.rstrip('_')}_": out_features // len(split) for name in split}
-    else:
-        raise TypeError("Invalid configuration for parameters split")
-    if sum(sizes.values()) != out_features:
-        raise ValueError(f"Trying to split weight buffer ({out_features=}) with split sizes {list(sizes.values())}")
-    if uneven := [size for size in sizes.values() if size % ranks]:
-        raise RuntimeError(
-            f"Attempting to distribute a parameter with out_features={uneven[0]} between {ranks} tensor-parallel processes"
-        )
-    return {name: size // ranks for name, size in sizes.items()}
-
-
 def _gather(x: Any, quantizer: Any, group: Any) -> Any:
-    """x of all ranks along the first dimension; with a quantizer, the copies that it is set to, quantized."""
+    """Return x of all ranks along the first dimension; with a quantizer, the copies that it is set to make."""
     if quantizer is None:
         return all_gather(x, group)
     quantized = isinstance(x, QuantizedTensorStorage)
-    if not _travels_as_codes(x._shape if quantized else x.shape, quantizer):
-        # For lack of whole blocks. What is quantized already is rounded a second time, as in Transformer Engine.
+    if not _can_gather_quantized(x._shape if quantized else x.shape, quantizer):
+        # Blocks are incomplete. A quantized x is rounded a second time, as in Transformer Engine.
         warnings.warn(
             f"Cannot quantize input tensor. Performing all-gather in high precision. Give each rank rows in multiples of "
             f"the recipe's block, not {list(x._shape if quantized else x.shape)}.",
             stacklevel=2,
         )
         return quantizer(all_gather(x.dequantize(dtype=x._dtype) if quantized else x, group))
-    return _gather_codes(x if quantized else quantizer(x), quantizer, group)
+    return _gather_quantized(x if quantized else quantizer(x), quantizer, group)
 
 
-def _travels_as_codes(shape: torch.Size, quantizer: Any) -> bool:
-    """Whether each rank's codes and scales are a part of those of the whole."""
+def _can_gather_quantized(shape: torch.Size, quantizer: Any) -> bool:
+    """Return True if each rank's data and scales are a part of the whole tensor's."""
     if isinstance(quantizer, Float8BlockQuantizer):
         rows, columns = shape[:-1].numel(), shape[-1]
         return quantizer.block_scaling_dim == 1 and rows % BLOCK == 0 and columns % BLOCK == 0
     return quantizer.is_quantizable(torch.empty(shape, device="meta"))
 
 
-def _gather_codes(x: Any, quantizer: Any, group: Any) -> Any:
-    """The storage of all ranks' rows; what belongs to the whole tensor (a scale, an amax) is this rank's."""
+def _gather_quantized(x: Any, quantizer: Any, group: Any) -> Any:
+    """Return the storage of all ranks' rows; per-tensor values (a scale, an amax) are this rank's."""
     layout, found = _layout(x), []
     for name in x._tensors:
         value = getattr(x, name)
@@ -208,7 +171,7 @@ def _gather_codes(x: Any, quantizer: Any, group: Any) -> Any:
 
 
 def _layout(x: Any) -> dict[str, tuple[int, tuple[int, int] | None, tuple[int, int] | None]]:
-    """Attribute -> the dimension of its tokens; for scales also their size without padding, and what pads them."""
+    """Return attribute -> (dimension of its tokens, size of scales without padding, multiples they are padded to)."""
     m, k = x._matrix
     if isinstance(x, Float8TensorStorage):
         return {"_data": (0, None, None)}

@@ -1,7 +1,7 @@
-"""Quantizers: builders of quantized tensors, with Transformer Engine's constructors.
+"""Quantizers, with Transformer Engine's constructors: they turn high-precision tensors into quantized ones.
 
 `quantizer(x)` returns a tensor subclass that autograd treats as the identity; with `quantizer.internal = True` it
-returns the plain storage. `rowwise_usage` and `columnwise_usage` choose which copies are made. Formulas: numerics.py.
+returns the plain storage. `rowwise_usage` and `columnwise_usage` choose the copies to make. Formulas: numerics.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from te_models.engine.emulated.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Format,
     MXFP8BlockScaling,
     Recipe,
 )
@@ -37,26 +38,32 @@ from te_models.engine.emulated.tensors import (
 )
 
 
+def fp8_dtype(fp8_format: Format, forward: bool) -> DType:
+    """Return the FP8 type of forward tensors or of gradients."""
+    e4m3 = fp8_format == Format.E4M3 or (fp8_format == Format.HYBRID and forward)
+    return DType.kFloat8E4M3 if e4m3 else DType.kFloat8E5M2
+
+
 class _Quantize(torch.autograd.Function):
-    """Quantization with the gradient of the identity."""
+    """Quantize; the gradient is that of the identity."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         return make(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
 class Quantizer:
-    """Base of the quantizers. A subclass gives `_tensor_class` and `_encode`."""
+    """Base of the quantizers. A subclass defines `_tensor_class` and `_encode`."""
 
     _tensor_class: ClassVar[type[QuantizedTensor]]
     _recipe: ClassVar[type[Recipe] | tuple[type[Recipe], ...]]
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
-        """Which copies to make."""
+        """Choose the copies to make."""
         self.rowwise_usage = rowwise
         self.columnwise_usage = columnwise
         self.internal = False
@@ -67,12 +74,12 @@ class Quantizer:
         return f"{type(self).__name__}({usage}, internal={self.internal})"
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Choose which copies to make; None leaves the choice as it is."""
+        """Choose the copies to make; None leaves the choice as it is."""
         self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
         self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
 
     def copy(self) -> Quantizer:
-        """A shallow copy, which shares scale and amax tensors."""
+        """Return a shallow copy, which shares scale and amax tensors."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
@@ -90,7 +97,7 @@ class Quantizer:
         return _Quantize.apply(tensor, lambda t: self._build(t, dtype))
 
     def update_quantized(self, src: Tensor, dst: Any) -> Any:
-        """Quantize `src` into the copies that `dst` has."""
+        """Quantize `src` into the copies that `dst` has, and return `dst`."""
         usages = dst.get_usages()
         if tuple(src.shape) != tuple(dst._shape):
             raise ValueError(f"cannot quantize shape {tuple(src.shape)} into shape {tuple(dst._shape)}")
@@ -107,7 +114,7 @@ class Quantizer:
         device: torch.device | str | None = None,
         requires_grad: bool = False,
     ) -> Any:
-        """A quantized tensor of zeros; it leaves no trace in an amax."""
+        """Return a quantized tensor of zeros, without recording an amax."""
         quantizer = self.copy()
         quantizer._detach_state()
         made = quantizer._build(torch.zeros(tuple(shape), dtype=dtype, device=device), None)
@@ -115,14 +122,11 @@ class Quantizer:
         return made.requires_grad_(requires_grad) if isinstance(made, Tensor) else made
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        """Whether the shape suits the format."""
+        """Return True if the shape suits the format."""
         return True
 
-    def calibrate(self, tensor: Tensor) -> None:
-        """Record statistics without quantizing; nothing by default."""
-
     def _detach_state(self) -> None:
-        """Cut a copy off from shared state."""
+        """Separate a copy from shared state."""
 
     def _get_compatible_recipe(self) -> type[Recipe] | tuple[type[Recipe], ...]:
         return self._recipe
@@ -131,28 +135,28 @@ class Quantizer:
         fields = self._encode(_bare(tensor), self.rowwise_usage, self.columnwise_usage)
         fields |= {"shape": tensor.shape, "dtype": dtype or tensor.dtype, "quantizer": self.copy()}
         if self.internal:
-            return self._tensor_class._storage_class()(**fields)  # type: ignore[attr-defined]
-        return self._tensor_class(device=tensor.device, **fields)  # type: ignore[arg-type]
+            return self._tensor_class._storage_class()(**fields)
+        return self._tensor_class(device=tensor.device, **fields)
 
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
-        """Attributes (without the leading underscore) of the storage for `tensor`."""
+        """Return the attributes (without the leading underscore) of the storage for `tensor`."""
         raise NotImplementedError
 
 
 def _bare(tensor: Tensor) -> Tensor:
-    """The tensor contiguous and without its graph. Each call of torch costs a GPU's host microseconds."""
+    """Return the tensor contiguous and detached, with few calls of torch: each costs the host of a GPU microseconds."""
     tensor = tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 class _PerTensorQuantizer(Quantizer):
-    """What delayed and current scaling share: one scale for the tensor, one set of codes for both copies."""
+    """Delayed and current scaling: one scale per tensor, and the same FP8 data in both copies."""
 
     _tensor_class = Float8Tensor
     dtype: DType
 
-    def _codes(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, and the inverse scale [1]."""
+    def _cast(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Return FP8 data (uint8, shape of `tensor`) and the inverse scale `[1]`."""
         raise NotImplementedError
 
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
@@ -160,40 +164,36 @@ class _PerTensorQuantizer(Quantizer):
             raise NotImplementedError(
                 f"{type(self).__name__} makes no columnwise-only tensor: set rowwise=True and drop it with update_usage"
             )
-        codes, scale_inv = self._codes(tensor)
+        data, scale_inv = self._cast(tensor)
         return {
-            "data": codes if rowwise else None,
-            "transpose": rows_last(codes) if columnwise else None,
+            "data": data if rowwise else None,
+            "transpose": rows_last(data) if columnwise else None,
             "scale_inv": scale_inv,
             "fp8_dtype": self.dtype,
         }
 
 
 class Float8Quantizer(_PerTensorQuantizer):
-    """Delayed scaling: casts with `scale` as it stands and accumulates the tensor's amax in `amax`, both FP32 [1]."""
+    """Delayed scaling: cast with `scale` as it stands and raise `amax` to the tensor's, both FP32 [1]."""
 
     _recipe = DelayedScaling
 
     def __init__(
         self, scale: Tensor, amax: Tensor, fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True
     ) -> None:
-        """`scale` and `amax` are used in place, `amax` is updated by every cast."""
+        """Use `scale` and `amax` in place; every cast updates `amax`."""
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.scale = scale
         self.amax = amax
         self.dtype = DType.cast(fp8_dtype)
 
-    def calibrate(self, tensor: Tensor) -> None:
-        """Set the amax to the tensor's."""
-        self.amax.copy_(numerics.amax(tensor.detach()).reshape(self.amax.shape))
-
     def _detach_state(self) -> None:
         self.amax = self.amax.clone()
 
-    def _codes(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    def _cast(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         if fused.active(tensor) and self.amax.device == tensor.device:
             return fused.cast_delayed(tensor, self.scale, self.amax, self.dtype)
-        # The history may belong to a graph-free buffer that autograd must not see changed.
+        # Detached: autograd must not see the history change.
         amax, scale = self.amax.detach(), self.scale.detach().reshape(1)
         if tensor.numel():
             torch.maximum(amax, numerics.amax(tensor).to(amax.device), out=amax)
@@ -220,7 +220,7 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         scale: Tensor | None = None,
         amax: Tensor | None = None,
     ) -> None:
-        """`with_amax_reduction` takes the largest amax over `amax_reduction_group`."""
+        """Use the largest amax over `amax_reduction_group` with `with_amax_reduction`."""
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         if use_existing_amax or scale is not None or amax is not None:
             warnings.warn(
@@ -234,7 +234,7 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         self.force_pow_2_scales = force_pow_2_scales
         self.amax_epsilon = amax_epsilon
 
-    def _codes(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    def _cast(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         kernels = fused.active(tensor)
         amax = fused.amax(tensor) if kernels else numerics.amax(tensor).reshape(1)
         if self.with_amax_reduction:
@@ -262,7 +262,7 @@ class Float8BlockQuantizer(Quantizer):
         force_pow_2_scales: bool = True,
         block_scaling_dim: int = 2,
     ) -> None:
-        """`force_pow_2_scales` rounds scales down to powers of two."""
+        """Round scales down to powers of two with `force_pow_2_scales`."""
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = DType.cast(fp8_dtype)
         self.block_len = BLOCK
@@ -271,7 +271,7 @@ class Float8BlockQuantizer(Quantizer):
         self.block_scaling_dim = block_scaling_dim
 
     def _cast(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Codes `[M, K]` and inverse scales, one a block."""
+        """Return FP8 data `[M, K]` and inverse scales, one per block."""
         amax, infinite = numerics.block_amax(x, block), torch.finfo(x.dtype).max
         scale = numerics.scale_from_amax(
             amax, FP8_MAX[self.dtype], self.force_pow_2_scales, self.amax_epsilon, infinite
@@ -292,21 +292,21 @@ class Float8BlockQuantizer(Quantizer):
                 self.force_pow_2_scales,
                 self.amax_epsilon,
             )
-            row_codes, row_scale, column_codes, column_scale = made
+            row_data, row_scale, column_data, column_scale = made
         elif self.block_scaling_dim == 2:
-            row_codes, row_scale = self._cast(x, (BLOCK, BLOCK))
-            column_codes, column_scale = row_codes, pad_to(row_scale.t(), 1, 4) if columnwise else row_scale
+            row_data, row_scale = self._cast(x, (BLOCK, BLOCK))
+            column_data, column_scale = row_data, pad_to(row_scale.t(), 1, 4) if columnwise else row_scale
             row_scale = pad_to(row_scale, 1, 4)
         else:
-            row_codes, row_scale = self._cast(x, (1, BLOCK)) if rowwise else (x, x)
+            row_data, row_scale = self._cast(x, (1, BLOCK)) if rowwise else (x, x)
             row_scale = pad_to(row_scale.t(), 1, 4)
-            column_codes, column_scale = self._cast(x, (BLOCK, 1)) if columnwise else (x, x)
+            column_data, column_scale = self._cast(x, (BLOCK, 1)) if columnwise else (x, x)
             column_scale = pad_to(column_scale, 1, 4)
         if rowwise:
-            fields["rowwise_data"] = like(row_codes, tensor)
+            fields["rowwise_data"] = like(row_data, tensor)
             fields["rowwise_scale_inv"] = row_scale
         if columnwise:
-            fields["columnwise_data"] = rows_last(like(column_codes, tensor))
+            fields["columnwise_data"] = rows_last(like(column_data, tensor))
             fields["columnwise_scale_inv"] = column_scale
         return fields
 
@@ -314,10 +314,10 @@ class Float8BlockQuantizer(Quantizer):
 class MXFP8Quantizer(Quantizer):
     """Blocks of 32 elements with an E8M0 scale; `with_2d_quantization` shares a scale over 32x32 elements.
 
-    Equal in every bit to torchao's `to_mx(..., ScaleCalculationMode.RCEIL)` (0.18), with three exceptions in which
-    Transformer Engine's kernels are followed: a NaN does not count for its block's scale (torchao loses the block); a
-    block whose scale byte is 0 is multiplied by 2^127 (torchao: by 1, so that it becomes 0); an FP32 maximum one step
-    above a power of two times the format's maximum is rounded up (torchao's FP32 logarithm cannot see the step).
+    Equal in every bit to torchao's `to_mx(..., ScaleCalculationMode.RCEIL)` (0.18), except where Transformer Engine's
+    kernels differ: a NaN does not count for its block's scale (torchao loses the block); a block whose scale byte is 0
+    is multiplied by 2^127 (torchao: by 1, so that it becomes 0); an FP32 maximum one step above a power of two times the
+    format's maximum is rounded up (torchao's FP32 logarithm cannot see the step).
     """
 
     _tensor_class = MXFP8Tensor
@@ -326,23 +326,23 @@ class MXFP8Quantizer(Quantizer):
     def __init__(
         self, fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True, with_2d_quantization: bool = False
     ) -> None:
-        """See the class."""
+        """Make a quantizer of E4M3 or E5M2."""
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = DType.cast(fp8_dtype)
         self.with_2d_quantization = with_2d_quantization
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        """Whether both matrix dimensions are multiples of 32."""
+        """Return True if both matrix dimensions are multiples of 32."""
         return inp.ndim >= 2 and inp.shape[-1] % MX_BLOCK == 0 and inp.shape[:-1].numel() % MX_BLOCK == 0
 
     def _cast(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Codes `[M, K]` and scale bytes `[M/bm, K/bk]`."""
+        """Return FP8 data `[M, K]` and scale bytes `[M/bm, K/bk]`."""
         scaled = (MX_BLOCK, MX_BLOCK) if self.with_2d_quantization else block
         e = numerics.e8m0_from_amax(numerics.block_amax(x, scaled), self.dtype)
-        codes = numerics.cast_fp8_blocks(x, numerics.e8m0_to_float(e, inverse=True), scaled, self.dtype)
+        data = numerics.cast_fp8_blocks(x, numerics.e8m0_to_float(e, inverse=True), scaled, self.dtype)
         if self.with_2d_quantization:
             e = e.repeat_interleave(MX_BLOCK, 1 if block[1] == 1 else 0)
-        return codes, e
+        return data, e
 
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
         if not self.is_quantizable(tensor):
@@ -360,11 +360,11 @@ class MXFP8Quantizer(Quantizer):
                 fields |= {"columnwise_data": like(made[2], tensor), "columnwise_scale_inv": made[3]}
             return fields
         if rowwise:
-            codes, e = self._cast(x, (1, MX_BLOCK))
-            fields |= {"rowwise_data": like(codes, tensor), "rowwise_scale_inv": pad_to(e, 128, 4)}
+            data, e = self._cast(x, (1, MX_BLOCK))
+            fields |= {"rowwise_data": like(data, tensor), "rowwise_scale_inv": pad_to(e, 128, 4)}
         if columnwise:
-            codes, e = self._cast(x, (MX_BLOCK, 1))
-            fields |= {"columnwise_data": like(codes, tensor), "columnwise_scale_inv": pad_to(e, 4, 128)}
+            data, e = self._cast(x, (MX_BLOCK, 1))
+            fields |= {"columnwise_data": like(data, tensor), "columnwise_scale_inv": pad_to(e, 4, 128)}
         return fields
 
 

@@ -1,8 +1,9 @@
-"""Transformer Engine's precision recipes: which format and which scaling each operand of a GEMM gets.
+"""Transformer Engine's precision recipes: the format and the scaling of each operand of a GEMM.
 
-Class names, fields, defaults and messages are those of `transformer_engine.common.recipe` 2.20. One thing differs: an
-unknown or ill-typed field is a ValueError that names the nearest valid one, where Transformer Engine ignores the field.
-Defaults that Transformer Engine takes from the environment are read once, when this module is imported.
+Class names, fields, defaults and messages follow `transformer_engine.common.recipe` 2.20 (section 1 of
+docs/internals/transformer_engine.md), with two differences. An unknown or ill-typed field raises a ValueError that names
+the nearest valid one, where Transformer Engine ignores it. CustomRecipe and the fields for row scaling and "4over6" of
+NVFP4 are not emulated. Defaults that come from the environment are read once, when this module is imported.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from te_models.errors import unknown
 
 _BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
-_SCOPES = ("none", "weights", "activations", "all")
 _BACKWARD_OVERRIDE = os.getenv("NVTE_BACKWARD_OVERRIDE")
 _CURRENT_POWER_2 = os.getenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0") == "1"
 _BLOCK_FP32_SCALES = os.getenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") == "1"
@@ -41,14 +41,14 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """Options of one GEMM: whether partial sums move to an FP32 accumulator every 128 elements of K."""
+    """Options of one GEMM. Split accumulation adds partial sums to an FP32 accumulator every 128 elements of K."""
 
     use_split_accumulator: bool = True
 
 
 @dataclass(frozen=True)
 class QParams:
-    """How one operand is quantized."""
+    """Quantization options of one operand."""
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
@@ -99,19 +99,19 @@ class Recipe:
     backward_override: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Recipe:
-        """Refuse keywords that are no field of the recipe."""
+        """Raise a ValueError for a keyword that is not a field of the recipe."""
         names = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
         for name in kwargs:
             if name in names:
                 continue
             if name.startswith("fp8_quant_") and name in vars(cls):
-                raise ValueError(f"{name} is no field of {cls.__name__}: assign it to the recipe after construction")
+                raise ValueError(f"{name} is not a field of {cls.__name__}: assign it to the recipe after construction")
             raise unknown(f"field of {cls.__name__}", name, names)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check types and the rules that all recipes share."""
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+        """Check types, and the rules that all recipes share."""
+        for field in dataclasses.fields(cast(Any, self)):
             if check := _CHECKS.get(str(field.type)):
                 value = getattr(self, field.name)
                 try:
@@ -125,7 +125,7 @@ class Recipe:
         )
 
     def _repr_fields(self) -> tuple[str, ...]:
-        """Names of the fields that `repr` shows and that separate registry entries."""
+        """Return the names of the fields in `repr`, which tell recipes apart in the registry of delayed scales."""
         return ()
 
     def __repr__(self) -> str:
@@ -137,38 +137,42 @@ class Recipe:
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """Whether this is NVFP4BlockScaling."""
+        """Return True for NVFP4BlockScaling."""
         return issubclass(cls, NVFP4BlockScaling)
 
     @classmethod
     def mxfp8(cls) -> bool:
-        """Whether this is MXFP8BlockScaling."""
+        """Return True for MXFP8BlockScaling."""
         return issubclass(cls, MXFP8BlockScaling)
 
     @classmethod
     def delayed(cls) -> bool:
-        """Whether this is DelayedScaling."""
+        """Return True for DelayedScaling."""
         return issubclass(cls, DelayedScaling)
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
-        """Whether this is Float8CurrentScaling."""
+        """Return True for Float8CurrentScaling."""
         return issubclass(cls, Float8CurrentScaling)
 
     @classmethod
     def float8_per_tensor_scaling(cls) -> bool:
-        """Whether one scale serves a whole tensor."""
+        """Return True if a tensor has a single scale."""
         return issubclass(cls, (DelayedScaling, Float8CurrentScaling))
 
     @classmethod
     def float8_block_scaling(cls) -> bool:
-        """Whether this is Float8BlockScaling."""
+        """Return True for Float8BlockScaling."""
         return issubclass(cls, Float8BlockScaling)
 
-    @classmethod
-    def custom(cls) -> bool:
-        """Whether this is CustomRecipe."""
-        return issubclass(cls, CustomRecipe)
+    def options(self, operand: str) -> QParams:
+        """Return the quantization options of "fwd_inp", "fwd_weight" or "bwd_grad"."""
+        return getattr(self, f"{'fp4' if self.nvfp4() else 'fp8'}_quant_{operand}")
+
+    @property
+    def split_accumulators(self) -> tuple[bool, bool, bool]:
+        """Split accumulation in the forward, input gradient and weight gradient GEMMs (section 7.6)."""
+        return False, True, True
 
     def _forbid_e5m2(self) -> None:
         _require(self.fp8_format != Format.E5M2, "Pure E5M2 training is not supported.")
@@ -176,13 +180,13 @@ class Recipe:
 
 @dataclass(repr=False)
 class DelayedScaling(Recipe):
-    """One scale a tensor, from the amax of earlier steps; the history has `amax_history_len` rows."""
+    """One scale per tensor, from the amaxes of the last `amax_history_len` steps."""
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
-    amax_compute_algo: str | Callable[..., Any] = "max"
-    scaling_factor_compute_algo: Callable[..., Any] | None = None
+    amax_compute_algo: str = "max"
+    scaling_factor_compute_algo: None = None
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
@@ -194,12 +198,9 @@ class DelayedScaling(Recipe):
         self._forbid_e5m2()
         _require(self.backward_override is None, "Delayed scaling only supports backward_override=None.")
         _require(self.amax_history_len >= 1, f"amax_history_len must be at least 1, not {self.amax_history_len}")
-        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
+        if self.amax_compute_algo not in ("max", "most_recent"):  # nor is a function emulated
             raise unknown("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
-        _require(
-            self.scaling_factor_compute_algo is None or callable(self.scaling_factor_compute_algo),
-            f"scaling_factor_compute_algo must be None or a function, not {self.scaling_factor_compute_algo!r}",
-        )
+        _require(self.scaling_factor_compute_algo is None, "scaling_factor_compute_algo is not emulated: leave it out")
 
     def _repr_fields(self) -> tuple[str, ...]:
         return (
@@ -209,7 +210,7 @@ class DelayedScaling(Recipe):
 
 @dataclass(repr=False)
 class Float8CurrentScaling(Recipe):
-    """One scale a tensor, from the tensor itself. te.Linear reads its quantization options from `fp8_quant_*`."""
+    """One scale per tensor, from the tensor itself. te.Linear reads its quantization options from `fp8_quant_*`."""
 
     use_power_2_scales: bool = _CURRENT_POWER_2
     fp8_format: Format = Format.HYBRID
@@ -220,7 +221,7 @@ class Float8CurrentScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = _BACKWARD_OVERRIDE
 
-    # No fields, as in Transformer Engine: they follow the environment at import, not `use_power_2_scales`.
+    # Not fields, as in Transformer Engine: they follow the environment at import, not `use_power_2_scales`.
     fp8_quant_fwd_inp = QParams(power_2_scale=_CURRENT_POWER_2)
     fp8_quant_fwd_weight = QParams(power_2_scale=_CURRENT_POWER_2)
     fp8_quant_bwd_grad = QParams(power_2_scale=_CURRENT_POWER_2)
@@ -229,6 +230,13 @@ class Float8CurrentScaling(Recipe):
         """Check the fields."""
         super().__post_init__()
         self._forbid_e5m2()
+
+    @property
+    def split_accumulators(self) -> tuple[bool, bool, bool]:
+        """Split accumulation in the forward, input gradient and weight gradient GEMMs (section 7.6)."""
+        gemms = self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad
+        fprop, dgrad, wgrad = (gemm.use_split_accumulator for gemm in gemms)
+        return fprop, dgrad, wgrad
 
     def _repr_fields(self) -> tuple[str, ...]:
         return (
@@ -239,7 +247,7 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass(repr=False)
 class MXFP8BlockScaling(Recipe):
-    """One power-of-two scale (E8M0) for 32 consecutive elements; `margin` is unused."""
+    """One power-of-two scale (E8M0) per 32 consecutive elements; `margin` is unused."""
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
@@ -259,7 +267,7 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclass(repr=False)
 class Float8BlockScaling(Recipe):
-    """One FP32 scale for 1x128 (dim 1) or 128x128 (dim 2) elements; `fp8_quant_*` says whether a power of two."""
+    """One FP32 scale per 1x128 (dim 1) or 128x128 (dim 2) elements; `fp8_quant_*` restricts scales to powers of two."""
 
     use_f32_scales: bool = _BLOCK_FP32_SCALES
     fp8_format: Format = Format.E4M3
@@ -273,7 +281,7 @@ class Float8BlockScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = _BACKWARD_OVERRIDE
 
-    # No fields, as in Transformer Engine: they follow the environment at import, not `use_f32_scales`.
+    # Not fields, as in Transformer Engine: they follow the environment at import, not `use_f32_scales`.
     fp8_quant_fwd_inp = QParams(power_2_scale=not _BLOCK_FP32_SCALES)
     fp8_quant_fwd_weight = QParams(power_2_scale=not _BLOCK_FP32_SCALES)
     fp8_quant_bwd_grad = QParams(power_2_scale=not _BLOCK_FP32_SCALES)
@@ -291,6 +299,11 @@ class Float8BlockScaling(Recipe):
         _require(not self.fp8_dpa and not self.fp8_mha, "FP8 attention is not supported for Float8BlockScaling.")
         self._forbid_e5m2()
 
+    @property
+    def split_accumulators(self) -> tuple[bool, bool, bool]:
+        """Split accumulation in all GEMMs, as `__post_init__` demands."""
+        return True, True, True
+
     def _repr_fields(self) -> tuple[str, ...]:
         return (
             "fp8_format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad",
@@ -301,7 +314,7 @@ class Float8BlockScaling(Recipe):
 
 @dataclass(repr=False)
 class NVFP4BlockScaling(Recipe):
-    """E2M1 with an E4M3 scale for 16 elements and an FP32 scale for the tensor (arXiv:2509.25149).
+    """E2M1 with an E4M3 scale per 16 elements and an FP32 scale per tensor (arXiv:2509.25149).
 
     By default weights share a scale over 16x16 elements, gradients are rounded stochastically, and the operands of the
     weight gradient go through a random Hadamard transform; the three `disable_*` fields turn these off.
@@ -310,10 +323,6 @@ class NVFP4BlockScaling(Recipe):
     disable_rht: bool = os.getenv("NVTE_NVFP4_DISABLE_RHT", "0") == "1"
     disable_stochastic_rounding: bool = os.getenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "0") == "1"
     disable_2d_quantization: bool = os.getenv("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "0") == "1"
-    row_scaled_activation: bool = os.getenv("NVTE_NVFP4_ROW_SCALED_ACTIVATION", "0") == "1"
-    nvfp4_4over6: str = os.getenv("NVTE_NVFP4_4OVER6", "none")
-    nvfp4_4over6_e4m3_use_256: str = os.getenv("NVTE_NVFP4_4OVER6_E4M3_USE_256", "all")
-    nvfp4_4over6_err_mode: str = os.getenv("NVTE_NVFP4_4OVER6_ERR_MODE", "MAE").upper()
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
@@ -325,12 +334,6 @@ class NVFP4BlockScaling(Recipe):
         super().__post_init__()
         _require(self.fp4_format == Format.E2M1, "Only E2M1 is supported for NVFP4 scaling")
         _require(self.fp8_format == Format.E4M3, "Only E4M3 is supported for NVFP4 scaling")
-        for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
-            message = f"NVTE_{name.upper()} must be one of: 'none', 'weights', 'activations', 'all'."
-            _require(getattr(self, name) in _SCOPES, message)
-        _require(
-            self.nvfp4_4over6_err_mode in ("MAE", "MSE"), "NVTE_NVFP4_4OVER6_ERR_MODE must be one of: 'MAE', 'MSE'."
-        )
         self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=not self.disable_rht)
         self.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=not self.disable_2d_quantization)
         self.fp4_quant_bwd_grad = QParams(
@@ -340,28 +343,6 @@ class NVFP4BlockScaling(Recipe):
 
     def _repr_fields(self) -> tuple[str, ...]:
         return (
-            "fp4_format", "fp8_format", "fp8_dpa", "fp8_mha", "backward_override", "row_scaled_activation",
-            "nvfp4_4over6", "nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode",
+            "fp4_format", "fp8_format", "fp8_dpa", "fp8_mha", "backward_override",
             "fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad",
         )  # fmt: skip
-
-
-@dataclass(repr=False)
-class CustomRecipe(Recipe):
-    """`qfactory(role)` returns the quantizer, or a `DelayedScalingRequest`, of each tensor slot."""
-
-    qfactory: Callable[..., Any]
-    fp8_format: Format = Format.HYBRID
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: str | None = _BACKWARD_OVERRIDE
-    quantization_alignment: int = 128
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        _require(callable(self.qfactory), f"qfactory must be a function, not {self.qfactory!r}")
-        _require(self.quantization_alignment > 0, "CustomRecipe quantization_alignment must be positive.")
-
-    def _repr_fields(self) -> tuple[str, ...]:
-        return ("qfactory", "backward_override", "quantization_alignment")

@@ -1,8 +1,9 @@
-"""te.checkpoint: activation checkpointing that keeps delayed scaling's state right.
+"""te.checkpoint: recompute activations in backward, without disturbing the state of delayed scaling.
 
-Both modes of Transformer Engine: reentrant (the first pass runs without grad, the backward runs forward and backward
-again) and not (the first pass drops its saved tensors, the first one that is needed recomputes all of them). The
-recomputation runs under the autocasts and the random state of the first pass.
+Both modes of Transformer Engine (section 9 of docs/internals/transformer_engine.md): reentrant, whose first pass runs
+without grad and whose backward runs forward and backward; and non-reentrant, whose first pass drops its saved tensors
+and recomputes all of them when the first is needed. The recompute runs under the autocasts and the random state of the
+first pass.
 """
 
 from __future__ import annotations
@@ -22,39 +23,34 @@ from te_models.engine.emulated.rmsnorm import RMSNorm
 
 
 class _RandomState:
-    """The random states of the CPU, of the CUDA device in use, and of a tracker."""
+    """The random states of the CPU and of the CUDA device in use."""
 
-    def __init__(self, tracker: Callable[[], Any] | None) -> None:
-        self.tracker = tracker
+    def __init__(self) -> None:
         self.cpu = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        self.tracked = tracker().get_states() if tracker else None
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)
-        if self.tracker:
-            self.tracker().set_states(self.tracked)
 
 
 class _Frame:
-    """One checkpointed call: what its recomputation needs. Its identity ties delayed scaling's stash to the call."""
+    """The context of one checkpointed call, for its recompute. Its identity ties delayed scaling's stash to the call."""
 
-    def __init__(
-        self, function: Callable[..., Any], context_fn: Callable[[], Any], tracker: Any, reentrant: bool
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], context_fn: Callable[[], Any], reentrant: bool) -> None:
         self.function = function
         self.reentrant = reentrant
         self.forward_context, self.recompute_context = context_fn()
-        self.random = _RandomState(tracker)
+        self.random = _RandomState()
         self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
         self.recipe = FP8GlobalStateManager.get_fp8_recipe() if self.fp8 else None
         self.amp = [
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cuda", "cpu")
         ]
         self.cache_enabled = torch.is_autocast_cache_enabled()
-        self.first_module = FP8GlobalStateManager.quantization_state.is_first_fp8_module
+        state = FP8GlobalStateManager.quantization_state
+        self.first_module, self.scales = state.is_first_fp8_module, state.scales
 
     @contextmanager
     def _running(self, recompute: bool) -> Iterator[None]:
@@ -71,11 +67,13 @@ class _Frame:
             return self.function(*args, **kwargs)
 
     def run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        now = _RandomState(self.random.tracker)
+        now = _RandomState()
         self.random.restore()
         state = FP8GlobalStateManager.quantization_state
         state.is_first_fp8_module = self.first_module
+        before, state.scales = state.scales, self.scales  # backward may run in a thread of its own
         with ExitStack() as stack:
+            stack.callback(setattr, state, "scales", before)
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self.recompute_context)
             for device, enabled, dtype in self.amp:
@@ -90,7 +88,7 @@ class _Frame:
 
 
 class _Reentrant(torch.autograd.Function):
-    """Forward without grad; the backward runs the function again, with grad, and backpropagates through it."""
+    """Run forward without grad; in backward, run the function with grad and backpropagate through it."""
 
     @staticmethod
     def forward(ctx: Any, frame: _Frame, kwargs: dict[str, Any], *args: Any) -> Any:
@@ -120,7 +118,7 @@ class _Reentrant(torch.autograd.Function):
 
 
 def _non_reentrant(frame: _Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the function and keep only the numbers of its saved tensors; the first use recomputes all of them."""
+    """Run the function and save an index per saved tensor; the first use recomputes all of them."""
     saved = 0
     recomputed: list[Tensor | None] = []
 
@@ -147,7 +145,7 @@ def _non_reentrant(frame: _Frame, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _has_te_modules(function: Callable[..., Any]) -> bool:
-    """Whether there may be te modules inside; a plain callable may hold any."""
+    """Return True if there may be te modules inside; a plain callable may hold any."""
     if not isinstance(function, nn.Module):
         return True
     return any(isinstance(m, (TransformerEngineBaseModule, RMSNorm)) for m in function.modules())
@@ -170,8 +168,10 @@ def checkpoint(
     Open te.autocast outside. Under DelayedScaling every checkpointed forward needs its backward, in the same order.
     `use_reentrant=True` needs a positional tensor that requires grad.
     """
-    if distribute_saved_activations or tp_group is not None:
-        raise NotImplementedError("distribute_saved_activations is not there yet: checkpoint without it")
+    if distribute_saved_activations or tp_group is not None or get_rng_state_tracker is not None:
+        raise NotImplementedError(
+            "te.checkpoint's distribute_saved_activations, tp_group and get_rng_state_tracker are not emulated: leave them out"
+        )
     if not _has_te_modules(function):
         return torch_checkpoint(
             function,
@@ -186,5 +186,5 @@ def checkpoint(
         forward_context, _ = context_fn()
         with forward_context or nullcontext():
             return function(*args, **kwargs)
-    frame = _Frame(function, context_fn, get_rng_state_tracker, use_reentrant)
+    frame = _Frame(function, context_fn, use_reentrant)
     return _Reentrant.apply(frame, kwargs, *args) if use_reentrant else _non_reentrant(frame, args, kwargs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
+from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 from te_models.engine.emulated.module import check_extra_state, empty_extra_state
 from te_models.engine.emulated.rmsnorm_kernels import input_gradient, reciprocal_rms, weight_gradient
 
@@ -18,16 +19,18 @@ class _RMSNorm(torch.autograd.Function):
     """`y = gamma * (r * x)` with `r = rsqrt(mean(x^2) + eps)`; saves x and r."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, update: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, updates: ScaleRegistry | None
+    ) -> Tensor:
         """x `[T, H]` and weight `[H]`, of one dtype."""
         r = reciprocal_rms(x, eps)
         gamma = weight.float() + 1 if zero_centered else weight.float()
         ctx.save_for_backward(x, r, weight)
-        ctx.zero_centered, ctx.update = zero_centered, update
+        ctx.zero_centered, ctx.updates = zero_centered, updates
         return x.to(torch.float32, copy=True).mul_(r).mul_(gamma).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """`dx = r * (g dy - y_hat * mean(g dy y_hat))` and `dgamma = sum(dy * y_hat)`."""
         x, r, weight = ctx.saved_tensors
         gamma = weight.float() + 1 if ctx.zero_centered else weight.float()
@@ -37,8 +40,8 @@ class _RMSNorm(torch.autograd.Function):
             dw = weight_gradient(dy, x, y_hat).to(weight.dtype)
         if ctx.needs_input_grad[0]:
             dx = input_gradient(dy, gamma, x, y_hat, r).to(x.dtype)
-        if ctx.update:
-            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+        if ctx.updates is not None:
+            FP8GlobalStateManager.update_backward(ctx.updates)
         return dx, dw, None, None, None
 
 
@@ -61,7 +64,7 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
         sm_margin: int = 0,
     ) -> None:
-        """`zero_centered_gamma` stores gamma - 1. `sequence_parallel` is a mark on the weight. `params_dtype` and `hidden_size` are deprecated names."""
+        """Make a norm; `zero_centered_gamma` stores gamma - 1, and `params_dtype` and `hidden_size` are deprecated names."""
         super().__init__()
         if hidden_size is not None:
             warnings.warn("hidden_size is deprecated: use normalized_shape", DeprecationWarning, stacklevel=2)
@@ -80,14 +83,11 @@ class RMSNorm(nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Gamma 1, in a new parameter; a meta weight is materialised on the default device."""
+        """Set gamma to 1, in a new parameter, on the default device if it was on meta."""
         old = self.weight
         device = torch.get_default_device() if old.device.type == "meta" else old.device
         fill = torch.zeros_like if self.zero_centered_gamma else torch.ones_like
         self.weight = nn.Parameter(fill(old, device=device))
-        if self.sequence_parallel is not None:
-            # Each rank's gradient is of its own tokens: Megatron-LM sums those that have this mark.
-            self.weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor) -> Tensor:
         """Normalize a tensor whose trailing dimensions are the weight's."""
@@ -101,18 +101,19 @@ class RMSNorm(nn.Module):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         # Without FP8 of its own, the module still takes the "first module" flag and with it the backward update.
         tracked = torch.is_grad_enabled() and (input_.requires_grad or weight.requires_grad)
-        update = FP8GlobalStateManager.is_first_fp8_module() if tracked else False
+        first = tracked and FP8GlobalStateManager.is_first_fp8_module()
+        updates = FP8GlobalStateManager.quantization_state.scales if first else None
         x = input_.to(dtype).reshape(-1, weight.numel())
-        y = _RMSNorm.apply(x, weight.to(dtype).reshape(-1), self.eps, self.zero_centered_gamma, update)
-        return y.view(shape)  # type: ignore[union-attr]
+        y = _RMSNorm.apply(x, weight.to(dtype).reshape(-1), self.eps, self.zero_centered_gamma, updates)
+        return y.view(shape)
 
     def extra_repr(self) -> str:
-        """Shape and options."""
+        """Return the shape and the options."""
         centered = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
         return f"{tuple(self.weight.shape)}, eps={self.eps}{centered}"
 
     def get_extra_state(self) -> Tensor:
-        """An empty tensor: the key has to be there, as in Transformer Engine."""
+        """Return an empty tensor: the key has to be there, as in Transformer Engine."""
         return empty_extra_state()
 
     def set_extra_state(self, state: Tensor | None) -> None:

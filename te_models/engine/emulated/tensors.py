@@ -1,10 +1,10 @@
-"""Quantized tensors: FP8 (or FP4) codes with their inverse scales, under Transformer Engine's attribute names.
+"""Quantized tensors: FP8 (or FP4) data with inverse scales, under Transformer Engine's attribute names.
 
-Each format has a storage class, a plain object that te.Linear uses inside, and a tensor class of the same data, which
-is a `torch.Tensor` with a nominal dtype: quantizers return it, and it can be a parameter. An operation that does not
-know quantized tensors works on the dequantized values; an in-place operation quantizes its result again.
+Each format has a storage class, a plain object inside te.Linear, and a tensor class with the same data, which is a
+`torch.Tensor` with a nominal dtype: quantizers return it, and it can be a parameter. An operation that does not know
+quantized tensors works on the dequantized values; an in-place operation quantizes its result.
 
-A columnwise copy that has the same codes as the rowwise one is a transposed view of it, not a second buffer.
+A columnwise copy that holds the same bytes as the rowwise one is a transposed view of it, not a second buffer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MX_BLOCK = 32
 
 
 class Operand(NamedTuple):
-    """A matrix as a GEMM takes it: `values * scale`, both FP32; scale is None (1), `[1]`, or `[M, 1]` for M rows.
+    """A matrix as a GEMM takes it: `values * scale`, both FP32; scale is None (1) or `[1]`.
 
-    `narrow` says that every value is a BF16 number, so that a GEMM with BF16 inputs computes the same products.
+    `narrow`: every value is a BF16 number, so that a GEMM with BF16 inputs computes the same products.
     """
 
     values: Tensor
@@ -36,14 +36,13 @@ class Operand(NamedTuple):
     @property
     def t(self) -> Operand:
         """The transposed operand."""
-        scale = self.scale
-        return Operand(self.values.t(), scale.t() if scale is not None and scale.ndim == 2 else scale, self.narrow)
+        return Operand(self.values.t(), self.scale, self.narrow)
 
 
-class Codes(NamedTuple):
-    """The FP8 codes of a matrix for a GEMM over its last dimension: `data` FP8 [rows, K] and its inverse scales FP32.
+class FP8Matrix(NamedTuple):
+    """A matrix for a tensor core: `data` FP8 [rows, K], contracted over K, and its inverse scales.
 
-    `scale` is [1] for the whole tensor, or [rows, ceil(K/128)].
+    `scale` is FP32 [1] for the whole tensor, or [rows, ceil(K/128)].
     """
 
     data: Tensor
@@ -51,7 +50,7 @@ class Codes(NamedTuple):
 
     @property
     def per_tensor(self) -> bool:
-        """Whether one scale serves the whole tensor."""
+        """True if the whole tensor has one scale."""
         return self.scale.ndim == 1
 
     @property
@@ -60,14 +59,14 @@ class Codes(NamedTuple):
         return -6 if self.data.dtype == torch.float8_e4m3fn else -14
 
 
-class Blocks(NamedTuple):
-    """FP8 codes `[M, K]` (uint8) with one scale, FP32 or an E8M0 byte, for each `block` of elements.
+class BlockScaled(NamedTuple):
+    """A matrix of blocks with scales.
 
-    Or FP4 codes, two a byte along the block, with E4M3 bytes, one row for each row or column, and a factor for all of
-    `amax` [1] over `top`.
+    FP8: `data` uint8 `[M, K]` with one scale, FP32 or an E8M0 byte, per `block` of elements. FP4: two values per byte
+    along the block, scales as E4M3 bytes, one row of them per row or column, and a common factor `amax` [1] / `top`.
     """
 
-    codes: Tensor
+    data: Tensor
     scale: Tensor
     block: tuple[int, int]
     dtype: DType
@@ -97,26 +96,26 @@ class QuantizedTensorStorage:
         return self._shape.numel() // max(columns, 1), columns
 
     def operand(self, columnwise: bool) -> Operand:
-        """The rowwise or columnwise copy as a matrix `[M, K]`."""
+        """Return the rowwise or columnwise copy as a matrix `[M, K]`."""
         raise NotImplementedError
 
-    def blocks(self, columnwise: bool) -> Blocks | None:
-        """The rowwise or columnwise copy as FP8 codes `[M, K]` with block scales; None for other formats."""
+    def blocks(self, columnwise: bool) -> BlockScaled | None:
+        """Return the rowwise or columnwise copy `[M, K]` with its block scales; None for other formats."""
         return None
 
-    def codes(self, columnwise: bool) -> Codes | None:
-        """The rowwise or columnwise copy as codes, contracted dimension last; None where no tensor core is modelled."""
+    def fp8_matrix(self, columnwise: bool) -> FP8Matrix | None:
+        """Return a copy with its contracted dimension last; None where no tensor core is emulated."""
         return None
 
     def get_usages(self) -> dict[str, bool]:
-        """Which copies are there."""
+        """Return which copies exist."""
         raise NotImplementedError
 
     def _drop(self, columnwise: bool) -> None:
         raise NotImplementedError
 
     def _derive(self, columnwise: bool) -> None:
-        """Make the missing copy from the other one; the default is that this cannot be done."""
+        """Make the missing copy from the other one; by default this raises."""
         have, want = ("rowwise", "columnwise") if columnwise else ("columnwise", "rowwise")
         raise RuntimeError(
             f"{type(self).__name__} has no {want} data and cannot derive it from the {have} copy: "
@@ -139,15 +138,15 @@ class QuantizedTensorStorage:
         return values.to(dtype or self._dtype).reshape(self._shape)
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
-        """High-precision values in `dtype` (None: the nominal dtype)."""
+        """Return high-precision values in `dtype` (None: the nominal dtype)."""
         return self._high_precision(dtype)
 
     def get_data_tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors that hold the data, in the order of `_tensors`."""
+        """Return the tensors that hold the data, in the order of `_tensors`."""
         return tuple(getattr(self, name) for name in self._tensors)
 
     def with_data_tensors(self, tensors: tuple[Tensor | None, ...]) -> QuantizedTensorStorage:
-        """A storage with the same metadata and other tensors."""
+        """Return a storage with the same metadata and other tensors."""
         storage = self._storage_class()
         made = storage.__new__(storage)
         if not isinstance(self, Tensor):
@@ -172,7 +171,7 @@ class QuantizedTensorStorage:
     @classmethod
     @functools.cache
     def _storage_class(cls) -> type[QuantizedTensorStorage]:
-        """The plain storage class of this format."""
+        """Return the plain storage class of this format."""
         return next(c for c in cls.__mro__ if QuantizedTensorStorage in c.__bases__ and not issubclass(c, Tensor))
 
     def quantize_(self, tensor: Tensor) -> QuantizedTensorStorage:
@@ -185,7 +184,7 @@ class QuantizedTensorStorage:
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
-    """One scale a tensor: `_data` uint8 `[..., K]`, `_transpose` uint8 `[K, ...]`, `_scale_inv` FP32 `[1]`."""
+    """One scale per tensor: `_data` uint8 `[..., K]`, `_transpose` uint8 `[K, ...]`, `_scale_inv` FP32 `[1]`."""
 
     _tensors = ("_data", "_transpose", "_scale_inv")
     _data: Tensor | None
@@ -201,7 +200,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return self._transpose is None
 
     def get_usages(self) -> dict[str, bool]:
-        """Which copies are there."""
+        """Return which copies exist."""
         return {"rowwise": self._data is not None, "columnwise": self._transpose is not None}
 
     def _drop(self, columnwise: bool) -> None:
@@ -216,32 +215,32 @@ class Float8TensorStorage(QuantizedTensorStorage):
         else:
             self._data = source.movedim(0, -1)
 
-    def _codes(self) -> Tensor:
-        """Both copies are the same codes: uint8 `[M, K]`."""
+    def _bytes(self) -> Tensor:
+        """Return the FP8 data uint8 `[M, K]`, which both copies share."""
         return rows_first(self._transpose) if self._data is None else as_matrix(self._data)
 
     def operand(self, columnwise: bool) -> Operand:
-        """Raw codes as FP32 and `_scale_inv`."""
-        return Operand(numerics.decode_fp8(self._codes(), self._fp8_dtype), self._scale_inv, narrow=True)
+        """Return the unscaled values in FP32, and `_scale_inv`."""
+        return Operand(numerics.decode_fp8(self._bytes(), self._fp8_dtype), self._scale_inv, narrow=True)
 
-    def codes(self, columnwise: bool) -> Codes:
-        """The codes, and the inverse scale [1]."""
-        codes = self._codes().view(numerics.TORCH_FP8[self._fp8_dtype])
-        return Codes(codes.t() if columnwise else codes, self._scale_inv)
+    def fp8_matrix(self, columnwise: bool) -> FP8Matrix:
+        """Return the FP8 data and the inverse scale [1]."""
+        data = self._bytes().view(numerics.TORCH_FP8[self._fp8_dtype])
+        return FP8Matrix(data.t() if columnwise else data, self._scale_inv)
 
 
 class _BlockStorage(QuantizedTensorStorage):
-    """What the block-scaled storages share: independent rowwise and columnwise copies."""
+    """Base of the block-scaled storages, whose rowwise and columnwise copies are independent."""
 
     _tensors = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
-    _rowwise_data: Tensor | None
-    _rowwise_scale_inv: Tensor | None
-    _columnwise_data: Tensor | None
-    _columnwise_scale_inv: Tensor | None
+    _rowwise_data: Any  # Tensor or None, as the next three
+    _rowwise_scale_inv: Any
+    _columnwise_data: Any
+    _columnwise_scale_inv: Any
     _fp8_dtype: DType
 
     def get_usages(self) -> dict[str, bool]:
-        """Which copies are there."""
+        """Return which copies exist."""
         return {"rowwise": self._rowwise_data is not None, "columnwise": self._columnwise_data is not None}
 
     def _drop(self, columnwise: bool) -> None:
@@ -251,7 +250,7 @@ class _BlockStorage(QuantizedTensorStorage):
 
 
 class Float8BlockwiseQTensorStorage(_BlockStorage, QuantizedTensorStorage):
-    """One FP32 scale for 1x128 or 128x128 elements.
+    """One FP32 scale per 1x128 or 128x128 elements.
 
     `_rowwise_data` is `[..., K]`, `_columnwise_data` `[K, ...]`. Inverse scales for M rows and K columns, unpadded:
     1-D rowwise `[K/128, M]`, 1-D columnwise `[M/128, K]`, 2-D rowwise `[M/128, K/128]`, 2-D columnwise its transpose;
@@ -264,50 +263,50 @@ class Float8BlockwiseQTensorStorage(_BlockStorage, QuantizedTensorStorage):
         return super()._metadata() | {"fp8_dtype": self._fp8_dtype, "is_2D_scaled": self._is_2D_scaled}
 
     def operand(self, columnwise: bool) -> Operand:
-        """Dequantized FP32 values of the rowwise or columnwise copy."""
-        codes = self.codes(columnwise)
-        values = numerics.decode_fp8(codes.data.view(torch.uint8), self._fp8_dtype)
-        values = numerics.scale_blocks_(values, codes.scale, (1, BLOCK))
+        """Return the dequantized FP32 values of the rowwise or columnwise copy."""
+        matrix = self.fp8_matrix(columnwise)
+        values = numerics.decode_fp8(matrix.data.view(torch.uint8), self._fp8_dtype)
+        values = numerics.scale_blocks_(values, matrix.scale, (1, BLOCK))
         return Operand(values.t() if columnwise else values, None, narrow=self._quantizer.force_pow_2_scales)
 
-    def codes(self, columnwise: bool) -> Codes:
-        """The copy's own codes and scales; a 128x128 block's scale is that of each of its rows."""
+    def fp8_matrix(self, columnwise: bool) -> FP8Matrix:
+        """Return the copy's data and scales; a 128x128 block's scale is repeated for each of its rows."""
         m, k = self._matrix
         rows, contracted = (k, m) if columnwise else (m, k)
         side = "columnwise" if columnwise else "rowwise"
         data, scale = getattr(self, f"_{side}_data"), getattr(self, f"_{side}_scale_inv")
         data = data.reshape(rows, contracted).view(numerics.TORCH_FP8[self._fp8_dtype])
         if self._is_2D_scaled:
-            return Codes(data, scale[:, : -(-contracted // BLOCK)].repeat_interleave(BLOCK, 0)[:rows])
-        return Codes(data, scale[:, :rows].t())
+            return FP8Matrix(data, scale[:, : -(-contracted // BLOCK)].repeat_interleave(BLOCK, 0)[:rows])
+        return FP8Matrix(data, scale[:, :rows].t())
 
-    def blocks(self, columnwise: bool) -> Blocks | None:
-        """The copy's codes and scales; None unless the products are BF16 numbers."""
+    def blocks(self, columnwise: bool) -> BlockScaled | None:
+        """Return the copy's data and scales; None unless the products are BF16 numbers."""
         if not self._quantizer.force_pow_2_scales:
             return None
         if columnwise:
-            codes, scale = rows_first(self._columnwise_data), self._columnwise_scale_inv
+            data, scale = rows_first(self._columnwise_data), self._columnwise_scale_inv
         else:
-            codes, scale = as_matrix(self._rowwise_data), self._rowwise_scale_inv
+            data, scale = as_matrix(self._rowwise_data), self._rowwise_scale_inv
         # 1-D rowwise scales are [K/128, M], 2-D columnwise ones [K/128, M/128].
-        scale = scale.t() if self._is_2D_scaled == columnwise else scale  # type: ignore[union-attr]
+        scale = scale.t() if self._is_2D_scaled == columnwise else scale
         block = (BLOCK, BLOCK) if self._is_2D_scaled else (BLOCK, 1) if columnwise else (1, BLOCK)
-        return Blocks(codes, scale, block, self._fp8_dtype)  # type: ignore[arg-type]
+        return BlockScaled(data, scale, block, self._fp8_dtype)
 
     def _derive(self, columnwise: bool) -> None:
         if not self._is_2D_scaled:
             super()._derive(columnwise)
         m, k = (-(-size // BLOCK) for size in self._matrix)
         if columnwise:
-            self._columnwise_data = self._rowwise_data.movedim(-1, 0)  # type: ignore[union-attr]
-            self._columnwise_scale_inv = pad_to(self._rowwise_scale_inv[:m, :k].t(), 1, 4)  # type: ignore[index]
+            self._columnwise_data = self._rowwise_data.movedim(-1, 0)
+            self._columnwise_scale_inv = pad_to(self._rowwise_scale_inv[:m, :k].t(), 1, 4)
         else:
-            self._rowwise_data = self._columnwise_data.movedim(0, -1)  # type: ignore[union-attr]
-            self._rowwise_scale_inv = pad_to(self._columnwise_scale_inv[:k, :m].t(), 1, 4)  # type: ignore[index]
+            self._rowwise_data = self._columnwise_data.movedim(0, -1)
+            self._rowwise_scale_inv = pad_to(self._columnwise_scale_inv[:k, :m].t(), 1, 4)
 
 
 class MXFP8TensorStorage(_BlockStorage, QuantizedTensorStorage):
-    """One E8M0 byte for 32 elements; both copies of the data are `[..., K]`.
+    """One E8M0 byte per 32 elements; both copies of the data are `[..., K]`.
 
     Scale bytes for M rows and K columns: rowwise `[M, K/32]` padded to multiples of (128, 4), columnwise `[M/32, K]`
     padded to multiples of (4, 128).
@@ -319,49 +318,49 @@ class MXFP8TensorStorage(_BlockStorage, QuantizedTensorStorage):
         return super()._metadata() | {"fp8_dtype": self._fp8_dtype}
 
     def operand(self, columnwise: bool) -> Operand:
-        """Dequantized FP32 values of the rowwise or columnwise copy."""
+        """Return the dequantized FP32 values of the rowwise or columnwise copy."""
         m, k = self._matrix
         if columnwise:
-            codes, e, block = self._columnwise_data, self._columnwise_scale_inv, (MX_BLOCK, 1)
+            data, e, block = self._columnwise_data, self._columnwise_scale_inv, (MX_BLOCK, 1)
         else:
-            codes, e, block = self._rowwise_data, self._rowwise_scale_inv, (1, MX_BLOCK)
-        scale = numerics.e8m0_to_float(e[: -(-m // block[0]), : -(-k // block[1])])  # type: ignore[index]
-        values = numerics.decode_fp8(codes.reshape(m, k), self._fp8_dtype)  # type: ignore[union-attr]
+            data, e, block = self._rowwise_data, self._rowwise_scale_inv, (1, MX_BLOCK)
+        scale = numerics.e8m0_to_float(e[: -(-m // block[0]), : -(-k // block[1])])
+        values = numerics.decode_fp8(data.reshape(m, k), self._fp8_dtype)
         return Operand(numerics.scale_blocks_(values, scale, block), None, narrow=True)
 
-    def blocks(self, columnwise: bool) -> Blocks:
-        """The copy's codes and scale bytes."""
+    def blocks(self, columnwise: bool) -> BlockScaled:
+        """Return the copy's data and scale bytes."""
         if columnwise:
-            codes, scale, block = self._columnwise_data, self._columnwise_scale_inv, (MX_BLOCK, 1)
+            data, scale, block = self._columnwise_data, self._columnwise_scale_inv, (MX_BLOCK, 1)
         else:
-            codes, scale, block = self._rowwise_data, self._rowwise_scale_inv, (1, MX_BLOCK)
-        return Blocks(as_matrix(codes), scale, block, self._fp8_dtype)  # type: ignore[arg-type]
+            data, scale, block = self._rowwise_data, self._rowwise_scale_inv, (1, MX_BLOCK)
+        return BlockScaled(as_matrix(data), scale, block, self._fp8_dtype)
 
 
 def as_matrix(tensor: Any) -> Tensor:
-    """`[..., K]` as `[M, K]`; most are, and each call of torch costs a GPU's host microseconds."""
+    """Return `[..., K]` as `[M, K]`, with few calls of torch: each costs the host of a GPU microseconds."""
     if tensor.ndim == 2:
         return tensor
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1] if tensor.ndim else 1)
 
 
 def rows_first(tensor: Any) -> Tensor:
-    """`[K, ...]` as `[M, K]`."""
+    """Return `[K, ...]` as `[M, K]`."""
     return tensor.t() if tensor.ndim == 2 else as_matrix(tensor.movedim(0, -1))
 
 
 def rows_last(tensor: Tensor) -> Tensor:
-    """`[..., K]` as `[K, ...]`."""
+    """Return `[..., K]` as `[K, ...]`."""
     return tensor.t() if tensor.ndim == 2 else tensor.movedim(-1, 0)
 
 
 def like(matrix: Tensor, tensor: Tensor) -> Tensor:
-    """`[M, K]` in the shape of `tensor`."""
+    """Return `[M, K]` in the shape of `tensor`."""
     return matrix if tensor.ndim == 2 else matrix.view(tensor.shape)
 
 
 def pad_to(scale: Tensor, *multiples: int) -> Tensor:
-    """`scale` with its dimensions zero-padded to whole multiples, contiguous."""
+    """Return `scale` contiguous, with its dimensions zero-padded to whole multiples."""
     pad = [p for size, step in zip(reversed(scale.shape), reversed(multiples), strict=True) for p in (0, -size % step)]
     if any(pad):
         return torch.nn.functional.pad(scale, pad)
@@ -369,39 +368,45 @@ def pad_to(scale: Tensor, *multiples: int) -> Tensor:
 
 
 class _Dequantize(torch.autograd.Function):
-    """Values of a quantized tensor; the gradient passes straight through."""
+    """Dequantize; the gradient passes straight through."""
 
     @staticmethod
     def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
         return tensor._high_precision(dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
 class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
-    """A tensor with a nominal dtype whose data are codes. Mixed with a storage class."""
+    """A quantized tensor with a nominal dtype. Mixed with a storage class."""
 
     @staticmethod
     def __new__(
         cls, *, shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool = False, **_: Any
     ) -> QuantizedTensor:
-        """An empty shell; the storage's `__init__` fills it."""
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
-        )
+        """Make an empty shell; the storage's `__init__` fills it."""
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
 
     def __init__(self, *, device: torch.device, requires_grad: bool = False, **arguments: Any) -> None:
         """Fill the shell; see `QuantizedTensorStorage`."""
         QuantizedTensorStorage.__init__(self, **arguments)
 
-    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """High-precision values in `dtype` (None: the nominal dtype)."""
-        return _Dequantize.apply(self, dtype)  # type: ignore[return-value]
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Return high-precision values in `dtype` (None: the nominal dtype)."""
+        return _Dequantize.apply(self, dtype)
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """Return the value on the CPU that the tensor was made from, if it was preserved."""
+        return self.__dict__.get("_high_precision_init_val")
+
+    def clear_high_precision_init_val(self) -> None:
+        """Free the value that the tensor was made from."""
+        self.__dict__.pop("_high_precision_init_val", None)
 
     def _like(self, **changes: Any) -> QuantizedTensor:
-        """A tensor of the same class with some constructor arguments replaced."""
+        """Return a tensor of the same class with some constructor arguments replaced."""
         data: dict[str, Any] = dict(zip(self._data_names(), self.get_data_tensors(), strict=True))
         data |= self._metadata() | {"device": self.device} | changes
         return type(self)(**data)
@@ -415,7 +420,7 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         device = next(iter(data.values())).device
         return self._like(**data, device=device)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"{type(self).__name__}({self._high_precision(None)!r}, quantizer={self._quantizer!r})"
 
     def __reduce_ex__(self, proto: Any) -> Any:
@@ -424,7 +429,7 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         return _rebuild, (type(self), arguments)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The tensor without its graph; assigning a high-precision tensor quantizes it."""
         return self.detach()
 
@@ -434,7 +439,7 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
             self.copy_(tensor)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
             return args[0]._like()
@@ -459,7 +464,7 @@ def _plain(value: Any) -> Any:
 
 
 def _written(func: Any, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> list[tuple[Any, Tensor]]:
-    """Quantized arguments that an in-place operation wrote to, with their new high-precision values."""
+    """Return the quantized arguments that an in-place operation wrote to, with their new high-precision values."""
     pairs: list[tuple[Any, Any, Any]] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.name in kwargs:

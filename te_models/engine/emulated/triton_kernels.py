@@ -9,16 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from te_models.kernels.fp8_triton import decode_fp8, encode_fp8, magnitude_bits
+
 TILE = tl.constexpr(128)
-_INF = tl.constexpr(0x7F800000)
 _FLT_MAX = tl.constexpr(3.4028234663852886e38)
-
-
-@triton.jit
-def _magnitude_bits(v):
-    """Bits of |v|, ordered like magnitudes; 0 for NaN."""
-    bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.where(bits > _INF, 0, bits)
 
 
 @triton.jit
@@ -31,36 +25,6 @@ def _scale(amax, epsilon, infinite, POWER_OF_2: tl.constexpr, E5M2: tl.constexpr
     if POWER_OF_2:
         scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
     return scale
-
-
-@triton.jit
-def _encode(v, E5M2: tl.constexpr):
-    """FP8 codes (uint8) of FP32 values, saturating; ties to even by adding a power of two with 2^mantissa steps."""
-    mantissa: tl.constexpr = 2 if E5M2 else 3
-    first: tl.constexpr = (127 - 14) if E5M2 else (127 - 6)  # the exponent field of the smallest normal number
-    largest: tl.constexpr = 0x47600000 if E5M2 else 0x43E00000  # 57344 and 448
-    bits = v.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    nan = size > _INF
-    size = tl.minimum(size, largest)
-    octave = tl.maximum(size & _INF, first << 23)
-    power = octave + ((23 - mantissa) << 23)
-    sums = (power.to(tl.float32, bitcast=True) + size.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-    code = sums - power + (octave >> (23 - mantissa)) - (first << mantissa)
-    return (tl.where(nan, 0x7F, code) | ((bits >> 24) & 0x80)).to(tl.uint8)
-
-
-@triton.jit
-def _decode(code, E5M2: tl.constexpr):
-    """FP32 values of FP8 codes."""
-    if E5M2:
-        value = (code.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        code = code.to(tl.int32)
-        value = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-        # Triton before 3.8 interprets -value as 0 - value, which loses the sign of zero.
-        value = tl.where((code & 0x7F) == 0x7F, float("nan"), tl.where(code > 127, value * -1.0, value))
-    return value
 
 
 @triton.jit
@@ -77,37 +41,37 @@ def amax_kernel(x, y, parts, n, steps, NAN: tl.constexpr, BLOCK: tl.constexpr):
             v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
         else:
             v = tl.load(y + at, mask=at < n, other=0.0).to(tl.float32)
-        bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF if NAN else _magnitude_bits(v)
+        bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF if NAN else magnitude_bits(v)
         largest = tl.maximum(largest, bits)
     part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     tl.store(parts + part, tl.max(largest, 0).to(tl.float32, bitcast=True))
 
 
 @triton.jit
-def delayed_kernel(x, codes, scale, amax, scale_inv, n, E5M2: tl.constexpr, BLOCK: tl.constexpr):
-    """Codes by the scale as it stands; `amax` [1] is raised to the largest magnitude."""
+def delayed_kernel(x, data, scale, amax, scale_inv, n, E5M2: tl.constexpr, BLOCK: tl.constexpr):
+    """FP8 data by the scale as it stands; `amax` [1] is raised to the largest magnitude."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-    tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), tl.max(_magnitude_bits(v), 0))
-    _cast_tensor(v, tl.load(scale), codes, scale_inv, at, n, E5M2)
+    tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), tl.max(magnitude_bits(v), 0))
+    _cast_tensor(v, tl.load(scale), data, scale_inv, at, n, E5M2)
 
 
 @triton.jit
 def current_kernel(
-    x, codes, parts, scale_inv, n, n_parts, epsilon,
+    x, data, parts, scale_inv, n, n_parts, epsilon,
     POWER_OF_2: tl.constexpr, E5M2: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Codes by the scale that follows from the largest of `parts`."""
+    """FP8 data by the scale that follows from the largest of `parts`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
     i = tl.arange(0, PARTS)
     amax = tl.max(tl.load(parts + i, mask=i < n_parts, other=0.0), 0)
-    _cast_tensor(v, _scale(amax, epsilon, _FLT_MAX, POWER_OF_2, E5M2), codes, scale_inv, at, n, E5M2)
+    _cast_tensor(v, _scale(amax, epsilon, _FLT_MAX, POWER_OF_2, E5M2), data, scale_inv, at, n, E5M2)
 
 
 @triton.jit
-def _cast_tensor(v, multiplier, codes, scale_inv, at, n, E5M2: tl.constexpr):
-    tl.store(codes + at, _encode(v * multiplier, E5M2), mask=at < n)
+def _cast_tensor(v, multiplier, data, scale_inv, at, n, E5M2: tl.constexpr):
+    tl.store(data + at, encode_fp8(v * multiplier, E5M2), mask=at < n)
     if tl.program_id(0) == 0:
         tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), multiplier))
 
@@ -122,18 +86,18 @@ def _tile(p, q, rows, cols):
 
 @triton.jit
 def block_kernel(
-    x, row_codes, row_scale, col_codes, col_scale, rows, cols, row_stride, col_stride, epsilon, infinite,
+    x, row_data, row_scale, col_data, col_scale, rows, cols, row_stride, col_stride, epsilon, infinite,
     ROW: tl.constexpr, COL: tl.constexpr, TWO_D: tl.constexpr, POWER_OF_2: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
     """1x128 blocks along rows (ROW) and columns (COL), or one 128x128 block for both (TWO_D)."""
     p, q = tl.program_id(0), tl.program_id(1)
     i, j, at, mask = _tile(p, q, rows, cols)
     v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    bits = _magnitude_bits(v)
+    bits = magnitude_bits(v)
     if TWO_D:
         amax = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
         scale = _scale(amax, epsilon, infinite, POWER_OF_2, E5M2)
-        tl.store(row_codes + at, _encode(v * scale, E5M2), mask=mask)
+        tl.store(row_data + at, encode_fp8(v * scale, E5M2), mask=mask)
         inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
         if ROW:
             _store_padded(row_scale + p * row_stride, q, tl.num_programs(1), row_stride, inverse)
@@ -142,12 +106,12 @@ def block_kernel(
     else:
         if ROW:
             scale = _scale(tl.max(bits, 1).to(tl.float32, bitcast=True), epsilon, infinite, POWER_OF_2, E5M2)
-            tl.store(row_codes + at, _encode(v * scale[:, None], E5M2), mask=mask)
+            tl.store(row_data + at, encode_fp8(v * scale[:, None], E5M2), mask=mask)
             inverse = tl.where(i < rows, tl.div_rn(tl.full((TILE,), 1.0, tl.float32), scale), 0.0)
             tl.store(row_scale + q * row_stride + i, inverse, mask=i < row_stride)
         if COL:
             scale = _scale(tl.max(bits, 0).to(tl.float32, bitcast=True), epsilon, infinite, POWER_OF_2, E5M2)
-            tl.store(col_codes + at, _encode(v * scale[None, :], E5M2), mask=mask)
+            tl.store(col_data + at, encode_fp8(v * scale[None, :], E5M2), mask=mask)
             inverse = tl.where(j < cols, tl.div_rn(tl.full((TILE,), 1.0, tl.float32), scale), 0.0)
             tl.store(col_scale + p * col_stride + j, inverse, mask=j < col_stride)
 
@@ -176,14 +140,14 @@ def _power_of_2(exponent):
 
 @triton.jit
 def mx_kernel(
-    x, row_codes, row_scale, col_codes, col_scale, rows, cols, row_stride, col_stride, inverse_max,
+    x, row_data, row_scale, col_data, col_scale, rows, cols, row_stride, col_stride, inverse_max,
     ROW: tl.constexpr, COL: tl.constexpr, TWO_D: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
     """Blocks of 32 along rows and columns, with E8M0 scales; TWO_D shares them over 32x32 elements."""
     groups: tl.constexpr = TILE // 32
     i, j, at, mask = _tile(tl.program_id(0), tl.program_id(1), rows, cols)
     v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    bits = _magnitude_bits(v)
+    bits = magnitude_bits(v)
     # [128, 4] maxima along rows, [4, 128] along columns.
     along, down = tl.max(tl.reshape(bits, (TILE, groups, 32)), 2), tl.max(tl.reshape(bits, (groups, 32, TILE)), 1)
     if TWO_D:
@@ -193,14 +157,14 @@ def mx_kernel(
     if ROW:
         e = _e8m0(along, inverse_max)
         scaled = tl.reshape(v, (TILE, groups, 32)) * _power_of_2(254 - e)[:, :, None]
-        tl.store(row_codes + at, _encode(tl.reshape(scaled, (TILE, TILE)), E5M2), mask=mask)
+        tl.store(row_data + at, encode_fp8(tl.reshape(scaled, (TILE, TILE)), E5M2), mask=mask)
         g = tl.program_id(1) * groups + tl.arange(0, groups)
         e = tl.where((i < rows)[:, None] & (g < cols // 32)[None, :], e, 0)
         tl.store(row_scale + i[:, None] * row_stride + g[None, :], e.to(tl.uint8))
     if COL:
         e = _e8m0(down, inverse_max)
         scaled = tl.reshape(v, (groups, 32, TILE)) * _power_of_2(254 - e)[:, None, :]
-        tl.store(col_codes + at, _encode(tl.reshape(scaled, (TILE, TILE)), E5M2), mask=mask)
+        tl.store(col_data + at, encode_fp8(tl.reshape(scaled, (TILE, TILE)), E5M2), mask=mask)
         g = tl.program_id(0) * groups + tl.arange(0, groups)
         e = tl.where((g < rows // 32)[:, None] & (j < cols)[None, :], e, 0)
         tl.store(col_scale + g[:, None] * col_stride + j[None, :], e.to(tl.uint8))
@@ -222,16 +186,16 @@ def decode_kernel(
 
 @triton.jit
 def _decode_tile(
-    tile, codes, scale, out, rows, cols, row_step, col_step,
+    tile, data, scale, out, rows, cols, row_step, col_step,
     DOWN: tl.constexpr, ALONG: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    """Codes times block scales as BF16; a scale serves DOWN x ALONG elements, `row_step` and `col_step` are strides."""
+    """FP8 data times block scales as BF16; a scale serves DOWN x ALONG elements, `row_step` and `col_step` are strides."""
     across = tl.cdiv(cols, TILE)
     i, j, at, mask = _tile(tile // across, tile % across, rows, cols)
     factor = tl.load(scale + (i // DOWN)[:, None] * row_step + (j // ALONG)[None, :] * col_step, mask=mask, other=0)
     if factor.dtype == tl.uint8:  # E8M0
         factor = _power_of_2(factor.to(tl.int32))
-    value = _decode(tl.load(codes + at, mask=mask, other=0), E5M2) * factor
+    value = decode_fp8(tl.load(data + at, mask=mask, other=0), E5M2) * factor
     tl.store(out + at, value.to(tl.bfloat16), mask=mask)
 
 
@@ -255,7 +219,7 @@ def update_kernel(
     following = tl.load(history + at + n, mask=mask & (i < length - 1)[:, None], other=0.0)
     newest = tl.load(amax + j, mask=j < n, other=0.0)
     last = tl.where(newest != 0, newest, tl.load(history + j, mask=j < n, other=0.0))
-    bits = _magnitude_bits(tl.where((i > 0)[:, None], old, 0.0))
+    bits = magnitude_bits(tl.where((i > 0)[:, None], old, 0.0))
     used = last if MOST_RECENT else tl.maximum(tl.max(bits, 0).to(tl.float32, bitcast=True), last)
     kept = tl.load(scale + j, mask=j < n, other=1.0)
     tl.debug_barrier()  # all is read before anything is written

@@ -1,16 +1,20 @@
-"""Delayed scaling's state machine: te_models/engine/emulated/autocast.py against an independent simulation."""
+"""Delayed scaling's state machine: te_models/engine/emulated/delayed_scaling.py against an independent simulation."""
 
 from __future__ import annotations
 
 import copy
 import math
+import pickle
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import te_models.engine.emulated as te
+from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 from te_models.engine.emulated.recipe import DelayedScaling, Float8CurrentScaling, Format
 
 BF16 = torch.bfloat16
@@ -128,15 +132,6 @@ def test_a_first_forward_in_inference_mode() -> None:
     assert state(m)[0][0] == 224.0
 
 
-def test_an_exception_in_the_body_updates_too() -> None:
-    m, recipe = layer(), DelayedScaling(amax_history_len=4)
-    with pytest.raises(KeyError), te.autocast(recipe=recipe):
-        m(torch.full((32, 32), 2.0, dtype=BF16))
-        raise KeyError
-    assert state(m)[0][0] == 224.0
-    assert not te.FP8GlobalStateManager.is_fp8_enabled()
-
-
 def test_several_calls_in_one_autocast_accumulate() -> None:
     m, recipe = layer(), DelayedScaling(amax_history_len=4)
     with te.autocast(recipe=recipe):
@@ -157,13 +152,13 @@ def test_only_the_outermost_exit_updates(outer: bool, updates: int, monkeypatch:
 def spy(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Records `forward` of each update."""
     calls: list[bool] = []
-    original = te.FP8GlobalStateManager.reduce_and_update_fp8_tensors
+    original = ScaleRegistry.update
 
-    def wrapped(forward: bool = True) -> None:
+    def wrapped(self: ScaleRegistry, forward: bool) -> None:
         calls.append(forward)
-        original(forward=forward)
+        original(self, forward)
 
-    monkeypatch.setattr(te.FP8GlobalStateManager, "reduce_and_update_fp8_tensors", wrapped)
+    monkeypatch.setattr(ScaleRegistry, "update", wrapped)
     return calls
 
 
@@ -226,39 +221,15 @@ def test_an_inner_autocast_entered_after_the_first_module_does_not(monkeypatch: 
     assert calls == [True, False]
 
 
-@pytest.mark.parametrize("unfused", [False, True])
-def test_silent_tensors(unfused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fused update leaves a silent history alone; the Python one rolls it."""
-    monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", str(int(unfused)))
+def test_a_silent_tensor_keeps_its_history() -> None:
     a, b, recipe = layer(), layer(), DelayedScaling(amax_history_len=4)
     x = torch.full((32, 32), 2.0, dtype=BF16)
     with te.autocast(recipe=recipe):
         a(x), b(x)
     with te.autocast(recipe=recipe):
         a(x)
-    assert [row[0] for row in state(b)[1]] == ([0.0, 0.0, 2.0, 0.0] if unfused else [0.0, 0.0, 0.0, 2.0])
+    assert [row[0] for row in state(b)[1]] == [0.0, 0.0, 0.0, 2.0]
     assert state(b)[0][0] == 224.0
-
-
-def test_callables_are_used() -> None:
-    seen: dict[str, object] = {}
-
-    def amax_algorithm(history: Tensor) -> Tensor:
-        seen["history"] = history.clone()
-        return history.amax(0) + 1
-
-    def scale_algorithm(amax: Tensor, scale: Tensor, fp8_max: float, recipe: DelayedScaling) -> Tensor:
-        seen.update(scale=scale.clone(), fp8_max=fp8_max, recipe=recipe)
-        return amax * 10
-
-    recipe = DelayedScaling(
-        amax_history_len=3, amax_compute_algo=amax_algorithm, scaling_factor_compute_algo=scale_algorithm
-    )
-    m = layer()
-    step(m, recipe, torch.full((32, 32), 2.0, dtype=BF16))
-    assert state(m)[0][0] == 30.0
-    assert seen["fp8_max"] == 448.0 and seen["recipe"] is recipe
-    assert isinstance(seen["history"], Tensor) and seen["history"].shape == (3, 3)
 
 
 def test_a_module_registers_at_its_first_forward_and_is_updated_with_all_others() -> None:
@@ -296,43 +267,69 @@ def test_off_and_on_again_keeps_the_state() -> None:
     assert [row[0] for row in state(m)[1]] == [0.0, 0.0, 2.0, 2.0]
 
 
-def copied(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> None:
-    step(copy.deepcopy(m), recipe, x)
+def test_another_length_of_the_history_is_refused() -> None:
+    m, x = layer(), torch.ones(32, 32, dtype=BF16)
+    step(m, DelayedScaling(amax_history_len=4), x)
+    with pytest.raises(RuntimeError, match="reset_fp8_state"):
+        step(m, DelayedScaling(amax_history_len=8), x)
+    te.reset_fp8_state(m)
+    step(m, DelayedScaling(amax_history_len=8), x)
+    assert state(m)[0][0] == 448.0
 
 
-def back_again(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> None:
+def copied(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> te.Linear:
+    return copy.deepcopy(m)
+
+
+def pickled(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> te.Linear:
+    return pickle.loads(pickle.dumps(m))
+
+
+def back_again(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> te.Linear:
     with pytest.warns(UserWarning, match="Recipe type changed"), te.autocast(recipe=Float8CurrentScaling()):
         m(x)
-    step(m, recipe, x)
+    with pytest.warns(UserWarning, match="Recipe type changed"):
+        step(m, recipe, x)
+    return m
 
 
-def after_reset(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> None:
+def after_reset(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> te.Linear:
     te.FP8GlobalStateManager.reset()
-    step(m, recipe, x)
+    return m
 
 
-def other_margin(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> None:
-    step(m, DelayedScaling(margin=1, amax_history_len=4), x)
+def in_another_thread(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> te.Linear:
+    thread = threading.Thread(target=step, args=(m, recipe, x))
+    thread.start()
+    thread.join()
+    return m
 
 
-def other_length(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> None:
-    step(m, DelayedScaling(amax_history_len=8), x)
-
-
-def other_format(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> None:
-    step(m, DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3), x)
-
-
-@pytest.mark.parametrize("misuse", [copied, back_again, after_reset, other_margin, other_length, other_format])
-def test_what_would_freeze_scales_silently_is_refused(misuse: Callable[..., None]) -> None:
-    m, recipe = layer(), DelayedScaling(amax_history_len=4)
+@pytest.mark.parametrize("change", [copied, pickled, back_again, after_reset, in_another_thread])
+def test_scales_move_on_where_transformer_engine_freezes_them(change: Callable[..., te.Linear]) -> None:
+    m, recipe = layer(), DelayedScaling(amax_history_len=1)
     x = torch.ones(32, 32, dtype=BF16)
+    step(m, recipe, x, x)
+    m = change(m, x, recipe)
+    step(m, recipe, 4 * x, 4 * x)
+    assert state(m)[0][0] == 112.0 and state(m, "bwd")[0][0] == 14336.0
+
+
+def test_a_copy_has_scales_of_its_own() -> None:
+    m, recipe, x = layer(), DelayedScaling(amax_history_len=1), torch.ones(32, 32, dtype=BF16)
     step(m, recipe, x)
-    with pytest.raises(RuntimeError, match="reset_fp8_state"):
-        misuse(m, x, recipe)
-    te.reset_fp8_state(m)
-    step(m, DelayedScaling(margin=1, amax_history_len=4), x)
-    assert state(m)[0][0] == 224.0
+    twin = copy.deepcopy(m)
+    step(twin, recipe, 4 * x)
+    assert (state(m)[0][0], state(twin)[0][0]) == (448.0, 112.0)
+
+
+@pytest.mark.parametrize(("field", "value", "scale"), [("margin", 1, 224.0), ("fp8_format", Format.E4M3, 448.0)])
+def test_another_margin_or_format_takes_effect(field: str, value: Any, scale: float) -> None:
+    m, x = layer(), torch.ones(32, 32, dtype=BF16)
+    step(m, DelayedScaling(amax_history_len=4), x, x)
+    step(m, DelayedScaling(amax_history_len=4, **{field: value}), x, x)
+    assert state(m)[0][0] == scale
+    assert state(m, "bwd")[0][0] == (448.0 if field == "fp8_format" else 57344.0 / 2)
 
 
 def test_the_algorithm_may_change() -> None:
@@ -348,8 +345,8 @@ def test_reset_fp8_state_leaves_no_registry_entry() -> None:
     with te.autocast(recipe=recipe):
         model(torch.ones(32, 32, dtype=BF16))
     te.reset_fp8_state(model)
-    assert not any(te.FP8GlobalStateManager.quantization_state.registry.values())
-    assert all(not m.fp8_meta.keys() & {"scaling_fwd", "recipe"} for m in (model[0], model[2]))
+    assert not te.FP8GlobalStateManager.quantization_state.scales.states
+    assert all(not m.fp8_meta for m in (model[0], model[2]))
     with te.autocast(recipe=Float8CurrentScaling()):
         model(torch.ones(32, 32, dtype=BF16))
     te.reset_fp8_state(model)

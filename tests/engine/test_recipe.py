@@ -33,8 +33,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
     ),
     R.NVFP4BlockScaling: dict(
         disable_rht=False, disable_stochastic_rounding=False, disable_2d_quantization=False,
-        row_scaled_activation=False, nvfp4_4over6="none", nvfp4_4over6_e4m3_use_256="all",
-        nvfp4_4over6_err_mode="MAE", fp4_format=R.Format.E2M1, fp8_format=R.Format.E4M3, fp8_dpa=False,
+        fp4_format=R.Format.E2M1, fp8_format=R.Format.E4M3, fp8_dpa=False,
         fp8_mha=False, backward_override=None,
     ),
 }  # fmt: skip
@@ -57,7 +56,7 @@ def test_fields_and_defaults(cls: type) -> None:
 
 @classes
 def test_predicates(cls: type) -> None:
-    names = {name for names in PREDICATES.values() for name in names} | {"custom"}
+    names = {name for names in PREDICATES.values() for name in names}
     assert {name for name in names if getattr(cls(), name)()} == PREDICATES[cls]
     assert {name for name in names if getattr(cls, name)()} == PREDICATES[cls]
 
@@ -104,7 +103,7 @@ BAD: list[tuple[type, dict[str, Any], str]] = [
     (R.DelayedScaling, {"fp8_format": R.Format.E5M2}, "Pure E5M2 training is not supported."),
     (R.DelayedScaling, {"amax_history_len": 0}, "amax_history_len must be at least 1"),
     (R.DelayedScaling, {"amax_compute_algo": "mxa"}, "unknown amax_compute_algo 'mxa': did you mean 'max'"),
-    (R.DelayedScaling, {"scaling_factor_compute_algo": 3}, "must be None or a function"),
+    (R.DelayedScaling, {"scaling_factor_compute_algo": max}, "scaling_factor_compute_algo is not emulated"),
     (R.DelayedScaling, {"backward_override": "dequantized"}, "Delayed scaling only supports backward_override=None."),
     (R.Float8CurrentScaling, {"backward_override": "fp32"}, "NVTE_BACKWARD_OVERRIDE must be unset or one of"),
     (R.Float8CurrentScaling, {"fp8_format": R.Format.E5M2}, "Pure E5M2"),
@@ -117,10 +116,7 @@ BAD: list[tuple[type, dict[str, Any], str]] = [
     (R.MXFP8BlockScaling, {"fp8_format": R.Format.E5M2}, "Pure E5M2"),
     (R.NVFP4BlockScaling, {"fp4_format": R.Format.E4M3}, "Only E2M1 is supported for NVFP4 scaling"),
     (R.NVFP4BlockScaling, {"fp8_format": R.Format.HYBRID}, "Only E4M3 is supported for NVFP4 scaling"),
-    (R.NVFP4BlockScaling, {"nvfp4_4over6": "some"}, "NVTE_NVFP4_4OVER6 must be one of"),
-    (R.NVFP4BlockScaling, {"nvfp4_4over6_err_mode": "MAX"}, "NVTE_NVFP4_4OVER6_ERR_MODE must be one of"),
-    (R.CustomRecipe, {"qfactory": 3}, "qfactory must be a function"),
-    (R.CustomRecipe, {"qfactory": len, "quantization_alignment": 0}, "quantization_alignment must be positive."),
+    (R.NVFP4BlockScaling, {"nvfp4_4over6": "all"}, "unknown field of NVFP4BlockScaling 'nvfp4_4over6'"),
 ]
 
 
@@ -155,7 +151,6 @@ def test_repr_is_the_registry_key() -> None:
 def test_equality_copies_and_hash(cls: type) -> None:
     recipe = cls()
     assert recipe == cls() == copy.deepcopy(recipe)
-    assert recipe != R.CustomRecipe(len)
     with pytest.raises(TypeError):
         hash(recipe)
 
@@ -169,7 +164,6 @@ ENVIRONMENT = {
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": ("1", "R.Float8CurrentScaling().fp8_quant_bwd_grad.power_2_scale"),
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("1", "not R.Float8BlockScaling().fp8_quant_fwd_inp.power_2_scale"),
     "NVTE_NVFP4_DISABLE_RHT": ("1", "not R.NVFP4BlockScaling().fp4_quant_fwd_inp.random_hadamard_transform"),
-    "NVTE_NVFP4_4OVER6_ERR_MODE": ("mse", "R.NVFP4BlockScaling().nvfp4_4over6_err_mode == 'MSE'"),
     "NVTE_BACKWARD_OVERRIDE": ("dequantized", "R.MXFP8BlockScaling().backward_override == 'dequantized'"),
 }
 

@@ -1,0 +1,55 @@
+"""Predicted and measured peaks of every run on an H200 in benchmarks/results/."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from te_models.config.presets import get_preset
+from te_models.config.recipe import get_recipe
+from te_models.planning.memory_plan import plan_memory
+
+RESULTS = Path(__file__).parent / "results"
+NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+
+
+def load(name: str) -> dict[str, Any]:
+    """Return the content of a file in benchmarks/results/, named without its suffix."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def planned_and_measured() -> Iterator[tuple[str, int, int]]:
+    """Yield (run, predicted bytes, measured bytes) for every peak measured on an H200."""
+    grid = load("checkpoint_grid_h200")
+    for name, rows in grid["rows"].items():
+        fields = dict(grid["shapes"][name])
+        preset, size = fields.pop("preset"), dict(batch_size=fields.pop("batch"), seq_len=fields.pop("seq"))
+        for row in rows:  # that benchmark has no optimizer, and every layer runs in the recipe
+            recipe = get_recipe(row["recipe"], **({} if row["recipe"] == "bf16" else NO_EDGES))
+            plan = plan_memory(get_preset(preset, **fields), recipe, **size, optimizer=None,
+                               activation_checkpointing=row["mode"], fp8_params=row["fp8_params"])  # fmt: skip
+            weights = ", FP8 weights" if row["fp8_params"] else ""
+            yield f"{name}, {row['recipe']}{weights}, {row['mode']}", plan.peak.total, row["peak"]
+    light = load("first_light_h200")
+    run = light["run"]
+    for name, result in light["recipes"].items():
+        plan = plan_memory(get_preset(run["preset"]), get_recipe(name), batch_size=run["batch_size"],
+                           seq_len=run["seq_len"], logits=True, fused=False)  # fmt: skip
+        yield f"{run['preset']}, {name}, AdamW", plan.peak.total, result["peak_memory"]
+    shapes = {"gated-8b": dict(num_hidden_layers=4, num_key_value_heads=32), "gated-896": dict(num_hidden_layers=31)}
+    for run in load("step_h200")["runs"]:
+        preset = run["settings"]["preset"].split(",")[0]
+        size = {key: run["settings"][key] for key in ("batch_size", "seq_len")}
+        for row in run["rows"]:
+            if not row["name"].startswith("te-models") or row["name"].endswith("+graph"):
+                continue
+            recipe, *ways = row["name"].removeprefix("te-models ").split("+")
+            plan = plan_memory(get_preset(preset, **shapes.get(preset, {})), get_recipe(recipe, **NO_EDGES), **size,
+                               optimizer=None, logits=False, fused="plain" not in ways)  # fmt: skip
+            # The benchmark subtracts what earlier variants hold, cuBLAS's workspace among that, and rounds to 0.01 GiB.
+            peak = int((row["peak_gib"] + 0.005) * 2**30) + plan.peak.workspace
+            kernels = ", unfused" if "plain" in ways else ""
+            yield f"{run['settings']['preset']}, {recipe}{kernels}, {size['batch_size']} x {size['seq_len']:,}", \
+                plan.peak.total, peak  # fmt: skip

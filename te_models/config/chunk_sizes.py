@@ -1,0 +1,24 @@
+"""Sizes of the chunks in which temporaries are allocated, shared by the allocating code and the memory plan."""
+
+from __future__ import annotations
+
+FP32 = 4  # bytes
+UPDATE_CHUNK = 2**28  # parameters per chunk of FP32 gradients in te_models/optim/master.py
+HEAD_CHUNK = {True: 2**31, False: 2**28}  # cuda -> bytes of logits per chunk, counted in FP32
+
+
+def head_rows(rows: int, vocabulary: int, width: int, cuda: bool) -> int:
+    """Return how many rows of logits kernels/lm_head.py computes per chunk.
+
+    On a GPU all rows form one chunk if their BF16 logits take no more memory than the default chunk plus the FP32 sum
+    of the weight gradient that several chunks need.
+
+    Args:
+        rows: rows of logits in total.
+        vocabulary, width: rows and columns of the head's weight.
+        cuda: whether the head runs on a GPU.
+    """
+    allowed = HEAD_CHUNK[cuda]
+    if cuda and rows * vocabulary * 2 <= allowed // 2 + vocabulary * width * FP32:
+        return rows
+    return min(rows, max(256, allowed // (FP32 * vocabulary)))

@@ -1,0 +1,153 @@
+"""Delayed scaling: the scales and amax histories of a module, and the update that turns an amax into a scale.
+
+Section 2 of docs/internals/transformer_engine.md. A cast multiplies by `scale` as it stands and records the tensor's amax
+in row 0 of the history; the update after a pass moves that amax to the last row and computes the next scale.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.engine.emulated import fused
+from te_models.engine.emulated.numerics import FLT_MAX, FP8_MAX
+from te_models.engine.emulated.quantizers import Float8Quantizer, fp8_dtype
+from te_models.engine.emulated.recipe import DelayedScaling
+
+
+class DelayedScalingRecipeState:
+    """Scales and histories of one direction of a module, updated in place.
+
+    `scale` is FP32 `[n]`, initially 1, and `amax_history` FP32 `[length, n]`, initially 0, for the n tensors that the
+    module quantizes. Row 0 of the history belongs to the step in progress, the last row to the newest finished step.
+    """
+
+    recipe: DelayedScaling
+    key: tuple[Any, ...]
+
+    def __init__(self, recipe: DelayedScaling, forward: bool, n: int, device: torch.device) -> None:
+        """Make the state of `n` tensors on `device`."""
+        self.forward = forward
+        self.group: Any = None
+        self.registry: ScaleRegistry | None = None
+        # A first forward under torch.inference_mode must not make tensors that training cannot update.
+        with torch.inference_mode(False):
+            self.scale = torch.ones(n, dtype=torch.float32, device=device)
+            self.amax_history = torch.zeros(recipe.amax_history_len, n, dtype=torch.float32, device=device)
+        self.use_recipe(recipe)
+
+    def use_recipe(self, recipe: DelayedScaling) -> None:
+        """Update under `recipe` from now on."""
+        self.recipe, self.key = recipe, (repr(recipe), recipe.amax_compute_algo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle holds: a copy belongs to no registry until it first runs."""
+        return self.__dict__ | {"registry": None, "group": None}
+
+    def make_quantizers(self) -> list[Any]:
+        """Return one quantizer per tensor, which share this state's memory."""
+        dtype = fp8_dtype(self.recipe.fp8_format, self.forward)
+        return [Float8Quantizer(s, a.view(1), dtype) for s, a in zip(self.scale, self.amax_history[0], strict=True)]
+
+
+class ScaleRegistry:
+    """The states that one thread trains, in order of registration, which is the order of their amax reduction."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, DelayedScalingRecipeState] = {}
+
+    def add(self, state: DelayedScalingRecipeState, group: Any) -> None:
+        """Update `state` from here on, reducing its amaxes over `group`; another registry gives it up."""
+        if state.registry is not None:
+            state.registry.remove(state)
+        else:
+            state.group = group
+        state.registry = self
+        self.states[id(state)] = state
+
+    def remove(self, state: DelayedScalingRecipeState) -> None:
+        """Stop updating `state`."""
+        self.states.pop(id(state), None)
+        state.registry = None
+
+    def update(self, forward: bool) -> None:
+        """Reduce the amaxes of all states of one direction over their groups, then update histories and scales."""
+        batches: dict[Any, list[DelayedScalingRecipeState]] = {}
+        for state in list(self.states.values()):
+            if state.forward == forward:
+                batches.setdefault((state.key, id(state.group), state.scale.device), []).append(state)
+        for states in batches.values():
+            _update(states, _reduced_amaxes(states))
+
+    def discard_amaxes(self) -> None:
+        """Forget the forward amaxes of the step in progress, after a pass that failed."""
+        for state in list(self.states.values()):
+            if state.forward:
+                state.amax_history[0].zero_()
+
+
+def _world_size(group: Any) -> int:
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size(group) if initialized else 1
+
+
+def _reduced_amaxes(states: list[DelayedScalingRecipeState]) -> Tensor | None:
+    """Return the largest amaxes of the step over the group, concatenated; None where each rank uses its own."""
+    group = states[0].group
+    if not states[0].recipe.reduce_amax or _world_size(group) == 1:
+        return None
+    amaxes = torch.cat([state.amax_history[0] for state in states])
+    torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=group)
+    return amaxes
+
+
+@torch.no_grad()
+def _update(states: list[DelayedScalingRecipeState], amaxes: Tensor | None) -> None:
+    """Update states that share a recipe, a direction and a device, from reduced amaxes or their own."""
+    recipe = states[0].recipe
+    fp8_max = FP8_MAX[fp8_dtype(recipe.fp8_format, states[0].forward)]
+    if fused.active(states[0].scale):
+        latest = recipe.amax_compute_algo == "most_recent"
+        fused.update([(s.amax_history, s.scale) for s in states], amaxes, latest, recipe.margin, fp8_max)
+        return
+    if amaxes is None:
+        amaxes = torch.cat([state.amax_history[0] for state in states])
+    split = amaxes.split([s.scale.numel() for s in states])
+    # Loaded histories may have another length than the recipe's: one pass per length.
+    for length in {s.amax_history.shape[0] for s in states}:
+        pairs = [(s, a) for s, a in zip(states, split, strict=True) if s.amax_history.shape[0] == length]
+        same = [s for s, _ in pairs]
+        history, scale = updated(
+            torch.cat([s.amax_history for s in same], 1),
+            torch.cat([s.scale for s in same]),
+            torch.cat([a for _, a in pairs]),
+            recipe,
+            fp8_max,
+        )
+        widths = [s.scale.numel() for s in same]
+        for state, rows, values in zip(same, history.split(widths, 1), scale.split(widths), strict=True):
+            state.amax_history.copy_(rows)
+            state.scale.copy_(values)
+
+
+def updated(
+    history: Tensor, scale: Tensor, amax: Tensor, recipe: DelayedScaling, fp8_max: float
+) -> tuple[Tensor, Tensor]:
+    """Return the next history `[length, n]` and scale `[n]`, given the amaxes `[n]` of the step (section 2.4).
+
+    A tensor without an amax in this step keeps both. A scale whose amax is infinite stays as it is.
+    """
+    last = torch.where(amax != 0, amax, history[0])
+    several = len(history) > 1
+    used = last
+    if several and recipe.amax_compute_algo == "max":
+        used = torch.maximum(history[1:].nan_to_num(nan=0.0, posinf=torch.inf).amax(0), last)
+    rolled = torch.zeros_like(history)
+    if several:
+        rolled = torch.cat([rolled[:1], history[2:], last[None]])
+    silent = last == 0
+    usable = ~silent & torch.isfinite(used) & (used > 0)
+    new = torch.full_like(used, fp8_max * 2.0**-recipe.margin).div_(used).clamp_(max=FLT_MAX)
+    return torch.where(silent, history, rolled), torch.where(usable, new, scale)

@@ -1,0 +1,105 @@
+"""Recompute and FP8 state for any module made of te layers, Transformer Engine's own or the emulated engine's.
+
+Transformer Engine's te.checkpoint keeps the scales of its first passes in one global queue, and its FP8 state is saved as a
+pickle. These three functions serve modules that are not ours: te.LayerNormMLP, te.TransformerLayer, a user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from te_models.config.recipe import Recipe, get_recipe
+from te_models.engine import engine_module
+from te_models.errors import UsageError, unknown
+from te_models.fp8 import scaling_state
+from te_models.model.recompute import Recompute
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    mode: Literal["none", "full"] = "full",
+    recipe: str | Path | Recipe | Any = None,
+    modules: Iterable[nn.Module] = (),
+    **kwargs: Any,
+) -> Any:
+    """Return function(*args, **kwargs) and recompute it in backward, under any FP8 recipe.
+
+    The recompute runs under the recipe, the scales and the random state of the first pass, and records no amax. Calls may
+    be nested, abandoned, and run backward in any order. Call it inside the autocast that the rest of the model runs in::
+
+        with te.autocast(enabled=True, recipe=recipe):
+            y = te_models.checkpoint(layer, x)
+
+    Args:
+        function: a module, a method of one, or any function of tensors.
+        args: its arguments.
+        mode: "full" saves the arguments only, "none" calls the function.
+        recipe: run the function in an autocast of its own, as `CausalLM`'s `recipe`; None: in the one around the call.
+        modules: the modules with te layers that the function uses, if it is not one of them or a method of one.
+        kwargs: its keyword arguments.
+
+    Raises:
+        UsageError: an unknown mode, or a function under delayed scaling whose modules are not known.
+    """
+    if mode not in ("none", "full"):
+        raise unknown("mode", mode, ("none", "full"))
+    owner = _owner(function, modules)
+    te = _engine(owner)
+    if recipe is not None:
+        built = get_recipe(recipe).build(te)
+        with te.autocast(enabled=built is not None, recipe=built):
+            return checkpoint(function, *args, mode=mode, modules=[owner], **kwargs)
+    if mode == "none" or not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    state = te.FP8GlobalStateManager
+    te_recipe = state.get_fp8_recipe() if state.is_fp8_enabled() else None
+    if te_recipe is not None and te_recipe.delayed() and not len(list(owner.modules())) > 1:
+        raise UsageError(
+            "checkpoint under delayed scaling must know whose scales to restore: pass modules=[...], the modules with te "
+            "layers that the function uses"
+        )
+    return Recompute("full", te, te_recipe, layers=1).recomputed(owner, function, *args, restore_random=True, **kwargs)
+
+
+def fp8_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all scales and amax histories in `module`, to be saved with its state_dict.
+
+    Names are `<submodule>.scaling_fwd.scale` and so on, FP32 tensors (sections 2.1 and 7.11 of
+    docs/internals/transformer_engine.md). Empty before the first FP8 forward and under recipes without state.
+    """
+    return {name: tensor.clone() for name, tensor in scaling_state.fp8_state(module).items()}
+
+
+def load_fp8_state(
+    module: nn.Module, tensors: Mapping[str, Tensor], recipe: str | Path | Recipe | Any = "delayed"
+) -> None:
+    """Write scales and amax histories, as from `fp8_state`, into `module`, which need not have run yet.
+
+    Args:
+        module: made of te layers of the same names and number of GEMMs.
+        tensors: as from `fp8_state`. A history of another length keeps its newest entries.
+        recipe: the recipe of delayed scaling that the module will run under.
+
+    Raises:
+        ValueError: a name or a shape does not fit; nothing has been written.
+    """
+    scaling_state.load_fp8_state(module, tensors, get_recipe(recipe).build(_engine(module)))
+
+
+def _owner(function: Callable[..., Any], modules: Iterable[nn.Module]) -> nn.Module:
+    """One module that contains all te layers which the function is known to use."""
+    bound = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return nn.ModuleList([*modules, *([bound] if isinstance(bound, nn.Module) else [])])
+
+
+def _engine(owner: nn.Module) -> ModuleType:
+    """The engine of the te layers in `owner`; the emulated one where there is none."""
+    native = any(type(module).__module__.startswith("transformer_engine.") for module in owner.modules())
+    return engine_module("native" if native else "emulated")

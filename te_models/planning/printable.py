@@ -1,0 +1,28 @@
+"""One table in three places: printed by rich, as text from `str`, as HTML in a notebook."""
+
+from __future__ import annotations
+
+import io
+from typing import ClassVar
+
+from rich.console import Console, RenderableType
+
+
+class Printable:
+    """Base of results that print as a table; subclasses define `__rich__`."""
+
+    width: ClassVar[int] = 140  # characters, as text and as HTML
+
+    def __rich__(self) -> RenderableType:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=self.width, no_color=True).print(self)
+        return out.getvalue().rstrip()
+
+    def _repr_html_(self) -> str:
+        """Return the table for IPython, with inline styles."""
+        console = Console(file=io.StringIO(), width=self.width, record=True, force_jupyter=False)
+        console.print(self)
+        return console.export_html(inline_styles=True, code_format="<pre style='line-height:normal'>{code}</pre>")

@@ -1,0 +1,32 @@
+"""Comparison of tensors bit for bit, with a message that says where they differ."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def assert_same_bits(name: str, a: Tensor, b: Tensor) -> None:
+    """Fail unless `a` and `b` have one shape, one dtype and the same bits; NaNs and zeros of both signs count as bits.
+
+    The message names the tensor, the first places where they differ with both values, and the largest difference.
+    """
+    for kind, one, other in (("shape", list(a.shape), list(b.shape)), ("dtype", a.dtype, b.dtype)):
+        assert one == other, f"{name}: {kind} {one} against {other}"
+    one, other = a.detach().cpu().contiguous(), b.detach().cpu().contiguous()
+    if one.numel() == 0:
+        return
+    size = one.element_size()
+    different = (one.reshape(-1).view(torch.uint8) != other.reshape(-1).view(torch.uint8)).view(-1, size).any(1)
+    count = int(different.sum())
+    if not count:
+        return
+    one, other = one.reshape(-1), other.reshape(-1)
+    places = [
+        f"[{', '.join(str(int(i)) for i in torch.unravel_index(place, a.shape))}] {one[place]!s} != {other[place]!s}"
+        for place in different.nonzero()[:3, 0]
+    ]
+    largest = (one[different].double() - other[different].double()).abs().amax().item()
+    raise AssertionError(
+        f"{name}: {count} of {different.numel()} elements differ, by up to {largest:.3g}; first at {'; '.join(places)}"
+    )

@@ -1,0 +1,196 @@
+"""te_models.checkpoint and FP8 state on modules that are not ours: the bits of a run without recompute."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from te_models.config.recipe import get_recipe, list_recipes
+from te_models.engine import emulated, engine_module
+from te_models.errors import UsageError
+from te_models.model.user_modules import checkpoint, fp8_state, load_fp8_state
+
+RECIPES = [name for name in list_recipes() if name != "bf16"]
+STEPS = 4
+
+
+class Mine(nn.Module):
+    """A user's block: a norm, two linears, dropout and a residual."""
+
+    def __init__(self, te: ModuleType = emulated, **place: Any) -> None:
+        super().__init__()
+        self.norm = te.RMSNorm(64, dtype=torch.bfloat16, **place)
+        self.up = te.Linear(64, 128, params_dtype=torch.bfloat16, **place)
+        self.down = te.Linear(128, 64, params_dtype=torch.bfloat16, **place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.up(self.norm(x)))
+        return x + nn.functional.dropout(self.down(hidden), 0.1, self.training)
+
+
+def build(te: ModuleType, device: str) -> nn.ModuleList:
+    torch.manual_seed(3)
+    return nn.ModuleList(Mine(te, device=device) for _ in range(3))
+
+
+def trained(
+    te: ModuleType, blocks: nn.ModuleList, recipe: str, run: Callable[[nn.Module, Tensor], Tensor], device: str = "cpu"
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of STEPS steps; the weights, gradients and FP8 state after them."""
+    losses, built = [], get_recipe(recipe).build(te)
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        x = torch.randn(128, 64, device=device, dtype=torch.bfloat16)
+        with te.autocast(enabled=True, recipe=built):
+            y = x
+            for block in blocks:
+                y = run(block, y)
+        loss = y.float().square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in blocks.parameters():
+                parameter -= 0.1 * parameter.grad
+                if step < STEPS - 1:
+                    parameter.grad = None
+    found = {f"{name}.grad": parameter.grad for name, parameter in blocks.named_parameters()}
+    return losses, {**dict(blocks.named_parameters()), **found, **fp8_state(blocks)}
+
+
+def nested(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: checkpoint(block, x), x, modules=[block])
+
+
+def abandoned(block: nn.Module, x: Tensor) -> Tensor:
+    """A pass whose output nobody uses must not disturb the recompute of the next one; it is drawn from other dropout."""
+    state = torch.get_rng_state()
+    with emulated.autocast(enabled=False):
+        checkpoint(block, 3 * x)
+    torch.set_rng_state(state)
+    return checkpoint(block, x)
+
+
+WAYS = {
+    "module": lambda block, x: checkpoint(block, x),
+    "method": lambda block, x: checkpoint(block.forward, x),
+    "function": lambda block, x: checkpoint(lambda x: block(x), x, modules=[block]),
+    "keyword": lambda block, x: checkpoint(block, x=x),
+    "nested": nested,
+    "abandoned": abandoned,
+    "none": lambda block, x: checkpoint(block, x, mode="none"),
+}
+
+
+CASES = [(way, recipe) for way in WAYS for recipe in RECIPES if way == "module" or recipe in ("delayed", "current")]
+
+
+@pytest.mark.parametrize(("way", "recipe"), CASES)
+def test_a_recompute_changes_no_bit(way: str, recipe: str) -> None:
+    expected = trained(emulated, build(emulated, "cpu"), recipe, lambda block, x: block(x))
+    found = trained(emulated, build(emulated, "cpu"), recipe, WAYS[way])
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    assert [name for name, tensor in expected[1].items() if not torch.equal(tensor, found[1][name])] == []
+    assert bool(fp8_state(build(emulated, "cpu"))) is False
+    assert ("0.up.scaling_fwd.scale" in found[1]) == get_recipe(recipe).stateful
+
+
+def test_a_recompute_saves_the_arguments_alone() -> None:
+    block, x = Mine(), torch.randn(128, 64, dtype=torch.bfloat16, requires_grad=True)
+    sizes: dict[str, int] = {}
+    for way in ("module", "none"):
+        saved: list[int] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t.nbytes) or t, lambda t: t
+        )
+        with hooks, emulated.autocast(enabled=True, recipe=get_recipe("current").build(emulated)):
+            WAYS[way](block, x)
+        sizes[way] = sum(saved)
+    assert sizes["module"] <= x.nbytes < sizes["none"]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_backward_in_any_order(order: tuple[int, int]) -> None:
+    gradients = []
+    for way in ("none", "module"):
+        block = build(emulated, "cpu")[0]
+        with emulated.autocast(enabled=True, recipe=get_recipe("delayed").build(emulated)):
+            inputs = [torch.full((16, 64), 0.5 + i, dtype=torch.bfloat16, requires_grad=True) for i in range(2)]
+            torch.manual_seed(1)
+            losses = [WAYS[way](block.eval(), x).float().sum() for x in inputs]
+        for i in order:
+            losses[i].backward()
+        gradients.append([x.grad for x in inputs])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_fp8_state_moves_to_a_module_that_has_not_run() -> None:
+    blocks = build(emulated, "cpu")
+    trained(emulated, blocks, "delayed", lambda block, x: block(x))
+    other = build(emulated, "cpu")
+    other.load_state_dict({k: v for k, v in blocks.state_dict().items() if isinstance(v, Tensor)}, strict=False)
+    load_fp8_state(other, fp8_state(blocks))
+    blocks.zero_grad()
+    runs = [trained(emulated, b, "delayed", lambda block, x: block(x)) for b in (blocks, other)]
+    assert runs[0][0] == runs[1][0]
+    with pytest.raises(ValueError, match="no FP8 module '7.up'"):
+        load_fp8_state(other, {"7.up.scaling_fwd.scale": torch.ones(3)})
+
+
+def test_a_recipe_of_its_own() -> None:
+    block, x = Mine().eval(), torch.randn(128, 64, dtype=torch.bfloat16)
+    with emulated.autocast(enabled=True, recipe=get_recipe("current").build(emulated)):
+        expected = block(x)
+    assert torch.equal(checkpoint(block, x, recipe="current"), expected)
+    assert not torch.equal(checkpoint(block, x), expected)
+
+
+def test_mistakes_are_named() -> None:
+    block, x = Mine(), torch.randn(16, 64, dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match="unknown mode 'ful': did you mean 'full'"):
+        checkpoint(block, x, mode="ful")  # type: ignore[arg-type]
+    with (
+        emulated.autocast(enabled=True, recipe=get_recipe("delayed").build(emulated)),
+        pytest.raises(UsageError, match="pass modules="),
+    ):
+        checkpoint(lambda x: block(x), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["Mine", "LayerNormMLP", "TransformerLayer"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_transformer_engines_own_modules(recipe: str, kind: str) -> None:
+    te = engine_module("native")
+    own = importlib.import_module("transformer_engine.pytorch")
+
+    def make() -> nn.ModuleList:
+        torch.manual_seed(3)
+        make_one = {
+            "Mine": lambda: Mine(te, device="cuda"),
+            "LayerNormMLP": lambda: own.LayerNormMLP(64, 256, params_dtype=torch.bfloat16, device="cuda"),
+            "TransformerLayer": lambda: own.TransformerLayer(
+                64, 256, 4, params_dtype=torch.bfloat16, device="cuda", self_attn_mask_type="causal"
+            ),
+        }[kind]
+        return nn.ModuleList(make_one() for _ in range(3))
+
+    def plain(block: nn.Module, x: Tensor) -> Tensor:
+        return block(x.view(128, 1, 64)).view(128, 64) if kind == "TransformerLayer" else block(x)
+
+    def ours(block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: plain(block, x), x, modules=[block])
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        expected, found = (trained(te, make(), recipe, run, "cuda") for run in (plain, ours))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    exact = {name for name, tensor in expected[1].items() if torch.equal(tensor, found[1][name])}
+    assert exact == expected[1].keys()

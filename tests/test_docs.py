@@ -1,0 +1,144 @@
+"""README and docs: generated tables are current, and every link, file, section, flag and snippet exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+import benchmarks.make_tables as make_tables
+import te_models
+from te_models.cli.commands import cli
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CURRENT = [page for page in PAGES if page.name != "LOG.md"]  # the log names things as they were
+SOURCES = [
+    path for folder in ("te_models", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+]
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
+FILE = re.compile(
+    r"(?<!--out )(?<![\w/.-])(?:te_models|tests|benchmarks|recipes|examples|docs)/[\w./-]*\.(?:py|md|json|toml|png|sh)\b"
+)
+SECTIONS = re.compile(r"\b[Ss]ections? ((?:\d+(?:\.\d+)?(?:, | and )?)+)")
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for found, code in BLOCK.findall(page.read_text()) if found == language]
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=name)
+def test_generated_tables_are_current(page: Path) -> None:
+    text = page.read_text()
+    assert text.count("<!-- generated: ") == text.count("<!-- end -->") == len(make_tables.MARKED.findall(text))
+    assert make_tables.filled(text) == text, "run make tables"
+
+
+def test_every_table_is_on_a_page() -> None:
+    shown = {found for page in CURRENT for _, found, _ in make_tables.MARKED.findall(page.read_text())}
+    assert shown == set(make_tables.TABLES)
+
+
+def test_plots_are_drawn(tmp_path: Path) -> None:
+    make_tables.draw_plots(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        path.name for path in (ROOT / "docs/results").glob("*.png")
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_to_files(page: Path) -> None:
+    generated = {f"te_models{suffix}.md" for suffix in ("", *package_suffixes())}
+    missing = [
+        target
+        for target in LINK.findall(page.read_text())
+        if not (page.parent / target).exists() and not (page.parent.name == "reference" and target in generated)
+    ]
+    assert not missing
+
+
+def package_suffixes() -> list[str]:
+    folders = (path.parent.relative_to(ROOT / "te_models") for path in (ROOT / "te_models").rglob("*/__init__.py"))
+    return ["." + ".".join(folder.parts) for folder in folders]
+
+
+def test_mentioned_files_exist() -> None:
+    mentioned = {(name(path), found) for path in [*CURRENT, *SOURCES] for found in FILE.findall(path.read_text())}
+    assert {pair for pair in mentioned if not (ROOT / pair[1]).exists()} == set()
+
+
+def test_cited_sections_exist() -> None:
+    headings = set(re.findall(r"^##+ ([\d.]+?)\.? ", (ROOT / "docs/internals/transformer_engine.md").read_text(), re.M))
+    cited = {
+        number
+        for path in SOURCES
+        for numbers in SECTIONS.findall(path.read_text())
+        for number in re.findall(r"\d+(?:\.\d+)?", numbers)
+    }
+    assert cited and cited <= headings
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=name)
+def test_lines_are_short(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    in_table = page.name != "README.md"  # rows of long tables cannot be wrapped
+    assert [line for line in lines if len(line) > 120 and not (in_table and line.startswith("|"))] == []
+
+
+def test_readme_has_one_unit_of_memory() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert "GiB" in text and not re.search(r"\bGB\b", text)
+
+
+def test_the_reference_lists_the_public_names() -> None:
+    rows = re.findall(r"^\| \[(.*?)\]", (ROOT / "docs/reference/index.md").read_text(), re.MULTILINE)
+    assert sorted(found for row in rows for found in re.findall(r"`(\w+)`", row)) == sorted(te_models.__all__)
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=name)
+def test_commands_have_known_flags(page: Path) -> None:
+    for code in blocks(page, "bash"):
+        for line in code.replace("\\\n", " ").splitlines():
+            words = [word for word in shlex.split(line, comments=True) if word != "..."]
+            if words[:1] == ["te-models"]:
+                command = cli.commands[words[1]]
+            elif "te_models" in words and words[0] == "torchrun":
+                words = words[words.index("te_models") - 1 :]
+                command = cli.commands[words[2]]
+                words = words[1:]
+            else:
+                continue
+            command.make_parser(click.Context(command)).parse_args(words[2:])
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=name)
+def test_python_is_python(page: Path) -> None:
+    for code in blocks(page, "python"):
+        ast.parse(code)
+
+
+RUNNABLE = [
+    ("README.md", 0),
+    ("docs/guide/quickstart.md", 0),
+    ("docs/guide/recipes.md", 0),
+    ("docs/guide/checkpoints.md", 0),
+    ("docs/guide/generation.md", 0),
+    ("docs/internals/emulation.md", 0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("page", "place"), RUNNABLE)
+def test_snippets_run(page: str, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(blocks(ROOT / page, "python")[place], page, "exec"), {"__name__": "__main__"})
