@@ -15,7 +15,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"memory_estimate"},
         {"memory_plan"},
     ],
-    "files": [{"atomic"}, {"formats"}],
+    "files": [{"atomic", "lock"}, {"formats"}],
     "distributed": [{"collectives", "control", "dtensor"}],
     "device": [{"cpu_matmul", "cuda_capture", "cudnn", "determinism"}],
     "kernels": [

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.checkpoint.folder import MANIFEST, Folder, load_folder, match, read_listed, save_folder
-from te_models.checkpoint.run_folder import Checkpoints
+from te_models.checkpoint.run_folder import Checkpoints, offering_older
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import Recipe, recipe_fields, recipe_from_dict
 from te_models.errors import CheckpointError, UsageError, unknown
@@ -114,6 +114,14 @@ def read_pretrained(
     folder = saved_folder(local_folder(folder))
     shape = {name: value for name, value in options.items() if name in config_fields()}
     options = {name: value for name, value in options.items() if name not in shape}
+    with offering_older(folder):
+        return _read_pretrained(build, folder, shape, options)
+
+
+def _read_pretrained(
+    build: Callable[..., Model], folder: Path, shape: Mapping[str, Any], options: dict[str, Any]
+) -> tuple[Model, Origin]:
+    """Return the model in a folder that is known to be local, and its origin; `shape` are fields of the config."""
     if is_hugging_face(folder, MODEL_TYPE):
         return read_hugging_face(build, folder, shape, options)
     if (folder / "config.json").is_file() and not (folder / MANIFEST).exists() and te_files(folder):
@@ -308,7 +316,7 @@ def with_gate_rows(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[s
 
 def _fitting_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the model's parameters, and this rank's part of `tensors`, once every name and shape is known to fit."""
-    live = dict(model.named_parameters(remove_duplicate=False))
+    live: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     own = shard_state(tensors, model.config, model.tp.mesh)
     match(live, own, check_dtype=False)
     if wrong := sorted(name for name, tensor in own.items() if not tensor.is_floating_point()):
@@ -353,7 +361,8 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model.
     """
-    saved = load_folder(folder, ["config", "model", "recipe", "training"], optional=["fp8_state", "fp8_weights"])
+    with offering_older(folder):
+        saved = load_folder(folder, ["config", "model", "recipe", "training"], optional=["fp8_state", "fp8_weights"])
     then, now = read_config(saved)[0].to_dict(), model.config.to_dict()
     for key in (key for key in now if then.get(key) != now[key]):
         raise CheckpointError(

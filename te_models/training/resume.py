@@ -8,7 +8,7 @@ from typing import Any
 from te_models.causal_lm import CausalLM
 from te_models.checkpoint.folder import load_folder
 from te_models.checkpoint.pretrained import read_config, read_recipe
-from te_models.checkpoint.run_folder import Checkpoints
+from te_models.checkpoint.run_folder import Checkpoints, offering_older
 from te_models.config.recipe import get_recipe
 from te_models.config.training import TrainConfig
 from te_models.errors import CheckpointError, UsageError
@@ -52,7 +52,8 @@ def saved_choices(folder: Path | None) -> dict[str, Any]:
     newest = Checkpoints(folder / "checkpoints").latest() if folder is not None else None
     if newest is None:
         return {}
-    saved = load_folder(newest, ["config", "recipe"], optional=["run"])
+    with offering_older(newest):
+        saved = load_folder(newest, ["config", "recipe"], optional=["run"])
     fp8_params = any(readable(newest).glob("fp8_weights*"))  # checkpoints before "run" was part of them
     _, dtype = read_config(saved)
     run = saved.documents.get("run", {})

@@ -28,8 +28,9 @@ from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
 from te_models.device.determinism import deterministic
-from te_models.errors import Diverged, NamedFields, SaveError, UsageError
+from te_models.errors import Diverged, NamedFields, OutputInUse, SaveError, UsageError
 from te_models.files.formats import flatten_state, render_json
+from te_models.files.lock import locked
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
@@ -149,14 +150,18 @@ class Trainer(NamedFields):
         Raises:
             ValueError: with `resume`, there is no checkpoint or it is of another model or optimizer.
             Diverged: loss or gradient norm became NaN or infinite.
-            SaveError: a checkpoint could not be written.
+            SaveError: checkpoints cannot be written.
+            OutputInUse: another run writes to `out`.
         """
+        with contextlib.ExitStack() as stack:
+            self.parallel.ranks.from_first(lambda: stack.enter_context(locked(self.out)), OutputInUse)
+            return self._run(resume)
+
+    def _run(self, resume: bool) -> Result:
         torch.manual_seed(self.config.seed + self.parallel.data_rank)
         if resume:
             self.restore()
         first = self.parallel.ranks.first
-        if first:
-            self.out.mkdir(parents=True, exist_ok=True)
         metrics = MetricsLog(self.out / "metrics.jsonl" if first else None, after_step=self.result.step)
         exact = deterministic() if self.config.deterministic else contextlib.nullcontext()
         with exact, contextlib.closing(metrics), self._background_saves(), stop_signals() as self.stop_requested:

@@ -15,9 +15,10 @@ from te_models.checkpoint.folder import load_folder, save_folder
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import Document, TokenDataset
 from te_models.data.tokenizer import load_tokenizer
-from te_models.errors import TeModelsError
+from te_models.errors import DataError, OutputInUse, TeModelsError
 from te_models.files.formats import flatten_state, unflatten_state
 from te_models.fp8.scaling_state import fp8_state
+from te_models.training.metrics import read_metrics
 from te_models.training.trainer import Trainer
 
 SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
@@ -245,3 +246,44 @@ def test_an_unchanged_checkpoint_is_restored(
     fresh.restore()
     want, have = live_state(trainer), live_state(fresh)
     assert [name for name in want if not torch.equal(want[name], have[name])] in ([], [f"{4}"])
+
+
+def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:
+    first, second = make_trainer(tmp_path), make_trainer(tmp_path)
+    refusals: list[str] = []
+
+    def try_second(row: dict[str, Any]) -> None:
+        with pytest.raises(OutputInUse) as caught:
+            second.run()
+        refusals.append(str(caught.value))
+
+    first.on_step = try_second
+    first.run()
+    assert len(refusals) == 4 and "is in use by process" in refusals[0]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_an_older_checkpoint_is_offered_where_the_newest_is_damaged(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.run()
+    trainer.result.step = 5
+    trainer.save()
+    newest = tmp_path / "checkpoints" / "step-00000005"
+    for file, content in (("model.safetensors", b"x"), ("config.json", b"{")):
+        before = (newest / file).read_bytes()
+        (newest / file).write_bytes(content)
+        for load in (trainer.restore, lambda: CausalLM.from_pretrained(tmp_path, device="cpu")):
+            with pytest.raises(TeModelsError, match="step-00000004 is whole: move step-00000005 elsewhere to use it"):
+                load()
+        (newest / file).write_bytes(before)
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"step": "1"}', '{"loss": 1}', "[" * 50_000, '{"step": 1, "step": 1}'])
+def test_a_bad_line_of_metrics_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line + "\n" + '{"step": 3')
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2, ") as caught:
+        read_metrics(path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    path.write_text('{"step": 1}\n{"step": 3')
+    assert read_metrics(path) == [{"step": 1}]
