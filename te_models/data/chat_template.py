@@ -13,7 +13,12 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from te_models.checkpoint.folder import read_listed
+from te_models.errors import DataError
+from te_models.files.formats import parse_json
+
 Message = Mapping[str, str]
+BESIDE = "chat_template.jinja"
 
 
 class _Generation(Extension):
@@ -55,15 +60,24 @@ class ChatTemplate:
             ValueError: there is none; one line that says what to do.
         """
         file = Path(folder) / "tokenizer_config.json"
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        beside = file.with_name("chat_template.jinja")
-        source = beside.read_text(encoding="utf-8") if beside.is_file() else config.get("chat_template")
-        if isinstance(source, list):  # several by name, of which "default" is the one without tools
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        files = read_listed(file.parent, [file.name, BESIDE])
+        config = parse_json(files[file.name], file, DataError) if file.name in files else {}
+        if not isinstance(config, dict):
+            raise DataError(f"{file} is not an object of names and values")
+        try:
+            source = files[BESIDE].decode() if BESIDE in files else config.get("chat_template")
+            if isinstance(source, list):  # several by name, of which "default" is the one without tools
+                source = {entry["name"]: entry["template"] for entry in source}.get("default")
+            if source is not None and not isinstance(source, str):
+                raise TypeError
+        except (LookupError, TypeError, UnicodeDecodeError):
+            raise DataError(f"{folder}: the chat template is not text") from None
         if not source:
             raise ValueError(f"{folder} has no chat template, so it is no chat model: leave out --chat")
         names = [name for name in config if name.endswith("_token") and config[name]]
-        values = {name: config[name]["content"] if isinstance(config[name], dict) else config[name] for name in names}
+        values = {
+            name: config[name].get("content") if isinstance(config[name], dict) else config[name] for name in names
+        }
         return cls(source, {name: value for name, value in values.items() if isinstance(value, str)})
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:

@@ -16,7 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from te_models.errors import needs
+from te_models.checkpoint.folder import read_listed
+from te_models.errors import DataError, needs
+from te_models.files.atomic import first_line
+from te_models.files.formats import parse_json
 
 _ROLES = ("bos", "eos", "pad")
 
@@ -82,7 +85,7 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
         file /= "tokenizer.json"
     document = _read_json(file)
     if document is None:
-        raise ValueError(f"{file}: no such file; give a Hugging Face tokenizer.json or a folder that holds one")
+        raise DataError(f"{file}: no such file; give a Hugging Face tokenizer.json or a folder that holds one")
     if document == ByteTokenizer().documents()["tokenizer"]:
         return ByteTokenizer()
     return HuggingFaceTokenizer(document, file)
@@ -150,15 +153,18 @@ class HuggingFaceTokenizer:
             from tokenizers import Tokenizer as Backend  # noqa: PLC0415
         try:
             self._backend = Backend.from_str(json.dumps(document))
-        except Exception as error:  # the library raises nothing more specific
-            raise ValueError(f"{file}: not a tokenizer.json of Hugging Face's tokenizers library ({error})") from None
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises nothing more specific, and panics outside of Exception
+            reason = first_line(error)
+            raise DataError(f"{file}: not a tokenizer.json of Hugging Face's tokenizers library ({reason})") from None
         # A file may carry the truncation of the model it was made for, which would silently cut documents.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._document = document
-        self._config = _read_json(file.with_name("tokenizer_config.json")) or {}
+        self._config = _read_object(file.with_name("tokenizer_config.json"))
         beside = [self._config] + [
-            _read_json(file.with_name(name)) or {} for name in ("special_tokens_map.json", "generation_config.json")
+            _read_object(file.with_name(name)) for name in ("special_tokens_map.json", "generation_config.json")
         ]
         self.bos_token_id, self.eos_token_id, self.pad_token_id = (
             _special_id(role, beside, self._backend.token_to_id) for role in _ROLES
@@ -204,24 +210,30 @@ def _special_id(role: str, documents: Iterable[dict[str, Any]], token_to_id: Cal
     for document in documents:
         token, number = document.get(f"{role}_token"), document.get(f"{role}_token_id")
         if isinstance(token, dict):
-            token = token["content"]
+            token = token.get("content")
         if token is not None:
-            number = token_to_id(token)
+            number = token_to_id(token) if isinstance(token, str) else token
+        if isinstance(number, list):
+            number = number[0] if number else None
         if number is not None:
-            return number[0] if isinstance(number, list) else number
+            if type(number) is not int or not 0 <= number < 2**31:
+                raise DataError(f"the tokenizer's {role}_token is {str(number)[:40]!r}, which is no token")
+            return number
     return None
 
 
 def _read_json(file: Path) -> Any:
     """The content of a JSON file, None if there is no such file."""
-    try:
-        return json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise ValueError(f"{file}: not JSON ({error})") from None
+    found = read_listed(file.parent, [file.name])
+    return parse_json(found[file.name], file, DataError) if file.name in found else None
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """The content of a JSON file that holds an object, empty if there is no such file."""
+    found = _read_json(file)
+    if not isinstance(found, dict | None):
+        raise DataError(f"{file} is not an object of names and values")
+    return found or {}
 
 
 def _write_documents(folder: Path, documents: dict[str, Any]) -> None:

@@ -310,7 +310,7 @@ class SafetensorsFile:
 
     def _fill(self, data: Tensor, offset: int, digest: Any = None) -> None:
         """Read from `offset` on into `data`, uint8 [bytes]."""
-        view = memoryview(data.numpy())
+        view = data.numpy().data
         for start in range(0, len(view), CHUNK_BYTES):
             chunk = view[start : start + CHUNK_BYTES]
             if os.preadv(self._descriptor, [chunk], offset + start) != len(chunk):
