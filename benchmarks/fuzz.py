@@ -227,14 +227,20 @@ def mutate_file(path: Path, rng: random.Random) -> None:
 
 def fit_manifest(folder: Path) -> None:
     """What someone who knows the format does: make sizes, hashes and the digest fit again."""
-    with contextlib.suppress(ValueError, OSError, KeyError, TypeError, AttributeError):
+    if not _regular(folder / MANIFEST):
+        return
+    with contextlib.suppress(ValueError, OSError, KeyError, TypeError, AttributeError, RecursionError):
         manifest = json.loads((folder / MANIFEST).read_bytes())
         for name, entry in manifest["files"].items():
-            if (folder / name).is_file() and (folder / name).stat().st_size:
-                data = (folder / name).read_bytes() if not (folder / name).is_symlink() else b""
+            if _regular(folder / name):
+                data = (folder / name).read_bytes()
                 entry.update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
         manifest["digest"] = _digest(manifest)
         (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def _regular(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def resident() -> int:
@@ -314,6 +320,7 @@ def fuzz(seed: int, cases: int, budget: float) -> dict[str, Any]:
                 if results.empty():
                     if not worker.is_alive() or time.monotonic() - since > 60:
                         failures.append(f"case {running}: the process {'hangs' if worker.is_alive() else 'died'}")
+                        print(failures[-1], file=sys.stderr, flush=True)
                         counts["?"]["failure"] += 1
                         done = running + 1
                         break
@@ -331,6 +338,7 @@ def fuzz(seed: int, cases: int, budget: float) -> dict[str, Any]:
                 counts[kind][outcome.split(":")[0]] += 1
                 if outcome.startswith("failure"):
                     failures.append(f"case {running}, {kind}, {file}: {outcome}")
+                    print(failures[-1], file=sys.stderr, flush=True)
             if worker.is_alive():
                 os.kill(worker.pid, signal.SIGKILL)
             worker.join()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_models.config.recipe import SCHEMES, Recipe, get_recipe
 from te_models.errors import CheckpointError
-from te_models.files.atomic import first_line
+from te_models.files.atomic import CHUNK_BYTES, first_line
 from te_models.files.formats import SafetensorsFile, list_some, open_regular, read_safetensors
 from te_models.interop.te_extra_state import read_extra_state
 
@@ -138,14 +138,27 @@ def _check_archive(opened: BinaryIO, size: int) -> None:
     """Raise ValueError unless a file is an archive of uncompressed records, which take no more memory than the file."""
     if not zipfile.is_zipfile(opened):
         raise ValueError("it is no archive, as torch.save writes since PyTorch 1.6")
-    with zipfile.ZipFile(opened) as archive:
-        records = archive.infolist()
+    archive = zipfile.ZipFile(opened)
+    records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise ValueError("it is compressed")
     if sum(record.file_size for record in records) > size:
         raise ValueError("its records overlap")
     if any(record.file_size > MAX_PICKLE_BYTES for record in records if record.filename.endswith(".pkl")):
         raise ValueError("it describes too many tensors")
+    whole = [_checksum_fits(archive, record) for record in records]
+    if any(whole) and not all(whole):  # torch.serialization.set_crc32_options(False) leaves all of them wrong
+        raise ValueError("a checksum in it does not fit")
+
+
+def _checksum_fits(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
+    try:
+        with archive.open(record) as content:
+            while content.read(CHUNK_BYTES):
+                pass
+    except zipfile.BadZipFile:
+        return False
+    return True
 
 
 def _is_plain(value: Tensor) -> bool:
