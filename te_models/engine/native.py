@@ -171,7 +171,7 @@ class _Norm(torch.autograd.Function):
         return y, total.view_as(total) if delta is None else total
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of x and delta, which are one tensor, and of the weight."""
         total, weight, inverse = ctx.saved_tensors
         dy, dtotal = dy.contiguous(), dtotal.contiguous()
@@ -192,7 +192,7 @@ class _SwiGLU(torch.autograd.Function):
         return tex.swiglu(gate_up, quantizer)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradient of gate_up."""
         gate_up, dy = saved_input(ctx), dy.contiguous()
         if ctx.gradient is not None:

@@ -25,7 +25,7 @@ class FP8Shard(torch.Tensor):
     """
 
     fp8: Any
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[override]
 
     @staticmethod
     def __new__(cls, fp8: Any, shape: Any = None) -> FP8Shard:
@@ -37,7 +37,7 @@ class FP8Shard(torch.Tensor):
         self.fp8 = fp8
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         aten = torch.ops.aten
         if func is aten.as_strided.default:  # FSDP2's last step, which reshapes the gathered tensor to its own shape
             return args[0].fp8

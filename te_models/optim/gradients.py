@@ -133,7 +133,7 @@ def gradient_norm(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
     """Return the norm of all gradients together, an FP32 scalar, summed in FP32 whatever their dtype."""
     if not gradients:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float32)))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,8 +53,8 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
         # torchrun (2.13) has one store for all restarts, in which a start would find the addresses of the one before.
         store = dist.PrefixStore(f"start-{restarts()}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-        ranks = Ranks(dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
-        yield Parallel(config.parallel, ranks, own, *meshes(config, own), config)
+        control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        yield Parallel(config.parallel, Ranks(control), own, *meshes(config, own), config)
     except RuntimeError as error:
         if lost_peer(error):
             reason = (str(error).splitlines() or [type(error).__name__])[0][:160]

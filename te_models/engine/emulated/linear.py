@@ -73,7 +73,7 @@ class _Linear(torch.autograd.Function):
         return out if call.output_quantizer is None else call.output_quantizer(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # one output
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # one output
         """Return the gradients of weight, input and bias."""
         if ctx.call is None:
             raise RuntimeError("te.Linear allows one backward: run the forward again instead of using retain_graph")
@@ -295,7 +295,7 @@ class Linear(TransformerEngineBaseModule):
         quantizer.internal = False
         param = nn.Parameter(quantizer(value))
         if self.preserve_high_precision_init_val:
-            param._high_precision_init_val = value.detach().cpu().clone()
+            param._high_precision_init_val = value.detach().cpu().clone()  # type: ignore[attr-defined]
         return param
 
     def forward(

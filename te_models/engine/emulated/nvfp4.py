@@ -207,7 +207,7 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
             data, scale, block = rows_first(self._columnwise_data), self._columnwise_scale_inv, (BLOCK, 1)
         else:
             data, scale, block = as_matrix(self._rowwise_data), self._rowwise_scale_inv, (1, BLOCK)
-        return BlockScaled(data, scale, block, self._fp4_dtype, amax, TOP)
+        return BlockScaled(data, scale, block, self._fp4_dtype, amax, TOP)  # type: ignore[arg-type]
 
     def _high_precision(self, dtype: torch.dtype | None) -> Tensor:
         if self._rowwise_data is None:

@@ -30,7 +30,7 @@ class _RMSNorm(torch.autograd.Function):
         return x.to(torch.float32, copy=True).mul_(r).mul_(gamma).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """`dx = r * (g dy - y_hat * mean(g dy y_hat))` and `dgamma = sum(dy * y_hat)`."""
         x, r, weight = ctx.saved_tensors
         gamma = weight.float() + 1 if ctx.zero_centered else weight.float()

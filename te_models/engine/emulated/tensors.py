@@ -375,7 +375,7 @@ class _Dequantize(torch.autograd.Function):
         return tensor._high_precision(dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return grad, None
 
 
@@ -439,7 +439,7 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
             self.copy_(tensor)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
             return args[0]._like()
