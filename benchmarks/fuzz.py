@@ -313,7 +313,7 @@ def fuzz(seed: int, cases: int, budget: float) -> dict[str, Any]:
         make_folders(Path(root))
         while done < cases and time.monotonic() - begin < budget:
             results: Any = context.SimpleQueue()
-            worker = context.Process(target=run_cases, args=(root, seed, done, cases - done, results))
+            worker = context.Process(target=run_cases, args=(root, seed, done, cases - done, results), daemon=True)
             worker.start()
             running, since = done, time.monotonic() + 60  # it imports torch first
             while time.monotonic() - begin < budget:
