@@ -1,6 +1,6 @@
 """A long run through the command line that is killed three times: does memory stay flat, and does the loss go on?
 
-    python benchmarks/soak.py --out benchmarks/results/soak_h200.json --figure docs/soak_h200.png    # about 4 minutes
+    python benchmarks/soak.py --out benchmarks/results/soak_h200.json --figure docs/results/soak_h200.png    # about 4 minutes
     python benchmarks/soak.py --tiny --steps 240 --every 20 --out soak.json --figure soak.png        # on a CPU
 
 `te-models finetune` evaluates and saves every 50 steps. At three random steps (drawn from --seed) it is sent SIGKILL and

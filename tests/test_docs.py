@@ -15,14 +15,14 @@ import te_models
 from te_models.cli.commands import cli
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CURRENT = [page for page in PAGES if page.name != "LOG.md"]  # the log names things as they were
 SOURCES = [
     path for folder in ("te_models", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
 ]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
 FILE = re.compile(
-    r"(?<!--out )(?<![\w/.-])(?:te_models|tests|benchmarks|recipes|examples|docs)/[\w./-]*\.(?:py|md|json|toml|png|sh)\b"
+    r"(?<!--out )(?<!--figure )(?<![\w/.-])(?:te_models|tests|benchmarks|recipes|examples|docs)/[\w./-]*\.(?:py|md|json|toml|png|sh)\b"
 )
 SECTIONS = re.compile(r"\b[Ss]ections? ((?:\d+(?:\.\d+)?(?:, | and )?)+)")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -76,6 +76,13 @@ def test_mentioned_files_exist() -> None:
     assert {pair for pair in mentioned if not (ROOT / pair[1]).exists()} == set()
 
 
+@pytest.mark.parametrize(("walk", "files"), [("forward", 14), ("fine-tuning", 8), ("saving", 6), ("recipe", 9)])
+def test_walks_are_short(walk: str, files: int) -> None:
+    text = (ROOT / "docs/internals/design.md").read_text()
+    (found,) = re.findall(rf"<!-- walk: {walk} -->(.*?)<!-- end walk -->", text, re.DOTALL)
+    assert 1 < len(LINK.findall(found)) <= files
+
+
 def test_cited_sections_exist() -> None:
     headings = set(re.findall(r"^##+ ([\d.]+?)\.? ", (ROOT / "docs/internals/transformer_engine.md").read_text(), re.M))
     cited = {
@@ -85,6 +92,33 @@ def test_cited_sections_exist() -> None:
         for number in re.findall(r"\d+(?:\.\d+)?", numbers)
     }
     assert cited and cited <= headings
+
+
+# Phrases that house style replaces: private words, "a" for rates, clauses for nouns.
+ODD = {
+    r"\b(?:tokens/s|TFLOP/s|steps?|bytes?|bits?|ms|launches|scales?|files?|rows?|lines?) an? (?:GPU|token|step|second|"
+    r"parameter|element|linear|block|tensor|rank|process|recipe|model|batch|turn|case|launch|product|layer)\b": "per",
+    r"\bcodes\b": "FP8 values, FP8 data",
+    r"\b(?:alone|anew|nobody|somebody|whatever it|let go of|told|knows nothing)\b": "plain words",
+    r"\b(?:is|are|was|were) (?:kept|held)\b": "saved, retained, stored",
+    r"(?:^|[.:] )(?:What|Whether) ": "a noun",
+    r"\bnats a\b": "per",
+    r"\bto the bit\b": "in every bit",
+    r"\bno (?:less|more) flattering\b": "plain words",
+}
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=name)
+def test_english_is_plain(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = {
+        (line, better)
+        for line in text.splitlines()
+        if not line.startswith("#")
+        for phrase, better in ODD.items()
+        if re.search(phrase, re.sub(r"`[^`]*`", "", line))
+    }
+    assert not found
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=name)

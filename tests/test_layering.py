@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
+COMMANDS = ("bench", "convert", "finetune", "generate", "list", "plan", "verify")
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
     "config": [{"chunk_sizes", "layout", "options", "recipe", "recompute_modes", "training"}, {"model"}, {"presets"}],
@@ -26,14 +27,13 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "engine": [{"__init__", "emulated", "native"}],
     "fp8": [{"fsdp_gather", "scaling_state"}, {"primary_weights"}],
     "model": [
-        {"kv_cache", "offload", "options", "rope", "te_modules", "tensor_parallel"},
+        {"kv_cache", "offload", "options", "rope", "targets", "te_modules", "tensor_parallel"},
         {"recompute"},
         {"forward_context"},
         {"attention", "mlp"},
         {"block"},
         {"decoder", "user_modules"},
     ],
-    "generation": [{"decode_loop"}, {"generate"}],
     "interop": [{"hf_families", "te_extra_state"}, {"hf", "te_checkpoint"}],
     "checkpoint": [{"folder"}, {"run_folder"}, {"pretrained", "sharded"}],
     "optim": [
@@ -43,7 +43,15 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"te_adam"},
         {"__init__"},
     ],
-    "data": [{"chat_template", "tokenizer"}, {"dataset"}, {"corpus_chunks"}, {"streaming"}, {"training_data"}],
+    "data": [
+        {"documents", "json_files", "template_process"},
+        {"chat_template"},
+        {"tokenizer"},
+        {"corpus_chunks", "dataset"},
+        {"streaming"},
+        {"training_data"},
+    ],
+    "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}],
     "causal_lm": [{"causal_lm"}],
     "training": [
         {
@@ -63,20 +71,26 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"finetune"},
     ],
     "inspect": [{"bench_report", "environment", "peers", "roofline"}, {"bench", "verify"}],
-    "cli": [{"generate"}, {"commands"}, {"__init__"}],
+    "cli": [
+        {"options"},
+        set(COMMANDS),
+        {"commands"},
+        {"__init__"},
+    ],
     "__main__": [{"__main__"}],
 }
 ONLY_IN = {
     "transformer_engine": {"engine.native"},
     "transformer_engine_torch": {"engine.native"},
-    "click": {"cli.commands"},
-    "jinja2": {"data.chat_template"},
+    "click": {f"cli.{name}" for name in (*COMMANDS, "commands", "options")},
+    "jinja2": {"data.template_process"},
     "peft": {"training.lora"},
     "huggingface_hub": {"interop.hf"},
     "safetensors": set(),
     "matplotlib": {"training.plots"},
     "rich": {
-        "cli.commands",
+        "cli.list",
+        "cli.options",
         "inspect.bench_report",
         "inspect.verify",
         "planning.memory_plan",

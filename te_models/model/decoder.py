@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +24,7 @@ from te_models.config.options import RecipeOptions
 from te_models.config.recipe import Recipe, get_recipe
 from te_models.config.recompute_modes import check_mode
 from te_models.engine import check_support, engine_module, get_engine
+from te_models.errors import ConfigError
 from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink, same_codes
 from te_models.fp8.scaling_state import convert_scales, fp8_state, frozen_fp8_state, load_fp8_state
 from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
@@ -34,6 +34,7 @@ from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.kv_cache import KVCache
 from te_models.model.offload import HostMemory, Offload
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
+from te_models.model.targets import nan_if, next_token_targets
 from te_models.model.te_modules import linear, norm_options, pad_rows
 from te_models.model.tensor_parallel import TensorParallel
 
@@ -126,7 +127,6 @@ class Decoder(nn.Module):
             self.lm_head = linear(self.te, config.hidden_size, config.vocab_size, **factory)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self._mark_fp8_blocks()
         self.tp.mark(self)
         clear_states(self)
         drop_transposed(self)
@@ -202,6 +202,17 @@ class Decoder(nn.Module):
         assert isinstance(weight, Tensor)
         return weight
 
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Token ids that end a text."""
+        ids = self.config.eos_token_id
+        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The token id of padding, None if there is none."""
+        return self.config.pad_token_id
+
     def forward(
         self,
         input_ids: Tensor,
@@ -217,7 +228,8 @@ class Decoder(nn.Module):
 
         Args:
             input_ids: int64 [B, S]; any B and S up to max_position_embeddings.
-            labels: int64 [B, S], not shifted; -100 does not count.
+            labels: int64 [B, S], not shifted; -100 is not counted, nor is a target predicted from padding. Other labels
+                outside the vocabulary are a ValueError on a CPU; on a GPU they make the loss NaN.
             cache: positions seen before; the new ones are appended.
             attention_mask: [B, S], 1 for tokens and 0 for padding, which may lie on either side; None: no padding. The
                 logits at padding mean nothing.
@@ -233,9 +245,9 @@ class Decoder(nn.Module):
         """
         refuse_foreign_recompute(self.recipe.stateful)
         recompute = self._recompute(input_ids.device, is_first_microbatch)
-        passed = (cache, attention_mask, document_ids, recompute, self.kernels)
+        passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
         context = forward_context(self.config, input_ids, *passed, self.dtype)
-        wanted = (labels, return_logits, logits_to_keep)
+        wanted = (labels, attention_mask, return_logits, logits_to_keep)
         fp8 = self.fp8_layers
         x = self.tp.scatter(self._padded(self._embedded(input_ids, context)))
         x = self._run(range(fp8.start), x, context)
@@ -265,7 +277,13 @@ class Decoder(nn.Module):
         return x
 
     def _output(
-        self, x: Tensor, context: ForwardContext, labels: Tensor | None, return_logits: bool, logits_to_keep: int | None
+        self,
+        x: Tensor,
+        context: ForwardContext,
+        labels: Tensor | None,
+        attention_mask: Tensor | None,
+        return_logits: bool,
+        logits_to_keep: int | None,
     ) -> Output:
         """Norm, head and loss of the last hidden states x [N, D]; arguments as in `forward`."""
         batch, seq = context.batch, context.seq
@@ -274,11 +292,11 @@ class Decoder(nn.Module):
             count = seq if logits_to_keep is None else min(logits_to_keep, seq)
             logits = self._logits(self._newest(h, context, count), context)
             return Output(None, logits[: batch * count].unflatten(0, (batch, count)))
-        targets = F.pad(labels[:, 1:], (0, 1), value=-100).flatten()  # shifting the labels spares a copy of the logits
+        targets, invalid = next_token_targets(labels, attention_mask, self.config.vocab_size)
         if not return_logits and self._head_is_fused:
-            return Output(self._fused_loss(h, targets), None)
+            return Output(nan_if(self._fused_loss(h, targets), invalid), None)
         logits = self._logits(h, context)[: batch * seq]
-        loss = self.kernels.cross_entropy(logits, targets)
+        loss = nan_if(self.kernels.cross_entropy(logits, targets), invalid)
         return Output(loss, logits.unflatten(0, (batch, seq)) if return_logits else None)
 
     @property
@@ -352,7 +370,6 @@ class Decoder(nn.Module):
             if isinstance(module, self.te.Linear):
                 self.te.reset_fp8_state(module)
         self.recipe, self.te_recipe = new, new.build(self.te)
-        self._mark_fp8_blocks()
         relink(self, self.te_recipe)
         if keep:
             self.take_fp8_state(keep, old)
@@ -381,17 +398,12 @@ class Decoder(nn.Module):
                 "others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"
             )
 
-    def _mark_fp8_blocks(self) -> None:
-        """Tell each block whether it belongs inside the autocast."""
-        for layer, block in enumerate(self.layers):
-            block.in_fp8 = layer in self.fp8_layers  # type: ignore[assignment]
-
     def _checked(self, recipe: Recipe) -> Recipe:
         """The recipe, if this model can run it here."""
         check_support(self.te, self.engine, recipe)
         edges = recipe.num_layers_at_start_in_bf16 + recipe.num_layers_at_end_in_bf16
         if recipe.quantized and edges >= self.config.num_hidden_layers:
-            raise ValueError(
+            raise ConfigError(
                 f"recipe {recipe.name!r} keeps {edges} layers in BF16 and the model has {self.config.num_hidden_layers}:"
                 " nothing would run in FP8; lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16"
             )

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from te_models.config.recompute_modes import recomputes_block, recomputes_mlp, recomputes_product
+from te_models.errors import EngineError
 from te_models.kernels.early_save import discarding
 from te_models.model.offload import Offload
 
@@ -88,6 +89,26 @@ class Recompute:
         if torch.is_grad_enabled() and recomputes_product(self.mode, self._fp8, self.fp8_weights):
             return discarding(hidden)
         return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def by_a_third_party(self) -> Iterator[None]:
+        """Inside, an FP8 block runs that torch.utils.checkpoint, or a wrapper built on it, recomputes in backward.
+
+        The model's autocast has ended by then. Recipes without state only need it again; the scales of a stateful one
+        have moved on, and its amaxes would be recorded twice.
+
+        Raises:
+            EngineError: the recipe has state, or the block was called by itself.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            raise EngineError("an FP8 block ran outside the model's autocast: call the model, not its blocks")
+        if self.te_recipe.delayed():
+            raise EngineError(
+                "a third-party checkpoint recomputes FP8 blocks under delayed scaling, whose scales it does not restore: "
+                "use activation_checkpointing='full' or te_models.checkpoint instead, or a recipe without state"
+            )
+        with self.te.restored_recompute(), self.te.autocast(enabled=True, recipe=self.te_recipe):
+            yield
 
     @property
     def _fp8(self) -> bool:

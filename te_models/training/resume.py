@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from te_models.causal_lm import CausalLM
 from te_models.checkpoint.folder import load_folder
-from te_models.checkpoint.pretrained import read_config, read_recipe
+from te_models.checkpoint.pretrained import read_recipe
 from te_models.checkpoint.run_folder import Checkpoints, offering_older
 from te_models.config.recipe import get_recipe
 from te_models.config.training import TrainConfig
@@ -15,6 +17,7 @@ from te_models.errors import CheckpointError, UsageError
 from te_models.files.atomic import readable
 
 RUN_CHOICES = ("engine", "fp8_params", "activation_checkpointing", "activation_offload")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def run_folder(out: str | None, label: str, recipe: str | None, resume: bool) -> Path | None:
@@ -55,10 +58,10 @@ def saved_choices(folder: Path | None) -> dict[str, Any]:
     with offering_older(newest):
         saved = load_folder(newest, ["config", "recipe"], optional=["run"])
     fp8_params = any(readable(newest).glob("fp8_weights*"))  # checkpoints before "run" was part of them
-    _, dtype = read_config(saved)
-    run = saved.documents.get("run", {})
-    if not isinstance(run, dict) or not run.keys() <= {*RUN_CHOICES}:
+    config, run = saved.documents["config"], saved.documents.get("run", {})
+    if not isinstance(run, dict) or not run.keys() <= {*RUN_CHOICES} or not isinstance(config, dict):
         raise CheckpointError(f"{newest / 'run.json'} must have some of {', '.join(RUN_CHOICES)}")
+    dtype = DTYPES.get(str(config.get("dtype")), torch.bfloat16)  # checked when the weights are loaded
     return {"recipe": read_recipe(saved), "dtype": dtype, "fp8_params": fp8_params, **run}
 
 

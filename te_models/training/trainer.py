@@ -31,6 +31,7 @@ from te_models.device.determinism import deterministic
 from te_models.errors import Diverged, NamedFields, OutputInUse, SaveError, UsageError
 from te_models.files.formats import flatten_state, render_json
 from te_models.files.lock import locked
+from te_models.model.targets import invalid_label
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
@@ -379,6 +380,10 @@ class Trainer(NamedFields):
 
     def _diagnosis(self, step: int, loss: float, norm: float, micro_batches: list[Batch]) -> str:
         """Return one line that names the step and the first layer whose output is not finite."""
+        checked = [invalid_label(batch["labels"], self.model.config.vocab_size) for batch in micro_batches]
+        mistake = next(filter(None, sum(self.parallel.ranks.gather(checked), [])), None)
+        if mistake is not None:
+            return f"step {step}: {mistake}. The weights are those of the step before"
         what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
         own = [first_bad_module(self.model, batch) for batch in micro_batches]  # all: every rank must take part
         where = next(filter(None, sum(self.parallel.ranks.gather(own), [])), None)

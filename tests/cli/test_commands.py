@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from ranks import run_process
 
@@ -36,6 +37,23 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture) -> 
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Usage: te-models") and len(text.splitlines()) > 4
+
+
+@pytest.mark.parametrize("command", sorted(cli.commands))
+def test_every_flag_has_help(command: str) -> None:
+    for parameter in cli.commands[command].params:
+        help = parameter.help if isinstance(parameter, click.Option) else None
+        assert help and help[0].isupper() | help.startswith(
+            ("auto", "adamw", "hf:", "stream", "bfloat16", "state_dict")
+        ), parameter.name
+        assert help.endswith("."), parameter.name
+
+
+def test_help_begins_with_the_everyday_options(capsys: pytest.CaptureFixture) -> None:
+    main(["finetune", "--help"])
+    text = capsys.readouterr().out
+    places = [text.index(part) for part in ("  --data", "  --steps", "  --recipe", "\nOptimizer:", "\nRecipe fields:")]
+    assert places == sorted(places)
 
 
 def test_the_surface_is_what_the_documents_promise(capsys: pytest.CaptureFixture) -> None:
@@ -74,7 +92,7 @@ def test_finetune_resume_and_generate(corpus: Path, tmp_path: Path, capsys: pyte
         "engine",
         "emulated",
         "8 in E4M3/E5M2, 9 in BF16",
-        "tokens a step",
+        "tokens per step",
         "eval loss before",
         "sample",
     ):

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from te_models import CausalLM
 from te_models.checkpoint.pretrained import read_training_state
 from te_models.config.training import TrainConfig
-from te_models.data.dataset import Document, TokenDataset
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import Document
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import Diverged
 from te_models.files.formats import flatten_state

@@ -50,8 +50,10 @@ RUNS |= {
     ),
     "tp-bf16": dict(parallel="tp", recipe="bf16", save_every=2, tied=False),
     "tp-delayed": dict(parallel="tp", recipe="delayed", sequence_parallel=True),
-    "ddp-answers": dict(parallel="ddp", recipe="bf16", answers=True),
-    "fsdp-answers": dict(parallel="fsdp", recipe="bf16", answers=True),
+    # Every micro-batch of every process counts another number of tokens.
+    "ddp-answers": dict(parallel="ddp", recipe="bf16", answers=True, gradient_accumulation=3),
+    "fsdp-answers": dict(parallel="fsdp", recipe="bf16", answers=True, gradient_accumulation=3),
+    "tp-answers": dict(parallel="tp", recipe="bf16", answers=True, gradient_accumulation=3),
 }  # fmt: skip
 SPECIAL = {
     "saved": dict(parallel="fsdp", recipe="delayed", dtype="bfloat16", steps=4, save_every=2, mode="selective"),
@@ -118,8 +120,9 @@ def start(root: Path, world: int, cases: dict[str, Any], name: str) -> dict[str,
     try:
         codes = [job.wait(timeout=600) for job in jobs]
     finally:
-        for job in jobs:
+        for job, log in zip(jobs, logs, strict=True):
             job.kill()
+            log.close()
     if any(codes):
         ends = [
             f"rank {log.name}: exit code {code}\n{Path(log.name).read_text()[-4000:]}"

@@ -18,7 +18,8 @@ from te_models import CausalLM, list_recipes
 from te_models.checkpoint.folder import load_folder
 from te_models.checkpoint.pretrained import saved_folder
 from te_models.config.training import TrainConfig
-from te_models.data.dataset import Document, TokenDataset
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import Document
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import Diverged, SaveError
 from te_models.fp8.primary_weights import plain, weight_codes
