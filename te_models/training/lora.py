@@ -141,6 +141,8 @@ def _checked_config(folder: Path, values: Any, tensors: Mapping[str, Tensor], tr
 
 def _check_patterns(path: Path, patterns: Any) -> None:
     """Raise CheckpointError unless regular expressions are short and cannot backtrack without end on a module's name."""
+    if not isinstance(patterns, str | list | None):
+        raise CheckpointError(f"{path}: a list of modules is a {type(patterns).__name__}")
     for pattern in [patterns] if isinstance(patterns, str) else patterns or []:
         if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN:
             raise CheckpointError(f"{path}: a pattern must be text of at most {MAX_PATTERN} characters")
