@@ -121,8 +121,8 @@ class Recipe:
         if self.scheme not in SCHEMES:
             raise unknown("scheme", self.scheme, SCHEMES)
         fields = dict(self.fields)
-        if default := SCHEMES[self.scheme].fp8_format:
-            fields["fp8_format"] = _format(fields.get("fp8_format", default))
+        if "fp8_format" in fields:
+            fields["fp8_format"] = _format(fields["fp8_format"])
         checks = {**SCHEMES[self.scheme].fields, **EDGES}
         for name, value in {**fields, **{edge: getattr(self, edge) for edge in EDGES}}.items():
             if name not in checks:
@@ -167,8 +167,8 @@ class Recipe:
     @property
     def formats(self) -> str:
         """The formats that run: of activations and gradients, such as "E4M3/E5M2"."""
-        forward = SCHEMES[self.scheme].forward
-        return f"{forward}/E5M2" if self.fields.get("fp8_format") == "HYBRID" else forward
+        scheme = SCHEMES[self.scheme]
+        return f"{scheme.forward}/E5M2" if self.fields.get("fp8_format", scheme.fp8_format) == "HYBRID" else scheme.forward
 
     def replace(self, **overrides: Any) -> Recipe:
         """Return this recipe with some fields changed; an unknown field or a bad value is a ConfigError."""
@@ -178,7 +178,9 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Return every resolved value as plain JSON values: the content of `recipe.json`."""
         edges = {name: getattr(self, name) for name in EDGES}
-        return {"name": self.name, "scheme": self.scheme, **self.fields, **edges}
+        default = SCHEMES[self.scheme].fp8_format
+        fields = ({"fp8_format": default} if default else {}) | dict(self.fields)
+        return {"name": self.name, "scheme": self.scheme, **fields, **edges}
 
     def build(self, te: Any) -> Any:
         """Return the engine's recipe object, an instance of Transformer Engine's class; None for BF16."""

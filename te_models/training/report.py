@@ -54,7 +54,7 @@ def summary(
 
 def speed_rows(model: CausalLM, config: TrainConfig) -> dict[str, str]:
     """Return whether operations are compiled and the step is a CUDA graph, or why not."""
-    obstacle = step_obstacle(model, config)
+    obstacle = step_obstacle(model, config, config.parallel)
     return {
         "compiled": model.compile_status,
         "CUDA graph": f"off, because {obstacle}" if obstacle else "forward and backward",

@@ -288,7 +288,7 @@ class Trainer(NamedFields):
 
     def _graphed(self) -> GraphedStep | None:
         """Return the step as a CUDA graph if the run asks for one and it is possible."""
-        if reason := step_obstacle(self.model, self.config):
+        if reason := step_obstacle(self.model, self.config, self.parallel.kind):
             log.info("no CUDA graph of the step: %s", reason)
             return None
         return GraphedStep(self.model)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 from graph_tape import pretend_cuda
 from torch import Tensor
 
 from te_models import CausalLM
 from te_models.engine import get_engine
+from te_models.fp8.primary_weights import is_quantized, plain, saved_weight
 from te_models.fp8.scaling_state import fp8_state
 
 for package in ("peft", "accelerate", "transformers"):
@@ -23,7 +25,7 @@ with warnings.catch_warnings():
     from accelerate import Accelerator
     from peft import LoraConfig
 
-    from te_models.training.lora import PROJECTIONS, add_lora, load_lora
+    from te_models.training.lora import PROJECTIONS, LoraLinear, add_lora, load_lora
 
 SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
 SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=64)
@@ -102,6 +104,28 @@ def test_merge_is_the_same_model_and_unmerge_undoes_it(build: Any, dtype: torch.
     merged = adapted.merge_and_unload()
     assert isinstance(merged, CausalLM) and {n for n, _ in merged.named_parameters()} == set(weights)
     torch.testing.assert_close(merged(ids).logits.float(), tuned, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_a_merge_into_fp8_weights_takes_fresh_scales(build: Any, recipe: str) -> None:
+    model = build(recipe, fp8_params=True)
+    adapted = add_lora(model, r=4, lora_alpha=8, target_modules=["qkvg_proj", "down_proj"])
+    train(adapted, tokens(model), 2)
+    layers = [m for m in adapted.modules() if isinstance(m, LoraLinear) and is_quantized(m.base_layer.weight)]
+    assert len(layers) == 4
+    for layer in layers:
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.1)  # many times the weight itself
+    before = [{name: t.clone() for name, t in saved_weight(m.base_layer.weight).items()} for m in layers]
+    exact = [plain(m.base_layer.weight).float() + m.get_delta_weight("default") for m in layers]
+    adapted.merge_adapter()
+    for layer, wanted in zip(layers, exact, strict=True):
+        # A rounding to BF16 and one to E4M3, whose half step is 2^-4 of a number at most.
+        error = (plain(layer.base_layer.weight).float() - wanted).norm() / wanted.norm()
+        assert error < 2**-4 + 2**-8, f"{recipe}: {error:.3f}"
+    adapted.unmerge_adapter()
+    for layer, wanted in zip(layers, before, strict=True):
+        for name, tensor in saved_weight(layer.base_layer.weight).items():
+            assert_same_bits(f"{recipe}: {name}", tensor, wanted[name])
 
 
 def test_adapters_are_saved_loaded_and_given_away_merged(build: Any, tmp_path: Path) -> None:

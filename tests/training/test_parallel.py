@@ -17,6 +17,7 @@ from unittest.mock import create_autospec
 
 import pytest
 import torch
+from bits import assert_same_bits
 from distributed_job import SHAPE, continue_from, make_trainer, outcome
 from torch.distributed.fsdp import FSDPModule
 
@@ -197,7 +198,7 @@ def test_resumed_by_as_many_it_is_the_same_run_to_the_bit(kind: str, two: dict[s
     for group in ("model", "training", "fp8_state"):
         assert whole.tensors[group].keys() == resumed.tensors[group].keys()
         for name, tensor in whole.tensors[group].items():
-            assert torch.equal(tensor, resumed.tensors[group][name]), name
+            assert_same_bits(name, tensor, resumed.tensors[group][name])
 
 
 def test_one_process_goes_on_where_two_stopped(two: dict[str, Any], root: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 
 from te_models import CausalLM, list_recipes
 from te_models.checkpoint.folder import load_folder
@@ -87,9 +88,9 @@ def test_resumed_it_is_the_same_run_to_the_bit(recipe: str, mode: str | int, fp8
     assert resumed.run(resume=True).step == 3
     assert losses(tmp_path / "half") == losses(tmp_path / "whole") and len(set(losses(tmp_path / "half"))) == 3
     for (name, p), q in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(plain(p), plain(q)), name
-    for p, q in zip(whole.optimizer.masters, resumed.optimizer.masters, strict=True):
-        assert torch.equal(p, q)
+        assert_same_bits(name, plain(p), plain(q))
+    for number, (p, q) in enumerate(zip(whole.optimizer.masters, resumed.optimizer.masters, strict=True)):
+        assert_same_bits(f"master {number}", p, q)
     again = {name: t for of in (fp8_state, weight_codes) for name, t in of(resumed.model).items()}
     assert state.keys() == again.keys() and [name for name in state if not torch.equal(state[name], again[name])] == []
     assert whole.result.eval_loss == resumed.result.eval_loss
