@@ -15,21 +15,13 @@ from te_models.config.presets import get_preset
 @click.command(cls=Command)
 @model_options
 @option(
-    "--recipes",
-    default="bf16,delayed,current",
-    show_default=True,
-    help="Recipes to time; append +fused, +eager, ... for a way to run.",
+    "--recipes", default="bf16,delayed,current", help="Recipes to time; append +fused, +eager, ... for a way to run."
 )
-@option(
-    "--peers",
-    default="none",
-    show_default=True,
-    help="Other implementations to time: torch, torchao, te-layer, te-layer-bf16.",
-)
-@option("--batch-size", default=8, show_default=True, help="Sequences per step.")
-@option("--seq-len", default=2048, show_default=True, help="Tokens per sequence.")
-@option("--steps", default=15, show_default=True, help="Timed rounds; every variant runs once in each.")
-@option("--warm-up", default=3, show_default=True, help="Steps of each variant that are not timed.")
+@option("--peers", default="none", help="Other implementations to time: torch, torchao, te-layer, te-layer-bf16.")
+@option("--batch-size", default=8, help="Sequences per step.")
+@option("--seq-len", default=2048, help="Tokens per sequence.")
+@option("--steps", default=15, help="Timed rounds; every variant runs once in each.")
+@option("--warm-up", default=3, help="Steps of each variant that are not timed.")
 @out_option("Folder for bench.json and bench.png.")
 @compile_option
 def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: str | None, **options: Any) -> None:

@@ -12,6 +12,7 @@ from te_models.cli.options import (
     Command,
     build_model,
     compile_option,
+    data_option,
     is_given,
     memory_options,
     model_options,
@@ -37,28 +38,16 @@ RUN_OPTIONS = ("data", "streaming", "packing", "data_workers", "tokenizer", "out
 @tokenizer_option
 @memory_options(group="Training")
 @compile_option
-@option(
+@data_option(
     "--streaming/--no-streaming",
     default=None,
-    group="Data",
     help="Read the data while training; default: if it exceeds 1 GiB, is compressed, or is a glob or URL.",
 )
-@option(
-    "--packing",
-    default="stream",
-    show_default=True,
-    metavar="NAME",
-    group="Data",
-    help="stream, or documents: attend only within each document.",
+@data_option(
+    "--packing", default="stream", metavar="NAME", help="stream, or documents: attend only within each document."
 )
-@option("--data-workers", default=2, show_default=True, group="Data", help="Processes that encode streamed data ahead.")
-@option(
-    "--sample-tokens",
-    default=200,
-    show_default=True,
-    group="Data",
-    help="Length of the sample printed at the end; 0: no sample.",
-)
+@data_option("--data-workers", default=2, help="Processes that encode streamed data ahead.")
+@data_option("--sample-tokens", default=200, help="Length of the sample printed at the end; 0: no sample.")
 def finetune(preset: str | None, model: str | None, **options: Any) -> None:
     """Fine-tune a model on text; evaluates, saves, draws the loss curve and prints a sample."""
     from te_models.training.finetune import finetune as run  # noqa: PLC0415  imports torch

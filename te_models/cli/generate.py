@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from te_models.cli.options import Command, build_model, model_options, option, tokenizer_option
+from te_models.cli.options import Command, build_model, model_options, option, sampling_option, tokenizer_option
 from te_models.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,32 +28,16 @@ SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_st
 @option("--system", help="System message, with --chat.")
 @model_options
 @tokenizer_option
-@option("--max-new-tokens", default=200, show_default=True, group="Sampling", help="Most tokens to generate.")
-@option("--greedy", is_flag=True, group="Sampling", help="Take the likeliest token at every step.")
-@option(
-    "--temperature",
-    default=0.8,
-    show_default=True,
-    group="Sampling",
-    help="Divisor of the logits: below 1 sharper, above 1 flatter.",
+@sampling_option("--max-new-tokens", default=200, help="Most tokens to generate.")
+@sampling_option("--greedy", is_flag=True, help="Take the likeliest token at every step.")
+@sampling_option("--temperature", default=0.8, help="Divisor of the logits: below 1 sharper, above 1 flatter.")
+@sampling_option("--top-k", type=int, help="Sample among the K likeliest tokens.")
+@sampling_option("--top-p", type=float, help="Sample from the smallest set of tokens of this probability.")
+@sampling_option(
+    "--min-p", type=float, help="Sample among tokens with at least this share of the likeliest token's probability."
 )
-@option("--top-k", type=int, group="Sampling", help="Sample among the K likeliest tokens.")
-@option("--top-p", type=float, group="Sampling", help="Sample from the smallest set of tokens of this probability.")
-@option(
-    "--min-p",
-    type=float,
-    group="Sampling",
-    help="Sample among tokens with at least this share of the likeliest token's probability.",
-)
-@option(
-    "--stop",
-    "stop_strings",
-    multiple=True,
-    metavar="TEXT",
-    group="Sampling",
-    help="End before this text; may be repeated.",
-)
-@option("--seed", type=int, group="Sampling", help="Seed of the random numbers; default: a different one every time.")
+@sampling_option("--stop", "stop_strings", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
+@sampling_option("--seed", type=int, help="Seed of the random numbers; default: a different one every time.")
 def generate(
     preset: str | None, model: str | None, prompt: str | None, chat: bool, system: str | None, tokenizer: str | None,
     **options: Any,

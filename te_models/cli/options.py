@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shlex
@@ -109,8 +110,13 @@ def _memory_advice(ctx: click.Context) -> str:
 
 
 def option(*declarations: str, group: str = "Options", **attributes: Any) -> Decorator:
-    """Add one option; `click.option` with a group."""
+    """Add one option; `click.option` with a group, which shows a default other than None."""
+    attributes.setdefault("show_default", attributes.get("default") is not None)
     return click.option(*declarations, cls=Option, group=group, **attributes)
+
+
+sampling_option = functools.partial(option, group="Sampling")
+data_option = functools.partial(option, group="Data")
 
 
 def chained(*options: Decorator) -> Decorator:
@@ -164,7 +170,7 @@ model_options = chained(
     option("--model", metavar="DIR",
            help="Saved model, run folder (its newest checkpoint), Hugging Face folder or name."),
     option("--recipe", metavar="NAME|FILE", help=f"Precision: {', '.join(list_recipes())}, or a TOML file."),
-    option("--engine", default="auto", show_default=True, metavar="NAME", group="Model",
+    option("--engine", default="auto", metavar="NAME", group="Model",
            help="auto, native (Transformer Engine) or emulated (its numbers on any device)."),
     option("--device", group="Model", help="Such as cpu or cuda:1; default: the first GPU, else the CPU."),
     option("--fp8-params/--no-fp8-params", default=None, group="Model",
@@ -179,7 +185,7 @@ def train_options(*names: str, group: str | None = None) -> Decorator:
     groups = {name: title for title, members in TRAIN_GROUPS.items() for name in members}
     return chained(*(
         flag(
-            field.name, type(field.default), default=field.default, show_default=True,
+            field.name, type(field.default), default=field.default,
             group=group or groups.get(field.name, "Options"), help=field.metadata["help"],
         )
         for field in (TRAIN_FIELDS[name] for name in names or TRAIN_FIELDS)
@@ -189,15 +195,15 @@ def train_options(*names: str, group: str | None = None) -> Decorator:
 def memory_options(group: str) -> Decorator:
     """Add the options that trade memory for time."""
     return chained(
-        option("--activation-checkpointing", default="none", show_default=True, metavar="MODE", group=group,
+        option("--activation-checkpointing", default="none", metavar="MODE", group=group,
                help="Recompute activations: none, selective (most of each MLP), full, or N for every N-th block."),
-        option("--activation-offload/--no-activation-offload", default=False, show_default=True, group=group,
+        option("--activation-offload/--no-activation-offload", default=False, group=group,
                help="Store the activations that backward needs in host memory."),
     )  # fmt: skip
 
 
 compile_option = option(
-    "--compile/--no-compile", default=True, show_default=True, group="Model",
+    "--compile/--no-compile", default=True, group="Model",
     help="Fuse elementwise operations with torch.compile (on a GPU).",
 )  # fmt: skip
 

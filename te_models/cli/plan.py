@@ -27,7 +27,7 @@ TRAINING = ("batch_size", "seq_len", "gradient_accumulation", "optimizer")
 @option("--memory", is_flag=True, help="Predict the memory of training instead, and list the GPUs it fits on.")
 @json_option
 @train_options(*TRAINING, group="With --memory")
-@option("--gpus", default=1, show_default=True, group="With --memory", help="Number of GPUs that FSDP shards over.")
+@option("--gpus", default=1, group="With --memory", help="Number of GPUs that FSDP shards over.")
 @memory_options(group="With --memory")
 def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **options: Any) -> None:
     """Show the precision and engine of every layer with the reason, or the memory that training takes."""

@@ -13,7 +13,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,48 +29,60 @@ CONTEXT = 16  # tokens before new ones that their text may depend on
 _ROLES = ("bos", "eos", "pad")
 
 
-class Tokenizer(Protocol):
-    """The tokenizer interface of training and generation. Ids are below `vocab_size`."""
+class Tokenizer(ABC):
+    """Base of all tokenizers. Ids are below `vocab_size`; a special id is None where there is none.
 
-    @property
-    def vocab_size(self) -> int:
-        """The highest id plus one."""
-        ...
+    Attributes:
+        vocab_size: the highest id plus one.
+        bos_token_id, eos_token_id, pad_token_id: ids that begin a text, end one, and fill up a row.
+        folder: where its files were read, if anywhere.
+    """
 
-    @property
-    def bos_token_id(self) -> int | None:
-        """The id that begins a text, None if there is none."""
-        ...
+    vocab_size: int
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+    folder: Path | None = None
+    _template: ChatTemplate | None = None
 
-    @property
-    def eos_token_id(self) -> int | None:
-        """The id that ends a text, None if there is none."""
-        ...
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_template"}  # it is a process
 
-    @property
-    def pad_token_id(self) -> int | None:
-        """The id of padding, None if there is none."""
-        ...
-
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without special tokens before or after it."""
-        ...
 
+    @abstractmethod
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of `text` with the special tokens that a text begins with, such as bos."""
-        ...
 
+    @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Return the ids of each text as a 1-d integer array; faster than one `encode` per text."""
-        ...
 
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; special and unknown ids are skipped, invalid UTF-8 becomes U+FFFD."""
-        ...
+
+    @abstractmethod
+    def documents(self) -> dict[str, Any]:
+        """Return the JSON of its files, by name without suffix: the content that `save` writes."""
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, from which `load_tokenizer` restores it, atomically each."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, document in self.documents().items():
+            temp = Path(folder) / f".{name}.json.saving"
+            temp.write_bytes(json.dumps(document, ensure_ascii=False, indent=2).encode())
+            os.replace(temp, Path(folder) / f"{name}.json")
 
     def chat_template(self) -> ChatTemplate:
-        """Return the chat template of this tokenizer; a ValueError if it has none."""
-        ...
+        """Return the chat template in the tokenizer's folder; a DataError if there is none."""
+        if self.folder is None:
+            raise DataError("bytes have no chat template: give --model or --tokenizer a folder that has one")
+        if self._template is None:
+            self._template = ChatTemplate.from_folder(self.folder)
+        return self._template
 
     def apply_chat_template(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Return the ids of a conversation, up to where the assistant speaks next.
@@ -80,17 +92,9 @@ class Tokenizer(Protocol):
             variables: variables of the template, such as enable_thinking.
 
         Raises:
-            ValueError: there is no chat template, or it refuses the messages.
+            DataError: there is no chat template, or it refuses the messages.
         """
-        ...
-
-    def documents(self) -> dict[str, Any]:
-        """Return the JSON of its files, by name without suffix: the content that `save` writes."""
-        ...
-
-    def save(self, folder: str | Path) -> None:
-        """Write its files into `folder`, from which `load_tokenizer` restores it."""
-        ...
+        return self.encode(self.chat_template().render(messages, **variables))
 
 
 def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
@@ -143,33 +147,7 @@ def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) 
     return whole.removeprefix(start) if whole.startswith(start) else tokenizer.decode(ids)
 
 
-class _Chat(ABC):
-    """The chat template of a tokenizer, read from its folder when it is first used."""
-
-    folder: Path | None = None
-    _template: ChatTemplate | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_template"}  # it is a process
-
-    @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`."""
-
-    def chat_template(self) -> ChatTemplate:
-        """Return the chat template in the tokenizer's folder; a ValueError if there is none."""
-        if self.folder is None:
-            raise DataError("bytes have no chat template: give --model or --tokenizer a folder that has one")
-        if self._template is None:
-            self._template = ChatTemplate.from_folder(self.folder)
-        return self._template
-
-    def apply_chat_template(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """Return the ids of a conversation, up to where the assistant speaks next."""
-        return self.encode(self.chat_template().render(messages, **variables))
-
-
-class ByteTokenizer(_Chat):
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0 to 255, then the special ids bos, eos and pad.
 
     Args:
@@ -177,19 +155,15 @@ class ByteTokenizer(_Chat):
     """
 
     vocab_size = 259
-    bos_token_id = 256
-    eos_token_id = 257
-    pad_token_id = 258
+    bos_token_id, eos_token_id, pad_token_id = 256, 257, 258
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
 
     def encode(self, text: str) -> list[int]:
-        """Return the bytes of `text`."""
         return list(text.encode())
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the bytes of `text`, with nothing before them."""
         return self.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
@@ -197,11 +171,9 @@ class ByteTokenizer(_Chat):
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the bytes among `ids`; invalid UTF-8 becomes U+FFFD."""
-        return bytes(i for i in ids if i < self.bos_token_id).decode(errors="replace")
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def documents(self) -> dict[str, Any]:
-        """Return tokenizer and tokenizer_config, as `save` writes them."""
         vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
         special = {f"{role}_token": f"<{role}>" for role in _ROLES}
         model = {"type": "BPE", "byte_fallback": True, "merges": []}
@@ -217,12 +189,8 @@ class ByteTokenizer(_Chat):
             "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True, **special},
         }
 
-    def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json."""
-        _write_documents(Path(folder), self.documents())
 
-
-class HuggingFaceTokenizer(_Chat):
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json, run by the `tokenizers` library. `tokenizers>=0.20`.
 
     Special tokens come from the files beside it: tokenizer_config.json, else special_tokens_map.json, else
@@ -263,7 +231,6 @@ class HuggingFaceTokenizer(_Chat):
             return self._backend.encode(text).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Return the ids of each text, int32, encoded on all cores."""
         encoded = []
         # In parts, since the library's encodings take many times the memory of their ids.
         for start in range(0, len(texts), 1024):
@@ -287,10 +254,6 @@ class HuggingFaceTokenizer(_Chat):
         special = {f"{role}_token": self._backend.id_to_token(i) for role, i in ids.items() if i is not None}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._config, **special}
         return {"tokenizer": self._document, "tokenizer_config": config}
-
-    def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json."""
-        _write_documents(Path(folder), self.documents())
 
 
 def _special_id(role: str, documents: Iterable[dict[str, Any]], token_to_id: Callable[[str], int | None]) -> int | None:
@@ -324,12 +287,3 @@ def _library_errors(file: Path, doing: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise DataError(f"{file}: {doing} ({first_line(error)})") from None
-
-
-def _write_documents(folder: Path, documents: dict[str, Any]) -> None:
-    """Write each document to a file of its own, atomically."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, document in documents.items():
-        temp = folder / f".{name}.json.saving"
-        temp.write_bytes(json.dumps(document, ensure_ascii=False, indent=2).encode())
-        os.replace(temp, folder / f"{name}.json")
