@@ -282,7 +282,7 @@ def test_an_older_checkpoint_is_offered_where_the_newest_is_damaged(tmp_path: Pa
 def test_a_bad_line_of_metrics_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + line + "\n" + '{"step": 3')
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2, ") as caught:
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2\b") as caught:
         read_metrics(path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
     path.write_text('{"step": 1}\n{"step": 3')
