@@ -28,7 +28,7 @@ from te_models.errors import (
 )
 
 ROOT = Path(__file__).parent.parent
-RUN_FAILURES = (Diverged, EngineError, LostPeer)
+RUN_FAILURES = (errors.OutOfMemory, Diverged, EngineError, LostPeer)
 Pretend = Callable[[str, str | None], None]
 
 

@@ -168,7 +168,9 @@ class Recipe:
     def formats(self) -> str:
         """The formats that run: of activations and gradients, such as "E4M3/E5M2"."""
         scheme = SCHEMES[self.scheme]
-        return f"{scheme.forward}/E5M2" if self.fields.get("fp8_format", scheme.fp8_format) == "HYBRID" else scheme.forward
+        return (
+            f"{scheme.forward}/E5M2" if self.fields.get("fp8_format", scheme.fp8_format) == "HYBRID" else scheme.forward
+        )
 
     def replace(self, **overrides: Any) -> Recipe:
         """Return this recipe with some fields changed; an unknown field or a bad value is a ConfigError."""
