@@ -16,7 +16,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"memory_estimate"},
         {"memory_plan"},
     ],
-    "files": [{"atomic", "bounded"}, {"formats"}],
+    "files": [{"atomic", "lock"}, {"formats"}],
     "distributed": [{"collectives", "control", "dtensor"}],
     "device": [{"choice", "cpu_matmul", "cuda_capture", "cudnn", "determinism"}],
     "kernels": [
@@ -37,7 +37,8 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "interop": [{"hf_families", "te_extra_state"}, {"hf", "te_checkpoint"}],
     "checkpoint": [{"folder"}, {"run_folder"}, {"pretrained", "sharded"}],
     "optim": [
-        {"galore", "gradients", "groups", "lowbit", "muon8bit", "parameter_owners", "state_tensors"},
+        {"gradients", "groups", "parameter_owners", "state_tensors"},
+        {"galore", "lowbit", "muon8bit"},
         {"master"},
         {"te_adam"},
         {"__init__"},
@@ -53,7 +54,18 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}],
     "causal_lm": [{"causal_lm"}],
     "training": [
-        {"cuda_graph", "evaluation", "lora", "metrics", "parallel", "plots", "resume", "stop_signals", "timing"},
+        {
+            "cuda_graph",
+            "evaluation",
+            "lora",
+            "metrics",
+            "parallel",
+            "plots",
+            "restore",
+            "resume",
+            "stop_signals",
+            "timing",
+        },
         {"launch", "trainer"},
         {"report"},
         {"finetune"},

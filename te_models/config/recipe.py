@@ -76,6 +76,8 @@ SCHEMES: dict[str, Scheme] = {
     ),
 }  # fmt: skip
 
+# A history takes 20 bytes per row and linear layer; FP32 has exponents for no larger margin.
+LARGEST = dict(amax_history_len=65536, margin=100)
 # Fields of te-models in every recipe: layers that stay out of FP8.
 EDGES: dict[str, Check] = dict(num_layers_at_start_in_bf16=int, num_layers_at_end_in_bf16=int, lm_head=("bf16", "fp8"))
 
@@ -309,5 +311,9 @@ def _check(name: str, value: Any, check: Check) -> None:
             raise ConfigError(f"{name}={value!r}: give true or false")
     elif not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{name}={value!r}: give a whole number")
-    elif value < (1 if name == "amax_history_len" else 0):
-        raise ConfigError(f"{name}={value!r} is too small: give {1 if name == 'amax_history_len' else 0} or more")
+    else:
+        least, most = 1 if name == "amax_history_len" else 0, LARGEST.get(name, 2**20)
+        if value < least:
+            raise ConfigError(f"{name}={value!r} is too small: give {least} or more")
+        if value > most:
+            raise ConfigError(f"{name}={value!r} is too large: give {most} or less")

@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from te_models.data.json_files import read_json_object
+from te_models.data.json_files import read_file, read_json_object
 from te_models.errors import DataError, UsageError
-from te_models.files.bounded import read_bounded
 
 SECONDS = 10
-TEMPLATE_BYTES = 2**20
+BESIDE = "chat_template.jinja"
 
 Message = Mapping[str, str]
 
@@ -59,7 +58,7 @@ class ChatTemplate:
             DataError: there is none, or it is damaged.
         """
         config = read_json_object(Path(folder) / "tokenizer_config.json") or {}
-        beside = read_bounded(Path(folder) / "chat_template.jinja", TEMPLATE_BYTES)
+        beside = read_file(Path(folder) / BESIDE)
         source = config.get("chat_template") if beside is None else beside.decode(errors="replace")
         if isinstance(source, list):  # several by name, of which "default" is the one without tools
             named = [entry for entry in source if isinstance(entry, dict)]

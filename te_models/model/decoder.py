@@ -25,7 +25,7 @@ from te_models.config.recipe import Recipe, get_recipe
 from te_models.config.recompute_modes import check_mode
 from te_models.device.choice import choose_device
 from te_models.engine import check_support, engine_module, get_engine
-from te_models.errors import UsageError
+from te_models.errors import ConfigError, UsageError
 from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink, same_codes
 from te_models.fp8.region import forward_pass, fp8_layers, preserve_scales_in_backward
 from te_models.fp8.scaling_state import convert_scales, fp8_state, load_fp8_state
@@ -419,7 +419,7 @@ class Decoder(nn.Module):
         check_support(self.te, self.engine, recipe)
         edges = recipe.num_layers_at_start_in_bf16 + recipe.num_layers_at_end_in_bf16
         if recipe.quantized and edges >= self.config.num_hidden_layers:
-            raise ValueError(
+            raise ConfigError(
                 f"recipe {recipe.name!r} keeps {edges} layers in BF16 and the model has {self.config.num_hidden_layers}:"
                 " nothing would run in FP8; lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16"
             )

@@ -501,7 +501,6 @@ def test_the_dtype_is_the_files_or_the_one_asked_for(dtype: Any, theirs: Callabl
 STREAMING = """
 import resource, sys, torch
 from te_models import CausalLM
-from te_models.files.formats import open_safetensors
 
 def peak(): return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
 
