@@ -46,9 +46,11 @@ class CausalLM(Decoder):
         """Hugging Face's name for activation_checkpointing="none"."""
         self.activation_checkpointing = "none"
 
-    def num_parameters(self, only_trainable: bool = False) -> int:
-        """The number of parameters, tied ones once; of a sharded model those of all ranks."""
-        return sum(p.numel() for p in self.parameters() if p.requires_grad or not only_trainable)
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """The number of parameters, tied ones once; of a sharded model those of all ranks. transformers.Trainer calls it."""
+        left_out = self.embed_tokens.weight if exclude_embeddings else None
+        counted = (p for p in self.parameters() if p is not left_out)
+        return sum(p.numel() for p in counted if p.requires_grad or not only_trainable)
 
     def __repr__(self) -> str:
         """Recipe, engine, and each linear's precision; layers that are alike on one line."""
