@@ -108,7 +108,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_english_is_plain(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     found = {
