@@ -24,7 +24,7 @@ def write_corpus(folder: Path, mib: int) -> list[Path]:
     import pyarrow
     import pyarrow.parquet
 
-    from te_models.data.dataset import load_documents
+    from te_models.data.documents import load_documents
 
     texts, size = [], 0
     while size < mib * 2**20:

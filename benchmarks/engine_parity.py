@@ -21,7 +21,8 @@ from torch.nn.attention import SDPBackend
 from te_models import CausalLM
 from te_models.checkpoint.pretrained import load_weights, weights
 from te_models.config.training import TrainConfig
-from te_models.data.dataset import TokenDataset, load_documents
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import load_documents
 from te_models.data.tokenizer import load_tokenizer
 from te_models.fp8.scaling_state import fp8_state, load_fp8_state
 from te_models.kernels import sdpa

@@ -24,7 +24,8 @@ import torch
 
 from te_models import CausalLM
 from te_models.config.training import TrainConfig
-from te_models.data.dataset import TokenDataset, load_documents, split_documents
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import load_documents, split_documents
 from te_models.data.tokenizer import load_tokenizer
 from te_models.inspect.environment import environment
 from te_models.training.trainer import Trainer

@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 
 from te_models import CausalLM, list_recipes
-from te_models.data.dataset import TokenDataset, load_documents, split_documents
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import load_documents, split_documents
+from te_models.data.tokenizer import load_tokenizer
 from te_models.training.evaluation import evaluate
-from te_models.training.finetune import finetune, model_tokenizer
+from te_models.training.finetune import finetune
 
 MANTISSA_BITS = {"BF16": 7, "E4M3": 3, "E4M3/E5M2": 3, "E2M1": 1}  # of the formats in the forward pass
 
@@ -65,7 +67,7 @@ def main(model: str | None, steps: int, data: str | None, batches: int, out: Pat
 def held_out(model: str | None, data: str | None, batches: int) -> list[dict[str, Tensor]]:
     """Batches of text that tuning has not seen."""
     _, documents = split_documents(load_documents(data), seed=0)
-    dataset = TokenDataset(documents, model_tokenizer(None, model), 256, batch_size=8, seed=0, shuffle=False)
+    dataset = TokenDataset(documents, load_tokenizer(model), 256, batch_size=8, seed=0, shuffle=False)
     return dataset.eval_batches(batches)
 
 

@@ -10,18 +10,16 @@ from pathlib import Path
 
 import torch
 
-from te_models import CausalLM
-from te_models.config.training import TrainConfig
-from te_models.data.dataset import TokenDataset, load_documents, split_documents
-from te_models.data.tokenizer import load_tokenizer
-from te_models.training.trainer import Trainer
+from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer, open_data
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--preset", default="gated-nano")
     options.add_argument("--recipe", default="current", help="bf16, delayed, current, blockwise, mxfp8 or a .toml file")
-    options.add_argument("--data", help="a text, JSONL or Parquet file, or a folder; default: Python's own docs")
+    options.add_argument(
+        "--data", help="text, JSONL or Parquet: a file, folder, glob or URL; default: Python's own docs"
+    )
     options.add_argument("--steps", type=int, default=100)
     options.add_argument("--batch-size", type=int, default=8)
     options.add_argument("--seq-len", type=int, default=256)
@@ -30,10 +28,7 @@ def main() -> None:
 
     config = TrainConfig(steps=arguments.steps, batch_size=arguments.batch_size, seq_len=arguments.seq_len)
     tokenizer = load_tokenizer()
-    train, held_out = split_documents(load_documents(arguments.data))
-    sizes = dict(batch_size=config.batch_size, seed=config.seed)
-    dataset = TokenDataset(train, tokenizer, config.seq_len, **sizes)
-    evaluation = TokenDataset(held_out, tokenizer, config.seq_len, **sizes, shuffle=False).eval_batches(8)
+    dataset, evaluation = open_data(arguments.data, tokenizer, config)
 
     torch.manual_seed(config.seed)
     model = CausalLM.from_preset(arguments.preset, recipe=arguments.recipe)

@@ -1,4 +1,4 @@
-"""Tune low-rank adapters on a frozen FP8 model with peft, merge them and give the result to transformers.
+"""Train low-rank adapters on a frozen FP8 model with peft, merge them and save the result for transformers.
 
 python examples/finetune_lora.py Qwen/Qwen3-0.6B --data my_texts/ --recipe current --out tuned
 """
@@ -7,17 +7,15 @@ import argparse
 
 import torch
 
-from te_models import CausalLM
-from te_models.checkpoint.pretrained import tokenizer_of
-from te_models.data.dataset import TokenDataset, check_vocabulary, load_documents
-from te_models.data.tokenizer import load_tokenizer
-from te_models.training.lora import add_lora
+from te_models import CausalLM, TrainConfig, add_lora, load_tokenizer, open_data
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("model", help="a folder, or a name on the Hugging Face hub")
-    options.add_argument("--data", help="a text, JSONL or Parquet file, or a folder; default: Python's own docs")
+    options.add_argument(
+        "--data", help="text, JSONL or Parquet: a file, folder, glob or URL; default: Python's own docs"
+    )
     options.add_argument("--recipe", default="current", help="bf16, delayed, current, blockwise, mxfp8 or a .toml file")
     options.add_argument("--rank", type=int, default=8)
     options.add_argument("--steps", type=int, default=50)
@@ -27,17 +25,15 @@ def main() -> None:
     arguments = options.parse_args()
 
     torch.manual_seed(0)
-    tokenizer = load_tokenizer(tokenizer_of(None, arguments.model))
+    tokenizer = load_tokenizer(arguments.model)
+    config = TrainConfig(steps=arguments.steps, batch_size=arguments.batch_size, seq_len=arguments.seq_len)
+    data, _ = open_data(arguments.data, tokenizer, config)
     model = CausalLM.from_pretrained(arguments.model, recipe=arguments.recipe)
-    check_vocabulary(tokenizer, model.config.vocab_size)
-    data = TokenDataset(
-        load_documents(arguments.data), tokenizer, arguments.seq_len, batch_size=arguments.batch_size, seed=0
-    )
 
     adapted = add_lora(model, r=arguments.rank, lora_alpha=2 * arguments.rank)
     adapted.print_trainable_parameters()
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-3)
-    for step, batch in zip(range(1, arguments.steps + 1), data, strict=False):
+    for step, batch in zip(range(1, config.steps + 1), data, strict=False):
         loss = adapted(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss
         loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Generate with a loaded model: a batch of unequal prompts, then one answer as it is made, in FP8 if you like.
+"""Generate with a loaded model: a batch of unequal prompts, then one answer while it is generated, under any recipe.
 
 python examples/generate.py Qwen/Qwen3-0.6B --recipe current
 python examples/generate.py runs/mine --prompt "def main" --prompt "import "
@@ -7,12 +7,7 @@ python examples/generate.py Qwen/Qwen3-0.6B --chat --prompt "Why is the sky blue
 
 import argparse
 
-from te_models import CausalLM
-from te_models.checkpoint.pretrained import saved_folder, tokenizer_of
-from te_models.data.chat_template import ChatTemplate
-from te_models.data.tokenizer import load_tokenizer
-from te_models.generation.generate import stream_text
-from te_models.interop.hf import local_folder
+from te_models import CausalLM, load_tokenizer, stream_text
 
 
 def main() -> None:
@@ -24,23 +19,23 @@ def main() -> None:
     options.add_argument("--max-new-tokens", type=int, default=64)
     arguments = options.parse_args()
 
-    folder = saved_folder(local_folder(arguments.model))
-    tokenizer = load_tokenizer(tokenizer_of(None, folder))
-    model = CausalLM.from_pretrained(folder, recipe=arguments.recipe)
+    tokenizer = load_tokenizer(arguments.model)
+    model = CausalLM.from_pretrained(arguments.model, recipe=arguments.recipe)
     texts = arguments.prompt or ["The capital of France is", "def fibonacci(n):"]
     prompts = [tokenizer.encode_prompt(text) for text in texts]
     if arguments.chat:
-        template = ChatTemplate.of(folder)
-        prompts = [tokenizer.encode(template.render([{"role": "user", "content": text}])) for text in texts]
+        prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
 
     out = model.generate(prompts, max_new_tokens=arguments.max_new_tokens)
     longest = max(map(len, prompts))
     for text, row in zip(texts, out, strict=True):
         print(f"{text!r} -> {tokenizer.decode(row[longest:].tolist())!r}")
 
-    sampling = dict(do_sample=True, temperature=0.8, top_p=0.95, min_p=0.02, seed=0)
     print(f"\nsampled: {texts[0]}", end="")
-    for piece in stream_text(model, tokenizer, prompts[0], arguments.max_new_tokens, **sampling):
+    sampled = stream_text(
+        model, tokenizer, prompts[0], arguments.max_new_tokens, do_sample=True, temperature=0.8, top_p=0.95, seed=0
+    )
+    for piece in sampled:
         print(piece, end="", flush=True)
     print()
 

@@ -1,8 +1,10 @@
-"""Load a Hugging Face model into te.Linear blocks under a precision recipe, look at it, and give it back.
+"""Load a Hugging Face model into te.Linear blocks under a precision recipe, print its plan, and save it for
+transformers.
 
 python examples/load_hf.py Qwen/Qwen3-0.6B --recipe current
 python examples/load_hf.py path/to/Llama-3.2-1B --recipe mxfp8 --engine emulated --out llama-again
-python examples/load_hf.py Qwen/Qwen3-0.6B --attention-gate elementwise --out gated    # a gate that changes no output yet
+python examples/load_hf.py Qwen/Qwen3-0.6B --attention-gate elementwise --out gated    # a gate that changes no output
+yet
 """
 
 import argparse

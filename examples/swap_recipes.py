@@ -1,4 +1,4 @@
-"""The same weights under every recipe: how far each one's logits are from FP32's.
+"""Run the same weights under every recipe and print how far its logits are from those of FP32.
 
 python examples/swap_recipes.py Qwen/Qwen3-0.6B
 python examples/swap_recipes.py runs/mine --engine emulated     # every recipe, on any machine

@@ -5,45 +5,70 @@ Names are imported when first used, so that `import te_models` and the command l
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-if TYPE_CHECKING:
-    from te_models.causal_lm import CausalLM
+if _TYPE_CHECKING:
+    from te_models.causal_lm import CausalLM, plan
+    from te_models.checkpoint.pretrained import load_te_checkpoint
     from te_models.config.model import ModelConfig
     from te_models.config.presets import get_preset, list_presets
     from te_models.config.recipe import Recipe, get_recipe, list_recipes
+    from te_models.config.training import TrainConfig
+    from te_models.data.tokenizer import load_tokenizer
+    from te_models.data.training_data import open_data
+    from te_models.generation.text import stream_text
     from te_models.training.cuda_graph import GraphedStep
+    from te_models.training.lora import add_lora, load_lora
+    from te_models.training.trainer import Trainer
 
 __version__ = "0.1.0"
+_MODULES = {  # public name -> its module below te_models
+    "CausalLM": "causal_lm",
+    "GraphedStep": "training.cuda_graph",
+    "ModelConfig": "config.model",
+    "Recipe": "config.recipe",
+    "TrainConfig": "config.training",
+    "Trainer": "training.trainer",
+    "add_lora": "training.lora",
+    "get_preset": "config.presets",
+    "get_recipe": "config.recipe",
+    "list_presets": "config.presets",
+    "list_recipes": "config.recipe",
+    "load_lora": "training.lora",
+    "load_te_checkpoint": "checkpoint.pretrained",
+    "load_tokenizer": "data.tokenizer",
+    "open_data": "data.training_data",
+    "plan": "causal_lm",
+    "stream_text": "generation.text",
+}
 __all__ = [
     "CausalLM",
     "GraphedStep",
     "ModelConfig",
     "Recipe",
+    "TrainConfig",
+    "Trainer",
+    "add_lora",
     "get_preset",
     "get_recipe",
     "list_presets",
     "list_recipes",
+    "load_lora",
+    "load_te_checkpoint",
+    "load_tokenizer",
+    "open_data",
+    "plan",
+    "stream_text",
 ]
 
-_HOME = {
-    "CausalLM": "te_models.causal_lm",
-    "GraphedStep": "te_models.training.cuda_graph",
-    "ModelConfig": "te_models.config.model",
-    "Recipe": "te_models.config.recipe",
-    "get_preset": "te_models.config.presets",
-    "get_recipe": "te_models.config.recipe",
-    "list_presets": "te_models.config.presets",
-    "list_recipes": "te_models.config.recipe",
-}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+def __getattr__(name: str) -> _Any:
+    if name not in _MODULES:
         raise AttributeError(f"module 'te_models' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(_importlib.import_module(f"te_models.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return [*__all__, "__version__"]

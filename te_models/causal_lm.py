@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing_extensions import Unpack
 from te_models.checkpoint.pretrained import read_pretrained, save_tie_once, write_pretrained
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import get_preset
+from te_models.data.tokenizer import Tokenizer
 from te_models.errors import unknown
 from te_models.generation.generate import Prompts, generate, stream
+from te_models.generation.options import GenerationOptions
 from te_models.interop.hf import Origin
 from te_models.kernels.sdpa import attention_kernel
 from te_models.model.decoder import Decoder
@@ -107,13 +110,42 @@ class CausalLM(Decoder):
         """The attention kernel that runs first on the model's device."""
         return attention_kernel(self.device)
 
-    def generate(self, input_ids: Prompts, max_new_tokens: int = 64, **options: Any) -> Tensor:
-        """Continue `input_ids`, [B, S] or lists of ids; returns [B, S + new]. Options: generation.generate.stream."""
-        return generate(self, input_ids, max_new_tokens, **options)
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Token ids that end a text: those of generation_config.json, else of the config."""
+        ids = (self.origin.generation or {}).get("eos_token_id", self.config.eos_token_id)
+        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
-    def stream(self, input_ids: Prompts, max_new_tokens: int = 64, **options: Any) -> Iterator[Tensor]:
-        """Yield the new tokens of all rows, [B], step by step. Options: generation.generate.stream."""
-        return stream(self, input_ids, max_new_tokens, **options)
+    @property
+    def pad_token_id(self) -> int | None:
+        """The token id of padding: that of generation_config.json, else of the config; None if there is none."""
+        return (self.origin.generation or {}).get("pad_token_id", self.config.pad_token_id)
+
+    def generate(
+        self,
+        input_ids: Prompts,
+        max_new_tokens: int = 64,
+        attention_mask: Tensor | None = None,
+        tokenizer: Tokenizer | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Tensor:
+        """Continue prompts; see te_models.generation.generate.stream for arguments and errors.
+
+        Returns:
+            int64 [B, S + new], prompts included; rows that have ended are filled up with the pad token.
+        """
+        return generate(self, input_ids, max_new_tokens, attention_mask, tokenizer, **options)
+
+    def stream(
+        self,
+        input_ids: Prompts,
+        max_new_tokens: int = 64,
+        attention_mask: Tensor | None = None,
+        tokenizer: Tokenizer | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Iterator[Tensor]:
+        """Yield the new tokens of all rows, int64 [B], step by step; arguments are those of `generate`."""
+        return stream(self, input_ids, max_new_tokens, attention_mask, tokenizer, **options)
 
     def save_pretrained(self, folder: str | Path, format: str = "te") -> None:
         """Write the model into `folder`, atomically.
@@ -174,3 +206,18 @@ def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             raise unknown("keyword", name, known)
     shape = {name: value for name, value in options.items() if name in config}
     return shape, {name: value for name, value in options.items() if name not in config}
+
+
+def plan(shape: str | ModelConfig, **options: Unpack[ModelOptions]) -> PrecisionPlan:
+    """Plan a model without allocating it: the precision and the engine of each te.Linear, with the reason.
+
+    Args:
+        shape: a preset's name or a config.
+        options: keywords of CausalLM.from_preset.
+
+    Raises:
+        UsageError: an unknown name or keyword (the nearest one is named), or values that do not fit.
+    """
+    own, rest = _split({"device": "meta", **options})
+    config = get_preset(shape, **own) if isinstance(shape, str) else dataclasses.replace(shape, **own)
+    return CausalLM(config, **rest).plan()

@@ -64,6 +64,10 @@ class EngineError(TeModelsError, RuntimeError):
     """A model or an engine was used in an order or in a place in which its results would be wrong."""
 
 
+class OutOfMemory(TeModelsError, RuntimeError):
+    """A device or the host has no memory left; the message says what helps."""
+
+
 class Diverged(TeModelsError, RuntimeError):
     """The loss or the gradient norm became NaN or infinite; the weights are those of the step before."""
 

@@ -17,7 +17,8 @@ import torch
 import te_models.engine.emulated as emulated
 from te_models.config.presets import get_preset
 from te_models.config.training import TrainConfig
-from te_models.data.dataset import Document, TokenDataset
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import Document
 from te_models.data.tokenizer import load_tokenizer
 from te_models.distributed.dtensor import local
 from te_models.errors import Diverged

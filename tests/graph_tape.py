@@ -111,5 +111,5 @@ def pretend_cuda(patch: Any) -> list[Tape]:
         patch.setattr(f"te_models.{module}.capture", lambda tape, stream, *generators: tape.capture())
     # On a processor the emulated engine looks for NaN before it decodes; this is what it does on a GPU.
     patch.setattr(numerics, "decode_fp8", lambda codes, dtype: codes.view(numerics.TORCH_FP8[dtype]).float())
-    patch.setattr("te_models.generation.generate._with_graph", lambda model, choice, use_cache: bool(choice is True))
+    patch.setattr("te_models.generation.generate._with_graph", lambda model, settings: settings.cuda_graph is True)
     return tapes

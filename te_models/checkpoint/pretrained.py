@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from te_models.checkpoint.folder import MANIFEST, Folder, load_folder, match, read_listed, save_folder
-from te_models.checkpoint.run_folder import Checkpoints
+from te_models.checkpoint.run_folder import Checkpoints, offering_older
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import Recipe, recipe_fields, recipe_from_dict
-from te_models.errors import CheckpointError, UsageError, unknown
+from te_models.errors import CheckpointError, unknown
 from te_models.files.atomic import first_line
-from te_models.files.formats import parse_json, read_json, unflatten_state
+from te_models.files.formats import list_some, parse_json, read_json, unflatten_state
 from te_models.fp8.primary_weights import (
     is_quantized,
     keep_initial_value,
@@ -114,6 +114,14 @@ def read_pretrained(
     folder = saved_folder(local_folder(folder))
     shape = {name: value for name, value in options.items() if name in config_fields()}
     options = {name: value for name, value in options.items() if name not in shape}
+    with offering_older(folder):
+        return _read_pretrained(build, folder, shape, options)
+
+
+def _read_pretrained(
+    build: Callable[..., Model], folder: Path, shape: Mapping[str, Any], options: dict[str, Any]
+) -> tuple[Model, Origin]:
+    """Return the model in a folder that is known to be local, and its origin; `shape` are fields of the config."""
     if is_hugging_face(folder, MODEL_TYPE):
         return read_hugging_face(build, folder, shape, options)
     if (folder / "config.json").is_file() and not (folder / MANIFEST).exists() and te_files(folder):
@@ -235,22 +243,6 @@ def saved_folder(folder: str | Path) -> Path:
     return Path(folder)
 
 
-def tokenizer_of(tokenizer: str | None, model: str | Path | None) -> Path | None:
-    """Return where to read the tokenizer: `tokenizer` itself, else the model's folder; None for bytes.
-
-    Raises:
-        UsageError: the model is one of Hugging Face, so its text is not bytes, and its folder has no tokenizer.json.
-    """
-    if tokenizer is not None or model is None:
-        return None if tokenizer is None else Path(tokenizer)
-    folder = saved_folder(local_folder(model))
-    if (folder / "tokenizer.json").exists():
-        return folder
-    if is_hugging_face(folder, MODEL_TYPE):
-        raise UsageError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
-    return None
-
-
 def _tokenizer_documents(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Return the tokenizer's JSON documents by name, with a template of its own file among them."""
     names = ("tokenizer", "tokenizer_config")
@@ -270,10 +262,13 @@ def read_config(saved: Folder) -> tuple[ModelConfig, torch.dtype]:
     values = dict(saved.documents["config"])
     kind, dtype = values.pop("model_type", None), values.pop("dtype", None)
     if kind != MODEL_TYPE:
-        raise CheckpointError(f"{saved.path} holds a model of type {kind!r}; this version reads {MODEL_TYPE!r}")
+        raise CheckpointError(
+            f"{saved.path} holds a model of type {list_some([repr(kind)])}; this version reads {MODEL_TYPE!r}"
+        )
     if dtype not in ("bfloat16", "float16", "float32"):
-        raise CheckpointError(f"{path}: dtype {dtype!r} is not bfloat16, float16 or float32")
-    check_sizes(path, values, saved.tensors["model"], "layers.", "embed_tokens.weight")
+        raise CheckpointError(f"{path}: dtype {list_some([repr(dtype)])} is not bfloat16, float16 or float32")
+    if "model" in saved.tensors:
+        check_sizes(path, values, saved.tensors["model"], "layers.", "embed_tokens.weight")
     try:
         return ModelConfig.from_dict(values), getattr(torch, dtype)
     except (TypeError, ValueError, OverflowError) as error:
@@ -352,7 +347,8 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model.
     """
-    saved = load_folder(folder, ["config", "model", "recipe", "training"], optional=["fp8_state", "fp8_weights"])
+    with offering_older(folder):
+        saved = load_folder(folder, ["config", "model", "recipe", "training"], optional=["fp8_state", "fp8_weights"])
     then, now = read_config(saved)[0].to_dict(), model.config.to_dict()
     for key in (key for key in now if then.get(key) != now[key]):
         raise CheckpointError(

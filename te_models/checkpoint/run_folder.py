@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.checkpoint.folder import MAX_SHARD_BYTES, Content, prepare, write_content
+from te_models.checkpoint.folder import MAX_SHARD_BYTES, Content, load_folder, prepare, write_content
 from te_models.device.cuda_capture import outside_captures
-from te_models.errors import SaveError, UsageError
+from te_models.errors import CheckpointError, SaveError, UsageError
 from te_models.files.atomic import discard, readable, replace_text, sweep
 
 _LATEST = "latest"
@@ -217,6 +217,28 @@ class Checkpoints:
             for old in self.all()[: -self.keep_last]:
                 if old != path:
                     discard(old)
+
+
+@contextlib.contextmanager
+def offering_older(path: Path) -> Iterator[None]:
+    """If the block finds the checkpoint `path` damaged, have its error name the newest whole checkpoint of the run."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not _STEP.fullmatch(path.name) or _whole(path):
+            raise
+        older = next((other for other in reversed(Checkpoints(path.parent).all()) if _whole(other)), None)
+        if older is None:
+            raise
+        raise CheckpointError(f"{error}; {older.name} is whole: move {path.name} elsewhere to use it") from None
+
+
+def _whole(path: Path) -> bool:
+    try:
+        load_folder(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _cuda_devices(tensors: Mapping[str, Mapping[str, Tensor]]) -> set[torch.device]:

@@ -34,7 +34,7 @@ from te_models.checkpoint.folder import (
 from te_models.checkpoint.run_folder import Checkpoints
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import cut, local, whole
-from te_models.errors import SaveError, UsageError
+from te_models.errors import CheckpointError, SaveError, UsageError
 from te_models.files.atomic import first_line, replacing_folder
 from te_models.files.formats import render_index, render_safetensors
 from te_models.fp8.scaling_state import fp8_state
@@ -190,15 +190,22 @@ def _file(group: str, number: int, files: Mapping[str, int]) -> str:
 def cut_optimizer_state(
     state: dict[str, Any], masters: Sequence[Tensor], model: Decoder, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a saved optimizer state with this rank's shard of every tensor that belongs to a sharded master."""
+    """Return a saved optimizer state with this rank's shard of every tensor that belongs to a sharded master.
+
+    Raises:
+        CheckpointError: it is of other parameters.
+    """
 
     def own(index: int, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim():
             return value
         return cut(shard(names[index], value, model.config, model.tp), masters[index])
 
-    found = [{key: own(i, value) for key, value in values.items()} for i, values in enumerate(state["state"])]
-    return {**state, "state": found, "masters": [own(i, value) for i, value in enumerate(state["masters"])]}
+    try:
+        found = [{key: own(i, value) for key, value in values.items()} for i, values in enumerate(state["state"])]
+        return {**state, "state": found, "masters": [own(i, value) for i, value in enumerate(state["masters"])]}
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the optimizer's state is of other parameters: {first_line(error)}") from None
 
 
 @torch.no_grad()

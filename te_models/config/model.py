@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import FrozenInstanceError, dataclass, field, fields
+from dataclasses import MISSING, FrozenInstanceError, dataclass, field, fields
 from typing import Any, get_type_hints
 
 from te_models.config.layout import qkvg_sections, stored_rows
-from te_models.errors import unknown
+from te_models.errors import ConfigError, NamedFields, unknown
 
 ATTENTION_GATES = ("elementwise", "headwise", "none")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
-# What each kind of RoPE scaling must have and may have, beside `rope_type`; te_models.model.rope computes them.
+# Kind of RoPE scaling -> (required, optional) fields beside `rope_type`; te_models.model.rope computes them.
 ROPE_SCALINGS = {
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ()),
@@ -27,46 +27,49 @@ ROPE_SCALINGS = {
 }  # fmt: skip
 
 
+def _field(default: Any, text: str, **options: Any) -> Any:
+    return field(default=default, metadata={"help": text}, **options)
+
+
 @dataclass(kw_only=True, unsafe_hash=True)  # frozen by __setattr__ below
-class ModelConfig:
-    """Shape of a gated-attention decoder. Sizes are counts of elements; every field can be overridden by keyword.
+class ModelConfig(NamedFields):
+    """Shape of a gated-attention decoder. Sizes are counts of elements.
 
-    `attention_gate` is "elementwise" (one sigmoid gate per channel of the attention output), "headwise" (one per head)
-    or "none" (Llama, Qwen3, Mistral): Qiu et al. 2025, arXiv 2505.06708. `attention_bias` is a bias on q, k and v
-    (Qwen2); `qk_norm` an RMSNorm on each head of q and k (Qwen3). `num_key_value_heads` defaults to
-    `num_attention_heads` and `head_dim` to `hidden_size / num_attention_heads`.
+    `num_key_value_heads` defaults to `num_attention_heads` and `head_dim` to `hidden_size / num_attention_heads`. The
+    gate of attention is that of Qiu et al. 2025, arXiv 2505.06708: "elementwise" has one sigmoid gate per channel of
+    the attention output, "headwise" one per head, "none" none (Llama, Qwen3, Mistral). `rope_scaling` is None or a row
+    of ROPE_SCALINGS, such as {"rope_type": "linear", "factor": 2.0}.
 
-    `rope_scaling` is None or a row of ROPE_SCALINGS, such as {"rope_type": "linear", "factor": 2.0};
-    `partial_rotary_factor` the share of a head's channels that RoPE rotates (Qwen3-Next); `no_rope_layers` has an entry a
-    layer, 1 with RoPE and 0 without (SmolLM3's name and meaning). A query sees the last `sliding_window` keys, itself
-    included, in the layers that `layer_types` calls "sliding_attention", or in all if that is None (Mistral).
-    `zero_centered_norm` stores gamma - 1 in every norm (Qwen3-Next). `eos_token_id` may be several.
+    Raises:
+        ConfigError: an unknown keyword (the message names the nearest field), or sizes that do not fit each other.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int = None  # type: ignore[assignment]  # filled in below, so that readers see an int
-    head_dim: int = None  # type: ignore[assignment]
-    max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
-    partial_rotary_factor: float = 1.0
-    no_rope_layers: tuple[int, ...] | None = None
-    sliding_window: int | None = None
-    layer_types: tuple[str, ...] | None = None
-    attention_gate: str = "elementwise"
-    attention_bias: bool = False
-    qk_norm: bool = False
-    zero_centered_norm: bool = False
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
-    pad_token_id: int | None = None
+    vocab_size: int = _field(MISSING, "Number of token ids.")
+    hidden_size: int = _field(MISSING, "Width of the residual stream.")
+    intermediate_size: int = _field(MISSING, "Width of the MLP.")
+    num_hidden_layers: int = _field(MISSING, "Number of blocks.")
+    num_attention_heads: int = _field(MISSING, "Number of query heads.")
+    num_key_value_heads: int = _field(None, "Number of key and value heads; default: one per query head.")
+    head_dim: int = _field(None, "Channels per head; default: hidden size / query heads.")
+    max_position_embeddings: int = _field(4096, "Longest sequence.")
+    rms_norm_eps: float = _field(1e-5, "Epsilon of every RMSNorm.")
+    rope_theta: float = _field(10000.0, "Base of the RoPE frequencies.")
+    rope_scaling: Mapping[str, Any] | None = _field(None, "Stretching of RoPE beyond the trained length.", hash=False)
+    partial_rotary_factor: float = _field(1.0, "Share of a head's channels that RoPE rotates (Qwen3-Next).")
+    no_rope_layers: tuple[int, ...] | None = _field(None, "One entry per layer: 1 with RoPE, 0 without (SmolLM3).")
+    sliding_window: int | None = _field(None, "Number of keys that a query sees, itself included (Mistral).")
+    layer_types: tuple[str, ...] | None = _field(
+        None, 'One entry per layer, "full_attention" or "sliding_attention"; None: the window applies to all.'
+    )
+    attention_gate: str = _field("elementwise", "Gate of the attention output: elementwise, headwise or none.")
+    attention_bias: bool = _field(False, "Bias on q, k and v (Qwen2).")
+    qk_norm: bool = _field(False, "RMSNorm on each head of q and k (Qwen3).")
+    zero_centered_norm: bool = _field(False, "Store gamma - 1 in every norm (Qwen3-Next).")
+    tie_word_embeddings: bool = _field(False, "Share one table between embedding and head.")
+    initializer_range: float = _field(0.02, "Standard deviation of initial weights.")
+    bos_token_id: int | None = _field(None, "Token id that begins a text.")
+    eos_token_id: int | tuple[int, ...] | None = _field(None, "Token id that ends a text; may be several.")
+    pad_token_id: int | None = _field(None, "Token id of padding.")
 
     def __post_init__(self) -> None:
         for name in ("no_rope_layers", "layer_types", "eos_token_id"):
@@ -78,7 +81,7 @@ class ModelConfig:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
+                raise ConfigError(
                     f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
                     f"{self.num_attention_heads}: change one of them or give head_dim"
                 )
@@ -86,22 +89,22 @@ class ModelConfig:
         if self.attention_gate not in ATTENTION_GATES:
             raise unknown("attention_gate", self.attention_gate, ATTENTION_GATES)
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
+            raise ConfigError(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd: rotary embeddings rotate pairs of channels")
+            raise ConfigError(f"head_dim={self.head_dim} is odd: rotary embeddings rotate pairs of channels")
         if self.rotary_size < 2 or self.rotary_size % 2 or self.rotary_size > self.head_dim:
-            raise ValueError(
-                f"partial_rotary_factor={self.partial_rotary_factor} rotates {self.rotary_size} of head_dim={self.head_dim}"
-                " channels: it must be an even number from 2 to head_dim"
+            raise ConfigError(
+                f"partial_rotary_factor={self.partial_rotary_factor} rotates {self.rotary_size} of "
+                f"head_dim={self.head_dim} channels: it must be an even number from 2 to head_dim"
             )
         if self.rope_scaling is not None:
             object.__setattr__(self, "rope_scaling", _checked_scaling(self.rope_scaling, self.rotary_size // 2))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Fields are set once. Other names are free: transformers.Trainer sets `use_cache` on any model's config."""
+        """Set a field once. Other names are free, since transformers.Trainer sets `use_cache` on any model's config."""
         if name in self.__dataclass_fields__ and name in self.__dict__:
             raise FrozenInstanceError(f"cannot assign to field {name!r}: make another config with dataclasses.replace")
         object.__setattr__(self, name, value)
@@ -118,7 +121,7 @@ class ModelConfig:
 
     @property
     def qkvg_size(self) -> int:
-        """Output channels of the one projection that gives queries, keys, values and the gate."""
+        """Output channels of the fused projection of queries, keys, values and gate."""
         return sum(stored_rows(qkvg_sections(self)))
 
     @property
@@ -133,9 +136,10 @@ class ModelConfig:
 
     @property
     def longest_sequence(self) -> int:
-        """Positions a row may have: max_position_embeddings, or what RoPE is stretched to where that is more.
+        """Positions per row: max_position_embeddings, or the stretched context of RoPE where that is longer.
 
-        The factor of dynamic NTK is over max_position_embeddings, that of YaRN and LongRoPE over the original context.
+        The factor of dynamic NTK is relative to max_position_embeddings, that of YaRN and LongRoPE to the original
+        context.
         """
         limit, scaling = self.max_position_embeddings, self.rope_scaling or {}
         if scaling.get("rope_type") not in ("dynamic", "yarn", "longrope"):
@@ -144,11 +148,11 @@ class ModelConfig:
         return max(limit, int(original * scaling.get("factor", 1)))
 
     def has_rope(self, layer: int) -> bool:
-        """Whether this layer rotates its queries and keys."""
+        """Return whether this layer rotates its queries and keys."""
         return self.no_rope_layers is None or bool(self.no_rope_layers[layer])
 
     def window(self, layer: int) -> int | None:
-        """How many keys a query of this layer sees, itself included; None for all before it."""
+        """Return the number of keys that a query of this layer sees, itself included; None for all before it."""
         slides = self.layer_types is None or self.layer_types[layer] == "sliding_attention"
         return self.sliding_window if slides else None
 
@@ -169,31 +173,31 @@ class ModelConfig:
         return tables + self.num_hidden_layers * layer + d
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, resolved, as plain JSON values."""
+        """Return all fields, resolved, as plain JSON values."""
         values = dataclasses.asdict(self)
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """The config with these fields; an unknown or a missing one is a ValueError."""
+        """Return the config with these fields; an unknown or missing one is a ConfigError."""
         known = config_fields()
         for name in values:
             if name not in known:
                 raise unknown("config field", name, known)
-        required = [f.name for f in fields(cls) if f.default is dataclasses.MISSING]
+        required = [f.name for f in fields(cls) if f.default is MISSING]
         if missing := [name for name in required if name not in values]:
-            raise ValueError(f"the config lacks {', '.join(missing)}")
+            raise ConfigError(f"the config lacks {', '.join(missing)}")
         return cls(**values)
 
 
 def config_fields() -> dict[str, Any]:
-    """Name -> type of every field of ModelConfig, in order."""
+    """Return name -> type of every field of ModelConfig, in order."""
     hints = get_type_hints(ModelConfig)
     return {f.name: hints[f.name] for f in fields(ModelConfig)}
 
 
 def _check_types(config: ModelConfig) -> None:
-    """Sizes are positive ints, rates positive floats, flags bools: a string from a hand-written file is an error."""
+    """Require positive ints for sizes, positive floats for rates and bools for flags, also from a hand-written file."""
     for f in fields(config):
         value, kind = getattr(config, f.name), str(f.type)
         if value is None and (f.default is None):
@@ -211,52 +215,52 @@ def _check_types(config: ModelConfig) -> None:
         else:
             good = isinstance(value, tuple if kind.startswith("tuple") else str)
         if not good:
-            raise ValueError(f"{f.name}={value!r} is not a valid {kind.split(' ')[0]}: give a positive {kind}")
+            raise ConfigError(f"{f.name}={value!r} is not a valid {kind.split(' ')[0]}: give a positive {kind}")
 
 
 def _check_layers(config: ModelConfig) -> None:
-    """The fields with an entry a layer have one for each, of a known kind."""
+    """Require one entry of a known kind per layer in the fields that have one."""
     for name, allowed in (("no_rope_layers", (0, 1)), ("layer_types", LAYER_TYPES)):
         values = getattr(config, name)
         if values is None:
             continue
         if len(values) != config.num_hidden_layers:
-            raise ValueError(f"{name} has {len(values)} entries for num_hidden_layers={config.num_hidden_layers}")
+            raise ConfigError(f"{name} has {len(values)} entries for num_hidden_layers={config.num_hidden_layers}")
         for value in values:
             if value not in allowed:
-                raise ValueError(f"{name} holds {value!r}, which is not supported: choose from {allowed}")
+                raise ConfigError(f"{name} holds {value!r}, which is not supported: choose from {allowed}")
     if config.layer_types and "sliding_attention" in config.layer_types and config.sliding_window is None:
-        raise ValueError("layer_types asks for sliding_attention: give sliding_window")
+        raise ConfigError("layer_types asks for sliding_attention: give sliding_window")
 
 
 def _checked_scaling(scaling: Mapping[str, Any], pairs: int) -> dict[str, Any]:
-    """`rope_scaling` with exactly the fields of its type, or a ValueError that names what is not supported."""
+    """Return `rope_scaling` with exactly the fields of its type; a ConfigError names a field that is not supported."""
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind not in ROPE_SCALINGS:
-        raise ValueError(f"rope_scaling of type {kind!r} is not supported: choose from {', '.join(ROPE_SCALINGS)}")
+        raise ConfigError(f"rope_scaling of type {kind!r} is not supported: choose from {', '.join(ROPE_SCALINGS)}")
     required, optional = ROPE_SCALINGS[kind]
     known = required + optional
     given = {name: scaling[name] for name in scaling if name not in ("rope_type", "type") and scaling[name] is not None}
     for name, value in given.items():
         if name not in known:
-            raise ValueError(f"rope_scaling of type {kind!r} with {name}={value!r} is not supported: it takes {known}")
+            raise ConfigError(f"rope_scaling of type {kind!r} with {name}={value!r} is not supported: it takes {known}")
         _check_scaling_field(name, value, pairs)
     if missing := [name for name in required if name not in given]:
-        raise ValueError(f"rope_scaling of type {kind!r} lacks {', '.join(missing)}")
+        raise ConfigError(f"rope_scaling of type {kind!r} lacks {', '.join(missing)}")
     return {"rope_type": kind, **{name: given[name] for name in known if name in given}}
 
 
 def _check_scaling_field(name: str, value: Any, pairs: int) -> None:
-    """A positive number, a flag for `truncate`, one number for each of the `pairs` of channels for a list."""
+    """Require a positive number, a flag for `truncate`, or a list with one number per pair of rotated channels."""
     if name == "truncate":
         if not isinstance(value, bool):
-            raise ValueError(f"rope_scaling: truncate={value!r} is not true or false")
+            raise ConfigError(f"rope_scaling: truncate={value!r} is not true or false")
         return
     several = name in ("short_factor", "long_factor")
     if several and (not isinstance(value, (list, tuple)) or len(value) != pairs):
-        raise ValueError(
+        raise ConfigError(
             f"rope_scaling: {name} is not a list of {pairs} numbers, one for each pair of rotated channels"
         )
     for number in value if several else (value,):
         if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < float("inf"):
-            raise ValueError(f"rope_scaling: {name}={number!r} is not a positive number")
+            raise ConfigError(f"rope_scaling: {name}={number!r} is not a positive number")

@@ -9,14 +9,14 @@ from te_models.errors import unknown
 
 
 def _llama3_scaling(factor: float) -> dict[str, Any]:
-    """The RoPE scaling of Llama 3.1 and 3.2, which differ in the factor."""
+    """Return the RoPE scaling of Llama 3.1 and 3.2, which differ in the factor."""
     original = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
     return dict(rope_type="llama3", factor=factor, **original)
 
 
 _LLAMA3: dict[str, Any] = dict(
-    vocab_size=128256, num_key_value_heads=8, max_position_embeddings=131072, rope_theta=500000.0, attention_gate="none",
-    bos_token_id=128000, eos_token_id=128001,
+    vocab_size=128256, num_key_value_heads=8, max_position_embeddings=131072, rope_theta=500000.0,
+    attention_gate="none", bos_token_id=128000, eos_token_id=128001,
 )  # fmt: skip
 _QWEN3: dict[str, Any] = dict(
     vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1000000.0,
@@ -28,7 +28,7 @@ _QWEN_GATED: dict[str, Any] = dict(
     head_dim=128, rms_norm_eps=1e-6, qk_norm=True, tie_word_embeddings=True, bos_token_id=151643, eos_token_id=151645,
 )  # fmt: skip
 
-# One row a model; the fields left out take ModelConfig's defaults (gated elementwise, one KV head a query head).
+# One row per model; fields left out have ModelConfig's defaults (elementwise gate, one KV head per query head).
 PRESETS: dict[str, dict[str, Any]] = {
     # Bytes as tokens (256 and three special ones, padded to the FP8 alignment): trains on two CPU cores in minutes.
     "gated-nano": dict(
@@ -105,14 +105,18 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def list_presets() -> list[str]:
-    """Names of all presets."""
+    """Return the names of all presets."""
     return list(PRESETS)
 
 
 def get_preset(name: str, **overrides: Any) -> ModelConfig:
-    """The ModelConfig of the preset with exactly this name, with any field overridden.
+    """Return the ModelConfig of a preset, with any field overridden.
 
-    Derived fields (head_dim, num_key_value_heads) that the preset does not give are derived after the overrides.
+    Fields that the preset does not set and that follow from others (head_dim, num_key_value_heads) are derived after
+    the overrides.
+
+    Raises:
+        UsageError: an unknown preset or field; the message names the nearest.
     """
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)

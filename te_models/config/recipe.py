@@ -1,9 +1,9 @@
-"""Precision recipes: a TOML file of values over a row of Transformer Engine's fields. No torch.
+"""Precision recipes: values from a TOML file for the fields of a Transformer Engine recipe class. No torch.
 
-`SCHEMES` says what each of Transformer Engine's recipe classes takes; a file in `recipes/` gives the values; keywords
-override them. A new recipe of a known scheme is one TOML file, a new scheme one row here.
+`SCHEMES` lists the fields of each class, a file in `recipes/` gives their values, and keywords override them. A new
+recipe of a known scheme is one TOML file, a new scheme one row here.
 
-Transformer Engine itself ignores unknown fields without a word (section 1.1 of its behaviour: a misspelt
+Transformer Engine ignores unknown fields silently (section 1.1 of docs/internals/transformer_engine.md: a misspelt
 `amax_histroy_len` does nothing); here each is an error that names the nearest valid one.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from te_models.errors import unknown
+from te_models.errors import ConfigError, unknown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,18 +32,22 @@ OVERRIDE = ("none", "high_precision", "dequantized")
 
 @dataclass(frozen=True)
 class Scheme:
-    """What one of Transformer Engine's recipe classes needs: rows a multiple of `rows`, features of `features`.
+    """Requirements of a Transformer Engine recipe class: `rows` and `features` of a GEMM must be multiples of these.
 
-    `scattered_rows`: what the rows of each rank are a multiple of, so that quantized rows can be sent (0: of `rows`).
+    `scattered_rows`: alignment of each rank's rows under sequence parallelism, where quantized rows are sent (0:
+    `rows`).
     """
 
     fields: Mapping[str, Check] = field(default_factory=dict)
     rows: int = 16
     features: int = 16
     scattered_rows: int = 0
-    available: str = "is_fp8_available"  # the engine's function that says whether, and if not why
-    stateful: bool = False  # scales and amax histories live from step to step and belong in a checkpoint
+    available: str = (
+        "is_fp8_available"  # the engine's function that returns whether it runs here, and the reason if not
+    )
+    stateful: bool = False  # scales and amax histories persist over steps and belong in a checkpoint
     forward: str = "E4M3"
+    fp8_format: str = ""  # Transformer Engine's default, where a recipe may choose it
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -51,19 +55,19 @@ SCHEMES: dict[str, Scheme] = {
     "DelayedScaling": Scheme(
         dict(margin=int, fp8_format=HYBRID_OR_E4M3, amax_history_len=int, amax_compute_algo=("most_recent", "max"),
              reduce_amax=bool),
-        stateful=True,
+        stateful=True, fp8_format="HYBRID",
     ),
     "Float8CurrentScaling": Scheme(
-        dict(fp8_format=HYBRID_OR_E4M3, use_power_2_scales=bool, backward_override=OVERRIDE),
+        dict(fp8_format=HYBRID_OR_E4M3, use_power_2_scales=bool, backward_override=OVERRIDE), fp8_format="HYBRID",
     ),
     "Float8BlockScaling": Scheme(
         dict(fp8_format=HYBRID_OR_E4M3, use_f32_scales=bool, x_block_scaling_dim=(1, 2), w_block_scaling_dim=(1, 2),
              grad_block_scaling_dim=(1, 2), backward_override=OVERRIDE),
-        scattered_rows=128, available="is_fp8_block_scaling_available",
+        scattered_rows=128, available="is_fp8_block_scaling_available", fp8_format="E4M3",
     ),
     "MXFP8BlockScaling": Scheme(
         dict(fp8_format=HYBRID_OR_E4M3, enable_2d_quantization=bool, backward_override=OVERRIDE),
-        rows=32, features=32, available="is_mxfp8_available",
+        rows=32, features=32, available="is_mxfp8_available", fp8_format="E4M3",
     ),
     "NVFP4BlockScaling": Scheme(
         dict(disable_rht=bool, disable_stochastic_rounding=bool, disable_2d_quantization=bool,
@@ -72,13 +76,36 @@ SCHEMES: dict[str, Scheme] = {
     ),
 }  # fmt: skip
 
-# Ours, beside the scheme's own: which layers stay out of FP8.
+# A history takes 20 bytes per row and linear layer; FP32 has exponents for no larger margin.
+LARGEST = dict(amax_history_len=65536, margin=100)
+# Fields of te-models in every recipe: layers that stay out of FP8.
 EDGES: dict[str, Check] = dict(num_layers_at_start_in_bf16=int, num_layers_at_end_in_bf16=int, lm_head=("bf16", "fp8"))
+
+FIELD_HELP = {  # of every field that is a flag of the command line
+    "margin": "Bits of headroom: scales are divided by 2**margin.",
+    "fp8_format": "HYBRID: E4M3 forward, E5M2 for gradients; E4M3: both.",
+    "amax_history_len": "Steps of amax history.",
+    "amax_compute_algo": "Scale from the most recent amax or the maximum of the history.",
+    "reduce_amax": "Reduce amaxes over all processes.",
+    "use_power_2_scales": "Round scales down to powers of two.",
+    "backward_override": "Operands of the backward GEMMs: those of the recipe (none), high_precision or dequantized.",
+    "use_f32_scales": "FP32 scales instead of powers of two.",
+    "x_block_scaling_dim": "Blocks of activations: 1 x 128 (1) or 128 x 128 (2).",
+    "w_block_scaling_dim": "Blocks of weights: 1 x 128 (1) or 128 x 128 (2).",
+    "grad_block_scaling_dim": "Blocks of gradients: 1 x 128 (1) or 128 x 128 (2).",
+    "enable_2d_quantization": "Quantize weights in 32 x 32 blocks.",
+    "disable_rht": "Leave out the random Hadamard transform.",
+    "disable_stochastic_rounding": "Round gradients to nearest.",
+    "disable_2d_quantization": "Quantize weights in 1 x 16 blocks instead of 16 x 16.",
+    "num_layers_at_start_in_bf16": "Blocks at the start that stay in BF16.",
+    "num_layers_at_end_in_bf16": "Blocks at the end that stay in BF16.",
+    "lm_head": "Precision of the output head: bf16 or fp8.",
+}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A precision recipe with every value resolved; change it with `replace`, which checks.
+    """A precision recipe with every value resolved; change it with `replace`, which validates.
 
     `scheme` is the name of Transformer Engine's recipe class ("none" for BF16) and `fields` its values.
     """
@@ -95,61 +122,72 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
             raise unknown("scheme", self.scheme, SCHEMES)
+        fields = dict(self.fields)
+        if "fp8_format" in fields:
+            fields["fp8_format"] = _format(fields["fp8_format"])
         checks = {**SCHEMES[self.scheme].fields, **EDGES}
-        for name, value in {**self.fields, **{edge: getattr(self, edge) for edge in EDGES}}.items():
+        for name, value in {**fields, **{edge: getattr(self, edge) for edge in EDGES}}.items():
             if name not in checks:
                 raise unknown(f"field of recipe {self.name!r}", name, checks)
             _check(name, value, checks[name])
         if self.lm_head == "fp8" and self.num_layers_at_end_in_bf16:
-            raise ValueError("lm_head='fp8' needs num_layers_at_end_in_bf16=0: the FP8 layers are one region")
-        object.__setattr__(self, "fields", MappingProxyType(dict(self.fields)))
+            raise ConfigError("lm_head='fp8' needs num_layers_at_end_in_bf16=0: the FP8 layers are one region")
+        object.__setattr__(self, "fields", MappingProxyType(fields))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        about = {"description": self.description, "hardware": self.hardware}
+        return recipe_from_dict, (self.to_dict() | about,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
-        return self  # nothing in it can change
+        return self  # immutable
 
     @property
     def quantized(self) -> bool:
-        """Whether any layer is to run below BF16."""
+        """Whether any layer runs below BF16."""
         return self.scheme != "none"
 
     @property
     def stateful(self) -> bool:
-        """Whether scales and amax histories live from step to step."""
+        """Whether scales and amax histories persist over steps."""
         return SCHEMES[self.scheme].stateful
 
     @property
     def row_alignment(self) -> int:
-        """The number of tokens of a GEMM must be a multiple of this."""
+        """Alignment of the number of tokens of a GEMM."""
         return SCHEMES[self.scheme].rows
 
     @property
     def scattered_row_alignment(self) -> int:
-        """The number of each rank's tokens must be a multiple of this under sequence parallelism."""
+        """Alignment of the number of tokens per rank under sequence parallelism."""
         return SCHEMES[self.scheme].scattered_rows or self.row_alignment
 
     @property
     def feature_alignment(self) -> int:
-        """Input and output features of a GEMM must be multiples of this."""
+        """Alignment of the input and output features of a GEMM."""
         return SCHEMES[self.scheme].features
 
     @property
     def formats(self) -> str:
-        """The formats of activations and gradients, such as "E4M3/E5M2"."""
-        forward = SCHEMES[self.scheme].forward
-        return f"{forward}/E5M2" if self.fields.get("fp8_format") == "HYBRID" else forward
+        """The formats that run: of activations and gradients, such as "E4M3/E5M2"."""
+        scheme = SCHEMES[self.scheme]
+        return (
+            f"{scheme.forward}/E5M2" if self.fields.get("fp8_format", scheme.fp8_format) == "HYBRID" else scheme.forward
+        )
 
     def replace(self, **overrides: Any) -> Recipe:
-        """This recipe with some fields changed; an unknown field or a bad value is a ValueError."""
+        """Return this recipe with some fields changed; an unknown field or a bad value is a ConfigError."""
         own = {name: overrides.pop(name) for name in list(overrides) if name in EDGES}
         return dataclasses.replace(self, fields={**self.fields, **overrides}, **own)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every resolved value, as plain JSON values: the content of `recipe.json`."""
+        """Return every resolved value as plain JSON values: the content of `recipe.json`."""
         edges = {name: getattr(self, name) for name in EDGES}
-        return {"name": self.name, "scheme": self.scheme, **self.fields, **edges}
+        default = SCHEMES[self.scheme].fp8_format
+        fields = ({"fp8_format": default} if default else {}) | dict(self.fields)
+        return {"name": self.name, "scheme": self.scheme, **fields, **edges}
 
     def build(self, te: Any) -> Any:
-        """The engine's recipe object: an instance of Transformer Engine's class (None for BF16)."""
+        """Return the engine's recipe object, an instance of Transformer Engine's class; None for BF16."""
         if not self.quantized:
             return None
         values = dict(self.fields)
@@ -158,7 +196,7 @@ class Recipe:
         if values.get("backward_override") == "none":
             values["backward_override"] = None
         built = getattr(te.recipe, self.scheme)(**values)
-        # Transformer Engine reads these three from the environment alone, whatever the constructor was told.
+        # Transformer Engine sets these three from the environment, ignoring the constructor's arguments.
         power_of_two = values.get("use_power_2_scales", not values.get("use_f32_scales", True))
         if self.scheme in ("Float8CurrentScaling", "Float8BlockScaling"):
             for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
@@ -167,15 +205,20 @@ class Recipe:
 
 
 def list_recipes() -> list[str]:
-    """Names of the recipes that come with the package."""
+    """Return the names of the recipes that come with the package."""
     order = list(SCHEMES)
     return sorted(_shipped(), key=lambda name: order.index(get_recipe(name).scheme))
 
 
 def get_recipe(recipe: str | Path | Recipe | Any, **overrides: Any) -> Recipe:
-    """The Recipe meant by a name, a TOML file's path, a Recipe or one of Transformer Engine's recipe objects.
+    """Return the Recipe for a name, the path of a TOML file, a Recipe or a Transformer Engine recipe object.
 
-    Raises ValueError for an unknown name, field or value (naming the nearest valid one) and for a file that is not TOML.
+    Args:
+        recipe: see above.
+        overrides: fields to change.
+
+    Raises:
+        UsageError: an unknown name, field or value (the message names the nearest), or a file that is not TOML.
     """
     if isinstance(recipe, Recipe):
         return recipe.replace(**overrides)
@@ -190,22 +233,22 @@ def get_recipe(recipe: str | Path | Recipe | Any, **overrides: Any) -> Recipe:
 
 
 def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
-    """The Recipe that `Recipe.to_dict` or a TOML file describes."""
+    """Return the Recipe that `Recipe.to_dict` or a TOML file describes."""
     about: dict[str, Any] = {"name": "custom"}
     about |= {k: v for k, v in values.items() if k in ("name", "scheme", "description", "hardware", *EDGES)}
     if "scheme" not in about:
-        raise ValueError(f"a recipe needs scheme = one of {', '.join(SCHEMES)}")
+        raise ConfigError(f"a recipe needs scheme = one of {', '.join(SCHEMES)}")
     return Recipe(fields={k: v for k, v in values.items() if k not in about}, **about)
 
 
 def recipe_fields() -> dict[str, Check]:
-    """Name -> check of every field of every scheme, the BF16 edges included."""
+    """Return name -> check of every field of every scheme, the BF16 edges included."""
     merged = {name: check for scheme in SCHEMES.values() for name, check in scheme.fields.items()}
     return {**merged, **EDGES}
 
 
 def _shipped() -> dict[str, Path]:
-    """Name -> file. In a wheel the files lie inside the package, in a checkout beside it."""
+    """Return name -> file. In a wheel the files are inside the package, in a checkout beside it."""
     here = Path(__file__).parent.parent
     folder = next(f for f in (here / "recipes", here.parent / "recipes") if f.is_dir())
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
@@ -215,20 +258,21 @@ def _from_file(path: Path) -> Recipe:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"cannot read the recipe {str(path)!r}: {error.strerror}") from None
+        raise ConfigError(f"cannot read the recipe {str(path)!r}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"the recipe {str(path)!r} is not TOML: {error}") from None
+        raise ConfigError(f"the recipe {str(path)!r} is not TOML: {error}") from None
     return recipe_from_dict({"name": path.stem, **values})
 
 
 def _from_object(recipe: Any) -> Recipe:
-    """Read one of Transformer Engine's recipe objects, of either engine."""
+    """Read a Transformer Engine recipe object of either engine."""
     scheme = type(recipe).__name__
     if scheme not in SCHEMES:
-        raise ValueError(
+        raise ConfigError(
             f"recipe={recipe!r}: give a name ({', '.join(_shipped())}), a .toml file or a TE recipe object"
         )
     values = {name: getattr(recipe, name) for name in SCHEMES[scheme].fields}
+    _refuse_other_fields(recipe, values)
     if "fp8_format" in values:
         values["fp8_format"] = values["fp8_format"].name
     if "backward_override" in values:
@@ -236,14 +280,40 @@ def _from_object(recipe: Any) -> Recipe:
     return Recipe(name=scheme, scheme=scheme, fields=values, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1)
 
 
+def _refuse_other_fields(recipe: Any, taken: dict[str, Any]) -> None:
+    """Raise a ConfigError for a field of Transformer Engine's object that is not `taken` and not at its default."""
+    plain = type(recipe)(**taken)
+    power_of_two = taken.get("use_power_2_scales", not taken.get("use_f32_scales", True))
+    for name, value in vars(recipe).items():
+        if name in taken:
+            continue
+        default = getattr(plain, name, None)
+        allowed = [default]
+        if name.startswith("fp8_quant_") and default is not None:  # as `build` sets it
+            allowed.append(dataclasses.replace(default, power_2_scale=power_of_two))
+        if value not in allowed:
+            raise ConfigError(f"{type(recipe).__name__}.{name}={value!r} is not supported: leave it at {default!r}")
+
+
+def _format(value: Any) -> Any:
+    """Return the name of an FP8 format as Transformer Engine spells it; a recipe in its place is a ConfigError."""
+    if isinstance(value, str) and value.lower() in _shipped():
+        raise ConfigError(f"fp8_format={value!r} is a recipe, not a format: use recipe={value.lower()!r}")
+    return value.upper() if isinstance(value, str) else value
+
+
 def _check(name: str, value: Any, check: Check) -> None:
     if isinstance(check, tuple):
         if value not in check or isinstance(value, bool):
-            raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, check))}")
+            raise ConfigError(f"{name}={value!r}: choose one of {', '.join(map(repr, check))}")
     elif check is bool:
         if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r}: give true or false")
+            raise ConfigError(f"{name}={value!r}: give true or false")
     elif not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: give a whole number")
-    elif value < (1 if name == "amax_history_len" else 0):
-        raise ValueError(f"{name}={value!r} is too small: give {1 if name == 'amax_history_len' else 0} or more")
+        raise ConfigError(f"{name}={value!r}: give a whole number")
+    else:
+        least, most = 1 if name == "amax_history_len" else 0, LARGEST.get(name, 2**20)
+        if value < least:
+            raise ConfigError(f"{name}={value!r} is too small: give {least} or more")
+        if value > most:
+            raise ConfigError(f"{name}={value!r} is too large: give {most} or less")

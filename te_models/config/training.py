@@ -78,7 +78,7 @@ class TrainConfig(NamedFields):
         return self.batch_size * self.seq_len * self.gradient_accumulation
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of `step`, counted from 1: linear warm-up, then cosine decay to the final fraction."""
+        """Return the learning rate of `step`, counted from 1: linear warm-up, then cosine decay."""
         if step <= self.warmup_steps:
             return self.learning_rate * step / self.warmup_steps
         done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)

@@ -1,91 +1,111 @@
-"""Conversations as text: the template that comes with a tokenizer, applied as transformers applies it."""
+"""Conversations as text: a tokenizer's chat template, rendered as transformers does, in a process of its own."""
 
 from __future__ import annotations
 
-import datetime
 import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from te_models.data.json_files import read_file, read_json_object
+from te_models.errors import DataError, UsageError
+
+SECONDS = 10
+BESIDE = "chat_template.jinja"
 
 Message = Mapping[str, str]
 
 
-class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}, with which templates mark the assistant's words for training."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 class ChatTemplate:
-    """A tokenizer's chat template: messages of the form {"role": "user", "content": "..."} -> the text of a prompt.
+    """A tokenizer's chat template, which turns messages such as {"role": "user", "content": "..."} into a prompt.
+
+    The template runs in a process with bounded time and memory and without this process's environment variables.
 
     Args:
-        source: the template, in Jinja.
+        source: the Jinja template.
         tokens: its variables, such as bos_token and eos_token.
+
+    Raises:
+        DataError: the source is not valid Jinja.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-        )
-        environment.filters["tojson"] = _to_json
-        functions: dict[str, Any] = {"raise_exception": _refuse, "strftime_now": _now}
-        environment.globals.update(functions)
-        try:
-            self.template = environment.from_string(source)
-        except TemplateError as error:
-            raise ValueError(f"the chat template is not valid Jinja: {error}") from None
         self.tokens = dict(tokens)
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "te_models.data.template_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUTF8": "1"},
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+        self._end = weakref.finalize(self, _end, self._process)
+        answer = self._ask({"source": source})
+        if "error" in answer:
+            raise DataError(f"the chat template is not valid Jinja: {answer['error']}")
 
     @classmethod
-    def of(cls, folder: str | Path) -> ChatTemplate:
-        """The template in a tokenizer's folder: chat_template.jinja, else the one in tokenizer_config.json.
+    def from_folder(cls, folder: str | Path) -> ChatTemplate:
+        """Read the template of a tokenizer's folder: chat_template.jinja, else the one in tokenizer_config.json.
 
         Raises:
-            ValueError: there is none; one line that says what to do.
+            DataError: there is none, or it is damaged.
         """
-        file = Path(folder) / "tokenizer_config.json"
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        beside = file.with_name("chat_template.jinja")
-        source = beside.read_text(encoding="utf-8") if beside.is_file() else config.get("chat_template")
+        config = read_json_object(Path(folder) / "tokenizer_config.json") or {}
+        beside = read_file(Path(folder) / BESIDE)
+        source = config.get("chat_template") if beside is None else beside.decode(errors="replace")
         if isinstance(source, list):  # several by name, of which "default" is the one without tools
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        if not source:
-            raise ValueError(f"{folder} has no chat template, so it is no chat model: leave out --chat")
-        names = [name for name in config if name.endswith("_token") and config[name]]
-        values = {name: config[name]["content"] if isinstance(config[name], dict) else config[name] for name in names}
-        return cls(source, {name: value for name, value in values.items() if isinstance(value, str)})
+            named = [entry for entry in source if isinstance(entry, dict)]
+            source = {str(entry.get("name")): entry.get("template") for entry in named}.get("default")
+        if not source or not isinstance(source, str):
+            raise DataError(f"{folder} has no chat template, so it is no chat model: leave out --chat")
+        values = {name: value for name, value in config.items() if name.endswith("_token")}
+        values = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+        return cls(source, {name: value for name, value in values.items() if value and isinstance(value, str)})
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
-        """The prompt after which the assistant speaks next; `variables` are the template's own, such as enable_thinking.
+        """Return the prompt after which the assistant speaks; `variables` are the template's, such as enable_thinking.
 
         Raises:
-            ValueError: the template refuses the messages.
+            UsageError: messages or variables are not plain JSON values.
+            DataError: the template refuses the messages, fails, or takes too much time or memory.
         """
         context = dict(messages=list(messages), tools=None, documents=None, add_generation_prompt=True)
+        answer = self._ask({"context": {**self.tokens, **context, **variables}})
+        if "error" in answer:
+            raise DataError(f"the chat template refuses these messages: {answer['error']}")
+        return answer["text"]
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer of the template's process, which ends if it takes too long."""
         try:
-            return self.template.render(**{**self.tokens, **context, **variables})
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from None
+            line = json.dumps({**request, "seconds": SECONDS}).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UsageError(f"messages and variables of a chat template must be plain JSON values: {error}") from None
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        with self._lock:
+            timer = threading.Timer(SECONDS, self._process.kill)
+            timer.start()
+            try:
+                stdin.write(line)
+                stdin.flush()
+                answer = stdout.readline()
+            except OSError:
+                answer = b""
+            finally:
+                timer.cancel()
+        if not answer.endswith(b"\n"):
+            raise DataError(f"the chat template takes more than {SECONDS} s, or its process died")
+        return json.loads(answer)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.communicate()

@@ -1,119 +1,179 @@
 """Text to token ids and back: raw bytes, which need no files, or a Hugging Face tokenizer.json.
 
-A tokenizer's files are tokenizer.json and tokenizer_config.json in Hugging Face's format, for either kind. The byte
-tokenizer writes a BPE without merges that falls back to bytes, so that the `tokenizers` library gives the same ids; its
-special tokens are in the vocabulary only, so that no text, not even "<eos>", can encode to one.
+Both kinds are saved as tokenizer.json and tokenizer_config.json in Hugging Face's format. The byte tokenizer is a BPE
+without merges that falls back to bytes, so that the `tokenizers` library gives the same ids; its special tokens are
+only in the vocabulary, so that no text, not even "<eos>", encodes to one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from te_models.errors import needs
+from te_models.checkpoint.pretrained import MODEL_TYPE, saved_folder
+from te_models.data.chat_template import ChatTemplate, Message
+from te_models.data.json_files import read_json_object
+from te_models.errors import DataError, needs
+from te_models.files.atomic import first_line
+from te_models.interop.hf import is_hugging_face, local_folder
 
+CONTEXT = 16  # tokens before new ones that their text may depend on
 _ROLES = ("bos", "eos", "pad")
 
 
-class Tokenizer(Protocol):
-    """What training and generation need of a tokenizer. Ids are below vocab_size."""
+class Tokenizer(ABC):
+    """Base of all tokenizers. Ids are below `vocab_size`; a special id is None where there is none.
 
-    @property
-    def vocab_size(self) -> int:
-        """The highest id plus one."""
-        ...
+    Attributes:
+        vocab_size: the highest id plus one.
+        bos_token_id, eos_token_id, pad_token_id: ids that begin a text, end one, and fill up a row.
+        folder: where its files were read, if anywhere.
+    """
 
-    @property
-    def bos_token_id(self) -> int | None:
-        """The id that begins a text, None if there is none."""
-        ...
+    vocab_size: int
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+    folder: Path | None = None
+    _template: ChatTemplate | None = None
 
-    @property
-    def eos_token_id(self) -> int | None:
-        """The id that ends a text, None if there is none."""
-        ...
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_template"}  # it is a process
 
-    @property
-    def pad_token_id(self) -> int | None:
-        """The id that fills up a row, None if there is none."""
-        ...
-
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`; no special token is added."""
-        ...
+        """Return the ids of `text`, without special tokens before or after it."""
 
+    @abstractmethod
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of `text` with the special tokens that it begins with for this model, such as bos."""
-        ...
+        """Return the ids of `text` with the special tokens that a text begins with, such as bos."""
 
+    @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The ids of each text as a 1-d integer array, faster than one `encode` a text."""
-        ...
+        """Return the ids of each text as a 1-d integer array; faster than one `encode` per text."""
 
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`: special and unknown ids are skipped, invalid UTF-8 becomes replacement characters."""
-        ...
+        """Return the text of `ids`; special and unknown ids are skipped, invalid UTF-8 becomes U+FFFD."""
 
+    @abstractmethod
     def documents(self) -> dict[str, Any]:
-        """The JSON of its files, by name without suffix: what `save` writes."""
-        ...
+        """Return the JSON of its files, by name without suffix: the content that `save` writes."""
 
     def save(self, folder: str | Path) -> None:
-        """Write its files into `folder`, from which `load_tokenizer` gives the same tokenizer."""
-        ...
+        """Write tokenizer.json and tokenizer_config.json, from which `load_tokenizer` restores it, atomically each."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, document in self.documents().items():
+            temp = Path(folder) / f".{name}.json.saving"
+            temp.write_bytes(json.dumps(document, ensure_ascii=False, indent=2).encode())
+            os.replace(temp, Path(folder) / f"{name}.json")
+
+    def chat_template(self) -> ChatTemplate:
+        """Return the chat template in the tokenizer's folder; a DataError if there is none."""
+        if self.folder is None:
+            raise DataError("bytes have no chat template: give --model or --tokenizer a folder that has one")
+        if self._template is None:
+            self._template = ChatTemplate.from_folder(self.folder)
+        return self._template
+
+    def apply_chat_template(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Return the ids of a conversation, up to where the assistant speaks next.
+
+        Args:
+            messages: dicts with "role" and "content".
+            variables: variables of the template, such as enable_thinking.
+
+        Raises:
+            DataError: there is no chat template, or it refuses the messages.
+        """
+        return self.encode(self.chat_template().render(messages, **variables))
 
 
-def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
-    """The tokenizer at `path`: a tokenizer.json, or a folder that holds one; None gives the ByteTokenizer.
+def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
+    """Load a tokenizer.
+
+    Args:
+        source: a tokenizer.json, a folder with one, a saved model, the folder of a run (its newest checkpoint), or the
+            name of a model on the Hugging Face hub. None, and a model of te-models saved without a tokenizer, give the
+            ByteTokenizer.
 
     Raises:
         ValueError: there is no such file, it is not a tokenizer, or the `tokenizers` package is missing.
     """
-    if path is None:
+    if source is None:
         return ByteTokenizer()
-    file = Path(path)
-    if file.is_dir():
-        file /= "tokenizer.json"
-    document = _read_json(file)
+    file = Path(source)
+    if not file.is_file():
+        folder = saved_folder(local_folder(source))
+        file = folder / "tokenizer.json"
+        if not file.exists() and (folder / "config.json").is_file():
+            if is_hugging_face(folder, MODEL_TYPE):
+                raise DataError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
+            return ByteTokenizer()
+    document = read_json_object(file)
     if document is None:
-        raise ValueError(f"{file}: no such file; give a Hugging Face tokenizer.json or a folder that holds one")
+        raise DataError(f"{file}: no such file; give a Hugging Face tokenizer.json or a folder that holds one")
     if document == ByteTokenizer().documents()["tokenizer"]:
-        return ByteTokenizer()
+        return ByteTokenizer(file.parent)
     return HuggingFaceTokenizer(document, file)
 
 
-class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, then the special ids bos, eos and pad."""
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """Return the id that ends each document; a DataError if the tokenizer has none."""
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "the tokenizer has no end-of-text token to put between documents: name one as eos_token in "
+            "tokenizer_config.json beside its tokenizer.json"
+        )
+    return tokenizer.eos_token_id
+
+
+def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the text that `ids` add to the tokens `before`.
+
+    Decoders of SentencePiece's kind drop the space at the start of a text, so `ids` are decoded behind the last of
+    `before`.
+    """
+    context = list(before[-CONTEXT:])
+    start, whole = tokenizer.decode(context), tokenizer.decode([*context, *ids])
+    return whole.removeprefix(start) if whole.startswith(start) else tokenizer.decode(ids)
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes as ids 0 to 255, then the special ids bos, eos and pad.
+
+    Args:
+        folder: where its files are, if it has any.
+    """
 
     vocab_size = 259
-    bos_token_id = 256
-    eos_token_id = 257
-    pad_token_id = 258
+    bos_token_id, eos_token_id, pad_token_id = 256, 257, 258
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of `text`."""
         return list(text.encode())
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The bytes of `text`: nothing goes before them."""
         return self.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The bytes of each text, uint8, without a copy for each."""
+        """Return the bytes of each text, uint8, without a copy of each."""
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the bytes among `ids`, with replacement characters for invalid UTF-8."""
-        return bytes(i for i in ids if i < self.bos_token_id).decode(errors="replace")
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def documents(self) -> dict[str, Any]:
-        """tokenizer and tokenizer_config, as `save` writes them."""
         vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
         special = {f"{role}_token": f"<{role}>" for role in _ROLES}
         model = {"type": "BPE", "byte_fallback": True, "merges": []}
@@ -129,105 +189,101 @@ class ByteTokenizer:
             "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True, **special},
         }
 
-    def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json."""
-        _write_documents(Path(folder), self.documents())
 
-
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json, run by the `tokenizers` library. `tokenizers>=0.20`.
 
-    The special tokens are those that the files beside it name: tokenizer_config.json, else special_tokens_map.json, else
+    Special tokens come from the files beside it: tokenizer_config.json, else special_tokens_map.json, else
     generation_config.json (of several eos ids, the first).
 
     Args:
         document: the content of tokenizer.json.
-        file: where it was read; the other files are looked for beside it.
+        file: its path; the other files are looked for beside it.
     """
 
     def __init__(self, document: Any, file: Path) -> None:
         with needs(str(file), "tokenizers", "0.20", "train"):
             from tokenizers import Tokenizer as Backend  # noqa: PLC0415
-        try:
+        self._file, self.folder = file, file.parent
+        with _library_errors(file, "not a tokenizer.json of Hugging Face's tokenizers library"):
             self._backend = Backend.from_str(json.dumps(document))
-        except Exception as error:  # the library raises nothing more specific
-            raise ValueError(f"{file}: not a tokenizer.json of Hugging Face's tokenizers library ({error})") from None
-        # A file may carry the truncation of the model it was made for, which would silently cut documents.
-        self._backend.no_truncation()
-        self._backend.no_padding()
+            # A file may contain the truncation of the model it was made for, which would silently cut documents.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            self.vocab_size = max(self._backend.get_vocab().values(), default=-1) + 1
         self._document = document
-        self._config = _read_json(file.with_name("tokenizer_config.json")) or {}
-        beside = [self._config] + [
-            _read_json(file.with_name(name)) or {} for name in ("special_tokens_map.json", "generation_config.json")
-        ]
-        self.bos_token_id, self.eos_token_id, self.pad_token_id = (
-            _special_id(role, beside, self._backend.token_to_id) for role in _ROLES
-        )
-        self.vocab_size = max(self._backend.get_vocab().values(), default=-1) + 1
+        names = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+        beside = [read_json_object(file.with_name(name)) or {} for name in names]
+        self._config = beside[0]
+        with _library_errors(self.folder, "its special tokens are damaged"):
+            self.bos_token_id, self.eos_token_id, self.pad_token_id = (
+                _special_id(role, beside, self._backend.token_to_id) for role in _ROLES
+            )
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`; a special token spelled out in it becomes its id, as is usual for these tokenizers."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        """Return the ids of `text`; special tokens spelled out in it become their ids, as is usual."""
+        with self._encoding():
+            return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of `text` as transformers gives them: with what the file's post-processor adds."""
-        return self._backend.encode(text).ids
+        """Return the ids of `text` as transformers does, with the tokens that the post-processor adds."""
+        with self._encoding():
+            return self._backend.encode(text).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """The ids of each text, int32, on all cores."""
         encoded = []
-        # In parts, because the library's encodings take many times the memory of their ids.
+        # In parts, since the library's encodings take many times the memory of their ids.
         for start in range(0, len(texts), 1024):
-            part = self._backend.encode_batch_fast(list(texts[start : start + 1024]), add_special_tokens=False)
+            with self._encoding():
+                part = self._backend.encode_batch_fast(list(texts[start : start + 1024]), add_special_tokens=False)
             encoded += [np.array(encoding.ids, dtype=np.int32) for encoding in part]
         return encoded
 
+    def _encoding(self) -> contextlib.AbstractContextManager[None]:
+        return _library_errors(self._file, "encoding failed")
+
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; also skips special tokens that tokenizer.json itself does not mark as special."""
+        """Return the text of `ids`, also without special tokens that tokenizer.json does not mark as special."""
         special = (self.bos_token_id, self.eos_token_id, self.pad_token_id)
-        return self._backend.decode([i for i in ids if i not in special], skip_special_tokens=True)
+        with _library_errors(self._file, "decoding failed"):
+            return self._backend.decode([i for i in ids if i not in special], skip_special_tokens=True)
 
     def documents(self) -> dict[str, Any]:
-        """tokenizer as it was read, and tokenizer_config with the special tokens that are in force."""
+        """Return tokenizer as it was read, and tokenizer_config with the special tokens in use."""
         ids = {"bos": self.bos_token_id, "eos": self.eos_token_id, "pad": self.pad_token_id}
         special = {f"{role}_token": self._backend.id_to_token(i) for role, i in ids.items() if i is not None}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._config, **special}
         return {"tokenizer": self._document, "tokenizer_config": config}
 
-    def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json."""
-        _write_documents(Path(folder), self.documents())
-
 
 def _special_id(role: str, documents: Iterable[dict[str, Any]], token_to_id: Callable[[str], int | None]) -> int | None:
-    """The id of a role's token, from the first document that names the token or its id."""
+    """Return the id of a role's token from the first document that names the token or its id.
+
+    Ids that no vocabulary has, such as -1, count as none.
+    """
     for document in documents:
         token, number = document.get(f"{role}_token"), document.get(f"{role}_token_id")
         if isinstance(token, dict):
-            token = token["content"]
+            token = token.get("content")
+        if token is not None and not isinstance(token, str):
+            raise DataError(f"{role}_token is {json.dumps(token)[:60]}: give the text of one token")
         if token is not None:
             number = token_to_id(token)
-        if number is not None:
-            return number[0] if isinstance(number, list) else number
+        if isinstance(number, list):
+            number = number[0] if number else None
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+            raise DataError(f"{role}_token_id is {json.dumps(number)[:60]}: give a whole number")
+        if number is not None and number >= 0:
+            return number
     return None
 
 
-def _read_json(file: Path) -> Any:
-    """The content of a JSON file, None if there is no such file."""
+@contextlib.contextmanager
+def _library_errors(file: Path, doing: str) -> Iterator[None]:
+    """Turn errors of the tokenizers library in the block into a DataError; its panics are BaseExceptions."""
     try:
-        return json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise ValueError(f"{file}: not JSON ({error})") from None
-
-
-def _write_documents(folder: Path, documents: dict[str, Any]) -> None:
-    """Each document as a file of its own, whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, document in documents.items():
-        temp = folder / f".{name}.json.saving"
-        temp.write_bytes(json.dumps(document, ensure_ascii=False, indent=2).encode())
-        os.replace(temp, folder / f"{name}.json")
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, DataError):
+        raise
+    except BaseException as error:
+        raise DataError(f"{file}: {doing} ({first_line(error)})") from None

@@ -1,18 +1,22 @@
-"""The data of a run from what its user names: a dataset to train on, in memory or streamed, and batches to evaluate on."""
+"""The data of a run: a dataset to train on, in memory or streamed, and batches to evaluate on."""
 
 from __future__ import annotations
+
+import os
 
 from torch import Tensor
 
 from te_models.config.training import TrainConfig
-from te_models.data.corpus_chunks import COMPRESSIONS, corpus_size
-from te_models.data.dataset import TokenDataset, load_documents, split_documents
+from te_models.data.corpus_chunks import corpus_size
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import COMPRESSIONS, load_documents, split_documents
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer
 from te_models.distributed.control import Ranks
+from te_models.errors import UsageError
 
-STREAMED_BYTES = 2**30  # a corpus of more than this is streamed unless the user says otherwise
-EVAL_FRACTION = 0.01  # of a streamed corpus; in memory it is what split_documents takes
+STREAMED_BYTES = 2**30  # larger corpora are streamed by default
+EVAL_FRACTION = 0.01  # of a streamed corpus; in memory, the default of split_documents
 
 
 def open_data(
@@ -27,21 +31,25 @@ def open_data(
     world_size: int = 1,
     ranks: Ranks | None = None,
 ) -> tuple[TokenDataset | StreamingDataset, list[dict[str, Tensor]]]:
-    """This rank's dataset of training batches, and its batches to evaluate on.
+    """Open a corpus for training.
 
     Args:
-        path: text, JSONL or Parquet files (see docs/guide/data.md); None: Python's own documentation and sources.
-        tokenizer: what encodes it.
+        path: a file, folder, glob or URL of text, JSONL or Parquet; None: Python's own documentation and sources.
+        tokenizer: encodes the text.
         config: seq_len, batch_size, seed and eval_batches.
-        streaming: read the corpus as it goes; None: if it is larger than a GiB, compressed, a glob or a URL.
+        streaming: read the corpus while training; None: if it exceeds 1 GiB, is compressed, or is a glob or URL.
         packing: "stream", or "documents" to keep attention inside each document.
         num_workers: processes that encode a streamed corpus ahead.
-        rank: which of the processes that share the data this is; those that hold parts of one replica have the same.
-        world_size: how many share it.
-        ranks: all processes of the run, which exchange the positions of a streamed corpus; None: there is one.
+        rank: number of this process among those that share the data; the processes of one replica have the same.
+        world_size: number of ranks that share the data.
+        ranks: the processes that exchange positions of a streamed corpus when a checkpoint is saved.
+
+    Returns:
+        this rank's dataset of training batches, and its evaluation batches.
 
     Raises:
-        ValueError: a mistake in what was asked for, or unreadable data.
+        UsageError: an argument is out of range.
+        DataError: the data cannot be read or is too short.
     """
     share = dict(batch_size=config.batch_size, seed=config.seed, packing=packing, rank=rank, world_size=world_size)
     if streaming is None:
@@ -50,21 +58,23 @@ def open_data(
         training, evaluation = split_documents(load_documents(path), seed=config.seed)
         dataset = TokenDataset(training, tokenizer, config.seq_len, **share)
     elif path is None:
-        raise ValueError("--streaming needs --data: Python's own documentation and sources are read into memory")
+        raise UsageError("--streaming needs --data: Python's own documentation and sources are read into memory")
     else:
         dataset = StreamingDataset(
-            path, tokenizer, config.seq_len, **share, eval_fraction=EVAL_FRACTION, num_workers=num_workers, ranks=ranks
+            path,
+            tokenizer,
+            config.seq_len,
+            **share,
+            eval_fraction=EVAL_FRACTION,
+            num_workers=num_workers,
+            ranks=ranks,
         )
         evaluation = dataset.held_out(config.eval_batches * config.batch_size * config.seq_len * world_size)
-    held_out = TokenDataset(evaluation, tokenizer, config.seq_len, **share, shuffle=False)
-    return dataset, held_out.eval_batches(config.eval_batches)
+    evaluated = TokenDataset(evaluation, tokenizer, config.seq_len, **share, shuffle=False)
+    return dataset, evaluated.eval_batches(config.eval_batches)
 
 
 def _must_stream(path: str) -> bool:
-    """Whether only streaming can read it, or memory may not hold it."""
-    return (
-        any(c in path for c in "*?[")
-        or "://" in path
-        or path.endswith(tuple(COMPRESSIONS))
-        or (corpus_size(path) > STREAMED_BYTES)
-    )
+    """Return whether to stream by default: compressed files, globs, URLs and corpora that may not fit in memory."""
+    glob = not os.path.lexists(path) and any(c in path for c in "*?[")
+    return glob or "://" in path or path.endswith(tuple(COMPRESSIONS)) or corpus_size(path) > STREAMED_BYTES

@@ -8,7 +8,8 @@ docs/internals/transformer_engine.md.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -61,9 +62,36 @@ __all__ = [
     "FusedAdam", "Linear", "MXFP8Quantizer", "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "autocast",
     "checkpoint", "fp8_autocast", "get_align_size_for_quantization",
     "get_default_recipe", "handover", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
-    "is_nvfp4_available", "quantized_model_init", "recipe", "reset_fp8_state", "restored_recompute",
+    "is_nvfp4_available", "outside_autocast", "quantized_model_init", "recipe", "region_lock", "reset_fp8_state", "restored_recompute", "separate_copy",
     "drop_cached_weights",
 ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def outside_autocast() -> Iterator[Any]:
+    """Leave all autocasts around the caller, and yield the recipe of the enabled one, if there is one.
+
+    An autocast inside behaves as if nested in a disabled one: its exit updates no scale (section 2.5).
+    """
+    state = FP8GlobalStateManager.quantization_state
+    saved, depth = FP8GlobalStateManager.get_autocast_state(), state.autocast_depth
+    left = state.fp8_recipe if state.fp8_enabled else None
+    state.fp8_enabled = state.fp8_calibration = state.is_first_fp8_module = False
+    state.fp8_recipe = state.fp8_distributed_group = None
+    state.autocast_depth = 1
+    try:
+        yield left
+    finally:
+        FP8GlobalStateManager.set_autocast_state(saved)
+        state.autocast_depth = depth
+
+
+_LOCK = threading.RLock()  # Transformer Engine's FP8 state belongs to the process
+
+
+def region_lock(model: torch.nn.Module) -> threading.RLock:
+    """Return the lock that one forward pass at a time holds, of all models in the process, BF16 ones included."""
+    return _LOCK
 
 
 def reset_fp8_state(module: Any) -> None:
@@ -92,6 +120,19 @@ def reset_fp8_state(module: Any) -> None:
     module.fp8_initialized = False
     module.fp8_meta_tensors_initialized = False
     module._fp8_workspaces.clear()
+
+
+def separate_copy(module: Any) -> None:
+    """Give a copied te.Linear scales of its own to update.
+
+    A copy looks registered to Transformer Engine, which then never updates its scales (section 2.8).
+    """
+    for name in (FP8GlobalStateManager.get_buffer_info(), "global_fp8_buffer_pos_fwd_recompute"):
+        module.fp8_meta.pop(name, None)
+    for direction in ("scaling_fwd", "scaling_bwd"):
+        state = module.fp8_meta.get(direction)
+        if isinstance(state, DelayedScalingRecipeState):
+            module.quantizers[direction] = state.make_quantizers()
 
 
 def drop_cached_weights(module: Any) -> None:

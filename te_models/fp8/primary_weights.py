@@ -28,6 +28,9 @@ SHARDED_SCHEMES = SCHEMES[:2]
 # The fields of a recipe that decide how a weight is quantized.
 WEIGHT_FIELDS = ("use_power_2_scales", "use_f32_scales", "w_block_scaling_dim", "enable_2d_quantization")
 # Transformer Engine's attributes with FP8 data and inverse scales; a format has two or four of them.
+_INITIAL_VALUE = (
+    "_high_precision_init_val"  # Transformer Engine's attribute with the values that a weight was made from
+)
 _PARTS = ("data", "scale_inv", "rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 
 
@@ -86,11 +89,13 @@ def drop_transposed(model: Any) -> None:
 
 
 @torch.no_grad()
-def write_weight(parameter: Any, value: Tensor) -> None:
-    """Give a parameter its values, or its piece of them; an FP8 weight also keeps them, on the CPU, for the optimizer's master.
+def write_weight(parameter: Any, value: Tensor, for_master: bool = True) -> None:
+    """Write `value`, of the whole parameter, into a parameter or this rank's rows of it.
 
-    Under DelayedScaling the scale is first taken from the values, where Transformer Engine casts the first ones with
-    scale 1, into the subnormals (section 10).
+    With `for_master` an FP8 weight also stores the values on the CPU, until an optimizer makes its master from them.
+
+    Under DelayedScaling the scale is taken from the values first: Transformer Engine casts with the scale as it stands,
+    which is 1 for the first values (section 10) and too large for a weight that grew, such as a merged one.
     """
     fp8 = quantized(parameter)
     if fp8 is None:
@@ -106,7 +111,38 @@ def write_weight(parameter: Any, value: Tensor) -> None:
         quantizer.scale.fill_(E4M3_MAX / amax.item())
         quantizer.amax.zero_()
     fp8.quantize_(piece(value, parameter).to(fp8.device))
-    keep_initial_value(parameter, value)
+    if for_master:
+        keep_initial_value(parameter, value)
+    else:
+        vars(fp8).pop(_INITIAL_VALUE, None)  # values that the weight no longer has
+
+
+@torch.no_grad()
+def saved_weight(parameter: Any) -> dict[str, Tensor]:
+    """Return a copy of a parameter's values for `restore_weight`; of an FP8 weight its FP8 data and scales."""
+    fp8 = quantized(parameter)
+    if fp8 is None:
+        return {"": parameter.detach().clone()}
+    saved = {part: tensor.clone() for part in _PARTS if (tensor := getattr(fp8, f"_{part}", None)) is not None}
+    if _delayed(fp8._quantizer):
+        saved["scale"] = fp8._quantizer.scale.clone()
+    return saved
+
+
+@torch.no_grad()
+def restore_weight(parameter: Any, saved: Mapping[str, Tensor]) -> None:
+    """Write back what `saved_weight` returned, to the bit."""
+    fp8 = quantized(parameter)
+    for part, tensor in saved.items():
+        if fp8 is None:
+            parameter.copy_(tensor)
+        elif part == "scale":
+            fp8._quantizer.scale.copy_(tensor)
+            fp8._quantizer.amax.zero_()
+        else:
+            getattr(fp8, f"_{part}").copy_(tensor)
+    if fp8 is not None:
+        _transpose_again(fp8)
 
 
 @torch.no_grad()
@@ -119,17 +155,16 @@ def take_master(parameter: Any, master: Tensor) -> None:
 def keep_initial_value(parameter: Any, value: Tensor) -> None:
     """Store the values that an FP8 weight was made from, where Transformer Engine's optimizers look for them too."""
     own = piece(value, parameter).detach()
-    quantized(parameter)._high_precision_init_val = own.to("cpu", parameter.dtype, copy=own is not value)
+    vars(quantized(parameter))[_INITIAL_VALUE] = own.to("cpu", parameter.dtype, copy=own is not value)
 
 
 @torch.no_grad()
 def new_master(parameter: Any) -> Tensor:
     """Return the FP32 master of an FP8 weight: the values it was made from, if still stored, else the dequantized ones."""
     fp8 = quantized(parameter)
-    value = getattr(fp8, "_high_precision_init_val", None)
+    value = vars(fp8).pop(_INITIAL_VALUE, None)
     if value is None:
         return plain(parameter).float()
-    del fp8._high_precision_init_val
     return pieces(value.to(fp8.device, torch.float32, copy=True), parameter)
 
 
@@ -156,9 +191,16 @@ def load_codes(model: nn.Module, codes: Mapping[str, Tensor]) -> None:
         put(live[name], tensor)
     for name, parameter in model.named_parameters():
         fp8 = quantized(parameter)
-        if f"{name}.data" in codes and fp8.get_usages()["columnwise"]:  # the transposed copy is of the data before
-            fp8.update_usage(columnwise_usage=False)
-            fp8.update_usage(columnwise_usage=True)
+        if f"{name}.data" in codes:
+            _transpose_again(fp8)
+
+
+def _transpose_again(fp8: Any) -> None:
+    """Make the transposed copy of a weight with one scale again, after its data changed."""
+    usages = fp8.get_usages()
+    if getattr(fp8, "_data", None) is not None and usages["columnwise"]:
+        fp8.update_usage(columnwise_usage=False)
+        fp8.update_usage(columnwise_usage=True)
 
 
 @torch.no_grad()

@@ -129,21 +129,22 @@ def frozen_fp8_state(model: nn.Module) -> Iterator[None]:
     """
     live = fp8_state(model)
     before = {name: torch.empty_like(tensor) for name, tensor in live.items()}
-    _copy_all(before, live)
+    overwrite(list(before.values()), list(live.values()))
     try:
         yield
     finally:
         now = fp8_state(model)
-        _copy_all({name: now[name] for name in before if name in now}, before)
+        names = [name for name in before if name in now]
+        overwrite([now[name] for name in names], [before[name] for name in names])
         for name in now.keys() - before.keys():  # a module that ran for the first time: its initial values
             now[name].fill_(1.0 if name.endswith("scale") else 0.0)
 
 
 @torch.no_grad()
-def _copy_all(to: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
-    """Copy the tensors of these names with few kernels, which a decoding step has to wait for."""
-    if to:
-        torch._foreach_copy_(list(to.values()), [source[name] for name in to])
+def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
+    """Copy each value to its tensor with few kernels, which a decoding step has to wait for."""
+    if tensors:
+        torch._foreach_copy_(tensors, values)
 
 
 def _resized(history: Tensor, length: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Text generation: sampling, stop conditions, and the decoding loop over a KV cache.
+"""Text from a model: options, sampling, the decode loop over a KV cache, and streaming of text.
 
-Not here: the KV cache (te_models.model), tokenizers and chat templates (te_models.data).
+Not here: the cache itself and the forward pass (te_models.model), chat templates and tokenizers (te_models.data).
 """

@@ -1,11 +1,12 @@
-"""The loop that makes tokens from a KV cache: the prompt once, then one step of fixed shapes for every token.
+"""The loop that generates tokens with a KV cache: the prompt once, then one step of fixed shapes per token.
 
-The step keeps all it works on at fixed addresses and asks nothing of the host, so on a GPU it is captured in a CUDA graph
-once and replayed; without that, the host spends longer launching a step's kernels than the device running them. The
-same function runs eagerly everywhere else, with the same results. The host learns a token while the device makes the
+All tensors of a step stay at fixed addresses and a step asks nothing of the host, so on a GPU it is captured in a CUDA
+graph once and replayed; without that, the host takes longer to launch a step's kernels than the device to run them. The
+same function runs eagerly everywhere else, with the same results. The host reads a token while the device computes the
 next one.
 
-Under an FP8 recipe the weights are quantized with the prompt and the codes kept for all steps (one byte a parameter).
+Under an FP8 recipe the weights are quantized with the prompt and the FP8 data is reused in every step (one byte per
+parameter).
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_models.device.cuda_capture import capture, failed_capture
+from te_models.model.decoder import Decoder
 from te_models.model.kv_cache import KVCache
 
 Pick = Callable[[Tensor], Tensor]  # logits FP32 [B, V] -> tokens int64 [B]
@@ -27,29 +29,29 @@ log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def cached_tokens(
-    model: Any, ids: Tensor, mask: Tensor | None, count: int, pick: Pick, generator: torch.Generator, graph: bool
+    model: Decoder, ids: Tensor, mask: Tensor | None, count: int, pick: Pick, generator: torch.Generator, graph: bool
 ) -> Generator[Tensor]:
-    """The `count` tokens after `ids` [B, S], int64 [B] on the host, one step at a time.
+    """Yield the `count` tokens after `ids` [B, S], int64 [B] on the host, one step at a time.
 
-    `graph` captures the steps after the first in a CUDA graph; `generator` is what `pick` draws from. The weights must
-    not change before the last token: an FP8 recipe has quantized them.
+    `graph` captures the steps after the first in a CUDA graph; `pick` draws from `generator`. The weights must not
+    change before the last token, since an FP8 recipe reuses their quantized values.
     """
-    loop = Loop(model, ids, mask, count, pick, generator, graph)
+    loop = DecodeLoop(model, ids, mask, count, pick, generator, graph)
     ahead, launched = int(ids.is_cuda), 0
     try:
         for step in range(count):
             while launched < min(count, step + 1 + ahead):
                 loop.launch(launched)
                 launched += 1
-            yield loop.arrived(step)
+            yield loop.tokens(step)
     finally:
-        for module in linears(model):
+        for module in te_linears(model):
             model.te.drop_cached_weights(module)
 
 
 @torch.no_grad()
-def recomputed_tokens(model: Any, ids: Tensor, mask: Tensor | None, count: int, pick: Pick) -> Generator[Tensor]:
-    """The same tokens without a cache: the whole sequence anew for each."""
+def recomputed_tokens(model: Decoder, ids: Tensor, mask: Tensor | None, count: int, pick: Pick) -> Generator[Tensor]:
+    """Yield the same tokens without a cache, by recomputing the whole sequence for each."""
     for _ in range(count):
         new = pick(model(ids, attention_mask=mask, logits_to_keep=1).logits[:, -1].float())
         yield new.cpu()
@@ -57,16 +59,16 @@ def recomputed_tokens(model: Any, ids: Tensor, mask: Tensor | None, count: int, 
         mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=1)
 
 
-class Loop:
+class DecodeLoop:
     """The state of one generation on the device.
 
     Attributes:
-        newest: int64 [B, 1], the tokens that the next step reads.
+        newest: int64 [B, 1], the input of the next step.
         made: int64 [count, B], all tokens so far.
-        done: int64 [1], how many steps have been made.
+        done: int64 [1], number of steps so far.
     """
 
-    def __init__(self, model: Any, ids: Tensor, mask: Tensor | None, count: int, pick: Pick,
+    def __init__(self, model: Decoder, ids: Tensor, mask: Tensor | None, count: int, pick: Pick,
                  generator: torch.Generator, graph: bool) -> None:  # fmt: skip
         batch, length = ids.shape
         self.model, self.ids, self.mask, self.pick, self.generator = model, ids, mask, pick, generator
@@ -81,7 +83,7 @@ class Loop:
         self.events: list[Any] = []
 
     def launch(self, step: int) -> None:
-        """Start step number `step` and the copy of its tokens to the host, and wait for neither."""
+        """Queue step number `step` and the copy of its tokens to the host, without waiting for either."""
         if step == 0:
             self._forward(self.ids, self.mask, first=True)
         elif self.graph is None:
@@ -98,18 +100,18 @@ class Loop:
             self.events.append(torch.cuda.Event())
             self.events[-1].record()
 
-    def arrived(self, step: int) -> Tensor:
-        """The tokens of a step that was launched, int64 [B] on the host, once they are there."""
+    def tokens(self, step: int) -> Tensor:
+        """Wait for a launched step and return its tokens, int64 [B] on the host."""
         if self.made.is_cuda:
             self.events[step].synchronize()
         return self.host[step]
 
     def step(self) -> None:
-        """One token for each row: fixed shapes and addresses, and nothing that the host would have to know."""
+        """Generate one token per row, with fixed shapes and addresses and no value that the host must read."""
         self._forward(self.newest, None, first=False)
 
     def _capture(self) -> None:
-        """Capture a step and replay it. Where another thread disturbs the capture, this and all later steps run eagerly."""
+        """Capture a step and replay it. If another thread disturbs the capture, all steps from here run eagerly."""
         length = self.cache.length
         try:
             with capture(self.graph, self.stream, self.generator):
@@ -124,7 +126,7 @@ class Loop:
         self.graph.replay()
 
     def _forward(self, ids: Tensor, mask: Tensor | None, first: bool) -> None:
-        keep = first if self.model.recipe.quantized else None  # the prompt quantizes the weights, the steps use that
+        keep = first if self.model.recipe.quantized else None  # the prompt quantizes the weights, the steps reuse them
         options = dict(cache=self.cache, attention_mask=mask, logits_to_keep=1, is_first_microbatch=keep)
         new = self.pick(self.model(ids, **options).logits[:, -1].float())
         self.made.index_copy_(0, self.done, new[None])
@@ -132,7 +134,7 @@ class Loop:
         self.done += 1
 
     def _warm_up(self) -> None:
-        """A step on the stream of the capture, where the libraries get their workspaces and kernels are compiled."""
+        """Run a step on the stream of the capture, where libraries allocate workspaces and kernels are compiled."""
         current = torch.cuda.current_stream(self.made.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -141,6 +143,6 @@ class Loop:
         self.graph.register_generator_state(self.generator)
 
 
-def linears(model: Any) -> list[Any]:
-    """Every te.Linear of the model."""
+def te_linears(model: Decoder) -> list[nn.Module]:
+    """Return every te.Linear of the model."""
     return [module for module in model.modules() if isinstance(module, model.te.Linear)]

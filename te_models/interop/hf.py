@@ -395,5 +395,7 @@ def _replaceable(name: str) -> bool:
 def _dtype(folder: Path, document: Mapping[str, Any]) -> torch.dtype:
     name = document.get("dtype") or document.get("torch_dtype") or "float32"
     if name not in ("bfloat16", "float16", "float32"):
-        raise CheckpointError(f"{folder}/config.json: dtype {name!r} is not bfloat16, float16 or float32")
+        raise CheckpointError(
+            f"{folder}/config.json: dtype {list_some([repr(name)])} is not bfloat16, float16 or float32"
+        )
     return getattr(torch, name)

@@ -151,6 +151,21 @@ def _read_rope(theirs: Values) -> dict[str, Any]:
     return found
 
 
+def _read_whole_rope(theirs: Values) -> dict[str, Any]:
+    """Read the RoPE of families in which transformers always rotates whole heads.
+
+    There it ignores `partial_rotary_factor` under the default RoPE, and fails on it under any other.
+    """
+    found = _read_rope(theirs)
+    share = found.pop("partial_rotary_factor", 1.0)
+    if share != 1.0 and "rope_scaling" in found:
+        kind = found["rope_scaling"]["rope_type"]
+        raise ConfigError(
+            f"partial_rotary_factor={share} with RoPE of type {kind!r} is not supported for this model type"
+        )
+    return found
+
+
 def _write_rope(config: ModelConfig) -> dict[str, Any]:
     """Return the older form, which every version of transformers reads."""
     return {"rope_theta": config.rope_theta, "rope_scaling": config.to_dict()["rope_scaling"]}
@@ -244,7 +259,7 @@ def _write_dense(config: ModelConfig) -> dict[str, Any]:
     return {"num_experts": 0, "mlp_only_layers": layers, "layer_types": ["full_attention"] * len(layers)}
 
 
-ROPE = Part(("rope_theta", "rope_scaling", "rope_parameters"), _read_rope, _write_rope)
+ROPE = Part(("rope_theta", "rope_scaling", "rope_parameters"), _read_whole_rope, _write_rope)
 PARTIAL_ROPE = Part((*ROPE.keys, "partial_rotary_factor"), _read_rope, _write_partial_rope)
 WINDOW = Part(
     ("sliding_window",),

@@ -8,22 +8,24 @@ PyTorch's restricted loader, which makes tensors and nothing else; the pickles i
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from te_models.config.recipe import SCHEMES, Recipe, get_recipe
 from te_models.errors import CheckpointError
-from te_models.files.atomic import first_line
-from te_models.files.formats import SafetensorsFile, read_safetensors
+from te_models.files.atomic import CHUNK_BYTES, first_line
+from te_models.files.formats import SafetensorsFile, list_some, open_regular, read_safetensors
 from te_models.interop.te_extra_state import read_extra_state
 
 SUFFIXES = (".pt", ".pth")
 EXTRA = "_extra_state"
+MAX_PICKLE_BYTES = 16 * 2**20  # the names and shapes of a .pt file; about 200 bytes per tensor
 _PARTS = {
     "scale_fwd": "scaling_fwd.scale", "amax_history_fwd": "scaling_fwd.amax_history",
     "scale_bwd": "scaling_bwd.scale", "amax_history_bwd": "scaling_bwd.amax_history",
@@ -50,10 +52,17 @@ class TECheckpoint:
         if not self.fp8_state:
             return get_recipe("bf16")
         parts = [name.split(".") for name in self.fp8_state]
-        inside = [int(part[1]) for part in parts if part[0] == "layers" and part[1].isdecimal()] or [0]
+        inside = [
+            int(part[1]) for part in parts if part[0] == "layers" and part[1].isdecimal() and len(part[1]) < 9
+        ] or [0]
         head = "fp8" if any(part[0] == "lm_head" for part in parts) else "bf16"
         edges = dict(num_layers_at_start_in_bf16=min(inside), num_layers_at_end_in_bf16=layers - 1 - max(inside))
-        return get_recipe("delayed", **self.fields, **edges, lm_head=head)
+        try:
+            return get_recipe("delayed", **self.fields, **edges, lm_head=head)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint's FP8 state is of a recipe that cannot be: {first_line(error)}"
+            ) from None
 
 
 def te_files(folder: Path) -> list[Path]:
@@ -100,8 +109,12 @@ def read_te_checkpoint(path: str | Path, rename: Callable[[str], str] | None = N
 
 
 def _read_pt(file: Path) -> dict[str, Any]:
+    descriptor, status = open_regular(file)
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        with open(descriptor, "rb") as opened:
+            _check_archive(opened, status.st_size)
+            opened.seek(0)
+            content = torch.load(opened, map_location="cpu", weights_only=True)
     except Exception as error:  # the loader's errors have no common base but this one
         raise CheckpointError(
             f"{file} is damaged, or holds more than tensors, which is not run ({first_line(error)}): save the model's "
@@ -115,4 +128,41 @@ def _read_pt(file: Path) -> dict[str, Any]:
         for name, value in content.items()
     ):
         raise CheckpointError(f"{file} is no state_dict: it must map names to tensors")
+    for name, value in content.items():
+        if value is not None and not _is_plain(value):
+            raise CheckpointError(f"{file}: {list_some([name])} is no plain tensor in memory of its own size")
     return dict(content)
+
+
+def _check_archive(opened: BinaryIO, size: int) -> None:
+    """Raise ValueError unless a file is an archive of uncompressed records, which take no more memory than the file."""
+    if not zipfile.is_zipfile(opened):
+        raise ValueError("it is no archive, as torch.save writes since PyTorch 1.6")
+    archive = zipfile.ZipFile(opened)
+    records = archive.infolist()
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise ValueError("it is compressed")
+    if sum(record.file_size for record in records) > size:
+        raise ValueError("its records overlap")
+    if any(record.file_size > MAX_PICKLE_BYTES for record in records if record.filename.endswith(".pkl")):
+        raise ValueError("it describes too many tensors")
+    whole = [_checksum_fits(archive, record) for record in records]
+    if any(whole) and not all(whole):  # torch.serialization.set_crc32_options(False) leaves all of them wrong
+        raise ValueError("a checksum in it does not fit")
+
+
+def _checksum_fits(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
+    try:
+        with archive.open(record) as content:
+            while content.read(CHUNK_BYTES):
+                pass
+    except zipfile.BadZipFile:
+        return False
+    return True
+
+
+def _is_plain(value: Tensor) -> bool:
+    """Return whether a tensor is dense and its elements do not share memory."""
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_quantized:
+        return False
+    return value.device.type == "cpu" and value.nbytes <= value.untyped_storage().nbytes()

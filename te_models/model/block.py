@@ -36,9 +36,8 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, te: ModuleType, tp: TensorParallel, **factory: Any) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp, self.layer = tp, layer
         self.fp8_enabled = te.FP8GlobalStateManager.is_fp8_enabled
-        self.in_fp8 = False  # set by the decoder, which knows its recipe
         self.input_layernorm = te.RMSNorm(config.hidden_size, **norm_options(config), **factory)
         self.self_attn = GatedAttention(config, layer, te, tp, **factory)
         self.post_attention_layernorm = te.RMSNorm(config.hidden_size, **norm_options(config), **factory)
@@ -46,11 +45,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x [N, D] -> [N, D]."""
-        if self.in_fp8 and not self.fp8_enabled():
-            raise RuntimeError(
-                "an FP8 block ran outside the model's autocast: it was called by itself, or recomputed by a checkpoint "
-                "round it; use activation_checkpointing='full' instead"
-            )
+        if self.layer in context.fp8_layers and not self.fp8_enabled():
+            with context.recompute.by_a_third_party():
+                return self._forward(x, context)
+        return self._forward(x, context)
+
+    def _forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         h, x = self._normed(self.input_layernorm, x, None, self.self_attn.qkvg_proj, context)
         delta = self.self_attn(h, context)
         hidden, x = context.recompute.run_mlp(self.mlp, self._mlp_hidden, x, delta, context)

@@ -1,7 +1,7 @@
 """The decoder: embedding, blocks, norm and head, and the recipe that they run under. Read top to bottom.
 
 One enabled autocast surrounds the FP8 layers and nothing else: the BF16 layers at the start and at the end lie outside,
-so no autocast is ever nested and every scale is updated exactly once per step.
+whatever autocast a caller opens around the model, and every scale is updated exactly once per training pass.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,9 +23,12 @@ from te_models.config.model import ModelConfig
 from te_models.config.options import RecipeOptions
 from te_models.config.recipe import Recipe, get_recipe
 from te_models.config.recompute_modes import check_mode
+from te_models.device.choice import choose_device
 from te_models.engine import check_support, engine_module, get_engine
+from te_models.errors import ConfigError, UsageError
 from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink, same_codes
-from te_models.fp8.scaling_state import convert_scales, fp8_state, frozen_fp8_state, load_fp8_state
+from te_models.fp8.region import forward_pass, fp8_layers, preserve_scales_in_backward
+from te_models.fp8.scaling_state import convert_scales, fp8_state, load_fp8_state
 from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
 from te_models.kernels.lm_head import linear_cross_entropy
 from te_models.model.block import Block
@@ -34,6 +36,7 @@ from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.kv_cache import KVCache
 from te_models.model.offload import HostMemory, Offload
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
+from te_models.model.targets import nan_if, next_token_targets
 from te_models.model.te_modules import linear, norm_options, pad_rows
 from te_models.model.tensor_parallel import TensorParallel
 
@@ -101,7 +104,7 @@ class Decoder(nn.Module):
         self.local_config = self.tp.local(config)
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.activation_offload, self.host_memory = activation_offload, HostMemory()
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = choose_device(device)
         _, self.engine, self.engine_reason = get_engine(engine, device)
         self.recipe = self._checked(get_recipe(recipe, **recipe_options))
         self.te_recipe = self.recipe.build(self.te)
@@ -126,7 +129,6 @@ class Decoder(nn.Module):
             self.lm_head = linear(self.te, config.hidden_size, config.vocab_size, **factory)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self._mark_fp8_blocks()
         self.tp.mark(self)
         clear_states(self)
         drop_transposed(self)
@@ -173,6 +175,22 @@ class Decoder(nn.Module):
         ):
             yield
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy or a pickle, which trains scales of its own."""
+        super().__setstate__(state)
+        for module in self.modules():
+            if isinstance(module, self.te.Linear):
+                self.te.separate_copy(module)
+        relink(self, self.te_recipe)
+
+    def double(self) -> Decoder:
+        """Raise a UsageError: te.Linear and te.RMSNorm run in FP32, BF16 and FP16."""
+        raise UsageError("te layers do not run in FP64: build the model with dtype=torch.float32 or torch.bfloat16")
+
+    def half(self) -> Decoder:
+        """Raise a UsageError: a live model does not change its dtype."""
+        raise UsageError("a live model does not change its dtype: build or load it with dtype=torch.float16")
+
     @property
     def te(self) -> ModuleType:
         """The engine's namespace. Looked up, since a model that held a module could not be copied."""
@@ -202,6 +220,17 @@ class Decoder(nn.Module):
         assert isinstance(weight, Tensor)
         return weight
 
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Token ids that end a text."""
+        ids = self.config.eos_token_id
+        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The token id of padding, None if there is none."""
+        return self.config.pad_token_id
+
     def forward(
         self,
         input_ids: Tensor,
@@ -217,7 +246,8 @@ class Decoder(nn.Module):
 
         Args:
             input_ids: int64 [B, S]; any B and S up to max_position_embeddings.
-            labels: int64 [B, S], not shifted; -100 does not count.
+            labels: int64 [B, S], not shifted; -100 is not counted, nor is a target predicted from padding. Other labels
+                outside the vocabulary are a ValueError on a CPU; on a GPU they make the loss NaN.
             cache: positions seen before; the new ones are appended.
             attention_mask: [B, S], 1 for tokens and 0 for padding, which may lie on either side; None: no padding. The
                 logits at padding mean nothing.
@@ -233,13 +263,21 @@ class Decoder(nn.Module):
         """
         refuse_foreign_recompute(self.recipe.stateful)
         recompute = self._recompute(input_ids.device, is_first_microbatch)
-        passed = (cache, attention_mask, document_ids, recompute, self.kernels)
+        passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
         context = forward_context(self.config, input_ids, *passed, self.dtype)
-        wanted = (labels, return_logits, logits_to_keep)
+        wanted = (labels, attention_mask, return_logits, logits_to_keep)
+        with forward_pass(self, self.te, self.recipe, self.te_recipe):
+            output = self._decode(input_ids, context, *wanted)
+        if self.recipe.stateful and not self.training:
+            preserve_scales_in_backward(self, output)
+        return output
+
+    def _decode(self, input_ids: Tensor, context: ForwardContext, *wanted: Any) -> Output:
+        """input_ids [B, S] through all blocks and the head; `wanted` as in `_output`."""
         fp8 = self.fp8_layers
         x = self.tp.scatter(self._padded(self._embedded(input_ids, context)))
         x = self._run(range(fp8.start), x, context)
-        with self._fp8_region():
+        with fp8_layers(self.te, self.te_recipe, self.amax_group) if fp8 else contextlib.nullcontext():
             x = self._run(fp8, x, context)
             if self._head_in_fp8:
                 return self._output(x, context, *wanted)
@@ -251,7 +289,8 @@ class Decoder(nn.Module):
         count = len(self.layers)
         offload = Offload(self.host_memory, count, device) if self.activation_offload else None
         how = (first_microbatch, offload, self.fp8_params)
-        return Recompute(self.activation_checkpointing, self.te, self.te_recipe, count, *how)
+        lock = self.te.region_lock(self)
+        return Recompute(self.activation_checkpointing, self.te, self.te_recipe, count, *how, lock=lock)
 
     def _embedded(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """input_ids [B, S] -> [B*S, D], zero at padding."""
@@ -265,7 +304,13 @@ class Decoder(nn.Module):
         return x
 
     def _output(
-        self, x: Tensor, context: ForwardContext, labels: Tensor | None, return_logits: bool, logits_to_keep: int | None
+        self,
+        x: Tensor,
+        context: ForwardContext,
+        labels: Tensor | None,
+        attention_mask: Tensor | None,
+        return_logits: bool,
+        logits_to_keep: int | None,
     ) -> Output:
         """Norm, head and loss of the last hidden states x [N, D]; arguments as in `forward`."""
         batch, seq = context.batch, context.seq
@@ -274,11 +319,11 @@ class Decoder(nn.Module):
             count = seq if logits_to_keep is None else min(logits_to_keep, seq)
             logits = self._logits(self._newest(h, context, count), context)
             return Output(None, logits[: batch * count].unflatten(0, (batch, count)))
-        targets = F.pad(labels[:, 1:], (0, 1), value=-100).flatten()  # shifting the labels spares a copy of the logits
+        targets, invalid = next_token_targets(labels, attention_mask, self.config.vocab_size)
         if not return_logits and self._head_is_fused:
-            return Output(self._fused_loss(h, targets), None)
+            return Output(nan_if(self._fused_loss(h, targets), invalid), None)
         logits = self._logits(h, context)[: batch * seq]
-        loss = self.kernels.cross_entropy(logits, targets)
+        loss = nan_if(self.kernels.cross_entropy(logits, targets), invalid)
         return Output(loss, logits.unflatten(0, (batch, seq)) if return_logits else None)
 
     @property
@@ -317,17 +362,6 @@ class Decoder(nn.Module):
         return pad_rows(x, self.tp.rows(len(x), self._row_alignment))
 
     @contextlib.contextmanager
-    def _fp8_region(self) -> Any:
-        """The one FP8 region. Outside training it must not touch the scales that training goes on with."""
-        if not self.recipe.quantized:
-            yield
-            return
-        training = self.training and torch.is_grad_enabled()
-        guard = frozen_fp8_state(self) if self.recipe.stateful and not training else contextlib.nullcontext()
-        with guard, self.te.autocast(enabled=True, recipe=self.te_recipe, amax_reduction_group=self.amax_group):
-            yield
-
-    @contextlib.contextmanager
     def unfused(self) -> Iterator[None]:
         """Inside, the model runs with plain kernels and passes BF16 between its modules."""
         before, self.kernels = self.kernels, PLAIN
@@ -352,7 +386,6 @@ class Decoder(nn.Module):
             if isinstance(module, self.te.Linear):
                 self.te.reset_fp8_state(module)
         self.recipe, self.te_recipe = new, new.build(self.te)
-        self._mark_fp8_blocks()
         relink(self, self.te_recipe)
         if keep:
             self.take_fp8_state(keep, old)
@@ -381,17 +414,12 @@ class Decoder(nn.Module):
                 "others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"
             )
 
-    def _mark_fp8_blocks(self) -> None:
-        """Tell each block whether it belongs inside the autocast."""
-        for layer, block in enumerate(self.layers):
-            block.in_fp8 = layer in self.fp8_layers  # type: ignore[assignment]
-
     def _checked(self, recipe: Recipe) -> Recipe:
         """The recipe, if this model can run it here."""
         check_support(self.te, self.engine, recipe)
         edges = recipe.num_layers_at_start_in_bf16 + recipe.num_layers_at_end_in_bf16
         if recipe.quantized and edges >= self.config.num_hidden_layers:
-            raise ValueError(
+            raise ConfigError(
                 f"recipe {recipe.name!r} keeps {edges} layers in BF16 and the model has {self.config.num_hidden_layers}:"
                 " nothing would run in FP8; lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16"
             )
@@ -414,4 +442,4 @@ def target_device(model: Decoder) -> torch.device:
     """Return the model's device; for a model on the meta device, made to be planned, the default one."""
     if model.device.type != "meta":
         return model.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return choose_device()

@@ -28,6 +28,7 @@ class ForwardContext(NamedTuple):
     real: Tensor | None  # bool [B*S, 1], False at padding inside the batch; None where there is none
     recompute: Recompute  # which activations backward recomputes
     kernels: Kernels
+    fp8_layers: range  # the blocks that belong inside the model's autocast
 
     def linear(self, module: nn.Module, x: Tensor) -> Tensor:
         """A te.Linear of x [N, I] -> [N, O], which reuses its quantized weight where this pass may."""
@@ -42,6 +43,7 @@ def forward_context(
     documents: Tensor | None,
     recompute: Recompute,
     kernels: Kernels,
+    fp8_layers: range,
     dtype: torch.dtype,
 ) -> ForwardContext:
     """Compute positions and masks of the newest tokens `ids` [B, S] of each row, on their device.
@@ -65,7 +67,7 @@ def forward_context(
         positions = _positions(seq, padded, documents, ids.device)
     cos, sin = rotary_tables(config, positions, dtype)
     real = None if padded is None else padded.reshape(-1, 1)
-    return ForwardContext(batch, seq, cos, sin, cache, masks, real, recompute, kernels)
+    return ForwardContext(batch, seq, cos, sin, cache, masks, real, recompute, kernels, fp8_layers)
 
 
 def _positions(seq: int, padded: Tensor | None, documents: Tensor | None, device: torch.device) -> Tensor:

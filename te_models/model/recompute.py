@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from te_models.config.recompute_modes import recomputes_block, recomputes_mlp, recomputes_product
+from te_models.errors import EngineError
+from te_models.fp8.scaling_state import delayed_states, overwrite
 from te_models.kernels.early_save import discarding
 from te_models.model.offload import Offload
 
@@ -43,6 +45,7 @@ class Recompute:
             uses the cached one, None quantizes and caches nothing.
         offload: moves saved activations to the host's memory (te_models.model.offload).
         fp8_weights: whether the weights of FP8 blocks are FP8 (te_models.fp8.primary_weights).
+        lock: what a thread holds while it runs blocks of the model (None: nothing).
     """
 
     def __init__(
@@ -54,9 +57,11 @@ class Recompute:
         first_microbatch: bool | None = None,
         offload: Offload | None = None,
         fp8_weights: bool = False,
+        lock: contextlib.AbstractContextManager[Any] | None = None,
     ) -> None:
         self.mode, self.te, self.te_recipe = mode if torch.is_grad_enabled() else "none", te, te_recipe
         self.first_microbatch, self.fp8_weights = first_microbatch, fp8_weights
+        self.lock = lock or contextlib.nullcontext()
         self.offload = offload if torch.is_grad_enabled() else None
         self.layer, self.layers = 0, layers  # the block that runs, and their number
 
@@ -89,6 +94,26 @@ class Recompute:
             return discarding(hidden)
         return contextlib.nullcontext()
 
+    @contextlib.contextmanager
+    def by_a_third_party(self) -> Iterator[None]:
+        """Inside, an FP8 block runs that torch.utils.checkpoint, or a wrapper built on it, recomputes in backward.
+
+        The model's autocast has ended by then. Recipes without state only need it again; the scales of a stateful one
+        have moved on, and its amaxes would be recorded twice.
+
+        Raises:
+            EngineError: the recipe has state, or the block was called by itself.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            raise EngineError("an FP8 block ran outside the model's autocast: call the model, not its blocks")
+        if self.te_recipe.delayed():
+            raise EngineError(
+                "a third-party checkpoint recomputes FP8 blocks under delayed scaling, whose scales it does not restore: "
+                "use activation_checkpointing='full' or te_models.checkpoint instead, or a recipe without state"
+            )
+        with self.te.restored_recompute(), self.te.autocast(enabled=True, recipe=self.te_recipe):
+            yield
+
     @property
     def _fp8(self) -> bool:
         return self.te.FP8GlobalStateManager.is_fp8_enabled()
@@ -100,7 +125,7 @@ class Recompute:
 
         def contexts() -> tuple[Any, Any]:
             if not self._fp8:
-                return contextlib.nullcontext(), contextlib.nullcontext()
+                return contextlib.nullcontext(), self._in_high_precision()
             caches: list[tuple[Any, dict[str, Any]]] = []
             return self._noting_caches(owner, caches), self._as_in_first_pass(owner, forward_scales(owner), caches)
 
@@ -122,13 +147,23 @@ class Recompute:
             caches += [(module, dict(module._fp8_workspaces)) for module in modules]  # type: ignore[arg-type]
 
     @contextlib.contextmanager
+    def _in_high_precision(self) -> Iterator[None]:
+        """Run a recompute without FP8, also inside an autocast that lies around the backward."""
+        with self.lock, self.te.outside_autocast():
+            yield
+
+    @contextlib.contextmanager
     def _as_in_first_pass(
         self, owner: nn.Module, scales: dict[str, Tensor], caches: list[tuple[Any, dict[str, Any]]]
     ) -> Iterator[None]:
-        """Run a recompute under the recipe, scales and cached quantized weights of the first pass; leave no trace of it.
+        """Run a recompute under the recipe, scales and cached quantized weights of the first pass; leave no trace of it."""
+        with self.lock:
+            yield from self._restored(owner, scales, caches)
 
-        The enabled autocast lies in a disabled one, so that its exit updates no scale (section 1.4).
-        """
+    def _restored(
+        self, owner: nn.Module, scales: dict[str, Tensor], caches: list[tuple[Any, dict[str, Any]]]
+    ) -> Iterator[None]:
+        """As `_as_in_first_pass`. The enabled autocast lies in a disabled one, so that its exit updates no scale."""
         states = forward_states(owner)
         first, kept = self.first_microbatch, [(module, module._fp8_workspaces) for module, _ in caches]
         self.first_microbatch = None if first is None else False
@@ -175,25 +210,13 @@ def _draws_nothing(source: Any) -> bool:
 
 def forward_states(owner: nn.Module) -> dict[str, Any]:
     """Module name -> forward scaling state, of the modules in `owner` that have scales and amax histories."""
-    found = {}
-    for name, module in owner.named_modules():
-        meta: dict[str, Any] = getattr(module, "fp8_meta", {})
-        if getattr(meta.get("scaling_fwd"), "amax_history", None) is not None:
-            found[name] = meta["scaling_fwd"]
-    return found
+    return delayed_states(owner, ("scaling_fwd",))
 
 
 def forward_scales(owner: nn.Module) -> dict[str, Tensor]:
     """Copies of the forward scales in `owner`; a module that has not run yet has none (they are 1)."""
     states = forward_states(owner)
     return dict(zip(states, copies([state.scale for state in states.values()]), strict=True))
-
-
-@torch.no_grad()
-def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
-    """Copy each value to its tensor by one kernel: one copy each takes the host longer than a recompute's launches."""
-    if tensors:
-        torch._foreach_copy_(tensors, values)
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:

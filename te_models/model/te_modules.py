@@ -17,7 +17,11 @@ def linear(te: ModuleType, inputs: int, outputs: int, *, bias: bool = False, spl
     `split` is from TensorParallel.linear; the sizes are then those of the whole layer.
     """
     place = dict(params_dtype=factory["dtype"], device=factory["device"])
-    return te.Linear(inputs, outputs, bias=bias, init_method=lambda weight: None, **place, **(split or {}))
+    return te.Linear(inputs, outputs, bias=bias, init_method=_leave_empty, **place, **(split or {}))
+
+
+def _leave_empty(weight: Tensor) -> None:
+    """Leave a new weight without values. A function of the module, so that models can be pickled."""
 
 
 def norm_options(config: ModelConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from te_models.errors import UsageError
+from te_models.optim.state_tensors import like
 
 OVERSAMPLING = 8
 POWER_ITERATIONS = 2
@@ -71,6 +72,14 @@ class GaLore(torch.optim.Optimizer):
                     update = self._update(p.grad, self.state[p], group)
                     p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
         return loss
+
+    def expected_state(self, view: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of one matrix after a step, as a template for te_models.optim.state_tensors.check_values."""
+        rank, short, long = group["rank"], min(view.shape), max(view.shape)
+        if short <= rank:
+            return dict(step=int, exp_avg=like(view), exp_avg_sq=like(view))
+        moment = like(view, rank, long)
+        return dict(step=int, exp_avg=moment, exp_avg_sq=moment, projector=like(view, short, rank))
 
     def _update(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         """Return the update direction, of the gradient's shape; the step subtracts it times the learning rate."""

@@ -1,8 +1,8 @@
-"""Which part of a model is updated how: by the structure of its modules, never by a parameter's name.
+"""Parameter groups by the structure of a model's modules, never by a parameter's name.
 
-A part is some rows of a parameter, since our projections are fused: `qkvg_proj` holds q, k, v and the gate, `gate_up_proj`
-the two halves of SwiGLU. An optimizer that works on whole matrices (Muon, GaLore) must see each logical matrix by itself:
-the orthogonal factor of a stack is not the stack of the orthogonal factors. Orthogonalised together, q, k, v and the gate
+A part is a range of rows of a parameter, since projections are fused: `qkvg_proj` is q, k, v and the gate, `gate_up_proj`
+the two halves of SwiGLU. An optimizer of whole matrices (Muon, GaLore) must see each logical matrix by itself: the
+orthogonal factor of a stack is not the stack of the orthogonal factors. Orthogonalized together, q, k, v and the gate
 would have to share one set of orthogonal columns, and the largest of their gradients would decide the direction of all.
 """
 
@@ -20,12 +20,12 @@ from te_models.errors import UsageError
 from te_models.model.attention import GatedAttention
 from te_models.model.mlp import SwiGLU
 
-# What the parts are; the first is what Muon and GaLore work on, all others are AdamW's.
+# The roles of parts. Muon and GaLore update the first; AdamW updates all others.
 ROLES = (
     "hidden",  # a projection from one hidden space to another: q, k, v, o, the elementwise gate, SwiGLU's three
-    "gate",  # the headwise gate: a logit a head (and rows of padding), each row a vector of its own
+    "gate",  # the headwise gate: one logit per head (and rows of padding), each row a vector of its own
     "head",  # any other matrix: the language-model head, adapters
-    "embedding",  # a table, tied to the head or not: a step sees few of its rows
+    "embedding",  # a table, tied to the head or not: a step reads few of its rows
     "vector",  # norms and biases
 )
 DECAYING = ("hidden", "gate", "head")
@@ -33,7 +33,7 @@ DECAYING = ("hidden", "gate", "head")
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The rows [start, stop) of a parameter; stop None: all of it."""
+    """The rows [start, stop) of a parameter, all of them if `stop` is None."""
 
     parameter: nn.Parameter
     role: str
@@ -41,12 +41,12 @@ class Part:
     stop: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The same rows of a tensor of the parameter's shape: a view, or the tensor itself where that is all rows."""
+        """Return the same rows of a tensor of the parameter's shape: a view, or the tensor itself if that is all rows."""
         return tensor if self.stop is None else tensor.detach()[self.start : self.stop]
 
 
 def parts(model: nn.Module) -> list[Part]:
-    """Every trainable parameter of the model, each row in one part, tied parameters once; in the model's order."""
+    """Return all trainable parameters in the model's order, each row in one part, tied parameters once."""
     roles: dict[int, list[tuple[str, int]]] = {}
     for module in model.modules():
         for parameter, rows in _structure(module):
@@ -60,9 +60,10 @@ def parts(model: nn.Module) -> list[Part]:
 
 
 def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[dict[str, Any]]:
-    """Parameter groups with parts as "params"; only matrices decay, and of them not the tables, which are sparse in use.
+    """Return parameter groups with parts as "params". Only matrices decay, except tables, whose use is sparse.
 
-    With `matrices`, the hidden matrices are a group of their own, marked so, a part each; without, a parameter is one part.
+    With `matrices`, the hidden matrices are a group of their own with one part per logical matrix; without, each parameter
+    is one part.
     """
     found = parts(model)
     if not matrices:
@@ -79,7 +80,7 @@ def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[dict[s
 
 
 def _structure(module: nn.Module) -> Iterator[tuple[Any, list[tuple[str, int]]]]:
-    """The weights whose meaning this module knows: (weight, (role, rows) from its first row to its last)."""
+    """Yield the weights of this module as (weight, [(role, rows), ...] from its first row to its last)."""
     if isinstance(module, nn.Embedding):
         yield module.weight, [("embedding", module.num_embeddings)]
     elif isinstance(module, GatedAttention):

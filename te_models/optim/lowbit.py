@@ -14,6 +14,8 @@ from torchao.optim import AdamW8bit, AdamWFp8
 from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
+from te_models.optim.state_tensors import like
+
 CLASSES: dict[str, Any] = {"adamw8bit": AdamW8bit, "adamwfp8": AdamWFp8}
 
 
@@ -27,6 +29,17 @@ def lowbit_adamw(
     """
     fields = dict(betas=(options["beta1"], options["beta2"]), eps=options["eps"])
     return [CLASSES[name](groups, lr=lr, bf16_stochastic_round=options["stochastic_rounding"], **fields)]
+
+
+def expected_moment(optimizer: torch.optim.Optimizer, view: Tensor) -> Any:
+    """Return a moment of one tensor as a template for te_models.optim.state_tensors.check_values."""
+    block: int = optimizer.block_size  # type: ignore[attr-defined]  # of torchao's common base
+    if view.numel() < 4096 or view.numel() % block:
+        return like(view)
+    scale = like(view, view.numel() // block, dtype=torch.float32)
+    if isinstance(optimizer, AdamW8bit):
+        return dict(codes=like(view, dtype=torch.uint8), scale=scale, qmap=like(view, 256, dtype=torch.float32))
+    return dict(codes=like(view, dtype=torch.float8_e4m3fn), scale=scale)
 
 
 def moment(tensors: dict[str, Tensor], name: str, parameter: Tensor) -> Tensor:

@@ -8,20 +8,25 @@ Gradients are converted to FP32 a few parameters at a time, so that a step needs
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from te_models.distributed.dtensor import local, pieces
-from te_models.errors import UsageError
+from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized, new_master, take_master
+from te_models.optim.galore import GaLore
 from te_models.optim.gradients import Gradients, Norm, clip_factor, gradient_norm
 from te_models.optim.groups import Part
+from te_models.optim.muon8bit import Muon8bit
 from te_models.optim.parameter_owners import Owners, placeholder
-from te_models.optim.state_tensors import pack, unpack
+from te_models.optim.state_tensors import check_values, like, pack, scalar, unpack
+
+Live = TypeVar("Live")
 
 CHUNK = 2**28  # parameters updated at a time
 
@@ -208,20 +213,39 @@ class MasterWeights:
         Raises:
             ValueError: it is of another optimizer or of other parameters.
         """
-        check_kind(self.kind, state.get("kind"))
-        copies = list(compress(self.masters, self._copied))
-        stateful = list(self._stateful())
-        if [m.shape for m in state["masters"]] != [m.shape for m in copies] or len(state["state"]) != len(stateful):
-            raise UsageError("the optimizer's state is of another model")
-        if self.owners is None:
-            mine = [True] * len(stateful), [True] * len(copies)
-        else:
-            mine = tuple([o == self.owners.rank for o in self._owners_of(kind)] for kind in ("state", "masters"))
+        self.check_state_dict(state)
+        if self.owners is not None:
             self._take_parameters(self.owners)
-        for (optimizer, group, view), saved in compress(zip(stateful, state["state"], strict=True), mine[0]):
+        for (optimizer, group, view), saved in self._own(self._stateful(), state["state"], "state"):
             optimizer.state[view] = {name: unpack(value, name, view, group) for name, value in saved.items()}
-        for master, saved in compress(zip(copies, state["masters"], strict=True), mine[1]):
+        for master, saved in self._own(compress(self.masters, self._copied), state["masters"], "masters"):
             master.copy_(saved)
+
+    def check_state_dict(self, state: Any) -> None:
+        """Raise ValueError unless `load_state_dict` can load `state`; nothing is written.
+
+        Names, shapes and dtypes of all tensors are compared, and all values are finite.
+        """
+        check_kind(self.kind, state.get("kind") if isinstance(state, dict) else None)
+        copies, stateful = list(compress(self.masters, self._copied)), list(self._stateful())
+        for name, count in (("masters", len(copies)), ("state", len(stateful))):
+            if not isinstance(state.get(name), list) or len(state[name]) != count:
+                raise CheckpointError(
+                    f"the optimizer's state is of another model: {name} does not have {count} entries"
+                )
+        for number, (master, saved) in enumerate(self._own(copies, state["masters"], "masters")):
+            check_values(saved, master, f"masters.{number}")
+        for number, ((optimizer, group, view), saved) in enumerate(self._own(stateful, state["state"], "state")):
+            if not isinstance(saved, dict) or saved:  # empty: of a parameter that never had a gradient
+                check_values(saved, _expected_state(optimizer, group, view), f"state.{number}")
+
+    def _own(self, live: Iterable[Live], saved: Iterable[Any], kind: str) -> Iterator[tuple[Live, Any]]:
+        """Pair live with saved entries of `state_dict()[kind]`; only those that this rank updates."""
+        pairs = zip(live, saved, strict=True)
+        if self.owners is None:
+            return pairs
+        rank = self.owners.rank
+        return compress(pairs, [owner == rank for owner in self._owners_of(kind)])
 
     def _take_parameters(self, owners: Owners) -> None:
         """Copy parameters into masters of the same dtype, which are not saved themselves."""
@@ -247,6 +271,18 @@ class MasterWeights:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 yield from ((optimizer, group, view) for view in group["params"])
+
+
+def _expected_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], view: Tensor) -> dict[str, Any]:
+    """Return the state of one tensor after a step, as a template for `check_values`."""
+    if isinstance(optimizer, (GaLore, Muon8bit)):
+        return optimizer.expected_state(view, group)
+    if isinstance(optimizer, torch.optim.AdamW):
+        return dict(step=scalar(), exp_avg=like(view), exp_avg_sq=like(view))
+    if "momentum" in group:  # torch.optim.Muon
+        return dict(momentum_buffer=like(view))
+    moment = importlib.import_module("te_models.optim.lowbit").expected_moment(optimizer, view)
+    return dict(step=scalar(), exp_avg=moment, exp_avg_sq=moment)
 
 
 def _master(parameter: nn.Parameter, keep: bool, offload: bool) -> Tensor:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.errors import UsageError
+from te_models.optim.state_tensors import like
 
 BLOCK = 128
 BATCH = 2**26  # elements orthogonalized at a time: 128 MiB in BF16, and three times that inside the iteration
@@ -68,6 +69,11 @@ class Muon8bit(torch.optim.Optimizer):
                 torch._foreach_mul_(batch, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(batch, list(updates.to(batch[0].dtype)), alpha=-rate)
         return loss
+
+    def expected_state(self, view: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of one matrix after a step, as a template for te_models.optim.state_tensors.check_values."""
+        blocks = math.ceil(view.numel() / BLOCK)
+        return dict(codes=like(view, blocks, BLOCK, dtype=torch.int8), scales=like(view, blocks, 1))
 
     def _momentum(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """Update the momentum of matrix `p` [A, B]; return the direction to orthogonalize, BF16 [A, B]."""

@@ -8,9 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from te_models.distributed.dtensor import local
+from te_models.errors import CheckpointError
 
 
 def pack(value: Any) -> Any:
@@ -33,6 +37,54 @@ def unpack(value: Any, name: str, parameter: Tensor, group: dict[str, Any]) -> A
         on_cpu = name == "step" and not group.get("fused")
         return value.to("cpu" if on_cpu else parameter.device, copy=True)
     return value
+
+
+def like(view: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor without values, of `shape` (that of `view` if empty) and of the dtype of `view` unless given."""
+    return torch.empty(shape or view.shape, dtype=dtype or view.dtype, device="meta")
+
+
+def scalar() -> Tensor:
+    """Return an FP32 scalar without a value, such as a step count of torch.optim."""
+    return torch.empty((), dtype=torch.float32, device="meta")
+
+
+def check_values(saved: Any, expected: Any, place: str) -> None:
+    """Compare one value of saved state with a template, before anything live is written.
+
+    Args:
+        saved: a tensor, a whole number, or a dict of these.
+        expected: a tensor of the right shape and dtype, `int`, or a dict of these.
+        place: names the value in errors.
+
+    Raises:
+        CheckpointError: another type, name, shape or dtype, a number that is not finite, or a negative count or square.
+    """
+    if isinstance(expected, dict):
+        if not isinstance(saved, dict) or saved.keys() != expected.keys():
+            raise CheckpointError(
+                f"the optimizer's state at {place} must have {', '.join(map(str, expected)) or 'no values'}"
+            )
+        for name, value in expected.items():
+            check_values(saved[name], value, f"{place}.{name}")
+        return
+    counts = place.endswith((".step", ".exp_avg_sq"))
+    if expected is int:
+        if type(saved) is not int or not 0 <= saved < 2**62:
+            raise CheckpointError(f"the optimizer's state at {place} is not a count")
+        return
+    if not isinstance(saved, Tensor) or saved.shape != expected.shape or saved.dtype != expected.dtype:
+        found = f"{saved.dtype} {list(saved.shape)}" if isinstance(saved, Tensor) else type(saved).__name__
+        raise CheckpointError(
+            f"the optimizer's state at {place} is {found} where {expected.dtype} {list(expected.shape)} belongs"
+        )
+    values = local(saved)
+    if values.is_floating_point() and values.numel():
+        low, high = (values if values.itemsize > 1 else values.float()).aminmax()  # NaN comes out as both
+        if not (low.isfinite() and high.isfinite()) or (counts and low < 0):
+            raise CheckpointError(
+                f"the optimizer's state at {place} has values that are not finite, or negative squares"
+            )
 
 
 def state_bytes(state: Any) -> int:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.errors import UsageError
+from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized
 from te_models.optim.gradients import Gradients, clip_factor, gradient_norm
 from te_models.optim.groups import Part
 from te_models.optim.master import check_kind, set_group_rate
+from te_models.optim.state_tensors import check_values
 
 MOMENTS = {
     "bf16": (torch.bfloat16, torch.bfloat16),
@@ -117,15 +118,28 @@ class TEAdam:
         Raises:
             ValueError: it is of another optimizer or of other parameters.
         """
-        check_kind(self.kind, state.get("kind"))
-        if len(state["state"]) != len(self.parameters) or len(state["steps"]) != len(self.param_groups):
-            raise UsageError("the optimizer's state is of another model")
+        self.check_state_dict(state)
         for parameter, saved in zip(self.parameters, state["state"], strict=True):
             for name, tensors in saved.items():
                 for key, tensor in _bits(self.inner.state[parameter][name]).items():
                     tensor.copy_(tensors[key])
         for group, step in zip(self.param_groups, state["steps"], strict=True):
             group["step"] = step
+
+    def check_state_dict(self, state: Any) -> None:
+        """Raise ValueError unless `load_state_dict` can load `state`; nothing is written."""
+        check_kind(self.kind, state.get("kind") if isinstance(state, dict) else None)
+        expected = {"kind": None, "state": len(self.parameters), "steps": len(self.param_groups)}
+        for name, count in expected.items():
+            if count is not None and (not isinstance(state.get(name), list) or len(state[name]) != count):
+                raise CheckpointError(
+                    f"the optimizer's state is of another model: {name} does not have {count} entries"
+                )
+        for number, (parameter, saved) in enumerate(zip(self.parameters, state["state"], strict=True)):
+            live = {name: _bits(value) for name, value in self.inner.state[parameter].items()}
+            check_values(saved, live, f"state.{number}")
+        for number, step in enumerate(state["steps"]):
+            check_values(step, int, f"steps.{number}")
 
 
 def _bits(value: Any) -> dict[str, Tensor]:

@@ -18,11 +18,13 @@ class Printable:
 
     def __str__(self) -> str:
         out = io.StringIO()
-        Console(file=out, width=self.width, no_color=True).print(self)
+        Console(markup=False, emoji=False, file=out, width=self.width, no_color=True).print(self)
         return out.getvalue().rstrip()
 
     def _repr_html_(self) -> str:
         """Return the table for IPython, with inline styles."""
-        console = Console(file=io.StringIO(), width=self.width, record=True, force_jupyter=False)
+        console = Console(
+            markup=False, emoji=False, file=io.StringIO(), width=self.width, record=True, force_jupyter=False
+        )
         console.print(self)
         return console.export_html(inline_styles=True, code_format="<pre style='line-height:normal'>{code}</pre>")

@@ -156,13 +156,13 @@ def obstacle(model: Any) -> str | None:
     return None
 
 
-def step_obstacle(model: CausalLM, config: TrainConfig) -> str | None:
-    """Return why a run's step is not a CUDA graph; None if it is."""
+def step_obstacle(model: CausalLM, config: TrainConfig, parallel: str) -> str | None:
+    """Return why a run's step is not a CUDA graph; None if it is. `parallel`: te_models.training.parallel.Parallel.kind."""
     if not config.cuda_graph:
         return "cuda_graph=False"
     if config.gradient_accumulation > 1:
         return "gradients are accumulated"
-    if config.parallel == "ddp":
+    if parallel == "ddp":
         return "DistributedDataParallel reduces gradients outside it"
     return obstacle(model)
 

@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from te_models.causal_lm import CausalLM
-from te_models.checkpoint.pretrained import tokenizer_of
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import check_vocabulary
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
 from te_models.data.training_data import open_data
 from te_models.errors import UsageError
-from te_models.generation.generate import continue_text
+from te_models.generation.options import GenerationOptions
+from te_models.generation.text import continue_text
 from te_models.optim import resolve_options
 from te_models.training.launch import parallel, restarts
 from te_models.training.metrics import read_metrics
@@ -79,8 +80,8 @@ def finetune(
     config = TrainConfig(**train)
     resolve_options(config.optimizer, config.optimizer_options)  # fail before reading data
     with parallel(config, device) as shared:
-        console = Console(quiet=not shared.ranks.first)
-        words = model_tokenizer(tokenizer, model_folder)
+        console = Console(markup=False, emoji=False, quiet=not shared.ranks.first)
+        words = load_tokenizer(tokenizer or model_folder)
         dataset, eval_batches = open_data(
             data,
             words,
@@ -124,11 +125,6 @@ def finetune(
         return result
 
 
-def model_tokenizer(path: str | None, model_folder: str | None) -> Tokenizer:
-    """Return the tokenizer at `path`, else the one saved with the model, else bytes."""
-    return load_tokenizer(tokenizer_of(path, model_folder))
-
-
 def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None:
     """Raise a ValueError if the model does not fit the tokenizer or the length of the sequences."""
     check_vocabulary(words, model.config.vocab_size)
@@ -149,14 +145,15 @@ def _print_result(console: Console, result: Result, folder: Path, model: CausalL
         console.print(f"interrupted: step {result.step} is saved; the same command with --resume continues from it")
         return
     console.print(outcome(result), highlight=False)
-    console.print(f"[dim] loss curve[/dim] {curve}", highlight=False)
+    console.print(Text(" loss curve ", "dim"), curve, sep="", highlight=False, soft_wrap=True)
 
 
 def _print_sample(console: Console, model: CausalLM, words: Tokenizer, tokens: int, shared: Parallel) -> None:
     """Print a continuation of SAMPLE_PROMPT; every process of a sharded model takes part."""
     room = model.config.max_position_embeddings - len(words.encode(SAMPLE_PROMPT))
-    graph = {"cuda_graph": False} if shared.sharded else {}  # collectives are not captured
-    options = dict(do_sample=True, seed=shared.config.seed, **graph)
+    options: GenerationOptions = {"do_sample": True, "seed": shared.config.seed}
+    if shared.sharded:
+        options["cuda_graph"] = False  # collectives are not captured
     text = continue_text(model, words, SAMPLE_PROMPT, min(tokens, room), **options)
-    console.print("\n[bold]sample[/bold]")
-    console.print(text, markup=False, highlight=False)
+    console.print(Text("\nsample", "bold"))
+    console.print(text, highlight=False)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from te_models.config.training import TrainConfig
+from te_models.device.choice import choose_device
 from te_models.distributed.control import Ranks
 from te_models.errors import LostPeer, UsageError
 from te_models.training.parallel import Parallel
@@ -42,7 +43,7 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
     if config.parallel == "none":
         yield Parallel(config=config)
         return
-    own = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    own = choose_device(device)
     if own.type == "cuda":
         own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(own)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from te_models.errors import DataError
+from te_models.files.formats import open_regular, parse_json
+
+MAX_LINE_BYTES = 2**16
 
 
 class MetricsLog:
@@ -39,5 +45,20 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all rows of a metrics.jsonl, without a last line that a kill cut short."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    """Return all rows of a metrics.jsonl, without a last line that a kill cut short.
+
+    Raises:
+        DataError: a complete line is no row of metrics; the line is named.
+    """
+    rows = []
+    descriptor, _ = open_regular(path, error=DataError)
+    with open(descriptor, "rb") as file:
+        lines = iter(functools.partial(file.readline, MAX_LINE_BYTES), b"")
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+                break  # cut short
+            row = parse_json(line, f"{path}, line {number},", DataError)
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
+                raise DataError(f"{path}, line {number}, is no row of metrics: it must be an object with a step")
+            rows.append(row)
+    return rows

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from te_models.causal_lm import CausalLM
 from te_models.config.training import TrainConfig
@@ -25,6 +26,7 @@ def summary(
     plan = model.plan()
     recipe = ", ".join(f"{k}={v}" for k, v in model.recipe.to_dict().items() if k not in ("name", "scheme"))
     table = Table(title="te-models finetune", title_justify="left", title_style="bold", box=None, show_header=False)
+    _add_columns(table)
     rows = {
         "parameters": f"{sum(p.numel() for p in model.parameters()):,} in {str(model.dtype).removeprefix('torch.')}",
         "device": str(model.device),
@@ -46,13 +48,13 @@ def summary(
         "steps": f"{start + 1} to {config.steps}" if start else f"{config.steps}",
     }
     for name, value in rows.items():
-        table.add_row(f"[dim]{name}[/dim]", value)
+        table.add_row(Text(name, "dim"), value)
     return table
 
 
 def speed_rows(model: CausalLM, config: TrainConfig) -> dict[str, str]:
     """Return whether operations are compiled and the step is a CUDA graph, or why not."""
-    obstacle = step_obstacle(model, config)
+    obstacle = step_obstacle(model, config, config.parallel)
     return {
         "compiled": model.compile_status,
         "CUDA graph": f"off, because {obstacle}" if obstacle else "forward and backward",
@@ -87,6 +89,7 @@ def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Call
 def outcome(result: Result) -> Table:
     """Return the outcome of a run as a table."""
     table = Table(box=None, show_header=False)
+    _add_columns(table)
     rows = {
         "eval loss before": f"{result.first_eval_loss:.4f} nats per token",
         "eval loss after": f"{result.eval_loss:.4f} ({result.first_eval_loss - result.eval_loss:.4f} lower)",
@@ -96,5 +99,11 @@ def outcome(result: Result) -> Table:
         rows["peak memory"] = f"{result.peak_memory / 2**30:.2f} GiB"
     rows["checkpoint"] = str(result.checkpoint)
     for name, value in rows.items():
-        table.add_row(f"[dim]{name}[/dim]", value)
+        table.add_row(Text(name, "dim"), value)
     return table
+
+
+def _add_columns(table: Table) -> None:
+    """Add the columns of names and values; a long path is wrapped rather than cut."""
+    table.add_column()
+    table.add_column(overflow="fold")

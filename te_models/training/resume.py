@@ -5,14 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from te_models.causal_lm import CausalLM
 from te_models.checkpoint.folder import load_folder
-from te_models.checkpoint.pretrained import read_config
-from te_models.checkpoint.run_folder import Checkpoints
-from te_models.config.recipe import get_recipe, recipe_from_dict
+from te_models.checkpoint.pretrained import read_recipe
+from te_models.checkpoint.run_folder import Checkpoints, offering_older
+from te_models.config.recipe import get_recipe
 from te_models.config.training import TrainConfig
-from te_models.errors import UsageError
+from te_models.errors import CheckpointError, UsageError
 from te_models.files.atomic import readable
+
+RUN_CHOICES = ("engine", "fp8_params", "activation_checkpointing", "activation_offload")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def run_folder(out: str | None, label: str, recipe: str | None, resume: bool) -> Path | None:
@@ -39,8 +44,7 @@ def run_folder(out: str | None, label: str, recipe: str | None, resume: bool) ->
 
 def run_choices(model: CausalLM) -> dict[str, Any]:
     """Return what a checkpoint records of how the model is run, beside config and recipe, as JSON."""
-    names = ("engine", "fp8_params", "activation_checkpointing", "activation_offload")
-    return {name: getattr(model, name) for name in names}
+    return {name: getattr(model, name) for name in RUN_CHOICES}
 
 
 def saved_choices(folder: Path | None) -> dict[str, Any]:
@@ -51,11 +55,14 @@ def saved_choices(folder: Path | None) -> dict[str, Any]:
     newest = Checkpoints(folder / "checkpoints").latest() if folder is not None else None
     if newest is None:
         return {}
-    saved = load_folder(newest, ["config", "recipe"], optional=["run"])
+    with offering_older(newest):
+        saved = load_folder(newest, ["config", "recipe"], optional=["run"])
     fp8_params = any(readable(newest).glob("fp8_weights*"))  # checkpoints before "run" was part of them
-    _, dtype = read_config(saved)
-    own = {"fp8_params": fp8_params, **saved.documents.get("run", {})}
-    return {"recipe": recipe_from_dict(saved.documents["recipe"]), "dtype": dtype, **own}
+    config, run = saved.documents["config"], saved.documents.get("run", {})
+    if not isinstance(run, dict) or not run.keys() <= {*RUN_CHOICES} or not isinstance(config, dict):
+        raise CheckpointError(f"{newest / 'run.json'} must have some of {', '.join(RUN_CHOICES)}")
+    dtype = DTYPES.get(str(config.get("dtype")), torch.bfloat16)  # checked when the weights are loaded
+    return {"recipe": read_recipe(saved), "dtype": dtype, "fp8_params": fp8_params, **run}
 
 
 def starting_step(folder: Path, resume: bool, config: TrainConfig) -> int:

@@ -28,14 +28,17 @@ from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
 from te_models.device.determinism import deterministic
-from te_models.errors import Diverged, NamedFields, SaveError, UsageError
+from te_models.errors import Diverged, NamedFields, OutputInUse, SaveError, UsageError
 from te_models.files.formats import flatten_state, render_json
+from te_models.files.lock import locked
+from te_models.model.targets import invalid_label
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import Batch, count_targets, evaluate, first_bad_module, to_device
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
+from te_models.training.restore import check_data_position, check_random_state, check_result
 from te_models.training.resume import run_choices
 from te_models.training.stop_signals import stop_signals
 from te_models.training.timing import Timestamp, copy_to_host, elapsed, timestamp
@@ -148,14 +151,18 @@ class Trainer(NamedFields):
         Raises:
             ValueError: with `resume`, there is no checkpoint or it is of another model or optimizer.
             Diverged: loss or gradient norm became NaN or infinite.
-            SaveError: a checkpoint could not be written.
+            SaveError: checkpoints cannot be written.
+            OutputInUse: another run writes to `out`.
         """
+        with contextlib.ExitStack() as stack:
+            self.parallel.ranks.from_first(lambda: stack.enter_context(locked(self.out)), OutputInUse)
+            return self._run(resume)
+
+    def _run(self, resume: bool) -> Result:
         torch.manual_seed(self.config.seed + self.parallel.data_rank)
         if resume:
             self.restore()
         first = self.parallel.ranks.first
-        if first:
-            self.out.mkdir(parents=True, exist_ok=True)
         metrics = MetricsLog(self.out / "metrics.jsonl" if first else None, after_step=self.result.step)
         exact = deterministic() if self.config.deterministic else contextlib.nullcontext()
         with exact, contextlib.closing(metrics), self._background_saves(), stop_signals() as self.stop_requested:
@@ -287,7 +294,7 @@ class Trainer(NamedFields):
 
     def _graphed(self) -> GraphedStep | None:
         """Return the step as a CUDA graph if the run asks for one and it is possible."""
-        if reason := step_obstacle(self.model, self.config):
+        if reason := step_obstacle(self.model, self.config, self.parallel.kind):
             log.info("no CUDA graph of the step: %s", reason)
             return None
         return GraphedStep(self.model)
@@ -345,12 +352,19 @@ class Trainer(NamedFields):
         if self.parallel.sharded and self.parallel.owners() is None:
             assert isinstance(self.optimizer, MasterWeights)
             optimizer = cut_optimizer_state(optimizer, self.optimizer.masters, self.model, self._optimizer_names())
+        self.optimizer.check_state_dict(optimizer)
+        rank, device = self.parallel.ranks.rank, self.model.device
+        random, cuda = check_random_state(state["rng"], rank, torch.Generator(), f"{newest}: rng"), None
+        if state["cuda_rng"] is not None and device.type == "cuda":
+            cuda = check_random_state(state["cuda_rng"], rank, torch.Generator(device), f"{newest}: cuda_rng")
+        check_result(state["result"], asdict(self.result))
+        check_data_position(state["dataset"], self.dataset.state_dict())
+        self.dataset.load_state_dict(state["dataset"])  # the last that may refuse, before it changes anything
         found.write()
         self.optimizer.load_state_dict(optimizer)
-        self.dataset.load_state_dict(state["dataset"])
-        torch.set_rng_state(self._own_random_state(state["rng"]))
-        if state["cuda_rng"] is not None and self.model.device.type == "cuda":
-            torch.cuda.set_rng_state(self._own_random_state(state["cuda_rng"]), self.model.device)
+        torch.set_rng_state(random)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
         self.result = Result(**state["result"])
 
     def _optimizer_names(self) -> list[str]:
@@ -364,15 +378,12 @@ class Trainer(NamedFields):
             return own
         return torch.tensor(self.parallel.ranks.gather(own.tolist()), dtype=torch.uint8)
 
-    def _own_random_state(self, states: Tensor) -> Tensor:
-        """Return this rank's random state among those saved, perhaps by another number of ranks.
-
-        A copy: PyTorch's setters read from the start of the storage, wherever in it the tensor lies.
-        """
-        return (states if states.dim() == 1 else states[self.parallel.ranks.rank % len(states)]).clone()
-
     def _diagnosis(self, step: int, loss: float, norm: float, micro_batches: list[Batch]) -> str:
         """Return one line that names the step and the first layer whose output is not finite."""
+        checked = [invalid_label(batch["labels"], self.model.config.vocab_size) for batch in micro_batches]
+        mistake = next(filter(None, sum(self.parallel.ranks.gather(checked), [])), None)
+        if mistake is not None:
+            return f"step {step}: {mistake}. The weights are those of the step before"
         what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
         own = [first_bad_module(self.model, batch) for batch in micro_batches]  # all: every rank must take part
         where = next(filter(None, sum(self.parallel.ranks.gather(own), [])), None)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -166,6 +167,30 @@ def test_everything_is_fsynced_before_it_is_renamed(tmp_path: Path, monkeypatch:
     *files, folder, rename, parent, _ = [event.split(".saving-")[0] for event in events]
     assert set(files) == {"fsync model.safetensors", "fsync training.json", "fsync manifest.json"}
     assert (folder, rename, parent) == ("fsync .out", "rename .out", f"fsync {tmp_path.name}")
+
+
+def test_the_name_of_the_newest_is_durable_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before an older checkpoint goes: after a power failure `latest` must not name one that is gone."""
+    runs, events = Checkpoints(tmp_path, keep_last=1), []
+    runs.save(1, *content(1))
+    fsync, replace, rename = os.fsync, os.replace, os.rename
+
+    def record(name: str, call: Any, *args: Any) -> Any:
+        target = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else str(args[-1])
+        events.append(f"{name} {Path(target).name.split('.saving-')[0]}")
+        return call(*args)
+
+    monkeypatch.setattr(os, "fsync", partial(record, "fsync", fsync))
+    monkeypatch.setattr(os, "replace", partial(record, "replace", replace))
+    monkeypatch.setattr(os, "rename", partial(record, "rename", rename))
+    runs.save(2, *content(2))
+    at = events.index("replace latest")
+    assert events[at - 1 : at + 3] == [
+        "fsync .latest",
+        "replace latest",
+        f"fsync {tmp_path.name}",
+        "rename .step-00000001",
+    ]
 
 
 # Kills

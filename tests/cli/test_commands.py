@@ -1,12 +1,15 @@
 """The command line: what it prints, that mistakes end in one line and exit code 2, that help is quick."""
 
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+import torch
 from ranks import run_process
 
 from te_models import list_presets, list_recipes
@@ -36,6 +39,23 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture) -> 
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Usage: te-models") and len(text.splitlines()) > 4
+
+
+@pytest.mark.parametrize("command", sorted(cli.commands))
+def test_every_flag_has_help(command: str) -> None:
+    for parameter in cli.commands[command].params:
+        help = parameter.help if isinstance(parameter, click.Option) else None
+        assert help and help[0].isupper() | help.startswith(
+            ("auto", "adamw", "hf:", "stream", "bfloat16", "state_dict")
+        ), parameter.name
+        assert help.endswith("."), parameter.name
+
+
+def test_help_begins_with_the_everyday_options(capsys: pytest.CaptureFixture) -> None:
+    main(["finetune", "--help"])
+    text = capsys.readouterr().out
+    places = [text.index(part) for part in ("  --data", "  --steps", "  --recipe", "\nOptimizer:", "\nRecipe fields:")]
+    assert places == sorted(places)
 
 
 def test_the_surface_is_what_the_documents_promise(capsys: pytest.CaptureFixture) -> None:
@@ -74,7 +94,7 @@ def test_finetune_resume_and_generate(corpus: Path, tmp_path: Path, capsys: pyte
         "engine",
         "emulated",
         "8 in E4M3/E5M2, 9 in BF16",
-        "tokens a step",
+        "tokens per step",
         "eval loss before",
         "sample",
     ):
@@ -123,6 +143,14 @@ def test_one_seed_is_one_run_and_another_seed_another(corpus: Path, tmp_path: Pa
             "engine='native' is not possible here",
         ),
         (["finetune", "--preset", "gated-nano", "--data", "/does/not/exist"], "/does/not/exist"),
+        (
+            ["finetune", "--preset", "gated-nano", "--data", "hf://datasets/nobody/nothing/*.jsonl"],
+            "hf://datasets/nobody",
+        ),
+        (["finetune", "--preset", "gated-nano", "--device", "cuda:77"], "device 'cuda:77' is not available"),
+        (["generate", "--preset", "gated-nano", "--prompt", "x", "--device", "gpu"], "device 'gpu' is not known"),
+        (["bench", "--preset", "gated-nano", "--device", "xpu"], "device 'xpu' is not supported"),
+        (["bench", "--preset", "gated-nano", "--out", "/dev/null"], "--out /dev/null: /dev/null is not a folder"),
         (["finetune", "--preset", "gated-nano", "--vocab-size", "64"], "--vocab-size 259 or more"),
         (["finetune", "--preset", "gated-nano", "--seq-len", "4096"], "max_position_embeddings=1024"),
         (["finetune", "--preset", "gated-nano", "--steps", "0"], "steps=0 is out of range"),
@@ -146,6 +174,81 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("te-models: ")
     assert not (tmp_path / "run").exists(), "nothing is left behind"
+
+
+def out_of_memory(kind: str) -> BaseException:
+    size = "Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.8 GiB\nmore"
+    return {
+        "cuda": torch.OutOfMemoryError(f"CUDA out of memory. {size}"),
+        "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+        "python": MemoryError(),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu", "python"])
+def test_out_of_memory_is_one_line_with_what_helps(
+    kind: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def full(*args: Any, **options: Any) -> Any:
+        raise out_of_memory(kind)
+
+    monkeypatch.setattr("te_models.training.trainer.Trainer.run", full)
+    assert main(finetune(tmp_path / "run", corpus, "--recipe", "delayed", "--no-activation-offload")) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("te-models: out of memory (") and "--activation-checkpointing full" in error
+    command = error.split("`")[1]
+    assert "--batch-size 2 --seq-len 32" in command and "--recipe delayed" in command and "--steps" not in command
+    assert main(shlex.split(command)[1:]) == 0, "the command that it names works"
+    monkeypatch.setattr("te_models.causal_lm.CausalLM.from_preset", full)
+    assert main(["generate", "--preset", "gated-nano", "--prompt", "x"]) == 1
+    assert "use a smaller model" in capsys.readouterr().err
+
+
+def test_another_error_is_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("te_models.causal_lm.CausalLM.from_preset", broken)
+    with pytest.raises(RuntimeError, match="a defect"):
+        main(["generate", "--preset", "gated-nano", "--prompt", "x"])
+
+
+def test_names_with_markup_are_printed_as_they_are(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    data, out = tmp_path / "[train] :smile:", tmp_path / "r/[x]y[/b]"
+    corpus.rename(data)
+    recipe = tmp_path / "[red]mine.toml"
+    recipe.write_text(
+        'scheme = "DelayedScaling"\namax_history_len = 4\nnum_layers_at_start_in_bf16 = 1\nnum_layers_at_end_in_bf16 = 1\n'
+    )
+    assert main(finetune(out, data, "--recipe", str(recipe))) == 0
+    printed = "".join(capsys.readouterr().out.split())
+    for part in (data.name, str(out / "loss.png"), str(out / "checkpoints/step-00000003"), "[red]mine"):
+        assert "".join(part.split()) in printed, part
+    assert main(["plan", "--preset", "gated-nano", "--recipe", str(recipe)]) == 0
+    assert "[red]mine" in capsys.readouterr().out
+    assert main(["plan", "--preset", "gated-nano", "--recipe", str(recipe), "--memory"]) == 0
+    assert "[red]mine" in capsys.readouterr().out
+    assert main(["finetune", "--preset", "[/x]"]) == 2
+    assert "[/x]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["out", "below out", "model", "data", "tokenizer"])
+def test_a_file_in_place_of_a_folder_is_one_line(
+    place: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    arguments = {
+        "out": finetune(file, corpus),
+        "below out": finetune(file / "run", corpus),
+        "model": ["generate", "--model", str(file), "--prompt", "x"],
+        "data": finetune(tmp_path / "run", file / "below"),
+        "tokenizer": finetune(tmp_path / "run", corpus, "--tokenizer", str(file)),
+    }[place]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and str(file) in error and "Errno" not in error
+    assert file.read_text() == "no folder" and not (tmp_path / "run").exists()
 
 
 def test_a_run_is_not_overwritten_nor_a_damaged_checkpoint_read(

@@ -1,7 +1,9 @@
 """Recipes: the shipped files, overrides by keyword, refusals, and the engine's objects that come of them."""
 
 import json
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,3 +106,67 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             get_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "formats"),
+    [
+        ("DelayedScaling", "E4M3/E5M2"),
+        ("Float8CurrentScaling", "E4M3/E5M2"),
+        ("Float8BlockScaling", "E4M3"),
+        ("MXFP8BlockScaling", "E4M3"),
+        ("NVFP4BlockScaling", "E2M1"),
+    ],
+)
+def test_a_file_without_a_format_states_the_engines_default(scheme: str, formats: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'scheme = "{scheme}"\n')
+    recipe = get_recipe(path)
+    assert recipe.formats == formats == recipe_from_dict(recipe.to_dict()).formats
+    built = recipe.build(te)
+    assert "E5M2" in formats or built.fp8_format != te.recipe.Format.HYBRID
+    if scheme != "NVFP4BlockScaling":
+        assert recipe.to_dict()["fp8_format"] == built.fp8_format.name
+
+
+@pytest.mark.parametrize("given", ["hybrid", "Hybrid", "HYBRID"])
+def test_a_format_in_any_case(given: str) -> None:
+    assert get_recipe("delayed", fp8_format=given).fields["fp8_format"] == "HYBRID"
+    assert get_recipe("delayed", fp8_format="e4m3").formats == "E4M3"
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "MXFP8", "nvfp4"])
+def test_a_recipe_in_place_of_a_format(name: str) -> None:
+    with pytest.raises(ValueError, match=f"use recipe='{name.lower()}'"):
+        get_recipe("current", fp8_format=name)
+
+
+def with_option(recipe: Any, name: str, value: Any) -> Any:
+    setattr(recipe, name, value)
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("recipe", "field"),
+    [
+        (te.recipe.DelayedScaling(fp8_dpa=True), "DelayedScaling.fp8_dpa=True"),
+        (te.recipe.MXFP8BlockScaling(fp8_mha=True), "MXFP8BlockScaling.fp8_mha=True"),
+        (with_option(te.recipe.DelayedScaling(), "scaling_factor_compute_algo", max), "scaling_factor_compute_algo="),
+        (te.recipe.Float8CurrentScaling(fp8_gemm_fprop=te.recipe.MMParams(True)), "fp8_gemm_fprop="),
+        (
+            with_option(te.recipe.Float8BlockScaling(), "fp8_quant_bwd_grad", te.recipe.QParams(amax_epsilon=1e-4)),
+            "Float8BlockScaling.fp8_quant_bwd_grad=",
+        ),
+    ],
+)
+def test_fields_of_an_object_that_are_not_taken_are_named(recipe: Any, field: str) -> None:
+    with pytest.raises(ValueError, match="is not supported: leave it at") as raised:
+        get_recipe(recipe)
+    assert field in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", [name for name in list_recipes() if name != "bf16"])
+def test_the_engines_object_gives_the_recipe_back(name: str) -> None:
+    recipe = get_recipe(name)
+    assert get_recipe(recipe.build(te)).fields == recipe.fields
+    assert pickle.loads(pickle.dumps(recipe)) == recipe

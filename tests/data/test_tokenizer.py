@@ -1,6 +1,7 @@
 """Tokenizers: bytes, Hugging Face's format, and what is saved comes back."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from te_models.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from te_models.errors import DataError
 
 TEXTS = ["", "plain", "h\u00e9llo \u4f60\u597d \U0001f600", "<eos><bos> <0x41>", "a\u2028b\r\n\0c", " it 's , fine . "]
 
@@ -170,10 +172,11 @@ def test_vocabulary_with_holes_counts_to_its_highest_id(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "tokenizer.json: no such file; give a Hugging Face tokenizer.json or a folder that holds one"),
-        (b"{", "tokenizer.json: not JSON"),
-        (b"\xff\xfe\x00", "tokenizer.json: not JSON"),
+        (b"{", "tokenizer.json is not strict JSON"),
+        (b"\xff\xfe\x00", "tokenizer.json is not strict JSON"),
         (b"{}", "tokenizer.json: not a tokenizer.json of Hugging Face's tokenizers library"),
-        (b"[1]", "tokenizer.json: not a tokenizer.json of Hugging Face's tokenizers library"),
+        (b"[1]", "tokenizer.json: a JSON list, not an object"),
+        (b"[" * 100_000, "tokenizer.json: JSON that is nested too deeply"),
     ],
 )
 def test_bad_files(tmp_path: Path, content: bytes | None, message: str) -> None:
@@ -188,14 +191,14 @@ def test_bad_files(tmp_path: Path, content: bytes | None, message: str) -> None:
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").mkdir()
-    with pytest.raises(ValueError, match=r"tokenizer.json: cannot be read \("):
+    with pytest.raises(ValueError, match=r"tokenizer.json is not a regular file"):
         load_tokenizer(tmp_path)
 
 
 def test_bad_special_tokens_file(folder: Path, tmp_path: Path) -> None:
     bare = copy_bare(folder, tmp_path / "bare")
     (bare / "tokenizer_config.json").write_text("{,}")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json: not JSON"):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is not strict JSON"):
         load_tokenizer(bare)
 
 
@@ -214,3 +217,64 @@ def test_transformers_reads_the_byte_tokenizer(tmp_path: Path) -> None:
         tokens = tokenizer(text).input_ids
         assert tokens == ByteTokenizer().encode(text)
         assert tokenizer.decode([256, *tokens, 257], skip_special_tokens=True) == text
+
+
+CONFIGS: dict[str, tuple[bytes, str]] = {
+    "a list": (b'["<s>"]', "tokenizer_config.json: a JSON list, not an object"),
+    "nested": (b'{"a":' * 100_000, "tokenizer_config.json: JSON that is nested too deeply"),
+    "eos as a list": (b'{"eos_token": ["</s>"]}', r'eos_token is \["</s>"\]: give the text of one token'),
+    "eos as a number": (b'{"eos_token": 3}', "eos_token is 3: give the text"),
+    "eos with a number inside": (b'{"eos_token": {"content": 3}}', "eos_token is 3: give the text"),
+    "eos id as text": (b'{"eos_token_id": "2"}', 'eos_token_id is "2": give a whole number'),
+    "large": (b" " * (5 * 2**20), "tokenizer_config.json has 5242880 bytes, more than the limit"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_damaged_configuration_is_one_line(case: str, folder: Path, tmp_path: Path) -> None:
+    bare = copy_bare(folder, tmp_path / "bare")
+    content, message = CONFIGS[case]
+    (bare / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        load_tokenizer(bare)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("content", [b'{"eos_token": {}}', b'{"eos_token": "absent"}', b'{"eos_token_id": -1}', b"{}"])
+def test_an_end_that_names_no_token_is_none(content: bytes, folder: Path, tmp_path: Path) -> None:
+    bare = copy_bare(folder, tmp_path / "bare")
+    (bare / "tokenizer_config.json").write_bytes(content)
+    assert load_tokenizer(bare).eos_token_id is None
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "link to a device", "folder"])
+def test_only_regular_files_are_read(name: str, kind: str, folder: Path, tmp_path: Path) -> None:
+    bare = copy_bare(folder, tmp_path / "bare")
+    (bare / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "pipe")
+    if kind == "pipe":
+        os.mkfifo(bare / name)
+    elif kind == "folder":
+        (bare / name).mkdir()
+    else:
+        (bare / name).symlink_to("/dev/zero" if "device" in kind else tmp_path / "pipe")
+    with pytest.raises(DataError, match=rf"{name} is not a regular file"):
+        load_tokenizer(bare)
+
+
+PANICS: dict[str, tuple[str, object]] = {
+    "loading": ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "////fwAAAAA="}),
+    "a charsmap": ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}),
+    "chunks of nothing": ("pre_tokenizer", {"type": "FixedLength", "length": 0}),
+}
+
+
+@pytest.mark.parametrize("case", PANICS)
+def test_a_panic_of_the_library_is_one_line(case: str, tmp_path: Path) -> None:
+    part, value = PANICS[case]
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+    write(tmp_path, "tokenizer.json", {"version": "1.0", "added_tokens": [], "model": model, part: value})
+    with pytest.raises(DataError, match=r"tokenizer.json: (not a tokenizer.json|encoding failed)") as caught:
+        load_tokenizer(tmp_path).encode_batch(["a b"])
+    assert "\n" not in str(caught.value)

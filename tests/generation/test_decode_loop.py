@@ -13,7 +13,7 @@ from graph_tape import pretend_cuda
 from te_models import CausalLM, list_recipes
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.fp8.scaling_state import fp8_state
-from te_models.generation.decode_loop import linears
+from te_models.generation.decode_loop import DecodeLoop, te_linears
 from te_models.model.kv_cache import KVCache
 
 SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
@@ -70,6 +70,21 @@ def test_a_replayed_step_is_the_eager_step(feature: str, on_tape: Callable[..., 
     eager = model.generate(PROMPTS, max_new_tokens=16)
     assert len(set(eager[:, 19:].flatten().tolist())) > 8
     assert torch.equal(on_tape(model), eager)
+
+
+@torch.no_grad()
+def test_replays_count_the_positions_that_they_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the cache would take more positions than it has room for."""
+    tapes, model, count = pretend_cuda(monkeypatch), build(), 6
+    ids = torch.randint(0, 256, (2, 9))
+    loop = DecodeLoop(model, ids, None, count, lambda logits: logits.argmax(-1), torch.Generator(), graph=True)
+    lengths = []
+    for step in range(count):
+        loop.launch(step)
+        lengths.append(loop.cache.length)
+    assert tapes[-1].replays == count - 2 and lengths == [9, 10, 11, 12, 13, 14]
+    with pytest.raises(ValueError, match="room for 15 positions, not 16"):
+        model(torch.zeros(2, 2, dtype=torch.long), cache=loop.cache)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -135,9 +150,9 @@ def test_no_weight_codes_stay_behind(close_early: bool) -> None:
     first = model.generate(PROMPTS, max_new_tokens=4)
     stream = model.stream(PROMPTS, max_new_tokens=4)
     next(stream)
-    assert any(module._fp8_workspaces for module in linears(model))
+    assert any(module._fp8_workspaces for module in te_linears(model))
     stream.close() if close_early else list(stream)
-    assert not any(module._fp8_workspaces for module in linears(model))
+    assert not any(module._fp8_workspaces for module in te_linears(model))
     with torch.no_grad():
         for block in model.layers:
             block.mlp.down_proj.weight.mul_(-3)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
 from te_models import CausalLM, list_recipes
@@ -17,7 +18,8 @@ from te_models.cli import main
 from te_models.data.chat_template import ChatTemplate
 from te_models.data.tokenizer import ByteTokenizer, load_tokenizer
 from te_models.fp8.scaling_state import fp8_state
-from te_models.generation.generate import continue_text, sample, stream_text
+from te_models.generation.sampling import sample
+from te_models.generation.text import continue_text, stream_text
 from te_models.model.kv_cache import KVCache
 
 pytest.importorskip("transformers")
@@ -134,11 +136,23 @@ def test_a_stream_gives_the_tokens_of_generate() -> None:
         (dict(top_p=0.6), logits_process.TopPLogitsWarper(0.6)),
         (dict(min_p=0.2), logits_process.MinPLogitsWarper(0.2)),
         (dict(temperature=0.5), logits_process.TemperatureLogitsWarper(0.5)),
+        # In transformers' order the temperature comes first; the others would keep other tokens before it.
+        (
+            dict(temperature=3.0, min_p=0.5),
+            [logits_process.TemperatureLogitsWarper(3.0), logits_process.MinPLogitsWarper(0.5)],
+        ),
+        (
+            dict(temperature=3.0, top_p=0.5),
+            [logits_process.TemperatureLogitsWarper(3.0), logits_process.TopPLogitsWarper(0.5)],
+        ),
     ],
 )
 def test_sampling_follows_the_distribution_of_transformers(options: dict, judge: Any) -> None:
     logits = torch.randn(1, 40) * 2
-    expected = judge(None, logits.clone()).softmax(-1)[0]
+    expected = logits.clone()
+    for warper in judge if isinstance(judge, list) else [judge]:
+        expected = warper(None, expected)
+    expected = expected.softmax(-1)[0]
     drawn = sample(logits.expand(40_000, -1), torch.Generator().manual_seed(0), **options)
     share = torch.bincount(drawn, minlength=40) / len(drawn)
     assert (share[expected == 0] == 0).all()
@@ -189,7 +203,7 @@ class Scripted(ByteTokenizer):
         self.pieces = pieces
 
     def decode(self, ids: Any) -> str:
-        return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
+        return b"".join(self.pieces[i] for i in ids if i < len(self.pieces)).decode(errors="replace")
 
 
 @pytest.mark.parametrize(
@@ -207,8 +221,50 @@ def test_a_stream_of_text_tells_what_is_certain(
     def scripted(model: Any, ids: Any, count: int, **options: Any) -> Any:
         yield from (torch.tensor([i]) for i in range(count))
 
-    monkeypatch.setattr("te_models.generation.generate.stream", scripted)
+    monkeypatch.setattr("te_models.generation.text.stream", scripted)
     assert list(stream_text(build(), Scripted(pieces), "x", len(pieces), stop_strings=stops)) == told
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Words that begin with a space, as a Llama 2 tokenizer has them; its decoder drops the space before the first."""
+    words = ["<unk>", "</s>", "\u2581Hello", "\u2581world", "\u2581and", "s", "\u2581"]
+    model = tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", fuse_unk=True)
+    backend = tokenizers.Tokenizer(model)
+    steps = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.Fuse()]
+    backend.decoder = tokenizers.decoders.Sequence([*steps, tokenizers.decoders.Strip(" ", 1, 0)])
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "tokens, stops, text",
+    [
+        ([3], (), " world"),
+        ([3, 5, 4, 3], (), " worlds and world"),
+        ([5, 3], (), "s world"),
+        ([3, 5, 4, 3], (" and",), " worlds"),
+        ([4, 3], (" and",), ""),
+    ],
+)
+def test_streamed_text_keeps_its_first_space(
+    tokens: list[int], stops: Sequence[str], text: str, sentencepiece: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scripted(model: Any, ids: Any, count: int, **options: Any) -> Any:
+        yield from (torch.tensor([i]) for i in tokens)
+
+    monkeypatch.setattr("te_models.generation.text.stream", scripted)
+    assert sentencepiece.decode([3]) == "world", "the decoder drops the space by itself"
+    assert "".join(stream_text(build(), sentencepiece, [2], len(tokens), stop_strings=stops)) == text
+
+
+def test_a_stop_string_may_begin_with_the_first_space(sentencepiece: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = iter([4, 3, 3])
+    monkeypatch.setattr("torch.argmax", lambda logits, dim: torch.full(logits.shape[:1], next(tokens)))
+    out = build().generate([2], max_new_tokens=3, stop_strings=" and", tokenizer=sentencepiece, eos_token_id=None)
+    assert out.tolist() == [[2, 4]]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -298,7 +354,7 @@ MESSAGES = [
 )
 def test_a_chat_template_gives_what_transformers_gives(messages: list, options: dict, chat_model: Path) -> None:
     judge = PreTrainedTokenizerFast.from_pretrained(chat_model)
-    text = ChatTemplate.of(chat_model).render(messages, **options)
+    text = ChatTemplate.from_folder(chat_model).render(messages, **options)
     assert text == judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     ids = judge.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
     assert load_tokenizer(chat_model).encode(text) == ids
@@ -333,12 +389,12 @@ def test_chat_templates_are_found_in_every_place(chat_model: Path, tmp_path: Pat
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
         if form == "file":
             (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}!")
-        assert ChatTemplate.of(tmp_path).render(MESSAGES[0]) == "<|begin|>!"
+        assert ChatTemplate.from_folder(tmp_path).render(MESSAGES[0]) == "<|begin|>!"
     (tmp_path / "chat_template.jinja").write_text("{% nonsense %}")
     with pytest.raises(ValueError, match="not valid Jinja"):
-        ChatTemplate.of(tmp_path)
+        ChatTemplate.from_folder(tmp_path)
     with pytest.raises(ValueError, match="say something"):
-        ChatTemplate.of(chat_model).render([dict(role="user", content="")])
+        ChatTemplate.from_folder(chat_model).render([dict(role="user", content="")])
 
 
 def run(capsys: pytest.CaptureFixture, *arguments: str) -> str:
@@ -354,13 +410,13 @@ def test_the_command_line_continues_and_talks(
     words = load_tokenizer(chat_model)
     at = ["--model", str(chat_model)]
     assert run(capsys, *at, "--prompt", "ab") == continue_text(model, words, "ab", 6) + "\n"
-    prompt = ChatTemplate.of(chat_model).render(MESSAGES[1])
+    prompt = ChatTemplate.from_folder(chat_model).render(MESSAGES[1])
     answer = "".join(stream_text(model, words, words.encode(prompt), 6))
     assert run(capsys, *at, "--chat", "--system", "be brief", "--prompt", "hi") == answer + "\n"
     monkeypatch.setattr("sys.stdin", iter(["hi\n", "again\n"]))
     both = run(capsys, *at, "--chat", "--system", "be brief")
     talk = [*MESSAGES[1], dict(role="assistant", content=answer), dict(role="user", content="again")]
-    second = "".join(stream_text(model, words, words.encode(ChatTemplate.of(chat_model).render(talk)), 6))
+    second = "".join(stream_text(model, words, words.encode(ChatTemplate.from_folder(chat_model).render(talk)), 6))
     assert both == f"{answer}\n{second}\n"
     assert main(["convert", *at, "--format", "te", "--out", str(tmp_path / "own"), "--recipe", "current"]) == 0
     assert "parameters in float32" in capsys.readouterr().out

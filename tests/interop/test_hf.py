@@ -54,6 +54,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", dict(head_dim=32, layer_types=["full_attention"] * 4, mlp_only_layers=[0, 1, 2, 3])),
     "qwen3_next-no-experts": ("qwen3_next", dict(head_dim=16, layer_types=["full_attention"] * 4, num_experts=0)),
 }
+# transformers ignores partial_rotary_factor where these models have the default RoPE.
+HALF = dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5))
+CASES |= {f"{kind}-half": (kind, HALF) for kind in ("llama", "qwen2", "qwen3", "mistral", "smollm3")}
 # Qwen's gated-attention release: Qwen3 with a wider q_proj.
 GATED_CASES = {"headwise": dict(headwise_attn_output_gate=True), "elementwise": dict(elementwise_attn_output_gate=True)}
 GATED_CASES |= {"ungated": {}}
@@ -316,6 +319,11 @@ def test_a_gated_model_is_given_back_as_the_gated_release(
         ("llama2", dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config="),
         ("llama2", dict(rope_parameters=dict(rope_type="proportional", factor=4.0)), "'proportional' is not supp"),
         ("llama2", dict(rope_parameters=None, rope_scaling=dict(type="axial", factor=2.0)), "'axial'"),
+        (
+            "llama2",
+            dict(rope_parameters=dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)),
+            "'linear' is not",
+        ),
         ("llama2", dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "by layer type"),
         ("llama2", dict(sliding_window=64), "sliding_window=64"),
         ("llama2", dict(num_local_experts=8), "num_local_experts=8"),
@@ -493,7 +501,6 @@ def test_the_dtype_is_the_files_or_the_one_asked_for(dtype: Any, theirs: Callabl
 STREAMING = """
 import resource, sys, torch
 from te_models import CausalLM
-from te_models.files.formats import open_safetensors
 
 def peak(): return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
 

@@ -42,6 +42,17 @@ def test_loss_and_gradients_are_those_of_the_two_operations(
         assert (one - other).double().norm() <= 2 * DTYPES[dtype] * other.double().norm()
 
 
+@pytest.mark.parametrize("retain", [False, True])
+def test_the_losss_factor_is_not_rounded(retain: bool) -> None:
+    """1/3 is 0.334 in BF16, which would make every gradient 0.2 % too large."""
+    x, weight, targets = inputs(torch.bfloat16)
+    loss, factor = linear_cross_entropy(x, weight, targets), torch.tensor(1 / 3)
+    whole = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    third = torch.autograd.grad(loss * factor, (x, weight), retain_graph=retain)
+    for one, other in zip(third, whole, strict=True):
+        assert torch.equal(one, (other.float() * factor).bfloat16())
+
+
 def test_no_target_counts() -> None:
     x, weight, targets = inputs(torch.float32)
     loss = linear_cross_entropy(x, weight, targets.fill_(-100))

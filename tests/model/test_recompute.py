@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn.attention import SDPBackend
 
 from te_models import CausalLM
 from te_models.engine import emulated, get_engine
+from te_models.errors import EngineError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels import sdpa
+from te_models.model.block import Block
 from te_models.model.recompute import may_draw
 
 MODES = ["selective", "full", 2]
@@ -254,26 +257,46 @@ def test_the_modes_keep_less_and_less(make: Make, recipe: str) -> None:
     assert kept["full"] < kept[2] < kept["none"] and kept["full"] < kept["selective"] < 0.9 * kept["none"]
 
 
+def by_torch(block: torch.nn.Module, reentrant: bool) -> None:
+    """Wrap a block as Hugging Face's gradient checkpointing and activation wrappers do."""
+    own = block.forward
+    block.forward = lambda x, t: torch.utils.checkpoint.checkpoint(own, x, t, use_reentrant=reentrant)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_foreign_checkpoint_round_a_block_is_refused(make: Make, reentrant: bool) -> None:
-    model = make("current", "none")
+def test_a_third_party_checkpoint_round_a_block_is_refused_where_scales_move(make: Make, reentrant: bool) -> None:
+    model = make("delayed", "none")
     for block in model.layers:
-        own = block.forward
-        block.forward = lambda x, t, own=own: torch.utils.checkpoint.checkpoint(own, x, t, use_reentrant=reentrant)
-    with pytest.raises(RuntimeError, match="use activation_checkpointing='full' instead"):
+        by_torch(block, reentrant)
+    with pytest.raises(EngineError, match="use activation_checkpointing='full' or te_models.checkpoint"):
         loss_of(model, 0).backward()
 
 
-def test_a_foreign_checkpoint_round_blocks_in_bf16_is_right(make: Make) -> None:
+@pytest.mark.parametrize("wrapped", ["torch", "torch reentrant", "wrapper"])
+@pytest.mark.parametrize("recipe", ["bf16", "current", "blockwise", "mxfp8"])
+def test_a_third_party_checkpoint_round_blocks_is_right_elsewhere(make: Make, recipe: str, wrapped: str) -> None:
     traces = []
     for foreign in (False, True):
-        model = make("bf16", "none")
-        for block in model.layers if foreign else []:
-            own = block.forward
-            block.forward = lambda x, t, own=own: torch.utils.checkpoint.checkpoint(own, x, t, use_reentrant=False)
-        loss_of(model, 0).backward()
-        traces.append(trace(model))
-    assert_same(*traces)
+        model = make(recipe, "none")
+        if foreign and wrapped == "wrapper":  # FSDP's and accelerate's
+            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+        elif foreign:
+            for block in model.layers:
+                by_torch(block, wrapped == "torch reentrant")
+        for step in range(2):
+            loss_of(model, step).backward()
+        traces.append({name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()})
+        assert not model.te.FP8GlobalStateManager.is_fp8_enabled()
+    assert traces[0].keys() == traces[1].keys()
+    assert [name for name, grad in traces[0].items() if not torch.equal(grad, traces[1][name])] == []
+
+
+def test_a_block_by_itself_is_refused(make: Make) -> None:
+    model, seen = make("current", "none"), []
+    model.layers[1].register_forward_pre_hook(lambda module, given: seen.append(given))
+    loss_of(model, 0)
+    with pytest.raises(EngineError, match="call the model, not its blocks"):
+        model.layers[1](*seen[0])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -40,6 +40,9 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "yarn-of-its-window": ("llama", ORIGINAL, dict(rope_type="yarn", factor=4.0), {}),
     "yarn-betas": ("qwen3", 96, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=ORIGINAL,
                                      beta_fast=4.0, beta_slow=0.5, truncate=False), dict(head_dim=32)),
+    # So slow a beta that the ramp ends beyond the last channel, where it is cut off.
+    "yarn-clamped": ("llama", 96, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=ORIGINAL,
+                                       beta_slow=1e-5), {}),
     "yarn-factor": ("mistral", 96, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=ORIGINAL,
                                         attention_factor=1.7), dict(sliding_window=9)),
     "yarn-mscale": ("smollm3", 96, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=ORIGINAL,

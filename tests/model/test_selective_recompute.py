@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from te_models import CausalLM, get_preset, get_recipe
+from te_models import CausalLM
 from te_models.config.recompute_modes import recomputes_mlp
 from te_models.engine import emulated, engine_module
 from te_models.kernels import elementwise, handover
 from te_models.kernels.early_save import discarding, save_early
-from te_models.planning.memory_estimate import saved_bytes
-from te_models.planning.memory_plan import plan_memory
 
 SHAPE: dict[str, Any] = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_attention_heads=1)
 SHAPE |= dict(num_key_value_heads=1, max_position_embeddings=32, num_hidden_layers=7)
@@ -94,23 +95,43 @@ def test_some_blocks_keep_their_mlp() -> None:
     assert not any(recomputes_mlp(mode, 0, 20, fp8) for mode in ("none", "full", 2) for fp8 in (False, True))
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
-@pytest.mark.parametrize(
-    ("preset", "size", "fields"),
-    [
-        ("gated-1b", dict(batch_size=8, seq_len=2048), {}),
-        ("gated-8b", dict(batch_size=4, seq_len=4096), dict(num_hidden_layers=4, num_key_value_heads=32)),
-    ],
-)
-def test_it_takes_at_most_seven_tenths(preset: str, size: dict[str, int], fields: dict[str, int], recipe: str) -> None:
-    """Of the activations of "none", as benchmarks/checkpoint_grid.py measures them: what is kept for the backward."""
-    found = {}
+class Allocated(TorchDispatchMode):
+    """The memory that operations inside allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in given:
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def left(self) -> int:
+        """Return the bytes of it that are not free yet."""
+        return sum(size for storage, size in self.storages.values() if not storage.expired())
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_it_takes_at_most_seven_tenths(recipe: str) -> None:
+    """Of the memory that "none" has allocated between forward and backward.
+
+    In the proportions of gated-1b, with the fused attention of a GPU, which alone saves no more than it must.
+    """
+    shape = dict(SHAPE, hidden_size=128, intermediate_size=352, num_hidden_layers=10, max_position_embeddings=128)
+    ids, left = torch.randint(0, 96, (2, 128)), {}
     for mode in ("none", "selective"):
-        edges = {} if recipe == "bf16" else NO_EDGES
-        plan = plan_memory(get_preset(preset, **fields), get_recipe(recipe, **edges), **size, optimizer=None,
-                           activation_checkpointing=mode)  # fmt: skip
-        found[mode] = saved_bytes(plan.config, plan.recipe, plan.training)
-    assert 0.6 < found["selective"] / found["none"] < 0.7
+        model = build(recipe, mode, **shape, fused=True)
+        model(ids, labels=ids, return_logits=False).loss.backward()  # creates what stays from step to step
+        with Allocated() as allocated:
+            loss = model(ids, labels=ids, return_logits=False).loss
+        left[mode] = allocated.left()
+        loss.backward()
+        assert allocated.left() < left[mode] / 100
+    assert 0.6 < left["selective"] / left["none"] < 0.7
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_models import CausalLM
 from te_models.checkpoint.pretrained import read_training_state
 from te_models.config.training import TrainConfig
-from te_models.data.dataset import Document, TokenDataset
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import Document
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import Diverged
 from te_models.files.formats import flatten_state
@@ -106,11 +108,11 @@ def assert_same_run(one: Trainer, other: Trainer) -> None:
     )
     assert rows == others
     for (name, p), q in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(p, q), name
+        assert_same_bits(name, p, q)
     for name in ("kind", "state"):
         assert same(one.optimizer.state_dict()[name], other.optimizer.state_dict()[name])
-    for m, n in zip(one.optimizer.masters, other.optimizer.masters, strict=True):
-        assert torch.equal(m, n)
+    for number, (m, n) in enumerate(zip(one.optimizer.masters, other.optimizer.masters, strict=True)):
+        assert_same_bits(f"master {number}", m, n)
     assert quantized(one) == quantized(other)
 
 

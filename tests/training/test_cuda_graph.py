@@ -78,6 +78,23 @@ def test_replayed_steps_are_the_eager_ones(recipe: str, mode: str, monkeypatch: 
     assert tapes[0].replays == STEPS - WARM_UP
 
 
+def test_a_weight_multiplies_the_gradients_of_eager_and_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a number and as a tensor, another one in each step."""
+    tapes = pretend_cuda(monkeypatch)
+    monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
+    model, other, ids = build("bf16", dtype=torch.float32), build("bf16", dtype=torch.float32), batch(0)
+    step = GraphedStep(model)
+    loss = other(input_ids=ids, labels=ids, return_logits=False).loss
+    loss.backward()
+    for number in range(STEPS):
+        weight = (number + 1) / 3
+        found = step(weight=torch.tensor(weight) if number % 2 else weight, input_ids=ids, labels=ids)
+        torch.testing.assert_close(found, loss.detach() * weight, rtol=1e-6, atol=0)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad * weight, rtol=1e-5, atol=1e-7)
+    assert tapes[0].replays == STEPS - WARM_UP
+
+
 @pytest.mark.parametrize("failures", range(ATTEMPTS + 1))
 def test_a_disturbed_capture_costs_an_eager_step(
     failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

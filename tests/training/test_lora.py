@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import faulthandler
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 from graph_tape import pretend_cuda
 from torch import Tensor
 
 from te_models import CausalLM
+from te_models.checkpoint.folder import load_folder, save_folder
 from te_models.engine import get_engine
+from te_models.errors import CheckpointError
+from te_models.fp8.primary_weights import is_quantized, plain, saved_weight
 from te_models.fp8.scaling_state import fp8_state
 
 for package in ("peft", "accelerate", "transformers"):
@@ -23,7 +28,7 @@ with warnings.catch_warnings():
     from accelerate import Accelerator
     from peft import LoraConfig
 
-    from te_models.training.lora import PROJECTIONS, add_lora, load_lora
+    from te_models.training.lora import PROJECTIONS, LoraLinear, add_lora, load_lora, save_lora
 
 SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
 SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=64)
@@ -102,6 +107,28 @@ def test_merge_is_the_same_model_and_unmerge_undoes_it(build: Any, dtype: torch.
     merged = adapted.merge_and_unload()
     assert isinstance(merged, CausalLM) and {n for n, _ in merged.named_parameters()} == set(weights)
     torch.testing.assert_close(merged(ids).logits.float(), tuned, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_a_merge_into_fp8_weights_takes_fresh_scales(build: Any, recipe: str) -> None:
+    model = build(recipe, fp8_params=True)
+    adapted = add_lora(model, r=4, lora_alpha=8, target_modules=["qkvg_proj", "down_proj"])
+    train(adapted, tokens(model), 2)
+    layers = [m for m in adapted.modules() if isinstance(m, LoraLinear) and is_quantized(m.base_layer.weight)]
+    assert len(layers) == 4
+    for layer in layers:
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.1)  # many times the weight itself
+    before = [{name: t.clone() for name, t in saved_weight(m.base_layer.weight).items()} for m in layers]
+    exact = [plain(m.base_layer.weight).float() + m.get_delta_weight("default") for m in layers]
+    adapted.merge_adapter()
+    for layer, wanted in zip(layers, exact, strict=True):
+        # A rounding to BF16 and one to E4M3, whose half step is 2^-4 of a number at most.
+        error = (plain(layer.base_layer.weight).float() - wanted).norm() / wanted.norm()
+        assert error < 2**-4 + 2**-8, f"{recipe}: {error:.3f}"
+    adapted.unmerge_adapter()
+    for layer, wanted in zip(layers, before, strict=True):
+        for name, tensor in saved_weight(layer.base_layer.weight).items():
+            assert_same_bits(f"{recipe}: {name}", tensor, wanted[name])
 
 
 def test_adapters_are_saved_loaded_and_given_away_merged(build: Any, tmp_path: Path) -> None:
@@ -243,3 +270,77 @@ def test_adapters_on_transformer_engine_itself(recipe: str) -> None:
     assert (merged - tuned).norm() < 0.25 * tuned.norm(), "two FP8 noises of about 20 dB apart"
     adapted.unmerge_adapter()
     assert torch.equal(adapted(ids).logits.float(), tuned)
+
+
+LORA_DAMAGE: dict[str, Any] = {
+    "dropped": lambda tensors, config: tensors.pop(next(iter(tensors))),
+    "renamed": lambda tensors, config: tensors.update(other=tensors.pop(next(iter(tensors)))),
+    "nan": lambda tensors, config: next(iter(tensors.values())).fill_(torch.nan),
+    "integer": lambda tensors, config: tensors.update({name: t.int() for name, t in tensors.items()}),
+    "shape": lambda tensors, config: tensors.update({n: t[:, :-1].contiguous() for n, t in tensors.items()}),
+    "empty": lambda tensors, config: tensors.clear(),
+    "endless pattern": lambda tensors, config: config.update(target_modules="(l|l|a|y|e)*(r|s)*x"),
+    "many repeats": lambda tensors, config: config.update(target_modules=".*.*.*.*.*.*x"),
+    "endless rank pattern": lambda tensors, config: config.update(rank_pattern={"(.|.)*x": 2}),
+    "pattern is a number": lambda tensors, config: config.update(target_modules=[5]),
+    "rank of 1e9": lambda tensors, config: config.update(r=10**9),
+    "rank is text": lambda tensors, config: config.update(r="4"),
+    "alpha is infinite": lambda tensors, config: config.update(lora_alpha=1e300),
+    "other method": lambda tensors, config: config.update(peft_type="IA3"),
+    "dora": lambda tensors, config: config.update(use_dora=True),
+    "no modules": lambda tensors, config: config.update(target_modules=["nothing"]),
+}
+
+
+@pytest.mark.parametrize("damage", LORA_DAMAGE)
+def test_a_crafted_adapter_is_refused_and_the_model_is_untouched(damage: str, build: Any, tmp_path: Path) -> None:
+    if damage == "endless pattern":
+        faulthandler.dump_traceback_later(60, exit=True)
+    save_lora(add_lora(build("delayed"), r=4), tmp_path / "adapter")
+    saved = load_folder(tmp_path / "adapter")
+    tensors, config = saved.tensors["adapter_model"], saved.documents["adapter_config"]
+    LORA_DAMAGE[damage](tensors, config)
+    save_folder(tmp_path / "crafted", {"adapter_model": tensors}, {"adapter_config": config})
+    model = build("delayed")
+    before = {name: t.clone() for name, t in model.named_parameters()}
+    with pytest.raises(CheckpointError) as caught:
+        load_lora(model, tmp_path / "crafted")
+    faulthandler.cancel_dump_traceback_later()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys() and all(torch.equal(t, after[name]) for name, t in before.items())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_pickle_is_no_adapter(build: Any, tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "adapter_model.bin")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="pickle"):
+        load_lora(build("bf16"), tmp_path)
+
+
+def test_a_delayed_adapter_continues_with_the_same_bits(build: Any, tmp_path: Path) -> None:
+    model = build("delayed")
+    model.save_pretrained(tmp_path / "base")
+    adapted = add_lora(model, r=4)
+    ids = tokens(model)
+    train(adapted, ids)
+    save_lora(adapted, tmp_path / "adapter")
+    place = dict(engine=model.engine, device=model.device, compile=False)
+    again = load_lora(CausalLM.from_pretrained(tmp_path / "base", **place), tmp_path / "adapter", trainable=True)
+    state = fp8_state(model)
+    assert any(bool((t != 1).any()) for name, t in state.items() if name.endswith("scale"))
+    found = fp8_state(again.get_base_model())
+    assert found.keys() == state.keys() and all(torch.equal(t, found[name]) for name, t in state.items())
+    losses = []
+    for one in (adapted, again):
+        one.train().zero_grad()
+        loss = one(ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.detach())
+    assert torch.equal(*losses)
+    other = dict(again.named_parameters())
+    for name, p in adapted.named_parameters():
+        assert (p.grad is None) == (other[name].grad is None) and (
+            p.grad is None or torch.equal(p.grad, other[name].grad)
+        )

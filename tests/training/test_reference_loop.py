@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bits import assert_same_bits
 from torch import Tensor
 
 from te_models import CausalLM
@@ -128,7 +129,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_a_weight(
     model.layers[0].mlp.down_proj.weight.register_hook(poison)
     with pytest.raises(Diverged, match="step 3: the gradient norm is nan; every forward value is finite"):
         run.run()
-    assert all(torch.equal(p, q) for p, q in zip(seen[2], model.parameters(), strict=True))
+    for p, (name, q) in zip(seen[2], model.named_parameters(), strict=True):
+        assert_same_bits(name, p, q)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
 
 

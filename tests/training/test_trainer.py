@@ -13,16 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 
 from te_models import CausalLM, list_recipes
 from te_models.checkpoint.folder import load_folder
 from te_models.checkpoint.pretrained import saved_folder
 from te_models.config.training import TrainConfig
-from te_models.data.dataset import Document, TokenDataset
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import Document
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import Diverged, SaveError
 from te_models.fp8.primary_weights import plain, weight_codes
 from te_models.fp8.scaling_state import fp8_state
+from te_models.model.targets import next_token_targets
 from te_models.training.evaluation import evaluate
 from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel
@@ -85,9 +88,9 @@ def test_resumed_it_is_the_same_run_to_the_bit(recipe: str, mode: str | int, fp8
     assert resumed.run(resume=True).step == 3
     assert losses(tmp_path / "half") == losses(tmp_path / "whole") and len(set(losses(tmp_path / "half"))) == 3
     for (name, p), q in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(plain(p), plain(q)), name
-    for p, q in zip(whole.optimizer.masters, resumed.optimizer.masters, strict=True):
-        assert torch.equal(p, q)
+        assert_same_bits(name, plain(p), plain(q))
+    for number, (p, q) in enumerate(zip(whole.optimizer.masters, resumed.optimizer.masters, strict=True)):
+        assert_same_bits(f"master {number}", p, q)
     again = {name: t for of in (fp8_state, weight_codes) for name, t in of(resumed.model).items()}
     assert state.keys() == again.keys() and [name for name in state if not torch.equal(state[name], again[name])] == []
     assert whole.result.eval_loss == resumed.result.eval_loss
@@ -199,6 +202,20 @@ def test_a_bad_step_read_late_changes_no_weight(clip: float, tmp_path: Path) -> 
     assert all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
     assert all(torch.equal(p, q) for p, q in zip(state["masters"], later["masters"], strict=True))
     assert str(state["state"]) == str(later["state"])
+
+
+def test_a_bad_label_on_a_gpu_ends_the_run_with_the_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_on_a_gpu(labels: torch.Tensor, mask: Any, vocab_size: int) -> Any:
+        invalid = labels >= vocab_size
+        return next_token_targets(labels.masked_fill(invalid, -100), mask, vocab_size)[0], invalid.any()
+
+    run = trainer(tmp_path, "bf16", shape=TINY, steps=4, seq_len=16, eval_every=0)
+    batches = [next(run.dataset) for _ in range(4)]
+    batches[1]["labels"][1, 7] = 288
+    monkeypatch.setattr("te_models.model.decoder.next_token_targets", as_on_a_gpu)
+    monkeypatch.setattr(TokenDataset, "__next__", lambda data: batches.pop(0))
+    with pytest.raises(Diverged, match=r"^step 2: a label is 288: give 0 to 287 \(vocab_size=288\), or -100"):
+        run.run()
 
 
 def test_resuming_under_another_recipe_says_so_and_goes_on(tmp_path: Path) -> None:

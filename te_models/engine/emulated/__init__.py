@@ -22,11 +22,18 @@ from te_models.engine.emulated.autocast import (
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
+    outside_autocast,
     quantized_model_init,
+    region_lock,
 )
 from te_models.engine.emulated.gemm import exact_gemm
 from te_models.engine.emulated.linear import Linear
-from te_models.engine.emulated.module import drop_cached_weights, reset_fp8_state, restored_recompute
+from te_models.engine.emulated.module import (
+    drop_cached_weights,
+    reset_fp8_state,
+    restored_recompute,
+    separate_copy,
+)
 from te_models.engine.emulated.numerics import DType
 from te_models.engine.emulated.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from te_models.engine.emulated.quantizers import (
@@ -45,8 +52,8 @@ __all__ = [
     "NVFP4Quantizer", "NVFP4Tensor", "QuantizedTensor", "RMSNorm", "autocast", "checkpoint",
     "drop_cached_weights", "exact_gemm",
     "fp8_autocast", "get_align_size_for_quantization", "get_default_recipe", "handover",
-    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "quantized_model_init", "recipe",
-    "reset_fp8_state", "restored_recompute",
+    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "outside_autocast", "quantized_model_init", "recipe", "region_lock",
+    "reset_fp8_state", "restored_recompute", "separate_copy",
 ]  # fmt: skip
 
 # No twins of te_models.kernels.handover: each module casts by itself, as Transformer Engine's modules do.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -155,6 +156,33 @@ class autocast:
 
 _AUTOCAST_FIELDS = ("fp8_enabled", "fp8_recipe", "fp8_distributed_group", "is_first_fp8_module")
 _autocast_fields = attrgetter(*_AUTOCAST_FIELDS)
+
+
+@contextmanager
+def outside_autocast() -> Iterator[Recipe | None]:
+    """Leave all autocasts around the caller, and yield the recipe of the enabled one, if there is one.
+
+    An autocast inside behaves as if nested in a disabled one: its exit updates no scale.
+    """
+    state = FP8GlobalStateManager.quantization_state
+    saved, depth = _autocast_fields(state), state.autocast_depth
+    left = state.fp8_recipe if state.fp8_enabled else None
+    state.fp8_enabled, state.fp8_recipe, state.fp8_distributed_group = False, None, None
+    state.is_first_fp8_module, state.autocast_depth = False, 1
+    try:
+        yield left
+    finally:
+        for name, value in zip(_AUTOCAST_FIELDS, saved, strict=True):
+            setattr(state, name, value)
+        state.autocast_depth = depth
+
+
+_LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()  # type: ignore
+
+
+def region_lock(model: torch.nn.Module) -> threading.RLock:
+    """Return the lock of a model, for threads that share its quantizers and scales."""
+    return _LOCKS.setdefault(model, threading.RLock())
 
 
 def fp8_autocast(

@@ -352,6 +352,10 @@ def reset_fp8_state(module: nn.Module) -> None:
             child.reset_fp8_state()
 
 
+def separate_copy(module: TransformerEngineBaseModule) -> None:
+    """Give a copied te.Linear scales of its own to update: done by `__setstate__` here, not in Transformer Engine."""
+
+
 def drop_cached_weights(module: TransformerEngineBaseModule) -> None:
     """Drop the FP8 weight that a te.Linear keeps for is_first_microbatch=False."""
     module._fp8_workspaces.clear()

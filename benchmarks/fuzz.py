@@ -1,0 +1,370 @@
+"""Damage saved folders at random and load them: nothing may crash, hang, grow or change a live model.
+
+Every case mutates one file of a copy of a folder (ours with and without a manifest that fits, Hugging Face's, Transformer
+Engine's .pt, a LoRA adapter) and loads it. A case is refused (one line of te-models), harmless (everything loaded as saved)
+or accepted although it differs; without hashes, changed values of weights cannot be told from others. Anything else is a
+failure: an exception of another type, more than 5 seconds, more memory than twice the folder plus 256 MiB, the death of the
+process, or a changed live model.
+
+    python benchmarks/fuzz.py --cases 10000 --seed 0 --out benchmarks/results/fuzz_cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from te_models import CausalLM
+from te_models.checkpoint.folder import MANIFEST, _digest
+from te_models.checkpoint.pretrained import load_te_checkpoint
+from te_models.data.tokenizer import load_tokenizer
+from te_models.errors import TeModelsError
+from te_models.fp8.scaling_state import fp8_state
+
+SECONDS, MEMORY = 5.0, 256 * 2**20
+SHAPE = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
+PLACE: dict[str, Any] = dict(engine="emulated", device="cpu")
+ODD_VALUES = (
+    None, True, False, 0, -1, 1, 2, 10**6, 10**12, 10**30, -(2**63), 0.5, -0.0, 1e308, "", "x", "../x", "a" * 5000, [], {},
+    [[]] * 3, {"$tensor": "x"}, "NaN",
+)  # fmt: skip
+
+
+def build(recipe: str = "delayed") -> CausalLM:
+    """A model of some steps, with scales that are not 1."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = dict(amax_history_len=4) if recipe == "delayed" else {}
+    edges: dict[str, Any] = dict(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1) if options else {}
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, **SHAPE, **PLACE, **options, **edges)
+    ids = torch.arange(32).reshape(2, 16)
+    for _ in range(2):
+        loss = model(ids, labels=ids).loss
+        assert loss is not None
+        loss.backward()
+    model.zero_grad()
+    return model
+
+
+def make_folders(root: Path) -> None:
+    """One folder of each kind."""
+    model = build()
+    model.save_pretrained(root / "own")
+    load_tokenizer(None).save(root / "words")
+    plain = CausalLM.from_preset("gated-nano", attention_gate="none", **SHAPE, **PLACE)
+    plain.save_pretrained(root / "hf", format="hf")
+    load_tokenizer(None).save(root / "hf")
+    (root / "te").mkdir()
+    torch.save(model.state_dict(), root / "te" / "model.pt")
+    with contextlib.suppress(ImportError, TeModelsError):
+        from te_models.training.lora import add_lora, save_lora
+
+        save_lora(add_lora(model, r=2), root / "lora")
+
+
+class Live:
+    """A live model, and whether anything changed it."""
+
+    def __init__(self) -> None:
+        self.model = build()
+        self.before = self.digest()
+
+    def digest(self) -> str:
+        """The hash of every parameter and scale."""
+        tensors = {**dict(self.model.named_parameters()), **fp8_state(self.model)}
+        found = hashlib.sha256()
+        for name, tensor in sorted(tensors.items()):
+            found.update(
+                f"{name}{tensor.requires_grad}".encode()
+                + tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
+        return found.hexdigest()
+
+
+def load_own(folder: Path, live: Live) -> Any:
+    """What is loaded from a folder of ours or of Hugging Face, as something to compare."""
+    model = CausalLM.from_pretrained(folder, **PLACE)
+    return state_of(model)
+
+
+def load_te(folder: Path, live: Live) -> Any:
+    """Transformer Engine's checkpoint into the live model, which a refusal must leave as it was."""
+    load_te_checkpoint(live.model, folder / "model.pt")
+    state = state_of(live.model)
+    live.__init__()
+    return state
+
+
+def load_adapter(folder: Path, live: Live) -> Any:
+    """A LoRA adapter on the live model, which a refusal must leave as it was."""
+    from te_models.training.lora import load_lora
+
+    state = state_of(load_lora(live.model, folder))
+    live.__init__()
+    return state
+
+
+def load_words(folder: Path, live: Live) -> Any:
+    """A tokenizer and what it makes of a text."""
+    words = load_tokenizer(folder)
+    return words.encode("the quick brown fox <eos>"), words.eos_token_id
+
+
+def state_of(model: Any) -> dict[str, bytes]:
+    """Every parameter and scale of a model."""
+    tensors = {**dict(model.named_parameters()), **fp8_state(model)}
+    return {name: t.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() for name, t in tensors.items()}
+
+
+KINDS: dict[str, tuple[str, bool, Callable[[Path, Live], Any]]] = {  # kind -> folder, does the manifest fit, loader
+    "own, damaged": ("own", False, load_own),
+    "own, crafted": ("own", True, load_own),
+    "Hugging Face": ("hf", False, load_own),
+    "Transformer Engine": ("te", False, load_te),
+    "LoRA, damaged": ("lora", False, load_adapter),
+    "LoRA, crafted": ("lora", True, load_adapter),
+    "tokenizer": ("words", False, load_words),
+}
+
+
+def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
+    """A few bytes changed, cut out, inserted, swapped or repeated."""
+    changed, place = bytearray(data), rng.randrange(max(1, len(data)))
+    kind = rng.choice(["bit", "bytes", "cut", "insert", "swap", "zero", "repeat", "number"])
+    if kind == "bit" and changed:
+        changed[place] ^= 1 << rng.randrange(8)
+    elif kind == "bytes":
+        changed[place : place + 4] = rng.randbytes(4)
+    elif kind == "cut":
+        del changed[place : place + rng.choice([1, 8, 10**9])]
+    elif kind == "insert":
+        changed[place:place] = rng.randbytes(rng.randrange(1, 9))
+    elif kind == "swap":
+        changed[place : place + 4], changed[:4] = changed[:4], changed[place : place + 4]
+    elif kind == "zero":
+        changed[place : place + 16] = bytes(len(changed[place : place + 16]))
+    elif kind == "repeat":
+        changed[place:place] = changed[place : place + 200] * rng.randrange(1, 200)
+    else:
+        changed[place : place + 8] = struct.pack("<q", rng.choice([-1, 0, 2**31, 2**62, len(data)]))
+    return bytes(changed)
+
+
+def mutate_json(value: Any, rng: random.Random) -> Any:
+    """One value somewhere in a document replaced, removed, renamed, doubled or nested."""
+    if isinstance(value, (dict, list)) and value and rng.random() < 0.85:
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        key = rng.choice(keys)
+        changed = dict(value) if isinstance(value, dict) else list(value)
+        kind = rng.choice(["inside", "inside", "inside", "remove", "rename"])
+        if kind == "inside":
+            changed[key] = mutate_json(value[key], rng)
+        elif kind == "remove":
+            del changed[key]
+        elif isinstance(changed, dict):
+            changed[rng.choice([f"{key}x", "", "layers.0", "name"])] = changed.pop(key)
+        else:
+            changed.append(changed[key])
+        return changed
+    if type(value) in (int, float) and rng.random() < 0.5:
+        return rng.choice([value + 1, value * 2, -value, value * 10**9, str(value), [value]])
+    return rng.choice(ODD_VALUES)
+
+
+def mutate_safetensors(data: bytes, rng: random.Random) -> bytes:
+    """The header of a safetensors file changed as a document, or some values replaced by odd ones."""
+    size = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + size]
+    if rng.random() < 0.5:
+        header = json.dumps(mutate_json(json.loads(header), rng)).encode()
+        return struct.pack("<Q", len(header)) + header + data[8 + size :]
+    body = bytearray(data[8 + size :])
+    place = rng.randrange(max(1, len(body) // 4)) * 4
+    body[place : place + 4] = struct.pack("<f", rng.choice([float("nan"), float("inf"), -1.0, 0.0, 1e38]))
+    return data[: 8 + size] + bytes(body)
+
+
+def mutate_file(path: Path, rng: random.Random) -> None:
+    """Change one file; by its format, or byte by byte, or into something that is no file."""
+    data, kind = path.read_bytes(), rng.random()
+    if kind < 0.02:
+        path.unlink()
+        choice = rng.choice(["gone", "pipe", "folder", "link", "loop"])
+        if choice == "pipe":
+            os.mkfifo(path)
+        elif choice == "folder":
+            path.mkdir()
+        elif choice != "gone":
+            path.symlink_to("/dev/zero" if choice == "link" else path.name)
+    elif kind < 0.03:
+        path.write_bytes(
+            rng.choice([b"[" * 100_000, b'{"a":' * 50_000, b"", b"[" + b"[]," * 10**6 + b"0]", b"\xff" * 10**6])
+        )
+    elif kind < 0.4 or path.suffix not in (".json", ".safetensors"):
+        path.write_bytes(mutate_bytes(data, rng))
+    elif path.suffix == ".json":
+        path.write_bytes(json.dumps(mutate_json(json.loads(data), rng)).encode())
+    else:
+        path.write_bytes(mutate_safetensors(data, rng))
+
+
+def fit_manifest(folder: Path) -> None:
+    """What someone who knows the format does: make sizes, hashes and the digest fit again."""
+    if not _regular(folder / MANIFEST):
+        return
+    with contextlib.suppress(ValueError, OSError, KeyError, TypeError, AttributeError, RecursionError):
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        for name, entry in manifest["files"].items():
+            if _regular(folder / name):
+                data = (folder / name).read_bytes()
+                entry.update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+        manifest["digest"] = _digest(manifest)
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def _regular(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def resident() -> int:
+    """The peak resident memory of this process since `reset_peak`, in bytes."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def run_cases(root: str, seed: int, first: int, count: int, results: Any) -> None:
+    """Run cases `first` ... in this process and send (case, kind, file, outcome, seconds, bytes) of each."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    live, references = Live(), {}
+    for kind, (folder, _, load) in KINDS.items():
+        if (Path(root) / folder).is_dir():
+            references[kind] = load(Path(root) / folder, live)
+    for case in range(first, first + count):
+        results.put((case, "start", "", "", 0.0, 0))
+        results.put((case, *run_case(Path(root), seed, case, live, references)))
+    results.put(None)
+
+
+def run_case(
+    root: Path, seed: int, case: int, live: Live, references: dict[str, Any]
+) -> tuple[str, str, str, float, int]:
+    """One case: its kind, the file that changed, the outcome, seconds and bytes of memory."""
+    rng = random.Random(f"{seed} {case}")
+    kind = rng.choice(sorted(references))
+    folder, fits, load = KINDS[kind]
+    with tempfile.TemporaryDirectory(prefix="fuzz") as temp:
+        copy = Path(temp) / "model"
+        shutil.copytree(root / folder, copy)
+        size = sum(path.stat().st_size for path in copy.iterdir())
+        path = rng.choice(sorted(copy.iterdir()))
+        mutate_file(path, rng)
+        if fits:
+            fit_manifest(copy)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        before, start = resident(), time.perf_counter()
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
+            try:
+                state = load(copy, live)
+                outcome = "harmless" if state == references[kind] else "accepted, different"
+            except TeModelsError as error:
+                one_line = "\n" not in str(error) and len(str(error)) < 1200
+                outcome = "refused" if one_line else f"failure: {len(str(error))} characters: {str(error)[:200]!r}"
+            except BaseException as error:  # everything else is what this looks for
+                outcome = f"failure: {type(error).__module__}.{type(error).__name__}: {str(error)[:200]!r}"
+        seconds, memory = time.perf_counter() - start, resident() - before
+        size = max(size, sum(p.stat().st_size for p in copy.iterdir() if p.is_file() and not p.is_symlink()))
+    if seconds > SECONDS:
+        outcome = f"failure: {seconds:.1f} s ({outcome})"
+    if memory > 2 * size + MEMORY:
+        outcome = f"failure: {memory / 2**20:.0f} MiB ({outcome})"
+    if live.digest() != live.before:
+        outcome = f"failure: the live model changed ({outcome})"
+        live.__init__()
+    return kind, path.name, outcome, seconds, memory
+
+
+def fuzz(seed: int, cases: int, budget: float) -> dict[str, Any]:
+    """Run cases in a process of their own, which is replaced when it dies or hangs, for at most `budget` seconds."""
+    begin, done = time.monotonic(), 0
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    failures: list[str] = []
+    slowest, largest = 0.0, 0
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="fuzz") as root:
+        make_folders(Path(root))
+        while done < cases and time.monotonic() - begin < budget:
+            results: Any = context.SimpleQueue()
+            worker = context.Process(target=run_cases, args=(root, seed, done, cases - done, results), daemon=True)
+            worker.start()
+            running, since = done, time.monotonic() + 60  # it imports torch first
+            while time.monotonic() - begin < budget:
+                if results.empty():
+                    if not worker.is_alive() or time.monotonic() - since > 60:
+                        failures.append(f"case {running}: the process {'hangs' if worker.is_alive() else 'died'}")
+                        print(failures[-1], file=sys.stderr, flush=True)
+                        counts["?"]["failure"] += 1
+                        done = running + 1
+                        break
+                    time.sleep(0.01)
+                    continue
+                if (found := results.get()) is None:
+                    done = cases
+                    break
+                running, kind, file, outcome, seconds, memory = found
+                since = time.monotonic()
+                if kind == "start":
+                    continue
+                done = running + 1
+                slowest, largest = max(slowest, seconds), max(largest, memory)
+                counts[kind][outcome.split(":")[0]] += 1
+                if outcome.startswith("failure"):
+                    failures.append(f"case {running}, {kind}, {file}: {outcome}")
+                    print(failures[-1], file=sys.stderr, flush=True)
+            if worker.is_alive():
+                os.kill(worker.pid, signal.SIGKILL)
+            worker.join()
+    return {
+        "seed": seed, "cases": sum(sum(c.values()) for c in counts.values()), "seconds": round(time.monotonic() - begin),
+        "torch": torch.__version__, "python": sys.version.split()[0],
+        "counts": {kind: dict(sorted(count.items())) for kind, count in sorted(counts.items())},
+        "slowest_s": round(slowest, 2), "largest_mib": round(largest / 2**20), "failures": failures,
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Run the fuzzer and write its counts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    found = fuzz(arguments.seed, arguments.cases, arguments.budget)
+    text = json.dumps(found, indent=1)
+    print(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text + "\n")
+    return 1 if found["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""`te-models bench`: time a training step under several recipes and beside other libraries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from rich.text import Text
+
+from te_models.cli.options import Command, compile_option, console, given_options, model_options, option, out_option
+from te_models.config.model import config_fields
+from te_models.config.presets import get_preset
+
+
+@click.command(cls=Command)
+@model_options
+@option(
+    "--recipes", default="bf16,delayed,current", help="Recipes to time; append +fused, +eager, ... for a way to run."
+)
+@option("--peers", default="none", help="Other implementations to time: torch, torchao, te-layer, te-layer-bf16.")
+@option("--batch-size", default=8, help="Sequences per step.")
+@option("--seq-len", default=2048, help="Tokens per sequence.")
+@option("--steps", default=15, help="Timed rounds; every variant runs once in each.")
+@option("--warm-up", default=3, help="Steps of each variant that are not timed.")
+@out_option("Folder for bench.json and bench.png.")
+@compile_option
+def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: str | None, **options: Any) -> None:
+    """Time a training step under several recipes, beside other ways to train, in one process."""
+    from te_models.device.choice import choose_device  # noqa: PLC0415  imports torch
+    from te_models.inspect.bench import bench as run  # noqa: PLC0415
+    from te_models.inspect.bench_report import bench_table, write_bench  # noqa: PLC0415
+
+    if preset is None or model is not None or options.pop("recipe") is not None:
+        raise click.UsageError("bench takes --preset NAME and --recipes A,B,...")
+    given = given_options(options)
+    config = get_preset(preset, **{name: given.pop(name) for name in list(given) if name in config_fields()})
+    device = choose_device(given.pop("device", None))
+    terminal = console(160)
+    with terminal.status("") as status:
+        result = run(
+            config,
+            _names(recipes),
+            _names(peers),
+            device=device,
+            progress=lambda line: status.update(Text(line)),
+            **given,
+        )
+    terminal.print(bench_table(result))
+    if out is not None:
+        terminal.print(f"plot: {write_bench(result, out, preset)}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip() not in ("", "none")]

@@ -1,0 +1,54 @@
+"""`te-models convert`: rewrite a model in another format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from te_models.cli.options import Command, build_model, option, out_option
+from te_models.config.presets import get_preset
+from te_models.errors import unknown
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@click.command(cls=Command)
+@option("--model", metavar="DIR", help="Saved model, Hugging Face folder, or name on the hub.")
+@out_option("Folder to write.", required=True)
+@option("--format", default="hf", help="hf: for transformers; te: with recipe and FP8 state.")
+@option("--recipe", metavar="NAME|FILE", help="Recipe to save with the model (te).")
+@option("--dtype", help="bfloat16, float16 or float32; default: as saved.")
+@option("--attention-gate", help="Give an ungated model a gate that changes no output: elementwise or headwise.")
+@option("--te-checkpoint", metavar="PATH", help="state_dict of Transformer Engine modules: .pt or safetensors.")
+@option("--preset", metavar="NAME", help="Shape of --te-checkpoint.")
+def convert(
+    model: str | None,
+    preset: str | None,
+    te_checkpoint: str | None,
+    out: str,
+    format: str,
+    dtype: str | None,
+    **options: Any,
+) -> None:
+    """Convert a model between the formats of te-models and Hugging Face; its tokenizer comes along."""
+    import torch  # noqa: PLC0415
+
+    from te_models.checkpoint.pretrained import FORMATS, load_te_checkpoint, read_te_checkpoint  # noqa: PLC0415
+
+    if format not in FORMATS:
+        raise unknown("format", format, FORMATS)
+    if dtype not in (*DTYPES, None):
+        raise unknown("dtype", dtype, DTYPES)
+    if (preset is None) != (te_checkpoint is None):
+        raise click.UsageError("--preset NAME and --te-checkpoint PATH go together")
+    types = {str(kind): kind for kind in (torch.bfloat16, torch.float16, torch.float32)}
+    given = {**options, "engine": "emulated", "device": "cpu", "dtype": dtype and types[f"torch.{dtype}"]}
+    found = None if te_checkpoint is None else read_te_checkpoint(te_checkpoint)
+    if preset is not None and found is not None:
+        given["recipe"] = options["recipe"] or found.recipe(get_preset(preset).num_hidden_layers)
+    built = build_model(preset, model, given)
+    if found is not None:
+        load_te_checkpoint(built, found)
+    built.save_pretrained(out, format=format)
+    click.echo(f"{out}: {built.config.num_parameters:,} parameters in {str(built.dtype).removeprefix('torch.')}")

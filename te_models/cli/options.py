@@ -1,0 +1,302 @@
+"""Options shared by several commands, grouped help, and construction of the model that the options describe."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import click
+from rich.console import Console, RenderableType
+
+from te_models.config.model import ModelConfig, config_fields
+from te_models.config.recipe import FIELD_HELP, list_recipes, recipe_fields
+from te_models.config.training import TrainConfig
+from te_models.errors import OutOfMemory, UsageError
+from te_models.files.atomic import first_line
+
+if TYPE_CHECKING:
+    from te_models.causal_lm import CausalLM
+
+TRAIN_GROUPS = {  # heading of the help -> fields of TrainConfig; the others are everyday options
+    "Training": ("gradient_accumulation", "cache_fp8_weights", "cuda_graph", "deterministic"),
+    "Optimizer": (
+        "optimizer", "optimizer_options", "optimizer_offload", "final_learning_rate", "warmup_steps", "weight_decay",
+        "clip_grad_norm",
+    ),
+    "Evaluation and checkpoints": ("eval_every", "eval_batches", "save_every", "keep_last"),
+    "Several processes": (
+        "parallel", "tensor_parallel_size", "sequence_parallel", "reshard_after_forward", "prefetch_blocks",
+        "reduce_dtype", "collective_timeout",
+    ),
+}  # fmt: skip
+MEMORY_OPTIONS = {  # of a training run, which `plan --memory` takes too
+    "preset", "model", "recipe", "fp8_params", "batch_size", "seq_len", "gradient_accumulation", "optimizer",
+    "activation_checkpointing", "activation_offload", *config_fields(), *recipe_fields(),
+}  # fmt: skip
+LAST_GROUPS = ("Recipe fields", "Model shape")
+TRAIN_FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Decorator = Callable[[Function], Function]
+
+
+class Option(click.Option):
+    """An option that stands under the heading `group` in the help of its command."""
+
+    def __init__(self, *declarations: Any, group: str = "Options", **attributes: Any) -> None:
+        super().__init__(*declarations, **attributes)
+        self.group = group
+
+
+class Command(click.Command):
+    """A command whose help lists the everyday options first and all others below, by group.
+
+    Out of memory, it ends with one line that says what helps.
+    """
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise OutOfMemory(f"out of memory ({first_line(error)}): {_memory_advice(ctx)}") from error
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one section per group of options."""
+        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                group = parameter.group if isinstance(parameter, Option) else "Options"
+                groups.setdefault(group, []).append(record)
+        for title, records in sorted(groups.items(), key=lambda group: group[0] in LAST_GROUPS):
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether Python, the CPU allocator or the CUDA allocator of PyTorch ran out of memory."""
+    names = {kind.__name__ for kind in type(error).__mro__}  # without an import of torch
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+
+
+def _memory_advice(ctx: click.Context) -> str:
+    """Return the command that shows the memory of this run, and the options that lower it."""
+    names = [parameter.name for parameter in ctx.command.params]
+    if "steps" not in names or "gradient_accumulation" not in names:
+        return "use a smaller model or batch, shorter sequences, or --fp8-params"
+    given = []
+    for parameter in ctx.command.params:
+        value = ctx.params.get(parameter.name or "")
+        if parameter.name not in MEMORY_OPTIONS or value is None or not is_given(parameter.name):
+            continue
+        if isinstance(value, bool):
+            given.append((parameter.opts if value else parameter.secondary_opts)[0])
+        else:
+            given += [parameter.opts[0], str(value)]
+    return (
+        f"`{shlex.join(['te-models', 'plan', '--memory', *given])}` shows what takes it; lower --batch-size or "
+        "--seq-len, or add --activation-checkpointing full, --fp8-params, --optimizer-offload or --activation-offload"
+    )
+
+
+def option(*declarations: str, group: str = "Options", **attributes: Any) -> Decorator:
+    """Add one option; `click.option` with a group, which shows a default other than None."""
+    attributes.setdefault("show_default", attributes.get("default") is not None)
+    return click.option(*declarations, cls=Option, group=group, **attributes)
+
+
+sampling_option = functools.partial(option, group="Sampling")
+data_option = functools.partial(option, group="Data")
+
+
+def chained(*options: Decorator) -> Decorator:
+    """Combine decorators into one that adds their options in this order."""
+
+    def decorate(command: Function) -> Function:
+        for add in reversed(options):
+            command = add(command)
+        return command
+
+    return decorate
+
+
+def flag(name: str, kind: Any, **attributes: Any) -> Decorator:
+    """Add the option of a field, in kebab case; a bool gets a `--no-` twin."""
+    text = f"--{name.replace('_', '-')}"
+    if kind is bool:
+        return option(f"{text}/--no-{text[2:]}", **attributes)
+    return option(text, type=kind, **attributes)
+
+
+def _recipe_options() -> list[Decorator]:
+    return [
+        flag(name, _choice(check), default=None, group="Recipe fields", help=FIELD_HELP[name])
+        for name, check in recipe_fields().items()
+    ]
+
+
+def _config_options() -> list[Decorator]:
+    """One flag per field of ModelConfig that a single value can express; lists with one entry per layer have none."""
+    kinds = {name: _scalar(kind) for name, kind in config_fields().items()}
+    help = {field.name: field.metadata["help"] for field in dataclasses.fields(ModelConfig)}
+    return [
+        flag(name, kind, default=None, group="Model shape", help=help[name])
+        for name, kind in kinds.items()
+        if kind is not None
+    ]
+
+
+def _choice(check: Any) -> Any:
+    return click.Choice([str(value) for value in check]) if isinstance(check, tuple) else check
+
+
+def _scalar(kind: Any) -> type | None:
+    """Return the type of a flag: int for `int | None`, and so on; None for a type that one flag cannot express."""
+    return next((t for t in (bool, int, float, str) if t is kind or t in getattr(kind, "__args__", ())), None)
+
+
+model_options = chained(
+    option("--preset", metavar="NAME", help="Model shape with random weights: `te-models list` has the names."),
+    option("--model", metavar="DIR",
+           help="Saved model, run folder (its newest checkpoint), Hugging Face folder or name."),
+    option("--recipe", metavar="NAME|FILE", help=f"Precision: {', '.join(list_recipes())}, or a TOML file."),
+    option("--engine", default="auto", metavar="NAME", group="Model",
+           help="auto, native (Transformer Engine) or emulated (its numbers on any device)."),
+    option("--device", group="Model", help="Such as cpu or cuda:1; default: the first GPU, else the CPU."),
+    option("--fp8-params/--no-fp8-params", default=None, group="Model",
+           help="Store the weights of FP8 layers in FP8 only, without a BF16 copy."),
+    *_recipe_options(),
+    *_config_options(),
+)  # fmt: skip
+
+
+def train_options(*names: str, group: str | None = None) -> Decorator:
+    """Add the flags of these fields of TrainConfig (all of them without names), with its defaults and help texts."""
+    groups = {name: title for title, members in TRAIN_GROUPS.items() for name in members}
+    return chained(*(
+        flag(
+            field.name, type(field.default), default=field.default,
+            group=group or groups.get(field.name, "Options"), help=field.metadata["help"],
+        )
+        for field in (TRAIN_FIELDS[name] for name in names or TRAIN_FIELDS)
+    ))  # fmt: skip
+
+
+def memory_options(group: str) -> Decorator:
+    """Add the options that trade memory for time."""
+    return chained(
+        option("--activation-checkpointing", default="none", metavar="MODE", group=group,
+               help="Recompute activations: none, selective (most of each MLP), full, or N for every N-th block."),
+        option("--activation-offload/--no-activation-offload", default=False, group=group,
+               help="Store the activations that backward needs in host memory."),
+    )  # fmt: skip
+
+
+compile_option = option(
+    "--compile/--no-compile", default=True, group="Model",
+    help="Fuse elementwise operations with torch.compile (on a GPU).",
+)  # fmt: skip
+
+
+def out_option(help: str, **attributes: Any) -> Decorator:
+    """Add the option of the folder to write; a file in its place is refused before anything else is done."""
+    return option("--out", metavar="DIR", callback=_refuse_file, help=help, **attributes)
+
+
+def _refuse_file(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None:
+        path = next(
+            path for path in (Path(value), *Path(value).parents) if os.path.lexists(path) or path == path.parent
+        )
+        if not path.is_dir():
+            raise UsageError(f"--out {value}: {path} is not a folder: give another one")
+    return value
+
+
+tokenizer_option = option(
+    "--tokenizer", metavar="PATH", help="Hugging Face tokenizer.json; default: the model's own, else bytes."
+)
+json_option = option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+
+
+def is_given(name: str) -> bool:
+    """Return whether the user gave this option of the command that runs."""
+    return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that the user gave; choices among numbers, which arrive as strings, as numbers."""
+    return {name: _number(name, value) for name, value in options.items() if value is not None}
+
+
+def _number(name: str, value: Any) -> Any:
+    check = recipe_fields().get(name)
+    return next((choice for choice in check if str(choice) == value), value) if isinstance(check, tuple) else value
+
+
+def build_model(
+    preset: str | None,
+    model: str | None,
+    options: Mapping[str, Any],
+    build: Callable[..., CausalLM] | None = None,
+    **defaults: Any,
+) -> CausalLM:
+    """Build the model that the options describe.
+
+    Args:
+        preset: a preset's name, or None.
+        model: a saved model, or None.
+        options: keywords of CausalLM and fields of recipe and config; None means not given.
+        build: makes the model from a config, in place of CausalLM itself.
+        defaults: keywords of CausalLM to use where the user gave none, as in a resumed run.
+    """
+    from te_models.causal_lm import CausalLM  # noqa: PLC0415  imports torch
+
+    if (preset is None) == (model is None):
+        raise click.UsageError("give either --preset NAME or --model DIR")
+    given = given_options(options)
+    if "recipe" in given:
+        defaults.pop("fp8_params", None)  # another recipe may have no such weights
+    given = {**defaults, **given}
+    if model is not None:
+        return CausalLM.from_pretrained(model, build=build, **given)
+    assert preset is not None
+    return CausalLM.from_preset(preset, build=build, **given)
+
+
+def console(width: int = 140) -> Console:
+    """Return a console of the terminal's width, or of this one where the output is not a terminal.
+
+    Markup and emoji codes are off, since names and paths may contain them.
+    """
+    return Console(width=None if sys.stdout.isatty() else width, markup=False, emoji=False)
+
+
+class Report(Protocol):
+    """A result with tables for people and a dict for programs."""
+
+    def to_dict(self) -> Any:
+        """Return the result as plain JSON values."""
+        ...
+
+    def __rich__(self) -> RenderableType:
+        """Return the result as tables."""
+        ...
+
+
+def show(result: Report, as_json: bool) -> None:
+    """Print a result as tables or as JSON."""
+    if as_json:
+        click.echo(json.dumps(result.to_dict(), indent=1))
+    else:
+        console().print(result, highlight=False)

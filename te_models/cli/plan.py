@@ -1,0 +1,45 @@
+"""`te-models plan`: precision per layer, or the memory of training, before anything is allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from te_models.cli.options import (
+    Command,
+    build_model,
+    is_given,
+    json_option,
+    memory_options,
+    model_options,
+    option,
+    show,
+    train_options,
+)
+from te_models.config.training import TrainConfig
+
+TRAINING = ("batch_size", "seq_len", "gradient_accumulation", "optimizer")
+
+
+@click.command(cls=Command)
+@model_options
+@option("--memory", is_flag=True, help="Predict the memory of training instead, and list the GPUs it fits on.")
+@json_option
+@train_options(*TRAINING, group="With --memory")
+@option("--gpus", default=1, group="With --memory", help="Number of GPUs that FSDP shards over.")
+@memory_options(group="With --memory")
+def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **options: Any) -> None:
+    """Show the precision and engine of every layer with the reason, or the memory that training takes."""
+    names = (*TRAINING, "gpus")
+    if not memory and (given := [name for name in names if is_given(name)]):
+        raise click.UsageError(f"--{given[0].replace('_', '-')} changes no precision: add --memory, or leave it out")
+    training = {name: options.pop(name) for name in names}
+    if preset is not None:
+        options["device"] = options["device"] or "meta"
+    built = build_model(preset, model, options)
+    show(built.plan_memory(**training) if memory else built.plan(), as_json)
+    if not (memory or as_json):
+        from te_models.training.report import speed_rows  # noqa: PLC0415  imports torch
+
+        click.echo("\n" + "\n".join(f"{name}: {text}" for name, text in speed_rows(built, TrainConfig()).items()))

@@ -1,0 +1,36 @@
+"""`te-models verify`: proof that FP8 runs, GEMM by GEMM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from te_models.cli.options import Command, build_model, json_option, model_options, show, train_options
+
+
+@click.command(cls=Command)
+@model_options
+@train_options("batch_size", "seq_len", group="Options")
+@json_option
+def verify(preset: str | None, model: str | None, batch_size: int, seq_len: int, as_json: bool, **options: Any) -> int:
+    """Check that each GEMM ran in FP8, how exact it was, and how much faster than BF16 on this device at this size."""
+    from te_models.causal_lm import CausalLM  # noqa: PLC0415  imports torch
+    from te_models.inspect.verify import sample_config  # noqa: PLC0415
+    from te_models.inspect.verify import verify as run  # noqa: PLC0415
+
+    if options["recipe"] is None and model is None:
+        options["recipe"] = "delayed"
+    if preset is None:
+        found = run(build_model(None, model, options), batch_size, seq_len)
+    else:  # plan the whole model, but run one layer of each precision
+        whole = build_model(preset, model, {**options, "engine": "emulated", "device": "meta"})
+        sample = CausalLM(
+            sample_config(whole.config, whole.recipe),
+            recipe=whole.recipe,
+            engine=options["engine"],
+            device=options["device"],
+        )
+        found = run(sample, batch_size, seq_len, whole.plan())
+    show(found, as_json)
+    return 1 if found.failures else 0

@@ -1,0 +1,37 @@
+"""The files of a tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from te_models.checkpoint.folder import read_listed
+from te_models.errors import CheckpointError, DataError
+from te_models.files.formats import parse_json
+
+
+def read_file(file: Path) -> bytes | None:
+    """Return the content of a small file, None if there is no such file; a manifest beside it must fit.
+
+    Raises:
+        DataError: it is no regular file, too large, or not the file that was saved.
+    """
+    try:
+        return read_listed(file.parent, [file.name]).get(file.name)
+    except CheckpointError as error:
+        raise DataError(str(error)) from None
+
+
+def read_json_object(file: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file, None if there is no such file; a manifest beside it must fit.
+
+    Raises:
+        DataError: as `read_file`, or it is damaged, nested too deeply, or not an object.
+    """
+    content = read_file(file)
+    if content is None:
+        return None
+    document = parse_json(content, file, DataError)
+    if not isinstance(document, dict):
+        raise DataError(f"{file}: a JSON {type(document).__name__}, not an object")
+    return document

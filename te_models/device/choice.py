@@ -1,0 +1,35 @@
+"""The device that a name stands for, if this machine has it."""
+
+from __future__ import annotations
+
+import torch
+
+from te_models.errors import UsageError
+
+KINDS = ("cpu", "cuda", "meta")
+
+
+def choose_device(device: torch.device | str | None = None) -> torch.device:
+    """Return the device with this name; None gives the first CUDA device if there is one, else the CPU.
+
+    Raises:
+        UsageError: the name is no device, or this machine does not have it.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"device {str(device)!r} is not known: give cpu, cuda or cuda:N") from None
+    if found.type not in KINDS:
+        raise UsageError(f"device {str(device)!r} is not supported: give cpu, cuda or cuda:N")
+    if found.type != "cuda":
+        return found
+    if not torch.cuda.is_available():
+        reason = "PyTorch sees no GPU" if torch.version.cuda else "this build of PyTorch has no CUDA"
+        raise UsageError(f"device {str(device)!r} is not available, because {reason}: leave it out, or give cpu")
+    if (found.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"device {str(device)!r} is not available: there are cuda:0 to cuda:{torch.cuda.device_count() - 1}"
+        )
+    return found

@@ -1,0 +1,70 @@
+"""A lock on a folder that one process at a time writes to."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from te_models.errors import OutputInUse
+
+LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of `folder`, which is made if it does not exist; readers need no lock.
+
+    The operating system releases the lock when its process ends, however it does, so a file that a crash left behind locks
+    nothing: its owner is logged and replaced. File systems of several hosts must pass flock on, as NFS 4 and Lustre do.
+
+    Raises:
+        OutputInUse: another process, or another run of this one, holds the lock; one line that names it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path, own = folder / LOCK, {"process": os.getpid(), "host": socket.gethostname()}
+    descriptor = _acquire(path)
+    if (before := _owner(descriptor)) is not None:
+        logging.getLogger(__name__).warning("%s: %s ended without releasing it; taking it over", path, before)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(own).encode(), 0)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # while the lock is held: whoever opened this file meanwhile opens it again
+        os.close(descriptor)
+
+
+def _acquire(path: Path) -> int:
+    """Return the descriptor of the locked file at `path`."""
+    while True:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, flags, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _owner(descriptor) or "another process"
+            os.close(descriptor)
+            raise OutputInUse(f"{path.parent} is in use by {owner}: wait for it, or give another --out") from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                return descriptor
+        os.close(descriptor)
+
+
+def _owner(descriptor: int) -> str | None:
+    """Return the owner that the lock file names; None if it names none."""
+    try:
+        owner = json.loads(os.pread(descriptor, 4096, 0))
+        return f"process {int(owner['process'])} on host {str(owner['host'])[:100]!r}"
+    except (KeyError, TypeError, ValueError):
+        return None

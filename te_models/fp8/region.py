@@ -1,0 +1,110 @@
+"""A model's forward pass under its own recipe, whatever autocast lies around it and whatever other threads run.
+
+Two contexts per pass: `forward_pass` around all of it, and `fp8_layers` inside, around the layers that run in FP8. The
+forward scales of delayed scaling move when a training pass has succeeded, loss included, and never otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_models.config.recipe import Recipe
+from te_models.fp8.primary_weights import is_quantized
+from te_models.fp8.scaling_state import delayed_states, fp8_state, frozen_fp8_state, overwrite
+
+
+@contextlib.contextmanager
+def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: Any) -> Iterator[None]:
+    """Run a forward pass of `model` in high precision, but for what runs in `fp8_layers`.
+
+    Threads that run the same model take turns; on the native engine, whose FP8 state belongs to the process, threads that
+    run any model do. In evaluation mode, or without grad, all scales and amax histories stay as they are. A training pass
+    updates the forward scales when it succeeds; one that raises moves no scale and leaves no amax.
+
+    Args:
+        te: the engine.
+        te_recipe: the engine's recipe object; None for BF16.
+
+    Warns:
+        UserWarning: if an enabled autocast with another recipe lies around the pass, which has no effect on it.
+    """
+    with te.region_lock(model), te.outside_autocast() as outer:
+        if outer is not None and repr(outer) != repr(te_recipe):
+            warnings.warn(
+                f"the model runs under its own recipe {recipe.name!r}, not under the {type(outer).__name__} of the "
+                "autocast around it: leave that out, or call model.set_recipe",
+                stacklevel=4,
+            )
+        if not recipe.stateful:
+            yield
+        elif not (model.training and torch.is_grad_enabled()):
+            with frozen_fp8_state(model):
+                yield
+        else:
+            with _discarding_amaxes_of_a_failure(model):
+                yield
+            te.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
+
+
+@contextlib.contextmanager
+def fp8_layers(te: ModuleType, te_recipe: Any, amax_group: Any) -> Iterator[None]:
+    """Run te.Linear under the engine's recipe object `te_recipe`, inside a `forward_pass`.
+
+    The backward of the first module inside updates the backward scales. `amax_group` holds the processes that share
+    their amaxes (None: all).
+    """
+    with te.autocast(enabled=True, recipe=te_recipe, amax_reduction_group=amax_group):
+        te.FP8GlobalStateManager.quantization_state.is_first_fp8_module = True
+        yield
+
+
+@contextlib.contextmanager
+def _discarding_amaxes_of_a_failure(model: nn.Module) -> Iterator[None]:
+    """On an exception, clear the amaxes that the pass recorded.
+
+    Between passes row 0 of a forward history is zero, except for FP8 primary weights: the optimizer's step records
+    theirs, and the pass does not.
+    """
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for name, state in delayed_states(model, ("scaling_fwd",)).items():
+                step = state.amax_history[0]
+                weight = step[1].clone()
+                step.zero_()
+                if is_quantized(model.get_submodule(name.rpartition(".")[0]).weight):
+                    step[1] = weight
+        raise
+
+
+def preserve_scales_in_backward(model: nn.Module, outputs: Iterable[Tensor | None]) -> None:
+    """Restore every scale and amax history of `model` after a backward from `outputs`, which were evaluated.
+
+    A backward quantizes gradients, whose amaxes and scale update belong to training only.
+    """
+    saved: dict[str, Tensor] = {}
+
+    def restore() -> None:
+        live = fp8_state(model)
+        overwrite([live[name] for name in saved], list(saved.values()))
+        saved.clear()
+
+    def save(gradient: Tensor) -> None:
+        if saved:  # another output of this pass was first
+            return
+        live = fp8_state(model)
+        saved.update({name: torch.empty_like(tensor) for name, tensor in live.items()})
+        overwrite(list(saved.values()), list(live.values()))
+        torch.autograd.Variable._execution_engine.queue_callback(restore)
+
+    for output in outputs:
+        if output is not None and output.requires_grad:
+            output.register_hook(save)

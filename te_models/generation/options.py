@@ -1,0 +1,94 @@
+"""The options of generation, by name and type, with their defaults and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from typing_extensions import TypedDict
+
+from te_models.errors import UsageError, unknown
+
+
+class GenerationOptions(TypedDict, total=False):
+    """Keywords of `CausalLM.generate`, `CausalLM.stream` and `stream_text`; `Settings` has the defaults.
+
+    do_sample: sample instead of taking the likeliest token; the five options after it say how.
+    temperature: divisor of the logits.
+    top_k: sample among this many likeliest tokens.
+    top_p: sample from the smallest set of tokens that has this probability.
+    min_p: sample among the tokens with at least this share of the likeliest token's probability.
+    seed: of the random numbers; None draws a new one.
+    eos_token_id: ids that end a row; "config" for the model's own, None for none.
+    stop_strings: texts that end a row once one is in its new text, as the tokenizer decodes it.
+    use_cache: False recomputes the whole sequence for each token.
+    cuda_graph: replay the steps from a CUDA graph; "auto" does so on a CUDA device. The tokens are the same.
+    """
+
+    do_sample: bool
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    eos_token_id: int | Iterable[int] | Literal["config"] | None
+    stop_strings: str | Sequence[str]
+    use_cache: bool
+    cuda_graph: bool | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """GenerationOptions with defaults for those that were not given.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    eos_token_id: int | Iterable[int] | Literal["config"] | None = "config"
+    stop_strings: str | Sequence[str] = ()
+    use_cache: bool = True
+    cuda_graph: bool | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise UsageError(
+                f"temperature={self.temperature} is not positive: for the likeliest token use do_sample=False "
+                "(--greedy)"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise UsageError(f"top_k={self.top_k} leaves no token: give 1 or more")
+        for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
+            if value is not None and not 0 < value <= 1:
+                raise UsageError(f"{name}={value} is not a probability above 0: give at most 1")
+        if self.cuda_graph not in ("auto", True, False):
+            raise unknown("cuda_graph", self.cuda_graph, ("auto", "True", "False"))
+        if self.cuda_graph is True and not self.use_cache:
+            raise UsageError("cuda_graph=True needs the cache: leave out use_cache=False")
+        if not all(self.endings):
+            raise UsageError("a stop string is empty: it would end every row at once")
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """`stop_strings` as a tuple."""
+        return (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
+
+
+def complete(options: GenerationOptions) -> Settings:
+    """Return the options with defaults for those that were not given.
+
+    Raises:
+        UsageError: an unknown option (the message names the nearest) or a value out of range.
+    """
+    known = [field.name for field in fields(Settings)]
+    for name in options:
+        if name not in known:
+            raise unknown("option of generation", name, [*known, "max_new_tokens", "attention_mask", "tokenizer"])
+    return Settings(**options)

@@ -1,0 +1,59 @@
+"""Text from a model, streamed in pieces that no later token can change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from typing_extensions import Unpack
+
+from te_models.data.tokenizer import Tokenizer, text_after
+from te_models.generation.generate import stop_ids, stream
+from te_models.generation.options import GenerationOptions, complete
+from te_models.model.decoder import Decoder
+
+
+def stream_text(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[int],
+    max_new_tokens: int = 64,
+    **options: Unpack[GenerationOptions],
+) -> Iterator[str]:
+    """Yield the continuation of one prompt, text or token ids, in pieces as soon as each is certain.
+
+    It ends before the end-of-text token of tokenizer or model and before a stop string. Options and errors are those of
+    `te_models.generation.generate.stream`.
+    """
+    ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    options.setdefault("eos_token_id", sorted({*stop_ids(model, "config"), *own}))
+    settings = complete(options)
+    stops, endings = set(stop_ids(model, settings.eos_token_id)), settings.endings
+    made: list[int] = []
+    text, sent = "", 0
+    for tokens in stream(model, [ids], max_new_tokens, tokenizer=tokenizer, **options):
+        if int(tokens[0]) not in stops:
+            made.append(int(tokens[0]))
+        text = text_after(tokenizer, ids, made)
+        cut = min((text.find(end) for end in endings if end in text), default=None)
+        certain = _certain(text, endings) if cut is None else cut
+        if certain > sent:
+            yield text[sent:certain]
+            sent = certain
+        if cut is not None:
+            return
+    if text[sent:]:
+        yield text[sent:]
+
+
+def continue_text(
+    model: Decoder, tokenizer: Tokenizer, prompt: str, max_new_tokens: int = 64, **options: Unpack[GenerationOptions]
+) -> str:
+    """Return `prompt` and its continuation as text. Arguments are those of `stream_text`."""
+    return prompt + "".join(stream_text(model, tokenizer, prompt, max_new_tokens, **options))
+
+
+def _certain(text: str, endings: Sequence[str]) -> int:
+    """Return the length of `text` that is final: without half a character or half a stop string at its end."""
+    begun = max((n for end in endings for n in range(len(end)) if text.endswith(end[:n])), default=0)
+    return len(text.rstrip("\ufffd")) - begun

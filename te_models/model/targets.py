@@ -1,0 +1,56 @@
+"""Targets of the next-token loss from labels."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_models.errors import UsageError
+
+IGNORED = -100
+
+
+def next_token_targets(labels: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor | None]:
+    """Return the target of each position, and on a GPU whether a label is invalid.
+
+    Shifting the labels spares a copy of the logits. A position of padding predicts nothing. On a GPU invalid labels are
+    ignored and flagged, since reading their values would wait for the device and kernels must not use them as indices.
+
+    Args:
+        labels: int64 [B, S], not shifted; -100 is not counted.
+        attention_mask: [B, S], 0 at padding; None: no padding.
+        vocab_size: labels must be below it.
+
+    Returns:
+        int64 [B * S] with -100 where there is no target; a bool scalar on the device, None on a CPU.
+
+    Raises:
+        UsageError: on a CPU, a label is neither -100 nor in the vocabulary.
+    """
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    if attention_mask is not None:
+        targets = targets.masked_fill(attention_mask == 0, IGNORED)
+    targets = targets.flatten()
+    invalid = (targets != IGNORED) & ((targets < 0) | (targets >= vocab_size))
+    if targets.device.type == "cpu":
+        if bool(invalid.any()):
+            raise UsageError(describe_invalid(int(targets[invalid][0]), vocab_size))
+        return targets, None
+    return targets.masked_fill(invalid, IGNORED), invalid.any()
+
+
+def describe_invalid(label: int, vocab_size: int) -> str:
+    """Return one line about a label outside the vocabulary."""
+    return f"a label is {label}: give 0 to {vocab_size - 1} (vocab_size={vocab_size}), or {IGNORED} where none counts"
+
+
+def invalid_label(labels: Tensor, vocab_size: int) -> str | None:
+    """Return one line about the first label outside the vocabulary, None if there is none. Waits for the device."""
+    invalid = labels[(labels != IGNORED) & ((labels < 0) | (labels >= vocab_size))]
+    return describe_invalid(int(invalid[0]), vocab_size) if len(invalid) else None
+
+
+def nan_if(loss: Tensor, invalid: Tensor | None) -> Tensor:
+    """Return NaN in place of a loss whose labels are invalid, without waiting for the device."""
+    return loss if invalid is None else torch.where(invalid, torch.full_like(loss, float("nan")), loss)

@@ -1,0 +1,72 @@
+"""Checks of saved training state beside model and optimizer, before anything of the live run is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.errors import CheckpointError
+
+COUNT_LIMIT = 2**62
+
+
+def check_random_state(state: Any, rank: int, generator: torch.Generator, name: str) -> Tensor:
+    """Return the random state of `rank` among those saved, perhaps by another number of ranks.
+
+    Args:
+        state: uint8 [bytes] of one process, or [ranks, bytes].
+        rank: this process.
+        generator: a generator of the device that nothing else uses; it is given the state as a test.
+        name: names the state in errors.
+
+    Returns:
+        A copy: PyTorch's setters read from the start of the storage, wherever in it the tensor lies.
+
+    Raises:
+        CheckpointError: it is no state of such a generator.
+    """
+    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() not in (1, 2) or not len(state):
+        raise CheckpointError(f"{name} is not a random state: uint8 [bytes], or a row of it per rank")
+    own = (state if state.dim() == 1 else state[rank % len(state)]).clone()
+    try:
+        generator.set_state(own)
+    except (RuntimeError, TypeError, ValueError):
+        raise CheckpointError(f"{name} is not a random state of a {generator.device.type} device") from None
+    return own
+
+
+def check_data_position(saved: Any, live: Any, name: str = "dataset") -> None:
+    """Raise CheckpointError unless `saved` has the structure of `live`, the dataset's `state_dict()`, and no negative number.
+
+    Lists may have other lengths, and dicts of numbered lanes other lanes; the dataset judges those.
+    """
+    if type(saved) is not type(live):
+        raise CheckpointError(
+            f"training.json: {name} is a {type(saved).__name__} where a {type(live).__name__} belongs"
+        )
+    if isinstance(live, dict):
+        for key, value in live.items():
+            if key in saved:
+                check_data_position(saved[key], value, f"{name}.{key}")
+            elif not key.isdecimal() or len(saved) == len(live):
+                raise CheckpointError(f"training.json: {name} lacks {key}")
+    elif isinstance(live, (list, tuple)):
+        for number, value in enumerate(saved):
+            check_data_position(value, live[0] if live else value, f"{name}.{number}")
+    elif isinstance(live, int) and not 0 <= saved < COUNT_LIMIT and saved != live:
+        raise CheckpointError(f"training.json: {name} is {saved}")
+
+
+def check_result(saved: Any, live: dict[str, Any]) -> None:
+    """Raise CheckpointError unless `saved` has the fields of `live`, a Result as a dict, with values of their types."""
+    optional: dict[str, tuple[type, ...]] = {"peak_memory": (int, type(None)), "checkpoint": (str, type(None))}
+    if not isinstance(saved, dict) or saved.keys() != live.keys():
+        raise CheckpointError(f"training.json: result must have {', '.join(live)}")
+    for name, value in live.items():
+        kinds = optional.get(name, (float, int) if isinstance(value, float) else (type(value),))
+        if type(saved[name]) not in kinds:
+            raise CheckpointError(f"training.json: result.{name} is a {type(saved[name]).__name__}")
+    if not 0 <= saved["step"] < COUNT_LIMIT:
+        raise CheckpointError(f"training.json: result.step is {saved['step']}")

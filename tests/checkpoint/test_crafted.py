@@ -1,0 +1,289 @@
+"""Checkpoints that someone crafted, with a manifest that fits: each is refused in one line, and the live run is untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_models import CausalLM
+from te_models.checkpoint.folder import load_folder, save_folder
+from te_models.config.training import TrainConfig
+from te_models.data.dataset import Document, TokenDataset
+from te_models.data.tokenizer import load_tokenizer
+from te_models.errors import DataError, OutputInUse, TeModelsError
+from te_models.files.formats import flatten_state, unflatten_state
+from te_models.fp8.scaling_state import fp8_state
+from te_models.training.metrics import read_metrics
+from te_models.training.trainer import Trainer
+
+SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
+TEXT = [Document(f"line {i}: the quick brown fox\n" * 4) for i in range(20)]
+Groups = dict[str, dict[str, Tensor]]
+OPTIMIZERS = ("adamw", "muon", "muon8bit", "galore")
+
+
+def make_trainer(out: Path, optimizer: str = "adamw") -> Trainer:
+    torch.manual_seed(1)
+    options = "rank=8" if optimizer == "galore" else ""
+    config = TrainConfig(
+        steps=4, batch_size=2, seq_len=16, warmup_steps=1, eval_every=0, optimizer=optimizer, optimizer_options=options
+    )
+    edges = dict(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1)
+    model = CausalLM.from_preset("gated-nano", recipe="delayed", amax_history_len=4, device="cpu", **SHAPE, **edges)
+    words = load_tokenizer(None)
+    sizes: dict[str, Any] = dict(batch_size=2, seed=0)
+    data = TokenDataset(TEXT[:15], words, 16, **sizes)
+    held_out = TokenDataset(TEXT[15:], words, 16, shuffle=False, **sizes)
+    return Trainer(model, data, held_out.eval_batches(1), config, out)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Trainer, Path]]]:
+    """`runs(optimizer)` is a live trainer after some steps, and the folder of its checkpoint."""
+    made: dict[str, tuple[Trainer, Path]] = {}
+
+    def run(optimizer: str) -> tuple[Trainer, Path]:
+        if optimizer not in made:
+            root = tmp_path_factory.mktemp(optimizer)
+            trainer = make_trainer(root / "whole", optimizer)
+            trainer.run()
+            made[optimizer] = trainer, Path(str(trainer.result.checkpoint))
+        return made[optimizer]
+
+    yield run
+
+
+def live_state(trainer: Trainer) -> dict[str, Tensor]:
+    """Copies of everything that a restore may write."""
+    state = [
+        dict(trainer.model.state_dict()), fp8_state(trainer.model), trainer.optimizer.state_dict(),
+        trainer.dataset.state_dict(), torch.get_rng_state(), trainer.result.step,
+    ]  # fmt: skip
+    tensors, document = flatten_state(state)
+    return {name: t.clone() for name, t in tensors.items()} | {"document": torch.tensor(list(str(document).encode()))}
+
+
+def craft(folder: Path, out: Path, change: Callable[[Groups, dict[str, Any], Any], None]) -> None:
+    """Save a changed copy of a checkpoint: `change(tensors, documents, state)` works in place, `state` is the training's."""
+    found = load_folder(folder)
+    state = unflatten_state(found.tensors.pop("training"), found.documents.pop("training"))
+    change(found.tensors, found.documents, state)
+    found.tensors["training"], found.documents["training"] = flatten_state(state)
+    save_folder(out, found.tensors, found.documents)
+
+
+def optimizer_changes() -> Iterator[tuple[str, str, Callable[[Any], None]]]:
+    """Optimizer, what is changed, and the change, for each value that each optimizer saves."""
+    values = dict(
+        adamw=("exp_avg", "exp_avg_sq", "step"), muon=("momentum_buffer",), muon8bit=("codes", "scales"),
+        galore=("exp_avg", "exp_avg_sq", "projector", "step"),
+    )  # fmt: skip
+    for optimizer, names in values.items():
+        for name in names:
+            # A state that lost its only value is that of a parameter which never had a gradient.
+            absent = () if len(names) == 1 else ("absent",)
+            for kind in ("scalar", "wide", "dtype", "nan", "text", "extra", *absent):
+                yield optimizer, f"{name} {kind}", lambda saved, name=name, kind=kind: spoil(saved, name, kind)
+
+
+def spoil(saved: dict[str, Any], name: str, kind: str) -> None:
+    """Change the first state that has `name`."""
+    state = next(state for state in saved["state"] if name in state)
+    value = state[name]
+    if kind == "absent":
+        del state[name]
+    elif kind == "text":
+        state[name] = "1"
+    elif kind == "extra":
+        state["other"] = torch.zeros(1)
+    elif not isinstance(value, Tensor) or kind == "scalar":
+        state[name] = torch.zeros(2) if isinstance(value, Tensor) and not value.dim() else torch.tensor(1.5)
+    elif kind == "wide":
+        state[name] = torch.cat([value.flatten(), value.flatten()])
+    elif kind == "dtype":
+        state[name] = value.to(torch.int64)
+    else:
+        state[name] = torch.full_like(value, torch.nan) if value.is_floating_point() else value[:0]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "what", "change"), list(optimizer_changes()), ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_optimizer_state_is_checked_before_anything_is_written(
+    optimizer: str, what: str, change: Callable[[Any], None], runs: Callable[..., tuple[Trainer, Path]], tmp_path: Path
+) -> None:
+    trainer, folder = runs(optimizer)
+    refused(trainer, folder, tmp_path, lambda tensors, documents, state: change(state["optimizer"]))
+
+
+def refused(trainer: Trainer, folder: Path, root: Path, change: Callable[[Groups, dict[str, Any], Any], None]) -> None:
+    """Restoring a changed checkpoint raises one line and leaves the run as it is."""
+    craft(folder, root / "checkpoints" / folder.name, change)
+    before, was = live_state(trainer), trainer.checkpoints.root
+    trainer.checkpoints.root = root / "checkpoints"
+    try:
+        with pytest.raises((TeModelsError, ValueError)) as caught:
+            trainer.restore()
+    finally:
+        trainer.checkpoints.root = was
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    after = live_state(trainer)
+    assert before.keys() == after.keys()
+    assert not [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def set_state(name: str, value: Any) -> Callable[..., None]:
+    return lambda tensors, documents, state: state.__setitem__(name, value)
+
+
+def scale(group: str, suffix: str, function: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    """Change the first tensor of a group whose name has this end."""
+
+    def change(tensors: Groups, documents: dict[str, Any], state: Any) -> None:
+        name = next(name for name in tensors[group] if name.endswith(suffix))
+        tensors[group][name] = function(tensors[group][name])
+
+    return change
+
+
+def document(name: str, value: Any, key: str | None = None) -> Callable[..., None]:
+    def change(tensors: Groups, documents: dict[str, Any], state: Any) -> None:
+        if key is None:
+            documents[name] = value
+        else:
+            documents[name] = {**documents[name], key: value}
+
+    return change
+
+
+def nested(*places: str | int, value: Any) -> Callable[..., None]:
+    def change(tensors: Groups, documents: dict[str, Any], state: Any) -> None:
+        for place in places[:-1]:
+            state = state[place]
+        state[places[-1]] = value
+
+    return change
+
+
+CRAFTED: dict[str, Callable[..., None]] = {
+    "rng of wrong size": set_state("rng", torch.zeros(5, dtype=torch.uint8)),
+    "rng of zeros": set_state("rng", torch.zeros(5056, dtype=torch.uint8)),
+    "rng is a float": set_state("rng", torch.zeros(5056)),
+    "rng is a number": set_state("rng", 5),
+    "no optimizer": lambda tensors, documents, state: state.pop("optimizer"),
+    "optimizer is a list": set_state("optimizer", []),
+    "no masters": nested("optimizer", "masters", value=None),
+    "a master less": lambda tensors, documents, state: state["optimizer"]["masters"].pop(),
+    "a master is a scalar": nested("optimizer", "masters", 0, value=torch.tensor(1.0)),
+    "a master is an integer": nested("optimizer", "masters", 0, value=torch.ones(288, 32, dtype=torch.int32)),
+    "a master is nan": nested("optimizer", "masters", 0, value=torch.full((288, 32), torch.nan)),
+    "state is a dict": nested("optimizer", "state", value={}),
+    "a state less": lambda tensors, documents, state: state["optimizer"]["state"].pop(),
+    "dataset is null": set_state("dataset", None),
+    "position is text": nested("dataset", "position", value="7"),
+    "position is negative": nested("dataset", "position", value=-1),
+    "epoch is a float": nested("dataset", "epoch", value=1.5),
+    "seed is null": nested("dataset", "seed", value=None),
+    "fingerprint is a list": nested("dataset", "fingerprint", value=[1]),
+    "result has another field": nested("result", "more", value=1),
+    "result is a list": set_state("result", []),
+    "step is text": nested("result", "step", value="4"),
+    "step is negative": nested("result", "step", value=-4),
+    "loss is a list": nested("result", "loss", value=[]),
+    "scale is nan": scale("fp8_state", "scaling_fwd.scale", lambda t: t * torch.nan),
+    "scale is infinite": scale("fp8_state", "scaling_fwd.scale", lambda t: t / 0),
+    "scale is zero": scale("fp8_state", "scaling_bwd.scale", lambda t: t * 0),
+    "scale is negative": scale("fp8_state", "scaling_bwd.scale", lambda t: -t),
+    "scale is wide": scale("fp8_state", "scaling_fwd.scale", lambda t: torch.ones(4)),
+    "scale is a scalar": scale("fp8_state", "scaling_fwd.scale", lambda t: torch.tensor(1.0)),
+    "scale is BF16": scale("fp8_state", "scaling_fwd.scale", lambda t: t.bfloat16()),
+    "history of 0 rows": scale("fp8_state", "scaling_fwd.amax_history", lambda t: t[:0]),
+    "history of one dimension": scale("fp8_state", "scaling_fwd.amax_history", lambda t: t[0]),
+    "history is negative": scale("fp8_state", "scaling_bwd.amax_history", lambda t: t - 1e9),
+    "weight is integer": scale("model", "weight", lambda t: t.to(torch.int16)),
+    "weight is transposed": scale("model", "o_proj.weight", lambda t: t[:-1]),
+    "recipe is null": document("recipe", None),
+    "recipe is a list": document("recipe", []),
+    "recipe field is a list": document("recipe", [4], "amax_history_len"),
+    "history of 1e8 rows": document("recipe", 10**8, "amax_history_len"),
+    "margin of 1e9": document("recipe", 10**9, "margin"),
+    "config is a list": document("config", []),
+    "config is null": document("config", None),
+    "300,000 layers": document("config", 300_000, "num_hidden_layers"),
+    "1e12 words": document("config", 10**12, "vocab_size"),
+    "hidden size is text": document("config", "32", "hidden_size"),
+    "intermediate size of 1e18": document("config", 10**18, "intermediate_size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_a_refused_restore_leaves_the_run_as_it_was(
+    name: str, runs: Callable[..., tuple[Trainer, Path]], tmp_path: Path
+) -> None:
+    refused(*runs("adamw"), tmp_path, CRAFTED[name])
+
+
+@pytest.mark.parametrize("name", [n for n, c in CRAFTED.items() if any(word in n for word in ("recipe", "config", "layers", "words", "size of", "scale", "history", "margin", "weight", "hidden"))])  # fmt: skip
+def test_from_pretrained_refuses_the_same(name: str, runs: Callable[..., tuple[Trainer, Path]], tmp_path: Path) -> None:
+    craft(runs("adamw")[1], tmp_path / "out", CRAFTED[name])
+    with pytest.raises(TeModelsError) as caught:
+        CausalLM.from_pretrained(tmp_path / "out", device="cpu")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_unchanged_checkpoint_is_restored(
+    optimizer: str, runs: Callable[..., tuple[Trainer, Path]], tmp_path: Path
+) -> None:
+    trainer, folder = runs(optimizer)
+    craft(folder, tmp_path / "checkpoints" / folder.name, lambda tensors, documents, state: None)
+    fresh = make_trainer(tmp_path, optimizer)
+    fresh.restore()
+    want, have = live_state(trainer), live_state(fresh)
+    assert [name for name in want if not torch.equal(want[name], have[name])] in ([], [f"{4}"])
+
+
+def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:
+    first, second = make_trainer(tmp_path), make_trainer(tmp_path)
+    refusals: list[str] = []
+
+    def try_second(row: dict[str, Any]) -> None:
+        with pytest.raises(OutputInUse) as caught:
+            second.run()
+        refusals.append(str(caught.value))
+
+    first.on_step = try_second
+    first.run()
+    assert len(refusals) == 4 and "is in use by process" in refusals[0]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_an_older_checkpoint_is_offered_where_the_newest_is_damaged(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.run()
+    trainer.result.step = 5
+    trainer.save()
+    newest = tmp_path / "checkpoints" / "step-00000005"
+    for file, content in (("model.safetensors", b"x"), ("config.json", b"{")):
+        before = (newest / file).read_bytes()
+        (newest / file).write_bytes(content)
+        for load in (trainer.restore, lambda: CausalLM.from_pretrained(tmp_path, device="cpu")):
+            with pytest.raises(TeModelsError, match="step-00000004 is whole: move step-00000005 elsewhere to use it"):
+                load()
+        (newest / file).write_bytes(before)
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"step": "1"}', '{"loss": 1}', "[" * 50_000, '{"step": 1, "step": 1}'])
+def test_a_bad_line_of_metrics_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line + "\n" + '{"step": 3')
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2, ") as caught:
+        read_metrics(path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    path.write_text('{"step": 1}\n{"step": 3')
+    assert read_metrics(path) == [{"step": 1}]

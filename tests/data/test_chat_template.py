@@ -1,0 +1,103 @@
+"""Chat templates run with bounds: no template hangs, takes the memory or reads the environment."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import time
+from pathlib import Path
+
+import pytest
+
+import te_models.data.chat_template as module
+from te_models.data.chat_template import ChatTemplate
+from te_models.data.tokenizer import ByteTokenizer, load_tokenizer
+from te_models.errors import DataError, UsageError
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+REFUSED: dict[str, tuple[str, str]] = {
+    "division": ("{{ 1 / 0 }}", "division"),
+    "include": ("{% include 'x' %}", "refuses these messages"),
+    "undefined": ("{{ x.y.z }}", "undefined"),
+    "types": ("{{ messages + 1 }}", "refuses these messages"),
+    "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "refuses these messages"),
+    "doubling": (
+        "{% set n = namespace(x='aaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "memory",
+    ),
+    "repeated text": ("{{ 'a' * 10 ** 10 }}", "memory"),
+    "width": ("{{ '%9999999999d' % 1 }}", "refuses these messages"),
+    "long text": ("{{ 'a' * 10 ** 8 }}", "longer than 16 MiB"),
+    "classes": ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    "a filter's way round": ("{{ ''|attr('format')|attr('__globals__') }}", "refuses these messages"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_template_that_fails_is_one_line(case: str) -> None:
+    source, message = REFUSED[case]
+    template = ChatTemplate(source, {})
+    try:
+        text = template.render(MESSAGES)
+    except DataError as error:
+        assert message in str(error) and "\n" not in str(error) and len(str(error)) < 400
+    else:
+        assert case in ("a filter's way round", "classes") and text == "", "Jinja renders what is unsafe as nothing"
+    assert ChatTemplate("ok", {}).render(MESSAGES) == "ok"
+
+
+def test_a_template_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SECONDS", 1)
+    template = ChatTemplate(LOOPS, {})
+    start = time.monotonic()
+    with pytest.raises(DataError, match="takes more than 1 s"):
+        template.render(MESSAGES)
+    assert time.monotonic() - start < 8
+    with pytest.raises(DataError, match="its process died"):
+        template.render(MESSAGES)
+
+
+def test_the_process_knows_no_variables_and_ends_with_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "x")
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    process = template._process
+    assert b"SECRET" not in Path(f"/proc/{process.pid}/environ").read_bytes()
+    assert [template.render([{"role": "user", "content": text}]) for text in ("1", "\u2028\n2")] == ["1", "\u2028\n2"]
+    with pytest.raises(UsageError, match="plain JSON values"):
+        template.render(MESSAGES, tools=[object()])
+    del template
+    gc.collect()
+    assert process.returncode is not None
+
+
+@pytest.mark.parametrize(
+    "config", [{"chat_template": 3}, {"chat_template": [3]}, {"chat_template": [{"name": "default"}]}]
+)
+def test_odd_templates_are_none(config: dict, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="has no chat template"):
+        ChatTemplate.from_folder(tmp_path)
+
+
+def test_a_pipe_in_place_of_a_template_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "chat_template.jinja")
+    with pytest.raises(DataError, match="not a regular file"):
+        ChatTemplate.from_folder(tmp_path)
+
+
+def test_a_tokenizer_travels_without_its_template(tmp_path: Path) -> None:
+    documents = ByteTokenizer().documents()
+    documents["tokenizer_config"]["chat_template"] = "{{ bos_token }}{{ messages[0].content }}"
+    for name, document in documents.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    tokenizer = load_tokenizer(tmp_path)
+    expected = list(b"<bos>hi")
+    assert tokenizer.apply_chat_template(MESSAGES) == expected
+    assert tokenizer.chat_template() is tokenizer.chat_template()
+    assert pickle.loads(pickle.dumps(tokenizer)).apply_chat_template(MESSAGES) == expected
+    with pytest.raises(DataError, match="bytes have no chat template"):
+        ByteTokenizer().chat_template()

@@ -1,0 +1,342 @@
+"""Documents: files found and read alike in memory and streamed, errors that name the place, and the split."""
+
+import gzip
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import te_models.data.documents as documents_module
+from te_models.data.corpus_chunks import ChunkReader, find_chunks
+from te_models.data.documents import Document, load_documents, split_documents
+from te_models.data.tokenizer import ByteTokenizer
+from te_models.errors import DataError
+
+
+@given(st.sets(st.text("abc"), min_size=2, max_size=40), st.floats(0.01, 0.99), st.integers(0, 99), st.randoms())
+def test_split_does_not_depend_on_order(texts: set[str], fraction: float, seed: int, random) -> None:
+    documents = [Document(text, name=str(number)) for number, text in enumerate(sorted(texts))]
+    training, evaluation = split_documents(documents, fraction, seed)
+    assert sorted([*training, *evaluation], key=documents.index) == documents
+    assert training == [document for document in documents if document in training]
+    assert len(evaluation) == min(max(1, round(fraction * len(documents))), len(documents) - 1)
+    random.shuffle(documents)
+    assert set(split_documents(documents, fraction, seed)[1]) == set(evaluation)
+
+
+def test_split_keeps_copies_together_and_follows_the_seed() -> None:
+    documents = [Document(str(number % 20), name=str(number)) for number in range(60)]
+    sides = {frozenset(document.text for document in split_documents(documents, 0.3, seed)[1]) for seed in range(5)}
+    assert len(sides) == 5
+    training, evaluation = split_documents(documents, 0.3)
+    assert (len(training), len(evaluation)) == (42, 18)
+    assert not {document.text for document in training} & {document.text for document in evaluation}
+
+
+def test_split_tells_prompts_apart() -> None:
+    documents = [Document("b"), Document("b", prompt=""), Document("b", prompt="a"), Document("b", prompt="None")]
+    training, evaluation = split_documents(documents, 0.5)
+    assert (len(training), len(evaluation)) == (2, 2)
+
+
+def test_split_of_one_document_cuts_it_at_a_line() -> None:
+    document = Document("".join(f"line {number}\n" for number in range(100)), name="a", source="b")
+    training, evaluation = split_documents([document], 0.1)
+    assert [training[0].text + evaluation[0].text] == [document.text]
+    assert evaluation[0].text.startswith("line ")
+    assert 0.1 <= len(evaluation[0].text) / len(document.text) < 0.12
+    assert (evaluation[0].name, evaluation[0].source, len(training), len(evaluation)) == ("a", "b", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("documents", "fraction", "message"),
+    [
+        ([Document("no line break")], 0.1, "only document cannot be cut .* give more documents"),
+        ([Document("a\nb\nc\n", prompt="p")], 0.1, "only document cannot be cut .* give more documents"),
+        ([Document("a"), Document("a", name="b")], 0.1, "2 documents, all with the same content, cannot be split"),
+        ([], 0.1, "0 documents"),
+        ([Document("a"), Document("b")], 0.0, "eval_fraction=0.0 is out of range"),
+        ([Document("a"), Document("b")], 1.0, "eval_fraction=1.0 is out of range"),
+    ],
+)
+def test_impossible_splits(documents: list[Document], fraction: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_documents(documents, fraction)
+
+
+def test_text_file_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"\xef\xbb\xbf h\xc3\xa9\r\n")
+    assert load_documents(file) == [Document(" h\u00e9\r\n", None, str(file), str(file))]
+
+
+def test_jsonl_rows(tmp_path: Path) -> None:
+    file = tmp_path / "a.JSONL"
+    rows = [
+        '{"text": "one\u2028line", "other": 1}',
+        "",
+        '{"prompt": "q", "completion": "a"}\r',
+        '{"text": " \\n"}',
+        '{"prompt": "q", "completion": ""}',
+        '{"text": "t", "prompt": "q", "completion": "a"}',
+        '{"prompt": "", "completion": "\\ud83d\\ude00"}',
+    ]
+    file.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    assert load_documents(str(file)) == [
+        Document("one\u2028line", None, f"{file}:1", str(file)),
+        Document("a", "q", f"{file}:3", str(file)),
+        Document("", "q", f"{file}:5", str(file)),
+        Document("t", None, f"{file}:6", str(file)),
+        Document("\U0001f600", "", f"{file}:7", str(file)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"text": ["a", "", "b"], "n": [1, 2, 3]}, [("a", None, 1), ("b", None, 3)]),
+        ({"completion": ["a", "b"], "prompt": ["x", "y"]}, [("a", "x", 1), ("b", "y", 2)]),
+    ],
+)
+def test_parquet_rows(tmp_path: Path, columns: dict[str, list], expected: list[tuple[str, str | None, int]]) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table(columns), file, row_group_size=1)
+    assert load_documents(file) == [
+        Document(text, prompt, f"{file}, row group {row - 1}, row 1", str(file)) for text, prompt, row in expected
+    ]
+
+
+def test_folder_is_read_sorted_without_hidden_and_binary_files(tmp_path: Path) -> None:
+    files = {
+        "b.txt": b"2",
+        "a/z.md": b"1",
+        "a.txt": b"0",
+        "c.jsonl": b'{"text": "3"}\n{"text": "4"}',
+        "d/e/f.py": b"5",
+        "empty.txt": b" ",
+        "image.png": b"\x89PNG\0",
+        ".hidden": b"no",
+        ".git/config": b"no",
+        "d/__pycache__/f.txt": b"no",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    documents = load_documents(tmp_path)
+    assert [document.text for document in documents] == ["0", "1", "2", "3", "4", "5"]
+    assert {document.source for document in documents} == {str(tmp_path)}
+    assert documents[1].name == str(tmp_path / "a/z.md")
+
+
+def test_default_corpus_is_python_itself() -> None:
+    documents = load_documents(None)
+    names = [document.name for document in documents]
+    topics = [name for name in names if name.startswith("topics/")]
+    assert len(topics) > 50
+    assert names == sorted(topics) + sorted(set(names) - set(topics))
+    assert {"topics/assert", "ast.py", "json/decoder.py"} <= set(names)
+    parts = {part for name in names for part in name.split("/")}
+    assert not parts & {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "pydoc_data"}
+    assert sum(len(document.text) for document in documents) > 5e6
+    assert documents == load_documents(None)
+
+
+def test_default_corpus_is_sorted_whatever_the_order_of_the_topics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents_module, "topics", {"b": "2", "a": "1", "c": " "})
+    assert [document.name for document in load_documents(None)[:3]] == ["topics/a", "topics/b", "__future__.py"]
+
+
+def test_parquet_in_a_folder_is_not_taken_for_binary(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.PARQUET")
+    assert [document.text for document in load_documents(tmp_path)] == ["a"]
+
+
+BAD_FILES: list[tuple[str, bytes | None, str]] = [
+    ("a.txt", None, "a.txt: no such file or folder; give a text, JSONL or Parquet file"),
+    ("a.txt", b"", "a.txt: there is no text in it"),
+    ("a.txt", b" \n\t", "a.txt: there is no text in it"),
+    ("a.jsonl", b"\n\n", "a.jsonl: there is no text in it"),
+    ("a.txt", b"one\ntw\xe9o", r"a.txt:2: not UTF-8 text \(byte 0xe9 at offset 6\): convert it to UTF-8"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"a.jsonl:2: not UTF-8 text \(byte 0xff at offset 24\)"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": }', r"a.jsonl:2: not JSON \(Expecting value, column 10\)"),
+    ("a.jsonl", b'{"text": "a"}\n[1]', "a.jsonl:2: a JSON list, not an object"),
+    ("a.jsonl", b'{"txt": "a", "n": 1}', "a.jsonl:1: has 'txt', 'n', but needs 'text', or 'prompt' and 'completion'"),
+    ("a.jsonl", b'{"prompt": "a"}', "a.jsonl:1: has 'prompt', but needs"),
+    ("a.jsonl", b"{}", "a.jsonl:1: has no fields, but needs"),
+    ("a.jsonl", b'{"text": 1}', "a.jsonl:1: 'text' is int, not a string"),
+    ("a.jsonl", b'{"prompt": null, "completion": "a"}', "a.jsonl:1: 'prompt' is NoneType, not a string"),
+    ("a.jsonl", b'{"text": "ab\\ud800"}', "a.jsonl:1: 'text' holds half of a surrogate pair at character 2"),
+    ("a.parquet", b"", "a.parquet: not a readable Parquet file"),
+    ("a.parquet", b"PAR1 and nothing else PAR1", "a.parquet: not a readable Parquet file"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BAD_FILES)
+def test_bad_files(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_documents(tmp_path / name)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "there is no text in it"),
+        ({"a.txt": b"", "b.png": b"\0"}, "there is no text in it"),
+        ({"a.txt": b"text", "b.txt": b"\xff"}, "b.txt:1: not UTF-8 text"),
+        ({"a.txt": b"text", "b.jsonl": b"{}"}, "b.jsonl:1: has no fields"),
+    ],
+)
+def test_bad_folders(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_documents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"body": ["a"], "n": [1]}, "a.parquet: has 'body', 'n', but needs 'text', or 'prompt' and 'completion'"),
+        ({"text": ["a", None]}, "a.parquet, row group 0, row 2: 'text' is NoneType, not a string"),
+        ({"text": [1, 2]}, "a.parquet, row group 0, row 1: 'text' is int, not a string"),
+    ],
+)
+def test_bad_parquet_columns(tmp_path: Path, columns: dict[str, list], message: str) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=message):
+        load_documents(tmp_path / "a.parquet")
+
+
+def test_a_missing_package_is_named(tmp_path: Path, pretend: Callable) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"")
+    pretend("pyarrow", None)
+    with pytest.raises(ValueError, match=r"needs pyarrow .*: pip install -U 'te-models\[train\]'"):
+        load_documents(tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["link", "folder"])
+def test_what_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    if broken == "link":
+        (tmp_path / "b").symlink_to(tmp_path / "absent")
+    else:
+        scan = os.scandir
+        (tmp_path / "b").mkdir()
+
+        def refuse(path: str) -> object:
+            if str(path).endswith("b"):
+                raise PermissionError(13, "Permission denied", path)
+            return scan(path)
+
+        monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ValueError, match=r"b: cannot be read \(.*\): check it and its permissions"):
+        load_documents(tmp_path)
+
+
+def streamed(path: Path) -> list[tuple[str | None, str]]:
+    """What is read in chunks of 64 bytes; only JSONL and small texts give the same documents as in memory."""
+    chunks = find_chunks(str(path), 64)
+    reader = ChunkReader(str(path), ByteTokenizer(), seed=0)
+    return [(d.prompt, d.text) for i in range(len(chunks)) for d in reader.documents(chunks[i])]
+
+
+def in_memory(path: Path) -> list[tuple[str | None, str]]:
+    return [(d.prompt, d.text) for d in load_documents(path)]
+
+
+LINE = b'{"text": "one"}\n'
+CORPORA: dict[str, dict[str, bytes]] = {
+    "jsonl and its compression": {"a.jsonl": LINE, "b.jsonl.gz": gzip.compress(LINE * 2)},
+    "several formats": {
+        "a.jsonl": LINE,
+        "b.txt": b"text",
+        "c.json": LINE,
+        "d.ndjson": LINE,
+        "e.txt.gz": gzip.compress(b"f"),
+    },
+    "binary files": {"a.txt": b"text", "b.png": b"\x89PNG\0", "c.bin.gz": gzip.compress(b"\0\1")},
+}
+
+
+@pytest.mark.parametrize("read", [in_memory, streamed])
+@pytest.mark.parametrize("case", CORPORA)
+def test_every_file_of_a_corpus_is_read(case: str, read: Callable, tmp_path: Path) -> None:
+    for name, content in CORPORA[case].items():
+        (tmp_path / name).write_bytes(content)
+    expected = {"jsonl and its compression": ["one"] * 3, "several formats": ["one", "text", "one", "one", "f"]}
+    assert [text for _, text in read(tmp_path)] == expected.get(case, ["text"])
+
+
+DEEP = b'{"text": "a", "b": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+REFUSED: list[tuple[str, bytes, str]] = [
+    (
+        "a.jsonl",
+        '{"text": "a"}'.encode("utf-16"),
+        r"a.jsonl:1: UTF-16 text \(byte 0xff at offset 0\): convert it to UTF-8",
+    ),
+    ("a.txt", "text".encode("utf-16"), r"a.txt:1: UTF-16 text"),
+    ("a.csv", b"text\none\n", "a.csv: a table, which would be trained on as raw text: convert it to JSONL"),
+    ("a.tsv.gz", b"", "a.tsv.gz: a table"),
+    ("a.json", b'{\n  "text": "a"\n}', r"a.json:1: not JSON \(.*\): JSONL has one object per line"),
+    ("a.json", b'[{"text": "a"}]', "a.json:1: a JSON list, not an object"),
+    ("a.jsonl", LINE + DEEP, "a.jsonl:2: JSON that is nested too deeply"),
+    (
+        "a.jsonl",
+        b'{"text": "' + b"a" * 2000 + b'"}\n',
+        "a.jsonl:1: a line of more than 0 MiB: break it into shorter ones",
+    ),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "' + b"a" * 10**6 + b'"}\n'), "a.jsonl.gz:1: a line of more than 0 MiB"),
+    ("a.txt.gz", gzip.compress(b"a\n" * 10**6), "a.txt.gz: a text of more than 0 GiB: decompress it or use JSONL"),
+]
+
+
+@pytest.mark.parametrize("read", [in_memory, streamed])
+@pytest.mark.parametrize(("name", "content", "message"), REFUSED)
+def test_both_ways_of_reading_refuse_the_same(
+    name: str, content: bytes, message: str, read: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "more than 0" in message:
+        monkeypatch.setattr(documents_module, "MAX_LINE_BYTES", 1000)
+        monkeypatch.setattr(documents_module, "MAX_EXPANDED_BYTES", 10**6)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        read(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("read", [in_memory, streamed])
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "device"])
+def test_only_regular_files_are_data(kind: str, read: Callable, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.txt").write_text("text")
+    os.mkfifo(tmp_path / "pipe")
+    if kind == "pipe":
+        os.mkfifo(tmp_path / "data/b.txt")
+    else:
+        (tmp_path / "data/b.txt").symlink_to("/dev/zero" if kind == "device" else tmp_path / "pipe")
+    for path in (tmp_path / "data", tmp_path / "data/b.txt"):
+        with pytest.raises(DataError, match="b.txt: not a regular file"):
+            read(path)
+
+
+def test_one_long_line_is_read_once(tmp_path: Path) -> None:
+    """A range without the start of a line must not read on to its end: 32 MiB in 64 KiB ranges took 8 GiB of reading."""
+    (tmp_path / "a.txt").write_bytes(b"a" * 2**25)
+    chunks = find_chunks(str(tmp_path), 2**16)
+    reader = ChunkReader(str(tmp_path), ByteTokenizer(), seed=0)
+    start = time.process_time()
+    lengths = [len(d.text) for i in range(len(chunks)) for d in reader.documents(chunks[i])]
+    assert lengths == [2**25] and time.process_time() - start < 3

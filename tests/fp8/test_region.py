@@ -1,0 +1,217 @@
+"""A model's forward pass under its own recipe: in threads, inside a caller's autocast, and when it fails."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bits import assert_same_bits
+from torch import Tensor, nn
+
+from te_models import CausalLM
+from te_models.fp8.scaling_state import fp8_state
+
+ENGINES = ["emulated", pytest.param("native", marks=pytest.mark.gpu)]
+RECIPES = ["bf16", "delayed", "current", "blockwise", "mxfp8", "nvfp4"]
+
+
+def build(recipe: str, engine: str = "emulated", **options: Any) -> CausalLM:
+    device = "cuda" if engine == "native" else "cpu"
+    if recipe == "delayed":
+        options["amax_history_len"] = 4
+    torch.manual_seed(0)
+    return CausalLM.from_preset("gated-nano", recipe=recipe, engine=engine, device=device, **options)
+
+
+def tokens(model: CausalLM, batch: int = 2, length: int = 16) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
+
+
+def train(model: CausalLM, ids: Tensor, steps: int = 2) -> None:
+    for _ in range(steps):
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.25)  # so that every step has other amaxes
+
+
+def state(model: CausalLM) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in fp8_state(model).items()}
+
+
+def assert_same_state(name: str, model: CausalLM, expected: dict[str, Tensor]) -> None:
+    found = fp8_state(model)
+    assert found.keys() == expected.keys() and found, name
+    for key, tensor in expected.items():
+        assert_same_bits(f"{name}: {key}", found[key], tensor)
+
+
+def run(*functions: Callable[[], Any]) -> list[Any]:
+    """The results of functions that run in a thread each."""
+    results: list[Any] = [None] * len(functions)
+
+    def work(place: int) -> None:
+        results[place] = functions[place]()
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@torch.no_grad()
+def evaluated(model: CausalLM, ids: Tensor, times: int = 4) -> list[Tensor]:
+    return [model(ids).logits for _ in range(times)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_four_threads_evaluate_one_model(recipe: str, engine: str) -> None:
+    model = build(recipe, engine)
+    ids = tokens(model)
+    train(model, ids)
+    expected, before = evaluated(model, ids, 1)[0], state(model)
+    for logits in (logits for found in run(*[lambda: evaluated(model, ids)] * 4) for logits in found):
+        assert_same_bits("logits", logits, expected)
+    assert not model.te.FP8GlobalStateManager.is_fp8_enabled()
+    if recipe == "delayed":
+        assert_same_state("after the threads", model, before)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_bf16_model_beside_an_fp8_one(engine: str) -> None:
+    fp8, bf16 = build("delayed", engine), build("bf16", engine)
+    ids = tokens(fp8)
+    train(fp8, ids)
+    expected = [evaluated(model, ids, 1)[0] for model in (fp8, bf16)]
+    for found, wanted in zip(run(lambda: evaluated(fp8, ids), lambda: evaluated(bf16, ids)), expected, strict=True):
+        for logits in found:
+            assert_same_bits("logits", logits, wanted)
+
+
+def test_two_threads_generate_and_move_no_scale() -> None:
+    model = build("delayed")
+    ids = tokens(model, 1, 4)
+    train(model, tokens(model), 1)
+    before = state(model)
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    for found in run(*[lambda: model.generate(ids, max_new_tokens=4, do_sample=False)] * 2):
+        assert_same_bits("tokens", found, expected)
+    assert_same_state("after generation", model, before)
+    assert model.training
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("where", ["a block", "the loss"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_training_pass_that_raises_moves_no_scale(where: str, engine: str, checkpointing: str) -> None:
+    model = build("delayed", engine, activation_checkpointing=checkpointing)
+    ids = tokens(model)
+    train(model, ids)
+    before = state(model)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    last = model.layers[-2] if where == "a block" else model.lm_head
+    handle = last.register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        model(100 + 0 * ids, labels=ids)
+    handle.remove()
+    assert_same_state("after the failure", model, before)
+    assert not model.te.FP8GlobalStateManager.is_fp8_enabled()
+    model(ids, labels=ids).loss.backward()
+    assert any(not torch.equal(before[name], tensor) for name, tensor in fp8_state(model).items())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_the_backward_of_an_evaluation_changes_nothing(engine: str, checkpointing: str) -> None:
+    model = build("delayed", engine, activation_checkpointing=checkpointing)
+    ids = tokens(model)
+    train(model, ids)
+    before = state(model)
+    model.eval()
+    model(ids, labels=ids).loss.mul(1000.0).backward()
+    assert_same_state("after backward from the loss", model, before)
+    model(ids).logits.sum().backward()
+    assert_same_state("after backward from the logits", model, before)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_autocast_around_the_model_has_no_effect(recipe: str, engine: str, checkpointing: str) -> None:
+    if engine == "native" and recipe in ("mxfp8", "nvfp4"):
+        pytest.skip("no such units on Hopper")
+    options: dict[str, Any] = {"disable_stochastic_rounding": True} if recipe == "nvfp4" else {}
+    one, other = (build(recipe, engine, activation_checkpointing=checkpointing, **options) for _ in range(2))
+    te, ids = one.te, tokens(one, 2, 64)
+    outer = te.recipe.Float8CurrentScaling(fp8_format=te.recipe.Format.E4M3)  # as no recipe here
+    for _ in range(2):
+        expected = one(ids, labels=ids)
+        expected.loss.backward()
+        with te.autocast(enabled=True, recipe=outer):
+            with pytest.warns(UserWarning, match=f"runs under its own recipe '{recipe}'"):
+                found = other(ids, labels=ids)
+            found.loss.backward()
+            assert te.FP8GlobalStateManager.get_fp8_recipe() is outer
+        assert_same_bits("logits", found.logits, expected.logits)
+        for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+            assert_same_bits(f"gradient of {name}", a.grad, b.grad)  # type: ignore[arg-type]
+    if recipe == "delayed":
+        assert_same_state("under the outer autocast", other, state(one))
+
+
+def test_an_autocast_with_the_same_recipe_or_none_is_no_warning() -> None:
+    model = build("current")
+    ids = tokens(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with model.te.autocast(enabled=True, recipe=model.te_recipe):
+            model(ids)
+        with model.te.autocast(enabled=False):
+            model(ids)
+
+
+def pickled(model: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("make", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("fp8_params", [False, True])
+def test_a_copy_evaluates_and_trains_like_the_original(
+    make: Callable[[Any], Any], fp8_params: bool, engine: str
+) -> None:
+    if engine == "native" and make is pickled:
+        pytest.skip("a compiled model is saved with save_pretrained")
+    model = build("delayed", engine, fp8_params=fp8_params)
+    ids = tokens(model)
+    train(model, ids)
+    twin, before = make(model), state(model)
+    assert_same_bits("logits", evaluated(twin, ids, 1)[0], evaluated(model, ids, 1)[0])
+    train(twin, ids)
+    if not fp8_params:  # a step records the amax of an FP8 weight, which the next pass of any model takes up
+        assert_same_state("the original while its copy trains", model, before)
+    trained = state(twin)
+    train(model, ids)
+    assert_same_state("the copy", model, trained)
+    assert any(not torch.equal(before[name], tensor) for name, tensor in trained.items())
+
+
+@pytest.mark.parametrize("method", ["double", "half"])
+def test_another_dtype_is_one_line(method: str) -> None:
+    with pytest.raises(ValueError, match="dtype=") as raised:
+        getattr(build("bf16"), method)()
+    assert "\n" not in str(raised.value)

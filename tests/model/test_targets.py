@@ -1,0 +1,77 @@
+"""Targets of the loss: padding predicts nothing, and labels outside the vocabulary are named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from te_models import CausalLM, ModelConfig
+from te_models.model.targets import IGNORED, invalid_label, nan_if, next_token_targets
+
+SHAPE = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
+
+
+@pytest.fixture
+def model() -> CausalLM:
+    built = CausalLM(ModelConfig(**SHAPE), device="cpu", engine="emulated", dtype=torch.float32).eval()
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return built
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("return_logits", [True, False])
+@torch.no_grad()
+def test_padding_changes_no_loss(side: str, return_logits: bool, model: CausalLM) -> None:
+    torch.manual_seed(3)
+    rows = [torch.randint(0, 64, (length,)) for length in (9, 4)]
+    pads = [(0, 0), (5, 0) if side == "left" else (0, 5)]
+    ids = torch.stack([F.pad(row, pad) for row, pad in zip(rows, pads, strict=True)])
+    mask = torch.stack([F.pad(torch.ones_like(row), pad) for row, pad in zip(rows, pads, strict=True)])
+    labels = ids.masked_fill(mask == 0, IGNORED)
+    alone = [F.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum") for row in rows]
+    loss = model(ids, labels=labels, attention_mask=mask, return_logits=return_logits).loss
+    torch.testing.assert_close(loss, sum(alone) / (8 + 3), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("label", [-1, -101, 64, 2**40])
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_a_label_outside_the_vocabulary_is_one_line(label: int, return_logits: bool, model: CausalLM) -> None:
+    ids = torch.randint(0, 64, (2, 8))
+    labels = ids.clone()
+    labels[1, 3] = label
+    with pytest.raises(ValueError, match=rf"^a label is {label}: give 0 to 63 \(vocab_size=64\), or -100"):
+        model(ids, labels=labels, return_logits=return_logits)
+    labels[:, 0], labels[1, 3] = label, IGNORED  # the first label of a row has nothing before it
+    assert model(ids, labels=labels, return_logits=return_logits).loss.isfinite()
+
+
+def test_on_a_gpu_the_loss_is_nan_and_no_kernel_sees_the_label() -> None:
+    """On the meta device, which stands for one that must not be waited for."""
+    labels = torch.zeros(2, 5, dtype=torch.long, device="meta")
+    targets, invalid = next_token_targets(labels, None, 64)
+    assert targets.shape == (10,) and invalid is not None and invalid.shape == ()
+    loss = torch.tensor(2.0, requires_grad=True)
+    nan_if(loss, torch.tensor(True)).backward()
+    assert loss.grad == 0 and nan_if(loss, torch.tensor(True)).isnan() and nan_if(loss, torch.tensor(False)) == 2
+
+
+def test_the_mistake_is_named_afterwards() -> None:
+    assert invalid_label(torch.tensor([[3, IGNORED, 63]]), 64) is None
+    assert "a label is 64" in str(invalid_label(torch.tensor([[3, 64, -7]]), 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_a_bad_label_on_a_gpu(recipe: str, return_logits: bool) -> None:
+    built = CausalLM.from_preset("gated-nano", device="cuda", recipe=recipe)
+    ids = torch.randint(0, 256, (2, 128), device="cuda")
+    labels = ids.clone()
+    good = built(ids, labels=labels, return_logits=return_logits).loss
+    for label in (-1, 288, 2**40):
+        labels[1, 3] = label
+        assert built(ids, labels=labels, return_logits=return_logits).loss.isnan()
+    again = built(ids, labels=ids, return_logits=return_logits).loss
+    assert good.isfinite() and again.isfinite(), "the device works on"

@@ -1,0 +1,41 @@
+"""GaLore against the paper's equations, computed with a full SVD."""
+
+from __future__ import annotations
+
+import torch
+
+from te_models.optim.galore import GaLore
+
+
+def reference(
+    matrix: torch.Tensor, gradients: list[torch.Tensor], rank: int, refresh: int, scale: float
+) -> torch.Tensor:
+    """Algorithm 2 of arXiv 2403.03507: Adam on P^T G with P of the gradient's SVD, and decoupled decay."""
+    rate, (beta1, beta2), eps, decay = 1e-2, (0.9, 0.95), 1e-8, 0.1
+    m = v = torch.zeros(rank, matrix.shape[1])
+    for step, gradient in enumerate(gradients, start=1):
+        if (step - 1) % refresh == 0:
+            basis = torch.linalg.svd(gradient).U[:, :rank]
+        low = basis.mT @ gradient
+        m, v = beta1 * m + (1 - beta1) * low, beta2 * v + (1 - beta2) * low**2
+        direction = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)
+        matrix = matrix - rate * decay * matrix - rate * scale * (basis @ direction)
+    return matrix
+
+
+def test_updates_are_those_of_the_paper() -> None:
+    """For gradients of the projector's rank, whose subspace is unique; the basis in it is, too, up to signs."""
+    torch.manual_seed(0)
+    start, rank = torch.randn(6, 10), 2
+    left, right = torch.linalg.qr(torch.randn(6, rank)).Q, torch.linalg.qr(torch.randn(10, rank)).Q
+    gradients = [left @ torch.diag(torch.tensor([3.0 + i, 1.0])) @ right.mT for i in range(4)]
+    found = {}
+    for scale in (1.0, 0.25):
+        matrix = torch.nn.Parameter(start.clone())
+        optimizer = GaLore([matrix], lr=1e-2, rank=rank, refresh=2, scale=scale)
+        for gradient in gradients:
+            matrix.grad = gradient
+            optimizer.step()
+        found[scale] = matrix.detach()
+        torch.testing.assert_close(found[scale], reference(start, gradients, rank, 2, scale), rtol=0, atol=1e-5)
+    assert (found[1.0] - found[0.25]).abs().max() > 1e-2

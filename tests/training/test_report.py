@@ -1,0 +1,51 @@
+"""What the summary of a run says about speed: compiled or not, a CUDA graph or not, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import CausalLM
+from te_models.cli import main
+from te_models.config.training import TrainConfig
+from te_models.kernels.dispatch import COMPILE_MODES, compile_mode
+from te_models.training.report import speed_rows
+
+TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+GRAPH, COMPILED = "forward and backward", "elementwise operations"
+
+
+@pytest.mark.parametrize(
+    "options, fields, compiled, graph",
+    [
+        ({}, {}, COMPILED, GRAPH),
+        (dict(compile="max-autotune"), {}, f"{COMPILED}, max-autotune", GRAPH),
+        (dict(compile=False), dict(cuda_graph=False), "off, because compile=False", "off, because cuda_graph=False"),
+        ({}, dict(gradient_accumulation=2), COMPILED, "off, because gradients are accumulated"),
+        ({}, dict(parallel="ddp"), COMPILED, "off, because DistributedDataParallel reduces gradients outside it"),
+        (dict(activation_offload=True), {}, COMPILED, "off, because activation offload copies to the host"),
+    ],
+)
+def test_on_a_gpu(
+    options: dict[str, Any], fields: dict[str, Any], compiled: str, graph: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned on the meta device, where a GPU would be the default."""
+    model = CausalLM.from_preset("gated-nano", device="meta", engine="emulated", **TINY, **options)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert speed_rows(model, TrainConfig(**fields)) == {"compiled": compiled, "CUDA graph": graph}
+
+
+def test_the_plan_says_so_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["plan", "--preset", "gated-nano"]) == 0
+    said = capsys.readouterr().out
+    for name in ("compiled", "CUDA graph"):
+        assert f"{name}: off, because the model is on cpu" in said
+
+
+def test_modes_of_compilation() -> None:
+    assert [compile_mode(given) for given in (True, False, *COMPILE_MODES)] == ["default", None, *COMPILE_MODES]
+    with pytest.raises(ValueError, match="unknown compile 'max_autotune': did you mean 'max-autotune'"):
+        CausalLM.from_preset("gated-nano", device="meta", compile="max_autotune")
