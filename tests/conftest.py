@@ -43,8 +43,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str | None], None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if seeds.OFFSET:
-        skip = pytest.mark.skip(reason="TEST_SEED is given, and these compare with numbers recorded for other seeds")
+    # torch.randn's code for AVX2 rounds its logarithm and cosine otherwise than the code for other CPUs.
+    if seeds.OFFSET or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        skip = pytest.mark.skip(
+            reason="torch.randn draws other numbers than those that a GPU's results were recorded for"
+        )
         for item in items:
             if "recorded" in item.keywords:
                 item.add_marker(skip)

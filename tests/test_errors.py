@@ -21,6 +21,7 @@ from te_models.errors import (
     EngineError,
     LostPeer,
     MissingPackage,
+    OutOfMemory,
     SaveError,
     TeModelsError,
     UsageError,
@@ -28,7 +29,7 @@ from te_models.errors import (
 )
 
 ROOT = Path(__file__).parent.parent
-RUN_FAILURES = (Diverged, EngineError, LostPeer)
+RUN_FAILURES = (Diverged, EngineError, LostPeer, OutOfMemory)
 Pretend = Callable[[str, str | None], None]
 
 

@@ -15,8 +15,11 @@ Batch = dict[str, Tensor]  # "input_ids" and "labels", int64 [B, S], perhaps "do
 
 
 def count_targets(batch: Batch) -> int:
-    """Return the number of tokens whose loss counts: labels after the first of each row that are not -100."""
-    return int((batch["labels"][:, 1:] != -100).sum())
+    """Return the number of tokens whose loss counts: labels other than -100 that are predicted from no padding."""
+    counted = batch["labels"][:, 1:] != -100
+    if "attention_mask" in batch:
+        counted &= batch["attention_mask"][:, :-1] != 0
+    return int(counted.sum())
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -59,7 +59,7 @@ def test_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.empty(len(rows), len(columns), dtype=dtype if isinstance(a, Tensor) else torch.bfloat16)
 
     monkeypatch.setattr(fused, "_run", lambda kernel, *_, **__: launched.update([kernel]))
-    monkeypatch.setattr(fused, "kernels", dict)
+    monkeypatch.setattr(fused, "kernels", lambda: {"any": None})
     monkeypatch.setattr(fused, "DEVICES", ("cpu",))
     monkeypatch.setattr(gemm, "_tensor_cores", lambda device: True)
     monkeypatch.setattr(nvfp4, "device_type", lambda tensor: "cuda")

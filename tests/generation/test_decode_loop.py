@@ -136,7 +136,7 @@ def test_weights_quantized_once_are_those_quantized_every_time(recipe: str) -> N
             row.append(model(new, cache=cache, is_first_microbatch=first).logits)
         logits.append(row)
     assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
-    fp8 = [module for block in model.layers for module in linears_of(model, block) if block.in_fp8]
+    fp8 = [module for layer in model.fp8_layers for module in linears_of(model, model.layers[layer])]
     assert fp8 and all(module._fp8_workspaces for module in fp8)
 
 

@@ -172,7 +172,7 @@ def test_what_cannot_be_divided_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_launch(TrainConfig(parallel="fsdp", optimizer="muon8bit"))
     for config, reason in (
-        (TrainConfig(parallel="tp", optimizer="muon"), "possible for adamw alone"),
+        (TrainConfig(parallel="tp", optimizer="muon"), "which only adamw supports"),
         (TrainConfig(parallel="fsdp", optimizer="te-adam"), "choose another --optimizer"),
         (TrainConfig(parallel="fsdp", optimizer="muon", optimizer_offload=True), "leave out --optimizer-offload"),
     ):

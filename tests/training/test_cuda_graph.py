@@ -167,7 +167,7 @@ def test_replayed_steps_are_the_eager_ones_on_a_gpu(recipe: str, mode: str, engi
 
 def test_what_a_graph_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("delayed")
-    with pytest.raises(ValueError, match="it is on cpu"):
+    with pytest.raises(ValueError, match="the model is on cpu"):
         GraphedStep(model)
     pretend_cuda(monkeypatch)
     monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
