@@ -2,7 +2,6 @@
 PYTHON ?= python3
 RUN := .venv/bin
 STAMP := .venv/.installed
-DOCS := .venv/.installed-docs
 OUT ?= runs/first-light
 RECIPE ?= current
 STEPS ?= 250
@@ -36,7 +35,7 @@ check: $(STAMP)  ## lint, format, types, import layers
 	$(RUN)/pyrefly check --summary=none
 	$(RUN)/python -m pytest -q tests/test_layering.py
 
-docs: $(DOCS)  ## the documentation as a site in site/, with warnings as errors
+docs: $(STAMP)  ## the documentation as a site in site/, with warnings as errors
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet
 
 tables: $(STAMP)  ## the tables of README.md and docs/, from benchmarks/results/
@@ -49,10 +48,6 @@ format: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,hf,dev]"
-	touch $@
-
-$(DOCS): $(STAMP)
-	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	touch $@
 
 clean:

@@ -144,7 +144,7 @@ def bench(
         options: options of CausalLM, such as `engine` and recipe fields.
 
     Raises:
-        ValueError: for an unknown recipe, option or peer, naming the nearest one.
+        UsageError: for an unknown recipe, option or peer, naming the nearest one.
     """
     get_engine("auto", device)  # import Transformer Engine before any use of cuDNN (te_models/device/cudnn.py)
     ids = torch.randint(0, config.vocab_size, (batch_size, seq_len), generator=torch.Generator().manual_seed(0))

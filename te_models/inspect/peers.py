@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe, get_recipe
 from te_models.engine import engine_module
-from te_models.errors import needs
+from te_models.errors import UsageError, needs
 from te_models.kernels import elementwise
 from te_models.kernels.gated_attention import Heads
 from te_models.kernels.sdpa import causal_attention
@@ -143,12 +143,12 @@ def _check(config: ModelConfig) -> None:
     own = {"qk_norm": config.qk_norm, "attention_bias": config.attention_bias, "sliding_window": config.sliding_window}
     own |= {"partial_rotary_factor below 1": config.rotary_size != config.head_dim}
     if found := [name for name, value in own.items() if value]:
-        raise ValueError(f"the peers have no {found[0]}: choose a gated-* preset, or --peers none")
+        raise UsageError(f"the peers have no {found[0]}: choose a gated-* preset, or --peers none")
 
 
 def _need_cuda(device: torch.device, name: str) -> None:
     if device.type != "cuda":
-        raise ValueError(f"peer {name!r} needs a CUDA device: choose --peers torch, or none")
+        raise UsageError(f"peer {name!r} needs a CUDA device: choose --peers torch, or none")
 
 
 def peer_step(peer: Peer, ids: Tensor) -> Step:

@@ -204,7 +204,7 @@ def verify(model: CausalLM, batch_size: int, seq_len: int, plan: PrecisionPlan |
         plan: the plan to count linears in, if `model` is a shortened sample of a larger one (`sample_config`).
 
     Raises:
-        ValueError: if the sequence is longer than the model allows.
+        UsageError: if the sequence is longer than the model allows.
     """
     counts: dict[str, list[int]] = {}
     for row in plan or model.plan():

@@ -10,7 +10,7 @@ up a tensor, and temporaries of the forward, which are always smaller than those
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 from te_models.config.chunk_sizes import UPDATE_CHUNK
 from te_models.config.layout import linear_sizes
@@ -44,11 +44,12 @@ class Memory:
 
     def parts(self) -> dict[str, int]:
         """Return name -> bytes of every part."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "moment"}
+        return {name: value for name, value in asdict(self).items() if name != "moment"}
 
     def plus(self, moment: str | None = None, **changes: int) -> Memory:
         """Return a copy with `changes` (name -> bytes) added, and with another name of the moment if given."""
-        grown = {name: getattr(self, name) + change for name, change in changes.items()}
+        parts = self.parts()
+        grown = {name: parts[name] + change for name, change in changes.items()}
         return replace(self, moment=self.moment if moment is None else moment, **grown)
 
 
@@ -112,12 +113,7 @@ def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Me
             saved = step.saved
             if region.recompute_input is not None and number == 0:  # saved since the forward, so not recomputed
                 now, saved = now.plus(activations=-region.recompute_input), saved - region.recompute_input
-            now = _freed(now, "logits" if step.of_logits else where, saved)
-
-
-def _freed(now: Memory, part: str, size: int) -> Memory:
-    """Subtract `size` bytes from one part."""
-    return replace(now, **{part: getattr(now, part) - size})
+            now = now.plus(None, **{"logits" if step.of_logits else where: -saved})
 
 
 def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory:

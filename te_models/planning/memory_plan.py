@@ -13,6 +13,7 @@ from rich.text import Text
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.config.recompute_modes import MODES, check_mode
+from te_models.errors import UsageError
 from te_models.planning.memory_estimate import Memory, memory_moments, saved_bytes
 from te_models.planning.operations import Training
 from te_models.planning.parameter_bytes import OPTIMIZERS, model_parameters
@@ -198,17 +199,17 @@ def plan_memory(
         fused: as of `CausalLM`.
 
     Raises:
-        ValueError: for a value that no training run could have.
+        UsageError: for a value that no training run could have.
     """
     if batch_size < 1 or gpus < 1 or batch_size % gpus:
-        raise ValueError(f"batch_size={batch_size} cannot be shared by gpus={gpus}: give a positive multiple of it")
+        raise UsageError(f"batch_size={batch_size} cannot be shared by gpus={gpus}: give a positive multiple of it")
     if seq_len > config.max_position_embeddings:
-        raise ValueError(
+        raise UsageError(
             f"seq_len={seq_len} is longer than max_position_embeddings={config.max_position_embeddings}: lower it or raise "
             "that field"
         )
     if fp8_params and not recipe.quantized:
-        raise ValueError(
+        raise UsageError(
             f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: choose another, or leave fp8_params out"
         )
     training = Training(

@@ -16,7 +16,7 @@ from te_models.config.layout import linear_sizes
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.config.recompute_modes import recomputes_block, recomputes_mlp, recomputes_product
-from te_models.errors import unknown
+from te_models.errors import UsageError, unknown
 from te_models.planning.parameter_bytes import FP32, OPTIMIZERS
 
 INT64 = 8
@@ -80,9 +80,9 @@ class Training:
     def __post_init__(self) -> None:
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
             raise unknown("optimizer", self.optimizer, OPTIMIZERS)
-        for name in ("batch_size", "seq_len", "gpus"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is out of range: give 1 or more")
+        for name, value in dict(batch_size=self.batch_size, seq_len=self.seq_len, gpus=self.gpus).items():
+            if value < 1:
+                raise UsageError(f"{name}={value} is out of range: give 1 or more")
 
 
 PER_TENSOR = ("DelayedScaling", "Float8CurrentScaling")  # one scale per tensor, so the data can be transposed later
