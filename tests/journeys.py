@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -108,7 +109,7 @@ ONE_GPU: dict[str, Journey] = {
     "lora": Journey(
         (finetune("--recipe delayed --steps 12"),
          "examples/finetune_lora.py {out} --recipe delayed --steps 24 --seq-len 512 --batch-size 8 --out {again}"),
-        falls=0.02, graph=False, needs=("peft",), prints="adapter and merged model in",
+        falls=0.02, needs=("peft",), prints="adapter and merged model in",
     ),
     # Micro-batches and memory.
     "accumulate": train("--recipe delayed --gradient-accumulation 4", graph=False),
@@ -269,7 +270,7 @@ class Walk:
         said = "\n".join(self.said)
         rows = self.losses()
         losses = [row["loss"] for row in rows]
-        found: dict[str, Any] = dict(commands=[text.splitlines()[0] for text in self.said], codes=self.codes)
+        found: dict[str, Any] = dict(commands=list(self.journey.commands[: len(self.said)]), codes=self.codes)
         found |= dict(
             steps=len(rows), first_loss=losses[0] if losses else None, last_loss=losses[-1] if losses else None
         )
@@ -388,9 +389,15 @@ def obstacle(name: str, tiny: bool = False) -> str:
     return "" if torch.cuda.device_count() >= journey.gpus else f"needs {journey.gpus} GPUs"
 
 
-def walk(names: Iterable[str], folder: Path, jobs: int, tiny: bool = False) -> dict[str, dict[str, Any]]:
-    """Walk these journeys, `jobs` at a time (a third of that on two GPUs); returns a row each."""
+def walk(
+    names: Iterable[str], folder: Path, jobs: int, tiny: bool = False, out: Path | None = None
+) -> dict[str, dict[str, Any]]:
+    """Walk these journeys, `jobs` at a time (a third of that on two GPUs); returns a row each.
+
+    The results so far are in the file `out` after each journey, so that a run cut short leaves its part.
+    """
     found: dict[str, dict[str, Any]] = {}
+    lock = threading.Lock()
 
     def one(name: str) -> None:
         try:
@@ -399,6 +406,9 @@ def walk(names: Iterable[str], folder: Path, jobs: int, tiny: bool = False) -> d
             found[name] = dict(problems=[f"{type(error).__name__}: {error}"], output="")
         said = found[name]["problems"] or f"{found[name]['first_loss']:.3f} to {found[name]['last_loss']:.3f}"
         print(f"{name}: {said}, {found[name].get('seconds')} s", file=sys.stderr, flush=True)  # noqa: T201
+        if out is not None:
+            with lock:
+                write(out, dict(found), jobs)
 
     able = [name for name in names if not obstacle(name, tiny)]
     for group, workers in ((ONE_GPU, jobs), (TWO_GPUS, max(1, jobs // 3))):
@@ -424,9 +434,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        rows = walk(options.names, Path(folder), options.jobs, options.tiny)
-    if options.out is not None:
-        write(options.out, rows, options.jobs)
+        rows = walk(options.names, Path(folder), options.jobs, options.tiny, options.out)
     bad = {name: row for name, row in rows.items() if row["problems"]}
     for name, row in bad.items():
         print(f"\n=== {name}: {'; '.join(row['problems'])}\n{row['output']}")  # noqa: T201

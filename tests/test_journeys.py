@@ -22,10 +22,8 @@ def walked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A row of results for each journey that was selected."""
     tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_a_journey"]
     wanted = [item.callspec.params["name"] for item in tests]  # type: ignore[attr-defined]
-    rows = journeys.walk(wanted, tmp_path_factory.mktemp("journeys"), JOBS)
-    if path := os.environ.get("TE_MODELS_RESULTS"):
-        journeys.write(Path(path), rows, JOBS)
-    return rows
+    path = os.environ.get("TE_MODELS_RESULTS")
+    return journeys.walk(wanted, tmp_path_factory.mktemp("journeys"), JOBS, out=Path(path) if path else None)
 
 
 @pytest.mark.gpu

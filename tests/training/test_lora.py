@@ -326,7 +326,7 @@ def test_a_delayed_adapter_continues_with_the_same_bits(build: Any, tmp_path: Pa
     ids = tokens(model)
     train(adapted, ids)
     save_lora(adapted, tmp_path / "adapter")
-    place = dict(engine=model.engine, device=model.device, compile=False)
+    place = dict(engine=model.engine, device=model.device, compile=False, fused=False)
     again = load_lora(CausalLM.from_pretrained(tmp_path / "base", **place), tmp_path / "adapter", trainable=True)
     state = fp8_state(model)
     assert any(bool((t != 1).any()) for name, t in state.items() if name.endswith("scale"))
