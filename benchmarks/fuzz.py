@@ -33,11 +33,11 @@ from typing import Any
 import torch
 
 from te_models import CausalLM
-from te_models.checkpoint.folder import MANIFEST, _digest
-from te_models.checkpoint.pretrained import load_te_checkpoint
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import TeModelsError
 from te_models.fp8.scaling_state import fp8_state
+from te_models.saving.folder import MANIFEST, _digest
+from te_models.saving.pretrained import load_te_checkpoint
 
 SECONDS, MEMORY = 5.0, 256 * 2**20
 SHAPE = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)

@@ -29,9 +29,9 @@ import click
 import torch
 
 from te_models import CausalLM
-from te_models.checkpoint.pretrained import weights
 from te_models.files.atomic import first_line
 from te_models.interop.hf import MAX_SHARD_BYTES, write_hugging_face
+from te_models.saving.pretrained import weights
 
 TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
 TINY |= dict(head_dim=16, vocab_size=288, max_position_embeddings=512, dtype=torch.float32)

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from te_models.checkpoint.folder import load_folder
-from te_models.checkpoint.run_folder import Checkpoints
+from te_models.saving.folder import load_folder
+from te_models.saving.run_folder import Checkpoints
 
 WAYS = [(folder, blocking) for folder in ("new folder", "same folder") for blocking in (True, False)]
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}

@@ -29,12 +29,12 @@ import click
 import torch
 
 from te_models import CausalLM
-from te_models.checkpoint.folder import load_folder
-from te_models.checkpoint.run_folder import Checkpoints
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset, load_documents, split_documents
 from te_models.data.tokenizer import load_tokenizer
 from te_models.inspect.environment import environment
+from te_models.saving.folder import load_folder
+from te_models.saving.run_folder import Checkpoints
 from te_models.training.metrics import read_metrics
 from te_models.training.trainer import Trainer, deterministic
 

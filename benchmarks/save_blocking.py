@@ -22,11 +22,11 @@ import click
 import torch
 
 from te_models import CausalLM
-from te_models.checkpoint.pretrained import model_content
-from te_models.checkpoint.run_folder import Checkpoints
 from te_models.files.formats import flatten_state
 from te_models.inspect.environment import environment
 from te_models.optim import build_optimizer
+from te_models.saving.pretrained import model_content
+from te_models.saving.run_folder import Checkpoints
 
 
 def seconds(action: Callable[..., Any], *args: Any, **options: Any) -> float:

@@ -33,8 +33,8 @@ from typing import Any
 import click
 import torch
 
-from te_models.checkpoint.run_folder import Checkpoints
 from te_models.inspect.environment import environment
+from te_models.saving.run_folder import Checkpoints
 from te_models.training.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent

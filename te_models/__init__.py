@@ -11,7 +11,6 @@ from typing import Any as _Any
 
 if _TYPE_CHECKING:
     from te_models.causal_lm import CausalLM, plan
-    from te_models.checkpoint.pretrained import load_te_checkpoint
     from te_models.config.model import ModelConfig
     from te_models.config.presets import get_preset, list_presets
     from te_models.config.recipe import Recipe, get_recipe, list_recipes
@@ -19,6 +18,8 @@ if _TYPE_CHECKING:
     from te_models.data.tokenizer import load_tokenizer
     from te_models.data.training_data import open_data
     from te_models.generation.text import stream_text
+    from te_models.model.user_modules import checkpoint, fp8_state, load_fp8_state
+    from te_models.saving.pretrained import load_te_checkpoint
     from te_models.training.cuda_graph import GraphedStep
     from te_models.training.lora import add_lora, load_lora
     from te_models.training.trainer import Trainer
@@ -32,12 +33,15 @@ _MODULES = {  # public name -> its module below te_models
     "TrainConfig": "config.training",
     "Trainer": "training.trainer",
     "add_lora": "training.lora",
+    "checkpoint": "model.user_modules",
+    "fp8_state": "model.user_modules",
     "get_preset": "config.presets",
     "get_recipe": "config.recipe",
     "list_presets": "config.presets",
     "list_recipes": "config.recipe",
+    "load_fp8_state": "model.user_modules",
     "load_lora": "training.lora",
-    "load_te_checkpoint": "checkpoint.pretrained",
+    "load_te_checkpoint": "saving.pretrained",
     "load_tokenizer": "data.tokenizer",
     "open_data": "data.training_data",
     "plan": "causal_lm",
@@ -51,10 +55,13 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "add_lora",
+    "checkpoint",
+    "fp8_state",
     "get_preset",
     "get_recipe",
     "list_presets",
     "list_recipes",
+    "load_fp8_state",
     "load_lora",
     "load_te_checkpoint",
     "load_tokenizer",

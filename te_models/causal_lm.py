@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from te_models.checkpoint.pretrained import read_pretrained, save_tie_once, write_pretrained
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import get_preset
 from te_models.data.tokenizer import Tokenizer
@@ -25,6 +24,7 @@ from te_models.model.decoder import Decoder
 from te_models.model.options import BuildOptions, ModelOptions
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.precision_plan import PlanRow, PrecisionPlan
+from te_models.saving.pretrained import read_pretrained, save_tie_once, write_pretrained
 
 
 class CausalLM(Decoder):

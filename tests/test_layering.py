@@ -35,7 +35,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"decoder", "user_modules"},
     ],
     "interop": [{"hf_families", "te_extra_state"}, {"hf", "te_checkpoint"}],
-    "checkpoint": [{"folder"}, {"run_folder"}, {"pretrained", "sharded"}],
+    "saving": [{"folder"}, {"run_folder"}, {"pretrained", "sharded"}],
     "optim": [
         {"gradients", "groups", "parameter_owners", "state_tensors"},
         {"galore", "lowbit", "muon8bit"},

@@ -34,7 +34,7 @@ def convert(
     """Convert a model between the formats of te-models and Hugging Face; its tokenizer comes along."""
     import torch  # noqa: PLC0415
 
-    from te_models.checkpoint.pretrained import FORMATS, load_te_checkpoint, read_te_checkpoint  # noqa: PLC0415
+    from te_models.saving.pretrained import FORMATS, load_te_checkpoint, read_te_checkpoint  # noqa: PLC0415
 
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)

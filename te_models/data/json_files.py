@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from te_models.checkpoint.folder import read_listed
 from te_models.errors import CheckpointError, DataError
 from te_models.files.formats import parse_json
+from te_models.saving.folder import read_listed
 
 
 def read_file(file: Path) -> bytes | None:

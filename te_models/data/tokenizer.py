@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from te_models.checkpoint.pretrained import MODEL_TYPE, saved_folder
 from te_models.data.chat_template import ChatTemplate, Message
 from te_models.data.json_files import read_json_object
 from te_models.errors import DataError, needs
 from te_models.files.atomic import first_line
 from te_models.interop.hf import is_hugging_face, local_folder
+from te_models.saving.pretrained import MODEL_TYPE, saved_folder
 
 CONTEXT = 16  # tokens before new ones that their text may depend on
 _ROLES = ("bos", "eos", "pad")

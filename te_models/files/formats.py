@@ -126,8 +126,8 @@ def json_limit(file: str) -> int:
     return JSON_BYTES.get(file, TEXT_BYTES)
 
 
-def parse_json(data: bytes, path: Path | str, error: type[TeModelsError] = CheckpointError) -> Any:
-    """Parse strict JSON; `path` names it in errors.
+def parse_json(data: bytes, path: Path | str, error: type[TeModelsError] = CheckpointError, finite: bool = True) -> Any:
+    """Parse strict JSON; `path` names it in errors. `finite=False` allows NaN and infinities, as Python writes them.
 
     Raises:
         error: it is malformed, nested too deeply, or has more values than a file of this project or of Hugging Face.
@@ -138,7 +138,8 @@ def parse_json(data: bytes, path: Path | str, error: type[TeModelsError] = Check
     collects = gc.isenabled()
     gc.disable()  # which would search all objects of the process for cycles again and again
     try:
-        return json.loads(data, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
+        number = _finite if finite else float
+        return json.loads(data, object_pairs_hook=_unique, parse_float=number, parse_constant=number)
     except RecursionError:
         raise error(f"{path}: JSON that is nested too deeply") from None
     except ValueError as problem:

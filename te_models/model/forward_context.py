@@ -84,7 +84,7 @@ def _check(
 ) -> None:
     length, limit = ids.shape[1] + (cache.length if cache else 0), config.longest_sequence
     if length > limit:
-        name = "max_position_embeddings" if limit == config.max_position_embeddings else "what RoPE stretches to"
+        name = "max_position_embeddings" if limit == config.max_position_embeddings else "the stretched limit of RoPE"
         raise ValueError(f"a sequence of {length} tokens is longer than {name}={limit}: shorten it or raise that field")
     for name, given in (("attention_mask", real), ("document_ids", documents)):
         if given is not None and given.shape != ids.shape:

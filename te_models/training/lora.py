@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
-from te_models.checkpoint.folder import MANIFEST, load_folder, match, save_folder
-from te_models.checkpoint.pretrained import read_recipe
 from te_models.errors import CheckpointError, UsageError, needs
 from te_models.files.atomic import first_line
 from te_models.fp8.primary_weights import plain, restore_weight, saved_weight, write_weight
 from te_models.fp8.scaling_state import check_fp8_state, fp8_state
 from te_models.interop.hf import local_folder
+from te_models.saving.folder import MANIFEST, load_folder, match, save_folder
+from te_models.saving.pretrained import read_recipe
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):
     from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict

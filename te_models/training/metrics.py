@@ -57,7 +57,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                 break  # cut short
-            row = parse_json(line, f"{path}, line {number}", DataError)
+            row = parse_json(line, f"{path}, line {number}", DataError, finite=False)
             if not isinstance(row, dict) or type(row.get("step")) is not int:
                 raise DataError(f"{path}, line {number}: this is no row of metrics: it must be an object with a step")
             rows.append(row)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from te_models.causal_lm import CausalLM
-from te_models.checkpoint.folder import load_folder
-from te_models.checkpoint.pretrained import read_recipe
-from te_models.checkpoint.run_folder import Checkpoints, offering_older
 from te_models.config.recipe import get_recipe
 from te_models.config.training import TrainConfig
 from te_models.errors import CheckpointError, UsageError
 from te_models.files.atomic import readable
+from te_models.saving.folder import load_folder
+from te_models.saving.pretrained import read_recipe
+from te_models.saving.run_folder import Checkpoints, offering_older
 
 RUN_CHOICES = ("engine", "fp8_params", "activation_checkpointing", "activation_offload")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -21,9 +21,6 @@ import torch
 from torch import Tensor
 
 from te_models.causal_lm import CausalLM
-from te_models.checkpoint.pretrained import model_content, read_training_state
-from te_models.checkpoint.run_folder import Checkpoints
-from te_models.checkpoint.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
@@ -34,6 +31,9 @@ from te_models.files.lock import locked
 from te_models.model.targets import invalid_label
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
+from te_models.saving.pretrained import model_content, read_training_state
+from te_models.saving.run_folder import Checkpoints
+from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import Batch, count_targets, evaluate, first_bad_module, to_device
 from te_models.training.metrics import MetricsLog

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from te_models.checkpoint.folder import load_folder, match, save_folder
 from te_models.errors import CheckpointError
 from te_models.files.formats import flatten_state, unflatten_state
+from te_models.saving.folder import load_folder, match, save_folder
 
 WANTED = {"a": torch.empty(2, 3, device="meta"), "b": torch.empty(4, dtype=torch.bfloat16, device="meta")}
 

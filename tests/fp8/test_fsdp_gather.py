@@ -13,7 +13,6 @@ from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from te_models import CausalLM
-from te_models.checkpoint.folder import load_folder
 from te_models.config.presets import get_preset
 from te_models.config.training import TrainConfig
 from te_models.distributed.control import Ranks
@@ -22,6 +21,7 @@ from te_models.engine.emulated import DType, Float8Quantizer
 from te_models.fp8.fsdp_gather import FP8Shard
 from te_models.fp8.primary_weights import quantized, weight_codes
 from te_models.optim import build_optimizer
+from te_models.saving.folder import load_folder
 from te_models.training.launch import meshes
 from te_models.training.parallel import Parallel
 from te_models.training.trainer import Trainer
@@ -208,7 +208,7 @@ def test_any_number_of_processes_goes_on_from_any_other(two: dict[str, Any], roo
     [
         ("ddp", dict(recipe="delayed"), "one process or --parallel fsdp, not ddp"),
         ("fsdp", dict(recipe="blockwise"), "need one scale a weight, which recipe 'blockwise' does not have"),
-        ("fsdp", dict(recipe="current", world=3), "cannot be shared evenly by 3 processes"),
+        ("fsdp", dict(recipe="current", world=3), "cannot be divided evenly among 3 processes"),
     ],
 )
 def test_what_cannot_be_gathered_is_refused_in_one_line(kind: str, options: dict[str, Any], reason: str) -> None:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from te_models import CausalLM
-from te_models.checkpoint.folder import save_folder
-from te_models.checkpoint.pretrained import model_content
 from te_models.config.recipe import get_recipe
 from te_models.errors import CheckpointError
 from te_models.fp8.primary_weights import SCHEMES, is_quantized, plain, weight_codes
 from te_models.fp8.scaling_state import fp8_state
 from te_models.optim import build_optimizer
+from te_models.saving.folder import save_folder
+from te_models.saving.pretrained import model_content
 
 RECIPES = ["delayed", "current", "blockwise", "mxfp8"]
 SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2)

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from te_models import CausalLM, get_preset
-from te_models.checkpoint.pretrained import weights
 from te_models.interop.hf import MAX_SHARD_BYTES, write_hugging_face
 from te_models.interop.hf_families import FAMILIES, family_for, family_of
+from te_models.saving.pretrained import weights
 
 pytest.importorskip("transformers")
 with warnings.catch_warnings():

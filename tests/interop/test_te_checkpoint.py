@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from te_models import CausalLM
-from te_models.checkpoint.pretrained import load_te_checkpoint, read_te_checkpoint
 from te_models.cli import main
 from te_models.errors import CheckpointError
 from te_models.fp8.scaling_state import fp8_state
+from te_models.saving.pretrained import load_te_checkpoint, read_te_checkpoint
 from tests.interop.test_te_extra_state import DelayedScaling, Format, payload, te  # noqa: F401 - a fixture that every test here uses
 
 SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1)

@@ -124,7 +124,7 @@ def test_how_long_a_row_may_be(window: int, scaling: Any, longest: int) -> None:
     assert config.longest_sequence == longest
     model = CausalLM(config, device="cpu", engine="emulated")
     assert model(torch.zeros(1, longest, dtype=torch.long)).logits.shape[1] == longest
-    name = "max_position_embeddings" if longest == window else "what RoPE stretches to"
+    name = "max_position_embeddings" if longest == window else "the stretched limit of RoPE"
     with pytest.raises(ValueError, match=f"a sequence of {longest + 1} tokens is longer than {name}={longest}"):
         model(torch.zeros(1, longest + 1, dtype=torch.long))
     with pytest.raises(ValueError, match=f"more than {name}={longest}"):

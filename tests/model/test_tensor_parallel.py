@@ -259,7 +259,9 @@ def test_the_native_engine_is_split_alike(tmp_path: Path) -> None:
     run_ranks(native, tmp_path, 2, "nccl")
     for recipe, sequence in itertools.product(NATIVE, (False, True)):
         found = [torch.load(tmp_path / f"{recipe}-{sequence}-{rank}.pt") for rank in range(2)]
-        assert found[0][0] == found[1][0] == pytest.approx(found[0][1], rel=1e-2), (recipe, sequence)
+        # Rounding that five steps amplify: over twelve seeds two ranks differ from one by 0.44 % (RMS), and one from itself
+        # by 0.42 to 0.73 % after a perturbation of one rounding (benchmarks/results/tp_seeds_h200_x2.json). Three times that.
+        assert found[0][0] == found[1][0] == pytest.approx(found[0][1], rel=2.2e-2), (recipe, sequence)
 
 
 def replicas(rank: int, folder: str) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_models import CausalLM
-from te_models.checkpoint.pretrained import read_training_state
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document
@@ -30,6 +29,7 @@ from te_models.optim.galore import leading_directions
 from te_models.optim.groups import groups, parts
 from te_models.optim.muon8bit import Muon8bit, dequantize, orthogonalize, quantize
 from te_models.optim.state_tensors import state_bytes
+from te_models.saving.pretrained import read_training_state
 from te_models.training.metrics import read_metrics
 from te_models.training.trainer import Trainer
 

@@ -11,13 +11,13 @@ from distributed_job import continue_from, make_trainer, outcome, run_case
 from ranks import run_ranks
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from te_models.checkpoint.folder import load_folder
 from te_models.config.training import TrainConfig
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local
 from te_models.engine.emulated import DType, Float8CurrentScalingQuantizer
 from te_models.optim.parameter_owners import Owners
 from te_models.optim.state_tensors import state_bytes
+from te_models.saving.folder import load_folder
 from te_models.training.launch import check_launch, meshes
 from te_models.training.parallel import Parallel
 from tests.training.test_parallel import alone

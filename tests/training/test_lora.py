@@ -14,11 +14,11 @@ from graph_tape import pretend_cuda
 from torch import Tensor
 
 from te_models import CausalLM
-from te_models.checkpoint.folder import load_folder, save_folder
 from te_models.engine import get_engine
 from te_models.errors import CheckpointError
 from te_models.fp8.primary_weights import is_quantized, plain, saved_weight
 from te_models.fp8.scaling_state import fp8_state
+from te_models.saving.folder import load_folder, save_folder
 
 for package in ("peft", "accelerate", "transformers"):
     pytest.importorskip(package)

@@ -20,7 +20,7 @@ def test_rows_come_back_without_half_a_line(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
 
 
-@pytest.mark.parametrize("line", [b"{", b"3", b"{}", b'{"step": null}', b"\xff", b"", b"[" * 100_000])
+@pytest.mark.parametrize("line", [b"{", b"3", b"{}", b'{"step": null}', b"\xff", b"", b'{"step": NaN}', b"[" * 100_000])
 def test_a_damaged_line_is_named(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')

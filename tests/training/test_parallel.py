@@ -22,10 +22,10 @@ from distributed_job import SHAPE, continue_from, make_trainer, outcome
 from torch.distributed.fsdp import FSDPModule
 
 from te_models import CausalLM
-from te_models.checkpoint.folder import load_folder
-from te_models.checkpoint.run_folder import Checkpoints
 from te_models.cli import main
 from te_models.config.training import TrainConfig
+from te_models.saving.folder import load_folder
+from te_models.saving.run_folder import Checkpoints
 from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel
 

@@ -72,7 +72,7 @@ def test_a_resumed_run_keeps_the_choices_of_its_checkpoint(run: Any, recwarn: py
 
 
 def test_a_checkpoint_from_before_they_were_saved_has_its_recipe_and_dtype() -> None:
-    saved = saved_choices(Path(__file__).parents[1] / "checkpoint/fixtures/commit-3a41a4b/run")
+    saved = saved_choices(Path(__file__).parents[1] / "saving/fixtures/commit-3a41a4b/run")
     assert saved.pop("recipe").name == "delayed"
     assert saved == dict(dtype=torch.bfloat16, fp8_params=False)
 

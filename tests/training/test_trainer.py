@@ -16,8 +16,6 @@ import torch
 from bits import assert_same_bits
 
 from te_models import CausalLM, list_recipes
-from te_models.checkpoint.folder import load_folder
-from te_models.checkpoint.pretrained import saved_folder
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document
@@ -26,6 +24,8 @@ from te_models.errors import Diverged, SaveError
 from te_models.fp8.primary_weights import plain, weight_codes
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.targets import next_token_targets
+from te_models.saving.folder import load_folder
+from te_models.saving.pretrained import saved_folder
 from te_models.training.evaluation import evaluate
 from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel

@@ -2,7 +2,7 @@
 
 A folder has config.json, model.safetensors (or shards), recipe.json (resolved values), fp8_state.safetensors (only for a
 stateful recipe that has run), fp8_weights.safetensors (data and scales of FP8 primary weights) and manifest.json.
-te_models.checkpoint.folder writes and checks folders; this file decides their content.
+te_models.saving.folder writes and checks folders; this file decides their content.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from te_models.checkpoint.folder import MANIFEST, Folder, load_folder, match, read_listed, save_folder
-from te_models.checkpoint.run_folder import Checkpoints, offering_older
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import Recipe, recipe_fields, recipe_from_dict
 from te_models.errors import CheckpointError, unknown
@@ -47,6 +45,8 @@ from te_models.interop.hf import (
 from te_models.interop.te_checkpoint import TECheckpoint, read_te_checkpoint, te_files
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state, shard_state
+from te_models.saving.folder import MANIFEST, Folder, load_folder, match, read_listed, save_folder
+from te_models.saving.run_folder import Checkpoints, offering_older
 
 Model = TypeVar("Model", bound=Decoder)
 
@@ -57,13 +57,13 @@ FORMATS = ("te", "hf")
 def model_content(
     model: Decoder, origin: Origin, masters: Mapping[int, Tensor] | None = None, parts: bool = False
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Return the tensors and documents of a saved model, as te_models.checkpoint.folder.save_folder takes them.
+    """Return the tensors and documents of a saved model, as te_models.saving.folder.save_folder takes them.
 
     Args:
         model: the model.
         origin: where it came from.
         masters: the values of FP8 primary weights by the id of the parameter; a weight without one is dequantized.
-        parts: of parameters that several ranks share, return this rank's parts (for te_models.checkpoint.sharded).
+        parts: of parameters that several ranks share, return this rank's parts (for te_models.saving.sharded).
     """
     own = weights(model, masters)
     tensors = {"model": own if parts else gather_state(model, own)}

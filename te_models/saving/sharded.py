@@ -1,6 +1,6 @@
 """Checkpoints that many processes write at once, and that any number of processes, or one, reads.
 
-The folder is the one that a single process writes (te_models.checkpoint.folder): whole tensors in safetensors files with an
+The folder is the one that a single process writes (te_models.saving.folder): whole tensors in safetensors files with an
 index, JSON, a manifest. So nothing in it depends on the number of processes, nothing has to be consolidated afterwards, and
 from_pretrained, generate and convert read it as it is. The files are divided among the processes by size; each tensor is
 gathered, one at a time, and written by the process of its file. All processes must see the same file system.
@@ -22,16 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from te_models.checkpoint.folder import (
-    INDEX,
-    MAX_SHARD_BYTES,
-    Content,
-    finish_folder,
-    prepare,
-    record,
-    refuse_strangers,
-)
-from te_models.checkpoint.run_folder import Checkpoints
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import cut, local, whole
 from te_models.errors import CheckpointError, SaveError, UsageError
@@ -40,6 +30,16 @@ from te_models.files.formats import render_index, render_safetensors
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state, shard
+from te_models.saving.folder import (
+    INDEX,
+    MAX_SHARD_BYTES,
+    Content,
+    finish_folder,
+    prepare,
+    record,
+    refuse_strangers,
+)
+from te_models.saving.run_folder import Checkpoints
 
 _OPTIMIZER = re.compile(r"optimizer\.(masters|state)\.(\d+)")
 Plan = dict[str, dict[str, int]]  # group -> tensor name -> number of the file; process `number % world` writes it

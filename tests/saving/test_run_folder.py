@@ -19,10 +19,10 @@ import torch
 from ranks import run_process
 from torch import Tensor
 
-from te_models.checkpoint.folder import load_folder, save_folder
-from te_models.checkpoint.run_folder import MAX_FAILED_SAVES, Checkpoints
 from te_models.errors import SaveError
 from te_models.files import atomic
+from te_models.saving.folder import load_folder, save_folder
+from te_models.saving.run_folder import MAX_FAILED_SAVES, Checkpoints
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -314,7 +314,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert event.wait(30)
         return write(*args)
 
-    for module in ("te_models.checkpoint.folder", "te_models.files.atomic"):
+    for module in ("te_models.saving.folder", "te_models.files.atomic"):
         monkeypatch.setattr(f"{module}.write_file", write_late)
     yield event
     event.set()
@@ -435,8 +435,8 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
 def test_pending_saves_finish_at_exit(tmp_path: Path) -> None:
     program = (
         "import sys, time, torch\n"
-        "from te_models.checkpoint import folder\n"
-        "from te_models.checkpoint.run_folder import Checkpoints\n"
+        "from te_models.saving import folder\n"
+        "from te_models.saving.run_folder import Checkpoints\n"
         "write = folder.write_file\n"
         "folder.write_file = lambda *args: (time.sleep(0.1), write(*args))[1]\n"
         "Checkpoints(sys.argv[1]).save(1, {'model': {'w': torch.full((100,), 1.0), 'v': torch.tensor(1)}},\n"

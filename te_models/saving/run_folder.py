@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.checkpoint.folder import MAX_SHARD_BYTES, Content, load_folder, prepare, write_content
 from te_models.device.cuda_capture import outside_captures
 from te_models.errors import CheckpointError, SaveError, UsageError
 from te_models.files.atomic import discard, readable, replace_text, sweep
+from te_models.saving.folder import MAX_SHARD_BYTES, Content, load_folder, prepare, write_content
 
 _LATEST = "latest"
 _STEP = re.compile(r"step-(\d{8,18})")

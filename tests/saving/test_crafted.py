@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from te_models import CausalLM
-from te_models.checkpoint.folder import load_folder, save_folder
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import Document, TokenDataset
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import DataError, OutputInUse, TeModelsError
 from te_models.files.formats import flatten_state, unflatten_state
 from te_models.fp8.scaling_state import fp8_state
+from te_models.saving.folder import load_folder, save_folder
 from te_models.training.metrics import read_metrics
 from te_models.training.trainer import Trainer
 

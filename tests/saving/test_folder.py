@@ -16,10 +16,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from te_models.checkpoint.folder import _digest as manifest_digest
-from te_models.checkpoint.folder import load_folder, save_folder
 from te_models.errors import CheckpointError, SaveError
 from te_models.files.formats import MAX_HEADER_BYTES, TEXT_BYTES
+from te_models.saving.folder import _digest as manifest_digest
+from te_models.saving.folder import load_folder, save_folder
 
 DTYPES = [
     torch.float64,
