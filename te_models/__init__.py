@@ -17,6 +17,7 @@ if _TYPE_CHECKING:
     from te_models.config.training import TrainConfig
     from te_models.data.tokenizer import load_tokenizer
     from te_models.data.training_data import open_data
+    from te_models.engine import get_engine
     from te_models.generation.text import stream_text
     from te_models.model.user_modules import checkpoint, fp8_state, load_fp8_state
     from te_models.saving.pretrained import load_te_checkpoint
@@ -35,6 +36,7 @@ _MODULES = {  # public name -> its module below te_models
     "add_lora": "training.lora",
     "checkpoint": "model.user_modules",
     "fp8_state": "model.user_modules",
+    "get_engine": "engine",
     "get_preset": "config.presets",
     "get_recipe": "config.recipe",
     "list_presets": "config.presets",
@@ -57,6 +59,7 @@ __all__ = [
     "add_lora",
     "checkpoint",
     "fp8_state",
+    "get_engine",
     "get_preset",
     "get_recipe",
     "list_presets",

@@ -98,6 +98,12 @@ def test_finetune(run: Any, corpus: Path, tmp_path: Path) -> None:
     assert "eval loss" in run("finetune.py", "--data", corpus.parent, *sizes)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_own_modules(run: Any, recipe: str) -> None:
+    out = run("own_modules.py", "--recipe", recipe, "--steps", 2)
+    assert "step 2  loss" in out and f"{32 if recipe == 'delayed' else 0} tensors of FP8 state" in out
+
+
 def test_every_example_is_tested_and_short() -> None:
     assert {f"test_{name.removesuffix('.py')}" for name in EXAMPLES} <= set(globals())
     for name in EXAMPLES:

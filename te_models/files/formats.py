@@ -138,7 +138,7 @@ def parse_json(data: bytes, path: Path | str, error: type[TeModelsError] = Check
     collects = gc.isenabled()
     gc.disable()  # which would search all objects of the process for cycles again and again
     try:
-        number = _finite if finite else float
+        number = _finite if finite else None
         return json.loads(data, object_pairs_hook=_unique, parse_float=number, parse_constant=number)
     except RecursionError:
         raise error(f"{path}: JSON that is nested too deeply") from None
