@@ -99,7 +99,7 @@ class Live:
 
 
 def load_own(folder: Path, live: Live) -> Any:
-    """What is loaded from a folder of ours or of Hugging Face, as something to compare."""
+    """Return the content of a folder of ours or of Hugging Face in a form that can be compared."""
     model = CausalLM.from_pretrained(folder, **PLACE)
     return state_of(model)
 
@@ -226,7 +226,7 @@ def mutate_file(path: Path, rng: random.Random) -> None:
 
 
 def fit_manifest(folder: Path) -> None:
-    """What someone who knows the format does: make sizes, hashes and the digest fit again."""
+    """Make sizes, hashes and the digest fit again, as someone who knows the format can."""
     if not _regular(folder / MANIFEST):
         return
     with contextlib.suppress(ValueError, OSError, KeyError, TypeError, AttributeError, RecursionError):

@@ -150,7 +150,7 @@ def differences(name: str, wanted: list[Any], found: list[Any], last: int) -> di
 
 
 def verdict(found: dict[str, float]) -> list[str]:
-    """What is out of tolerance."""
+    """Return the differences that are out of tolerance."""
     limits = {
         f"{name}_{what}": limit for name, of in (("graph", GRAPH), ("plain", PLAIN)) for what, limit in of.items()
     }

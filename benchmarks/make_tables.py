@@ -98,7 +98,7 @@ def readme_speed() -> str:
 
 
 def readme_8b() -> str:
-    """What an 8B model does on H200s, in three sentences."""
+    """Summarize the speed of an 8B model on H200s in three sentences."""
     run = {(r["model"], r["batch"], r["who"]): r["decode_tokens_per_second"] for r in load("generate_h200")["rows"]}
     fp8, bf16, hf = (
         run["llama-3.1-8b", 1, who] for who in ("te-models delayed", "te-models bf16", "transformers default")

@@ -112,14 +112,14 @@ def compare(one: Path, other: Path, after: int) -> dict[str, Any]:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same, a NaN the same as a NaN of the same bits."""
+    """Return True if two tensors have the same bits, NaN included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
 def equal(found: dict[str, Any]) -> bool:
-    """Whether a comparison found no difference."""
+    """Return True if a comparison found no difference."""
     return found["losses"]["equal"] and not any(part.get("different") for part in found.values())
 
 
@@ -190,7 +190,7 @@ def wait(device: torch.device) -> None:
 
 
 def cost(settings: Settings, rounds: int, tiny: bool) -> dict[str, Any]:
-    """What deterministic=True costs at two sizes."""
+    """Measure the cost of deterministic=True at two sizes."""
     found = {}
     for preset, batch, length in (("gated-124m", 8, 512), ("gated-350m", 4, 2048)):
         own = settings | ({} if tiny else dict(preset=preset, batch_size=batch, seq_len=length))

@@ -158,6 +158,13 @@ def keep_initial_value(parameter: Any, value: Tensor) -> None:
     vars(quantized(parameter))[_INITIAL_VALUE] = own.to("cpu", parameter.dtype, copy=own is not value)
 
 
+def drop_initial_values(model: nn.Module) -> None:
+    """Free the values that FP8 weights were made from, once an optimizer has their masters."""
+    for parameter in model.parameters():
+        if is_quantized(parameter):
+            vars(quantized(parameter)).pop(_INITIAL_VALUE, None)
+
+
 @torch.no_grad()
 def new_master(parameter: Any) -> Tensor:
     """Return the FP32 master of an FP8 weight: the values it was made from, if still stored, else the dequantized ones."""

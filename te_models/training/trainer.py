@@ -28,6 +28,7 @@ from te_models.device.determinism import deterministic
 from te_models.errors import Diverged, NamedFields, OutputInUse, SaveError, UsageError
 from te_models.files.formats import flatten_state, render_json
 from te_models.files.lock import locked
+from te_models.fp8.primary_weights import drop_initial_values
 from te_models.model.targets import invalid_label
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
@@ -362,6 +363,7 @@ class Trainer(NamedFields):
         self.dataset.load_state_dict(state["dataset"])  # the last that may refuse, before it changes anything
         found.write()
         self.optimizer.load_state_dict(optimizer)
+        drop_initial_values(self.model)
         torch.set_rng_state(random)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)

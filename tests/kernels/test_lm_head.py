@@ -146,3 +146,16 @@ def test_the_model_without_logits(recipe: str, fields: dict[str, object]) -> Non
     torch.testing.assert_close(grads[0][0], grads[1][0], rtol=1e-6, atol=0)
     for one, other in zip(grads[0][1], grads[1][1], strict=True):
         assert (one - other).float().norm() <= 0.02 * other.float().norm()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_evaluation_computes_no_gradient(training: bool) -> None:
+    asked = []
+
+    def kernel(logits: torch.Tensor, targets: torch.Tensor, count: torch.Tensor, gradient: bool) -> Any:
+        asked.append(gradient)
+        return loss_and_gradient(logits, targets, count, gradient)
+
+    with torch.set_grad_enabled(training):
+        loss = linear_cross_entropy(*inputs(torch.float32), chunk=8, kernel=kernel)
+    assert set(asked) == {training} and loss.requires_grad == training

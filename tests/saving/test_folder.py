@@ -272,7 +272,7 @@ def test_mutated_folders_are_refused_or_unharmed(seed: int, manifest: bool, tmp_
 
 
 def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """What someone who knows the format can do: change the manifest and make its digest fit again."""
+    """Change the manifest and make its digest fit again, as someone who knows the format can."""
     manifest = json.loads((folder / "manifest.json").read_bytes())
     change(manifest)
     manifest["digest"] = manifest_digest(manifest)

@@ -21,7 +21,7 @@ from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import Diverged, SaveError
-from te_models.fp8.primary_weights import plain, weight_codes
+from te_models.fp8.primary_weights import is_quantized, plain, weight_codes
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.targets import next_token_targets
 from te_models.saving.folder import load_folder
@@ -86,6 +86,8 @@ def test_resumed_it_is_the_same_run_to_the_bit(recipe: str, mode: str | int, fp8
     resumed = make("half")
     torch.manual_seed(99)  # the checkpoint's own random state must win
     assert resumed.run(resume=True).step == 3
+    stored = [q for q in resumed.model.parameters() if is_quantized(q) and q.get_high_precision_init_val() is not None]
+    assert not stored, "a copy of each FP8 weight in the host's memory, which the optimizer's master replaces"
     assert losses(tmp_path / "half") == losses(tmp_path / "whole") and len(set(losses(tmp_path / "half"))) == 3
     for (name, p), q in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert_same_bits(name, plain(p), plain(q))
