@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import signal
 import statistics
@@ -66,10 +67,15 @@ def read(path: Path) -> str:
 
 
 def device_memory() -> int | None:
-    """What is in use of the first GPU, in bytes; None without one."""
+    """Bytes in use on the first visible GPU; None without one."""
     if not torch.cuda.is_available():
         return None
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=memory.used",
+        "--format=csv,noheader,nounits",
+        f"--id={os.environ.get('CUDA_VISIBLE_DEVICES', '0').split(',')[0]}",
+    ]
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout) * MIB
 
 
