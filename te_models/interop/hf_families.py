@@ -76,6 +76,7 @@ class Family:
         only: their keys -> the values that te-models supports; any other is refused.
         ignored: their keys that change nothing in a model that is accepted.
         marks: keys that distinguish the family from others of its model_type.
+        sign: these marks, for people.
         note: what sets it apart, for people.
     """
 
@@ -89,6 +90,7 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     marks: tuple[str, ...] = ()
+    sign: str = ""
     note: str = ""
 
     def read(self, config: Values) -> ModelConfig:
@@ -223,6 +225,7 @@ FAMILIES = (
         only={**NO_DROPOUT, **_NO_BIAS, "qkv_bias": (False,), "use_sliding_window": (False,)},
         ignored=frozenset(("auto_map", "sliding_window", "max_window_layers")),
         marks=(*GATE.keys, "qkv_bias"),
+        sign="or `qwen2`, with `headwise_attn_output_gate` or `elementwise_attn_output_gate`",
         note="the gate's rows are inside q_proj, after the queries of each group of heads that share a key",
     ),
     Family(
