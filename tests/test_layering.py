@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
-COMMANDS = ("bench", "convert", "finetune", "generate", "list", "plan", "verify")
+COMMANDS = ("bench", "convert", "export", "finetune", "generate", "list", "plan", "verify")
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
     "config": [{"chunk_sizes", "layout", "options", "recipe", "recompute_modes", "training"}, {"model"}, {"presets"}],
@@ -34,7 +34,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"block"},
         {"decoder", "user_modules"},
     ],
-    "interop": [{"hf_families", "te_extra_state"}, {"hf", "te_checkpoint"}],
+    "interop": [{"hf_families", "quantized", "te_extra_state"}, {"stored_codes"}, {"hf", "te_checkpoint"}],
     "saving": [{"folder"}, {"run_folder"}, {"pretrained", "sharded"}],
     "optim": [
         {"gradients", "groups", "parameter_owners", "state_tensors"},
@@ -51,6 +51,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"streaming"},
         {"training_data"},
     ],
+    "serving": [{"formats", "text"}, {"export"}],
     "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}],
     "causal_lm": [{"causal_lm"}],
     "training": [

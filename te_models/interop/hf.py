@@ -35,6 +35,8 @@ from te_models.files.formats import (
 )
 from te_models.fp8.primary_weights import plain, write_weight
 from te_models.interop.hf_families import TOP, Family, Rows, family_for, family_of
+from te_models.interop.quantized import CONFIG_KEYS, MODELOPT_FILE, StoredWeights, open_weights, read_scheme
+from te_models.interop.stored_codes import keep_stored_weights
 from te_models.model.decoder import Decoder
 
 Model = TypeVar("Model", bound=Decoder)
@@ -54,7 +56,12 @@ REPLACEABLE = (
     INDEX,
     "manifest.json",
     "recipe.json",
+    MODELOPT_FILE,
 )
+# From the places and values of all parameters and config.json to the tensors and the config.json to write.
+Quantize = Callable[
+    [Mapping[str, "Place"], Mapping[str, Tensor], Mapping[str, Any]], tuple[dict[str, Tensor], dict[str, Any]]
+]
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,8 @@ def read_hugging_face(
     document, shards = read_json(folder / "config.json"), _shard_files(folder)
     found = _shard_tensors(folder, shards)
     check_sizes(folder / "config.json", document, found, "model.layers.", "model.embed_tokens.weight")
+    stored = open_weights(folder, read_scheme(folder, document), found, shards)
+    document = {key: value for key, value in document.items() if key not in CONFIG_KEYS}
     try:
         family = family_of(document)
         config = family.read(document)
@@ -157,12 +166,14 @@ def read_hugging_face(
         raise CheckpointError(f"{folder}/config.json: {first_line(error)}") from None
     wanted = gated(config, overrides)
     places = tensor_places(family, config, {name: p.shape for name, p in sketch.named_parameters()})
-    check_tensors(folder, found, places, optional={"lm_head.weight"} if config.tie_word_embeddings else set())
+    check_tensors(folder, stored.tensors, places, optional={"lm_head.weight"} if config.tie_word_embeddings else set())
     dtype = _dtype(folder, document)
     model = build(wanted, **{"dtype": dtype, **options, "initialize": False})
     generation = folder / "generation_config.json"
     origin = Origin(folder, document, read_json(generation) if generation.is_file() else None)
-    fill(model, places, shards)
+    fill(model, places, shards, stored)
+    if stored.scheme is not None and wanted.attention_gate == config.attention_gate:
+        keep_stored_weights(model, places, shards, stored)
     if wanted.attention_gate != config.attention_gate:
         double_output_projections(model)
     return model, origin
@@ -286,13 +297,15 @@ def _shard_files(folder: Path) -> list[Path]:
 
 
 @torch.no_grad()
-def fill(model: Decoder, places: Mapping[str, Place], shards: Iterable[Path]) -> None:
-    """Copy every tensor of `shards` into its place; rows that no tensor fills become zero."""
+def fill(model: Decoder, places: Mapping[str, Place], shards: Iterable[Path], stored: StoredWeights) -> None:
+    """Copy every tensor of `shards` into its place, dequantized; rows that no tensor fills become zero."""
     with model.tp.filling_all(model) as parameters:
-        _fill(parameters, places, shards)
+        _fill(parameters, places, shards, stored)
 
 
-def _fill(parameters: dict[str, torch.Tensor], places: Mapping[str, Place], shards: Iterable[Path]) -> None:
+def _fill(
+    parameters: dict[str, torch.Tensor], places: Mapping[str, Place], shards: Iterable[Path], stored: StoredWeights
+) -> None:
     filled: dict[str, int] = {}
     for place in places.values():
         filled[place.name] = filled.get(place.name, 0) + place.shape[0]
@@ -303,16 +316,18 @@ def _fill(parameters: dict[str, torch.Tensor], places: Mapping[str, Place], shar
     wholes: dict[str, Tensor] = {}  # of parameters that are sharded over ranks, until all their rows are there
     for shard in shards:
         with SafetensorsFile(shard) as file:
-            for name, described in file.tensors.items():
+            for data in file.tensors:
+                name = stored.name(data)
                 if name not in places:
                     continue
-                if tuple(described.shape) != places[name].shape:
+                values = stored.values(data, file.read(data))
+                if tuple(values.shape) != places[name].shape:
                     raise CheckpointError(f"{shard} changed while it was read")
                 target = places[name].name
                 parameter = parameters[target]
                 if local(parameter) is not parameter:
                     parameter = wholes.setdefault(target, torch.zeros(parameter.shape, dtype=parameter.dtype))
-                places[name].load(parameter, file.read(name))
+                places[name].load(parameter, values)
                 left[target] -= 1
                 if not left[target] and target in wholes:
                     put(parameters[target], wholes.pop(target))
@@ -327,6 +342,7 @@ def write_hugging_face(
     parameters: Mapping[str, Tensor],
     tokenizer: Mapping[str, bytes] = MappingProxyType({}),
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    quantize: Quantize | None = None,
 ) -> None:
     """Save `model` as a folder that transformers loads, atomically.
 
@@ -339,6 +355,7 @@ def write_hugging_face(
         parameters: name -> values of the model's parameters, whole.
         tokenizer: file name -> content of the tokenizer to save with it.
         max_shard_bytes: weights larger than this are split into shards.
+        quantize: makes what is written in place of the values and of config.json.
 
     Raises:
         UsageError: no architecture there computes what this model does, or `folder` holds other files.
@@ -349,9 +366,13 @@ def write_hugging_face(
         raise UsageError(f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder")
     family = family_for(model.config, family_of(origin.config) if origin.config else None)
     places = tensor_places(family, model.config, {name: p.shape for name, p in parameters.items()})
-    tensors = {name: place.save(parameters[place.name]) for name, place in places.items()}
+    config = _config_document(model, origin, family)
+    if quantize is None:
+        tensors = {name: place.save(parameters[place.name]) for name, place in places.items()}
+    else:
+        tensors, config = quantize(places, parameters, config)
     files: dict[str, Iterable[bytes | memoryview]] = {
-        "config.json": [render_json(_config_document(model, origin, family), "config.json")],
+        "config.json": [render_json(config, "config.json")],
         "generation_config.json": [render_json(_generation_document(model, origin), "generation_config.json")],
     }
     shards = split_by_size("model", tensors, max_shard_bytes)
