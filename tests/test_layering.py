@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
-COMMANDS = ("bench", "convert", "export", "finetune", "generate", "list", "plan", "verify")
+COMMANDS = ("bench", "convert", "export", "finetune", "generate", "list", "parity", "plan", "verify")
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
     "config": [{"chunk_sizes", "layout", "options", "recipe", "recompute_modes", "training"}, {"model"}, {"presets"}],
@@ -51,7 +51,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"streaming"},
         {"training_data"},
     ],
-    "serving": [{"formats", "text"}, {"export"}],
+    "serving": [{"formats", "text"}, {"export", "served"}, {"parity"}],
     "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}],
     "causal_lm": [{"causal_lm"}],
     "training": [
@@ -98,6 +98,7 @@ ONLY_IN = {
         "planning.memory_plan",
         "planning.precision_plan",
         "planning.printable",
+        "serving.parity",
         "training.finetune",
         "training.report",
     },

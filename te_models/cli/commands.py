@@ -1,5 +1,5 @@
 """The command line: te-models list | plan | verify | finetune | generate | bench | convert |
-export, one module per command.
+export | parity, one module per command.
 
 A user's mistake ends with exit code 2 and one line on stderr; set TE_MODELS_DEBUG=1 for the traceback. Commands import
 torch when they run, so that `--help` is quick.
@@ -18,6 +18,7 @@ from te_models.cli.export import export
 from te_models.cli.finetune import finetune
 from te_models.cli.generate import generate
 from te_models.cli.list import list_command
+from te_models.cli.parity import parity
 from te_models.cli.plan import plan
 from te_models.cli.verify import verify
 from te_models.errors import TeModelsError
@@ -57,5 +58,5 @@ def cli() -> None:
     """Gated-attention models in FP8: Transformer Engine on a GPU, its numbers anywhere."""
 
 
-for _command in (list_command, plan, verify, finetune, generate, bench, convert, export):
+for _command in (list_command, plan, verify, finetune, generate, bench, convert, export, parity):
     cli.add_command(_command)

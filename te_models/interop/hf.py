@@ -143,12 +143,27 @@ def is_hugging_face(folder: Path, own_type: str) -> bool:
     return isinstance(config, dict) and config.get("model_type") != own_type
 
 
-def read_hugging_face(
-    build: Callable[..., Model], folder: Path, overrides: Mapping[str, Any], options: Mapping[str, Any]
-) -> tuple[Model, Origin]:
-    """Return the model in `folder`, built by `build(config, **options)` and filled shard by shard, and its origin.
+@dataclass(frozen=True)
+class OpenFolder:
+    """A folder of Hugging Face whose names, shapes and scales are known to fit its config.json.
 
-    Names and shapes of all tensors are checked before the model is built.
+    Attributes:
+        document: config.json without its quantization_config.
+        shards: the safetensors files.
+        stored: the tensors in them.
+        config: the model's shape.
+        places: name of each of their tensors -> its rows in ours.
+    """
+
+    document: dict[str, Any]
+    shards: list[Path]
+    stored: StoredWeights
+    config: ModelConfig
+    places: dict[str, Place]
+
+
+def open_folder(build: Callable[..., Decoder], folder: Path) -> OpenFolder:
+    """Read and check everything in `folder` but the values; `build(config, **options)` makes a model without values.
 
     Raises:
         CheckpointError: something of the folder is missing, damaged, of a wrong shape or not supported; one line.
@@ -164,18 +179,33 @@ def read_hugging_face(
         sketch: Decoder = build(config, device="meta", engine="emulated")
     except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}/config.json: {first_line(error)}") from None
-    wanted = gated(config, overrides)
     places = tensor_places(family, config, {name: p.shape for name, p in sketch.named_parameters()})
     check_tensors(folder, stored.tensors, places, optional={"lm_head.weight"} if config.tie_word_embeddings else set())
-    dtype = _dtype(folder, document)
+    return OpenFolder(document, shards, stored, config, places)
+
+
+def read_hugging_face(
+    build: Callable[..., Model], folder: Path, overrides: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[Model, Origin]:
+    """Return the model in `folder`, built by `build(config, **options)` and filled shard by shard, and its origin.
+
+    Everything is checked before the model is built. Quantized weights are dequantized; FP8 primary weights keep the
+    stored data and scales where both have the same blocks (te_models.interop.stored_codes).
+
+    Raises:
+        CheckpointError: something of the folder is missing, damaged, of a wrong shape or not supported; one line.
+    """
+    opened = open_folder(build, folder)
+    wanted = gated(opened.config, overrides)
+    dtype = _dtype(folder, opened.document)
     model = build(wanted, **{"dtype": dtype, **options, "initialize": False})
     generation = folder / "generation_config.json"
-    origin = Origin(folder, document, read_json(generation) if generation.is_file() else None)
-    fill(model, places, shards, stored)
-    if stored.scheme is not None and wanted.attention_gate == config.attention_gate:
-        keep_stored_weights(model, places, shards, stored)
-    if wanted.attention_gate != config.attention_gate:
+    origin = Origin(folder, opened.document, read_json(generation) if generation.is_file() else None)
+    fill(model, opened.places, opened.shards, opened.stored)
+    if wanted.attention_gate != opened.config.attention_gate:
         double_output_projections(model)
+    else:
+        keep_stored_weights(model, opened.places, opened.shards, opened.stored)
     return model, origin
 
 
@@ -300,12 +330,13 @@ def _shard_files(folder: Path) -> list[Path]:
 def fill(model: Decoder, places: Mapping[str, Place], shards: Iterable[Path], stored: StoredWeights) -> None:
     """Copy every tensor of `shards` into its place, dequantized; rows that no tensor fills become zero."""
     with model.tp.filling_all(model) as parameters:
-        _fill(parameters, places, shards, stored)
+        fill_parameters(parameters, places, shards, stored)
 
 
-def _fill(
-    parameters: dict[str, torch.Tensor], places: Mapping[str, Place], shards: Iterable[Path], stored: StoredWeights
+def fill_parameters(
+    parameters: Mapping[str, Tensor], places: Mapping[str, Place], shards: Iterable[Path], stored: StoredWeights
 ) -> None:
+    """Copy the tensors of `shards` that have a place into `parameters`, as `fill` does."""
     filled: dict[str, int] = {}
     for place in places.values():
         filled[place.name] = filled.get(place.name, 0) + place.shape[0]

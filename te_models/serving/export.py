@@ -211,7 +211,7 @@ def _input_scales(
     if calibration is not None:
         amaxes = input_amaxes(model, modules, [calibration] if isinstance(calibration, Tensor) else calibration)
         return {name: static_scale(format, amax) for name, amax in amaxes.items()}, []
-    trained = _trained_scales(model, modules)
+    trained = trained_scales(model, modules)
     if trained.keys() == modules.keys():
         if format.static == "input_scale":
             return {name: scale.reciprocal() for name, scale in trained.items()}, []
@@ -232,7 +232,7 @@ def _input_scales(
     return {name: static_scale(format, HEADROOM * amax) for name, amax in amaxes.items()}, [note]
 
 
-def _trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+def trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Return the scales of the inputs of `modules` that delayed scaling has learned, FP32 [] each."""
     state = fp8_state(model)
     found = {}

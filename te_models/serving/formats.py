@@ -66,22 +66,23 @@ class Format:
 
 def encode_tensor(weight: Tensor, options: Options) -> Parts:
     """Return E4M3 data of a weight [out, in] and its one scale, FP32 []."""
-    scale = _scale(numerics.amax(weight))
-    return {"weight": _divided(weight, scale), "weight_scale": scale}
+    scale = scale_of(numerics.amax(weight))
+    return {"weight": divided(weight, scale), "weight_scale": scale}
 
 
 def encode_channels(weight: Tensor, options: Options) -> Parts:
     """Return E4M3 data of a weight [out, in] and its scales, FP32 [out, 1]."""
-    scale = _scale(numerics.block_amax(weight, (1, weight.shape[1])))
-    return {"weight": _divided(weight, scale), "weight_scale": scale}
+    scale = scale_of(numerics.block_amax(weight, (1, weight.shape[1])))
+    return {"weight": divided(weight, scale), "weight_scale": scale}
 
 
-def _scale(amax: Tensor) -> Tensor:
+def scale_of(amax: Tensor) -> Tensor:
     """Return the inverse scales of these amaxes; 1 where everything is zero."""
     return torch.where(amax > 0, amax / E4M3_MAX, 1.0)
 
 
-def _divided(weight: Tensor, scale: Tensor) -> Tensor:
+def divided(weight: Tensor, scale: Tensor) -> Tensor:
+    """Return E4M3 data of a tensor divided by its inverse scale; larger values saturate."""
     return (weight.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
@@ -123,10 +124,10 @@ def encode_mxfp8(weight: Tensor, options: Options) -> Parts:
     return {"weight": data.view(E4M3), "weight_scale": scale.contiguous()}
 
 
-def encode_nvfp4(weight: Tensor, options: Options) -> Parts:
+def encode_nvfp4(weight: Tensor, options: Options, whole: Tensor | None = None) -> Parts:
     """Return packed data of a weight [out, in], uint8 [out, in / 2], E4M3 scales [out, in / 16] and the divisor [1].
 
-    compressed-tensors and Transformer Engine round where these multiply and divide the two levels of scales.
+    `whole` is the divisor; None: that of the weight. compressed-tensors and Transformer Engine round where these multiply and divide the two levels of scales.
     """
     rows, columns = weight.shape
     if options.scheme == "NVFP4BlockScaling":
@@ -136,7 +137,7 @@ def encode_nvfp4(weight: Tensor, options: Options) -> Parts:
         scale = made._rowwise_scale_inv[:rows, : columns // 16].contiguous().view(E4M3)
     else:
         amax = numerics.block_amax(weight, NVFP4.block)
-        whole = global_scale(amax.amax())
+        whole = global_scale(amax.amax()) if whole is None else whole
         scale = (whole * (amax / FP4_MAX)).clamp_(max=E4M3_MAX).to(E4M3)
         scale = torch.where(scale.float() == 0, SMALLEST, scale.float()).to(E4M3)
         divisors = (scale.float() / whole)[:, None, :, None]
