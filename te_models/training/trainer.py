@@ -161,7 +161,10 @@ class Trainer(NamedFields):
         """
         with contextlib.ExitStack() as stack:
             self.parallel.ranks.from_first(lambda: stack.enter_context(locked(self.out)), OutputInUse)
-            return self._run(resume)
+            result = self._run(resume)
+        if self.graphed is not None:
+            self.graphed.close()  # the process group cannot be destroyed before
+        return result
 
     def _run(self, resume: bool) -> Result:
         torch.manual_seed(self.config.seed + self.parallel.data_rank)
