@@ -63,7 +63,6 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {
             "cuda_graph",
             "evaluation",
-            "lora",
             "metrics",
             "parallel",
             "plots",
@@ -73,7 +72,8 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
             "stop_signals",
             "timing",
         },
-        {"launch", "run_file", "trainer"},
+        {"lora"},
+        {"launch", "lora_run", "run_file", "trainer"},
         {"report"},
         {"finetune"},
     ],

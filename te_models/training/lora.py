@@ -64,6 +64,11 @@ def save_lora(adapted: PeftModel, folder: str | Path) -> None:
     Raises:
         SaveError: writing failed; the previous content of `folder` is intact.
     """
+    save_folder(folder, *adapter_content(adapted))
+
+
+def adapter_content(adapted: PeftModel) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Return the tensors and documents of saved adapters, as te_models.saving.folder.save_folder takes them."""
     model: Any = adapted.get_base_model()
     config = {**adapted.peft_config[adapted.active_adapter].to_dict(), "inference_mode": True}
     config.pop("runtime_config", None)
@@ -72,7 +77,7 @@ def save_lora(adapted: PeftModel, folder: str | Path) -> None:
     if model.recipe.stateful and (state := fp8_state(model)):
         tensors["fp8_state"] = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items()}
     plain = json.loads(json.dumps(config, default=list))  # peft has sets and enums there
-    save_folder(folder, tensors, {"adapter_config": plain, "recipe": model.recipe.to_dict()})
+    return tensors, {"adapter_config": plain, "recipe": model.recipe.to_dict()}
 
 
 def load_lora(model: CausalLM, folder: str | Path, trainable: bool = False) -> PeftModel:
