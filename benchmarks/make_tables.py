@@ -99,9 +99,9 @@ def readme_speed() -> str:
             lines.append([shape, layers, f"{ours['tokens_per_second']:,.0f}", *others, f"{ours['peak_gib']:.1f} GiB",
                           f"{torch['peak_gib']:.1f} GiB"])  # fmt: skip
     header = (
-        "model, tokens per step | layers | tokens/s | torch BF16 | torchao float8 | te.TransformerLayer | peak memory"
+        "model, tokens per step | layers | tokens/s | torch | torchao float8 | te.TransformerLayer | peak memory"
     )
-    return f"{markdown(header + ' | torch BF16', lines)}\n\n{measured_on(load('step_h200')['runs'][RUNS['1b']])}"
+    return f"{markdown(header + ' | torch', lines)}\n\n{measured_on(load('step_h200')['runs'][RUNS['1b']])}"
 
 
 def readme_8b() -> str:
