@@ -61,6 +61,8 @@ def training_options(learning_rate: str) -> Decorator:
         data_option("--packing", default="stream", metavar="NAME",
                     help="stream, or documents: attend only within each document."),
         data_option("--data-workers", default=2, help="Processes that encode streamed data ahead."),
+        option("--log", metavar="NAMES", group="Evaluation and checkpoints",
+               help="Send metrics also to tensorboard, wandb or trackio: one or more names, separated by commas."),
         data_option("--sample-tokens", default=200, help="Length of the sample printed at the end; 0: no sample."),
     )  # fmt: skip
 
