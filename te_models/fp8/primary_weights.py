@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.recipe import Recipe
-from te_models.distributed.dtensor import local, piece, pieces, put
+from te_models.distributed.dtensor import from_shard, local, shard_of, write_shard
 from te_models.fp8.fsdp_gather import FP8Shard, amax_group, reduce_amax_over
 from te_models.fp8.scaling_state import delayed_states, make_state
 
@@ -43,7 +43,7 @@ def check_recipe(recipe: Recipe) -> None:
         )
 
 
-def same_codes(one: Recipe, other: Recipe) -> bool:
+def quantize_weights_alike(one: Recipe, other: Recipe) -> bool:
     """Return True if both recipes quantize weights alike."""
     return one.scheme == other.scheme and all(one.fields.get(f) == other.fields.get(f) for f in WEIGHT_FIELDS)
 
@@ -63,7 +63,7 @@ def is_quantized(tensor: Any) -> bool:
 def plain(tensor: Tensor) -> Tensor:
     """Return the tensor detached; the dequantized values of an FP8 weight, in its nominal dtype."""
     fp8 = quantized(tensor)
-    return tensor.detach() if fp8 is None else pieces(fp8.dequantize().detach(), tensor)
+    return tensor.detach() if fp8 is None else from_shard(fp8.dequantize().detach(), tensor)
 
 
 def clear_states(model: nn.Module) -> None:
@@ -99,7 +99,7 @@ def write_weight(parameter: Any, value: Tensor, for_master: bool = True) -> None
     """
     fp8 = quantized(parameter)
     if fp8 is None:
-        put(parameter, value)
+        write_shard(parameter, value)
         return
     value = value.detach().to(parameter.dtype)
     for part in _PARTS:
@@ -110,7 +110,7 @@ def write_weight(parameter: Any, value: Tensor, for_master: bool = True) -> None
     if _delayed(quantizer) and (amax := value.abs().amax().float()) > 0:
         quantizer.scale.fill_(E4M3_MAX / amax.item())
         quantizer.amax.zero_()
-    fp8.quantize_(piece(value, parameter).to(fp8.device))
+    fp8.quantize_(shard_of(value, parameter).to(fp8.device))
     if for_master:
         keep_initial_value(parameter, value)
     else:
@@ -154,7 +154,7 @@ def take_master(parameter: Any, master: Tensor) -> None:
 
 def keep_initial_value(parameter: Any, value: Tensor) -> None:
     """Store the values that an FP8 weight was made from, where Transformer Engine's optimizers look for them too."""
-    own = piece(value, parameter).detach()
+    own = shard_of(value, parameter).detach()
     vars(quantized(parameter))[_INITIAL_VALUE] = own.to("cpu", parameter.dtype, copy=own is not value)
 
 
@@ -172,17 +172,17 @@ def new_master(parameter: Any) -> Tensor:
     value = vars(fp8).pop(_INITIAL_VALUE, None)
     if value is None:
         return plain(parameter).float()
-    return pieces(value.to(fp8.device, torch.float32, copy=True), parameter)
+    return from_shard(value.to(fp8.device, torch.float32, copy=True), parameter)
 
 
-def weight_codes(model: nn.Module) -> dict[str, Tensor]:
+def quantized_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return name -> live FP8 data and inverse scales of every FP8 weight.
 
     `<weight>.data` is uint8 [O, I] and `<weight>.scale_inv` FP32 [1]; where blocks have scales there are rowwise and
     columnwise ones. Data is sharded like its weight.
     """
     return {
-        f"{name}.{part}": pieces(tensor, parameter) if part == "data" else tensor
+        f"{name}.{part}": from_shard(tensor, parameter) if part == "data" else tensor
         for name, parameter in model.named_parameters()
         if (fp8 := quantized(parameter)) is not None
         for part in _PARTS
@@ -191,14 +191,14 @@ def weight_codes(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_codes(model: nn.Module, codes: Mapping[str, Tensor]) -> None:
-    """Overwrite FP8 data and inverse scales with tensors of the names and shapes of `weight_codes`."""
-    live = weight_codes(model)
-    for name, tensor in codes.items():
-        put(live[name], tensor)
+def load_quantized_weights(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Overwrite FP8 data and inverse scales with tensors of the names and shapes of `quantized_weights`."""
+    live = quantized_weights(model)
+    for name, tensor in saved.items():
+        write_shard(live[name], tensor)
     for name, parameter in model.named_parameters():
         fp8 = quantized(parameter)
-        if f"{name}.data" in codes:
+        if f"{name}.data" in saved:
             _transpose_again(fp8)
 
 

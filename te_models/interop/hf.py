@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from te_models.config.layout import row_ranges
 from te_models.config.model import ModelConfig
-from te_models.distributed.dtensor import local, put
+from te_models.distributed.dtensor import local, write_shard
 from te_models.errors import CheckpointError, UsageError, needs
 from te_models.files.atomic import first_line, readable, replacing_folder, write_file
 from te_models.files.formats import (
@@ -318,7 +318,7 @@ def _fill(parameters: dict[str, torch.Tensor], places: Mapping[str, Place], shar
                 places[name].load(parameter, value)
                 left[target] -= 1
                 if not left[target] and target in wholes:
-                    put(parameters[target], wholes.pop(target))
+                    write_shard(parameters[target], wholes.pop(target))
     if lost := sorted(name for name, count in left.items() if count):
         raise CheckpointError(f"the files lost tensors of {list_some(lost)} while they were read")
 

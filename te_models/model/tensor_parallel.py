@@ -5,7 +5,7 @@ te.Linear does the rest: the projections into attention and MLP are column-paral
 embedding, the norms and the head are replicated.
 
 With sequence parallelism a rank has its own rows alone of everything between a row-parallel and the next column-parallel
-layer, norms included, and of the residual stream. The number of bytes sent is the same; they are FP8 codes one way.
+layer, norms included, and of the residual stream. The number of bytes sent is the same; they are FP8 one way.
 
 Parameters are plain tensors with an attribute `tp_sharded`: where it is False the parameter and its gradient are the same
 on all ranks, where it is True they are this rank's part of a larger one (a norm of all gradients sums the squares of those
@@ -109,7 +109,7 @@ class TensorParallel:
         return "" if self.size == 1 else f" on each of {self.size} ranks"
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Raise if the ranks could not read each other's FP8 codes under this recipe."""
+        """Raise if the ranks could not read each other's FP8 data under this recipe."""
         if self.scatters and recipe.stateful and not recipe.fields.get("reduce_amax", True):
             raise ValueError(
                 f"recipe {recipe.name!r} has reduce_amax=False, and sequence parallelism needs the same scales on all ranks:"

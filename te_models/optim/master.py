@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from te_models.distributed.dtensor import local, pieces
+from te_models.distributed.dtensor import from_shard, local
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized, new_master, take_master
 from te_models.optim.galore import GaLore
@@ -264,7 +264,7 @@ class MasterWeights:
         fp8 = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if is_quantized(p)]
         parameters = [p for p, _ in fp8]
         own = self.owners.distribute(parameters, [m for _, m in fp8], [p.dtype for p in parameters])
-        return {id(p): pieces(values, p) for p, values in zip(parameters, own, strict=True)}
+        return {id(p): from_shard(values, p) for p, values in zip(parameters, own, strict=True)}
 
     def _stateful(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], Tensor]]:
         """Yield every tensor that an optimizer updates, with the optimizer and its group."""

@@ -92,16 +92,16 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return (blocks / scales.clamp(min=SMALLEST)).round_().to(torch.int8), scales
 
 
-def dequantize(codes: Tensor, scales: Tensor, shape: torch.Size) -> Tensor:
-    """Return the FP32 tensor of `shape` that `quantize` made `codes` and `scales` of."""
-    return (codes.float() * scales).flatten()[: shape.numel()].view(shape)
+def dequantize(data: Tensor, scales: Tensor, shape: torch.Size) -> Tensor:
+    """Return the FP32 tensor of `shape` that `quantize` made `data` and `scales` of."""
+    return (data.float() * scales).flatten()[: shape.numel()].view(shape)
 
 
-def advance(codes: Tensor, scales: Tensor, gradient: Tensor, momentum: float, nesterov: bool) -> Tensor:
+def advance(data: Tensor, scales: Tensor, gradient: Tensor, momentum: float, nesterov: bool) -> Tensor:
     """Add FP32 `gradient` [A, B] to the quantized momentum in place; return the direction to orthogonalize, BF16."""
-    average = dequantize(codes, scales, gradient.shape).lerp(gradient, 1 - momentum)
-    new_codes, new_scales = quantize(average)
-    codes.copy_(new_codes)
+    average = dequantize(data, scales, gradient.shape).lerp(gradient, 1 - momentum)
+    new_data, new_scales = quantize(average)
+    data.copy_(new_data)
     scales.copy_(new_scales)
     return (gradient.lerp(average, momentum) if nesterov else average).bfloat16()
 

@@ -24,10 +24,10 @@ from te_models.files.formats import all_finite, check_finite, list_some, parse_j
 from te_models.fp8.primary_weights import (
     is_quantized,
     keep_initial_value,
-    load_codes,
+    load_quantized_weights,
     plain,
-    same_codes,
-    weight_codes,
+    quantize_weights_alike,
+    quantized_weights,
     write_weight,
 )
 from te_models.fp8.scaling_state import check_fp8_state, fp8_state
@@ -69,8 +69,8 @@ def model_content(
     tensors = {"model": own if parts else gather_state(model, own)}
     if state := fp8_state(model) if model.recipe.stateful else {}:
         tensors["fp8_state"] = {name: tensor.clone() for name, tensor in state.items()}  # the next forward writes to it
-    if codes := weight_codes(model):
-        tensors["fp8_weights"] = codes
+    if quantized := quantized_weights(model):
+        tensors["fp8_weights"] = quantized
     dtype = str(model.dtype).removeprefix("torch.")
     config = {"model_type": MODEL_TYPE, "dtype": dtype, **model.config.to_dict()}
     return tensors, {"config": config, "recipe": model.recipe.to_dict(), **origin.documents()}
@@ -205,13 +205,13 @@ def restore_model(model: Decoder, saved: Folder, recipe: Recipe) -> None:
 
 def check_restore(model: Decoder, saved: Folder, recipe: Recipe) -> None:
     """Raise CheckpointError unless the weights and the FP8 state of a folder fit `model`, which stays as it is."""
-    _fitting_codes(model, saved, recipe)
+    _fitting_quantized(model, saved, recipe)
     _fitting_weights(model, saved.tensors["model"])
     check_fp8_state(model, saved.tensors.get("fp8_state", {}))
 
 
 def _write_model(model: Decoder, saved: Folder, recipe: Recipe) -> None:
-    load_weights(model, saved.tensors["model"], _fitting_codes(model, saved, recipe))
+    load_weights(model, saved.tensors["model"], _fitting_quantized(model, saved, recipe))
     state = saved.tensors.get("fp8_state", {})
     taken = model.take_fp8_state(state, recipe)
     if taken < len(state):
@@ -223,11 +223,11 @@ def _write_model(model: Decoder, saved: Folder, recipe: Recipe) -> None:
         )
 
 
-def _fitting_codes(model: Decoder, saved: Folder, recipe: Recipe) -> dict[str, Tensor]:
+def _fitting_quantized(model: Decoder, saved: Folder, recipe: Recipe) -> dict[str, Tensor]:
     """Return the saved FP8 data and scales that belong to FP8 weights of the model, once they are known to fit."""
-    codes = saved.tensors.get("fp8_weights", {}) if same_codes(recipe, model.recipe) else {}
-    live = weight_codes(model)
-    fitting = {name: tensor for name, tensor in codes.items() if name in live}
+    quantized = saved.tensors.get("fp8_weights", {}) if quantize_weights_alike(recipe, model.recipe) else {}
+    live = quantized_weights(model)
+    fitting = {name: tensor for name, tensor in quantized.items() if name in live}
     owners = {name.rsplit(".", 1)[0] for name in fitting}
     match({name: tensor for name, tensor in live.items() if name.rsplit(".", 1)[0] in owners}, fitting)
     for name, tensor in fitting.items():
@@ -321,19 +321,19 @@ def _fitting_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> tuple[dic
 
 
 @torch.no_grad()
-def load_weights(model: Decoder, tensors: Mapping[str, Tensor], codes: Mapping[str, Tensor] | None = None) -> None:
+def load_weights(model: Decoder, tensors: Mapping[str, Tensor], quantized: Mapping[str, Tensor] | None = None) -> None:
     """Copy `tensors` into the model's parameters once every name and shape is known to fit; dtypes are converted.
 
-    FP8 primary weights take their data and scales from `codes`, and are quantized where there are none.
+    FP8 primary weights take their data and scales from `quantized`, and are quantized where there are none.
     """
     live, own = _fitting_weights(model, tensors)
-    coded = {name.rsplit(".", 1)[0] for name in codes or {}}
+    in_fp8 = {name.rsplit(".", 1)[0] for name in quantized or {}}
     for name, tensor in own.items():
-        if name in coded:
+        if name in in_fp8:
             keep_initial_value(live[name], tensor)
         else:
             write_weight(live[name], tensor)
-    load_codes(model, codes or {})
+    load_quantized_weights(model, quantized or {})
 
 
 @dataclass(frozen=True)

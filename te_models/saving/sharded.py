@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_models.distributed.control import Ranks
-from te_models.distributed.dtensor import cut, local, whole
+from te_models.distributed.dtensor import local, shard_like, whole
 from te_models.errors import CheckpointError, SaveError, UsageError
 from te_models.files.atomic import first_line, replacing_folder
 from te_models.files.formats import render_index, render_safetensors
@@ -199,7 +199,7 @@ def cut_optimizer_state(
     def own(index: int, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim():
             return value
-        return cut(shard(names[index], value, model.config, model.tp), masters[index])
+        return shard_like(shard(names[index], value, model.config, model.tp), masters[index])
 
     try:
         found = [{key: own(i, value) for key, value in values.items()} for i, values in enumerate(state["state"])]

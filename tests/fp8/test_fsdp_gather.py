@@ -19,7 +19,7 @@ from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import whole
 from te_models.engine.emulated import DType, Float8Quantizer
 from te_models.fp8.fsdp_gather import FP8Shard
-from te_models.fp8.primary_weights import quantized, weight_codes
+from te_models.fp8.primary_weights import quantized, quantized_weights
 from te_models.optim import build_optimizer
 from te_models.saving.folder import load_folder
 from te_models.training.launch import meshes
@@ -53,7 +53,7 @@ def rank_job(rank: int, folder: str) -> None:
 def born(shared: Parallel, root: Path, case: dict[str, Any]) -> dict[str, Any]:
     """A fresh model's codes, what training it sends, and its codes against a cast of the whole masters after it."""
     run = make_trainer(shared, root / f"born-{case['recipe']}", case)
-    fresh = {name: whole(codes).tolist() for name, codes in weight_codes(run.model).items()}
+    fresh = {name: whole(codes).tolist() for name, codes in quantized_weights(run.model).items()}
     sent: list[int] = []
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # what FSDP2 calls
     gather = getattr(dist, name)
@@ -171,7 +171,7 @@ def test_neither_gathering_again_nor_recomputing_changes_a_bit(name: str, two: d
 def test_codes_are_those_of_one_process_in_every_bit(recipe: str, two: dict[str, Any], tmp_path: Path) -> None:
     case = {**FSDP, "recipe": recipe}
     del case["parallel"]
-    fresh = weight_codes(make_trainer(Parallel(), tmp_path, case).model)
+    fresh = quantized_weights(make_trainer(Parallel(), tmp_path, case).model)
     assert {name: codes.tolist() for name, codes in fresh.items()} == two[f"born-{recipe}"]["fresh"]
     assert two[f"born-{recipe}"]["wrong"] == 0
 

@@ -17,7 +17,7 @@ from te_models.config.chunk_sizes import HEAD_CHUNK, UPDATE_CHUNK, head_rows
 from te_models.config.presets import get_preset
 from te_models.engine.emulated.gemm import exact_gemm
 from te_models.files.formats import flatten_state
-from te_models.fp8.primary_weights import is_quantized, weight_codes
+from te_models.fp8.primary_weights import is_quantized, quantized_weights
 from te_models.kernels.gated_attention import can_fuse
 from te_models.planning.memory_estimate import Memory, _standing, _walk, saved_bytes
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
@@ -148,7 +148,7 @@ def test_a_fused_head_writes_the_gradient_over_the_logits(way: dict[str, Any], b
 def test_fp8_weights_are_the_models(recipe: str, head: dict[str, Any]) -> None:
     place = dict(recipe=recipe, fp8_params=True, device="cpu", engine="emulated")
     model = CausalLM.from_preset("gated-nano", **{**SHAPE, **place, **head})
-    parts = [p for p in model.parameters() if not is_quantized(p)] + list(weight_codes(model).values())
+    parts = [p for p in model.parameters() if not is_quantized(p)] + list(quantized_weights(model).values())
     plan = model.plan_memory(batch_size=1, seq_len=32)
     own = _standing(plan.config, plan.recipe, plan.training)
     assert own.weights == sum(part.numel() * part.itemsize for part in parts)
