@@ -136,7 +136,8 @@ def train(model: CausalLM, seed: int, rate: float) -> tuple[list[float], dict[st
         loss.backward()
         if step == 0:
             own = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-            gradients = {name: tensor.float().cpu() for name, tensor in gather_state(model, own).items()}
+            whole = gather_state(own, model.config, model.tp)
+            gradients = {name: tensor.float().cpu() for name, tensor in whole.items()}
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= rate * parameter.grad

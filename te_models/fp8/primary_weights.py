@@ -74,12 +74,12 @@ def clear_states(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def drop_transposed(model: Any) -> None:
+def drop_transposed(model: nn.Module, recipe: Recipe) -> None:
     """Transpose weights in each backward and drop that copy after it, which saves a byte per parameter.
 
     Transformer Engine does so where FSDP2 gathers weights; for weights with one scale it can be done anywhere.
     """
-    if model.recipe.scheme not in SHARDED_SCHEMES:
+    if recipe.scheme not in SHARDED_SCHEMES:
         return
     for module in _owners(model).values():
         fp8 = quantized(module.weight)
@@ -224,29 +224,34 @@ def relink(model: nn.Module, built: Any) -> None:
 
 
 @torch.no_grad()
-def make_shards(model: Any, group: Any) -> None:
+def make_shards(model: nn.Module, linear: type[nn.Module], recipe: Recipe, built: Any, group: Any) -> None:
     """Replace this rank's rows of the FP8 layers' weights by empty FP8 ones, for `write_weight` to fill.
 
-    `group` holds the processes that share each weight, over which current scaling takes its amax.
+    Args:
+        model: the model.
+        linear: the engine's te.Linear.
+        recipe: the model's recipe.
+        built: the engine's recipe object made of it.
+        group: the processes that share each weight, over which current scaling takes its amax.
 
     Raises:
         ValueError: if the recipe gives blocks their own scales, or a weight's rows cannot be divided evenly.
     """
-    if model.recipe.scheme not in SHARDED_SCHEMES:
+    if recipe.scheme not in SHARDED_SCHEMES:
         raise ValueError(
-            f"FP8 primary weights in pieces need one scale a weight, which recipe {model.recipe.name!r} does not have: choose "
+            f"FP8 primary weights in pieces need one scale a weight, which recipe {recipe.name!r} does not have: choose "
             "recipe='delayed' or 'current', or leave fp8_params out"
         )
     for name, module in model.named_modules():
-        if not (isinstance(module, model.te.Linear) and module.primary_weights_in_fp8):
+        if not (isinstance(module, linear) and module.primary_weights_in_fp8):
             continue
         weight: Any = module.weight
         if len(weight) % weight.device_mesh.size():
             raise ValueError(
-                f"the {len(weight)} rows of {name}.weight cannot be divided evenly among {weight.device_mesh.size()} processes, as FP8 "
-                "primary weights have to be: change the number of processes, or leave fp8_params out"
+                f"the {len(weight)} rows of {name}.weight cannot be divided evenly among {weight.device_mesh.size()} "
+                "processes, as FP8 primary weights have to be: change the number of processes, or leave fp8_params out"
             )
-        quantizer, own = _weight_quantizer(module, model.te_recipe), local(weight)
+        quantizer, own = _weight_quantizer(module, built), local(weight)
         quantizer.set_usage(rowwise=True, columnwise=False)
         fp8 = quantizer.make_empty(own.shape, dtype=own.dtype, device=own.device)
         reduce_amax_over(fp8._quantizer, group)

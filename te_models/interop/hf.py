@@ -289,7 +289,7 @@ def _shard_files(folder: Path) -> list[Path]:
 @torch.no_grad()
 def fill(model: Decoder, places: Mapping[str, Place], shards: Iterable[Path]) -> None:
     """Copy every tensor of `shards` into its place; rows that no tensor fills become zero."""
-    with model.tp.filling_all(model) as parameters:
+    with model.tp.filling_all(model, model.config) as parameters:
         _fill(parameters, places, shards)
 
 

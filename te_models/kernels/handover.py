@@ -11,6 +11,7 @@ from the functions here by one rounding to BF16 that they do not make.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +31,17 @@ def norm(module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module
     return module(total), total
 
 
+def _itself(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return function
+
+
 class _SwiGLU(torch.autograd.Function):
     """SwiGLU from two functions, so that one may know where its input is saved (te_models/kernels/early_save.py)."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
         """gate_up [N, 2F] -> [N, F]."""
-        save_input(ctx, gate_up, recompute=lambda: forward)
+        save_input(ctx, gate_up, recompute=partial(_itself, forward))
         ctx.make_gradient = backward
         return forward(gate_up)
 

@@ -131,7 +131,7 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.tp.mark(self)
         clear_states(self)
-        drop_transposed(self)
+        drop_transposed(self, self.recipe)
         if initialize and factory["device"].type != "meta":
             self.init_weights()
 

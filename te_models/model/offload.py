@@ -155,7 +155,7 @@ class _Block:
 
     def __init__(self, memory: HostMemory, below: _Block | None) -> None:
         self.memory, self.device = memory, memory.device
-        self.below = (lambda: None) if below is None else weakref.ref(below)
+        self.below = None if below is None else weakref.ref(below)
         self.storages: list[weakref.ref[_Storage]] = []
         self.pages: list[Tensor] = []
         self.event: torch.cuda.Event | None = None
@@ -198,7 +198,7 @@ class _Block:
         """Have everything on the device that is still needed, and the block below on its way there."""
         self._load()
         self.wait()
-        if (below := self.below()) is not None:
+        if self.below is not None and (below := self.below()) is not None:
             below._load()
 
     def _load(self) -> None:

@@ -31,7 +31,7 @@ from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.distributed.collectives import all_gather, all_reduce
 from te_models.distributed.dtensor import filling, whole
-from te_models.fp8.primary_weights import is_quantized, plain, write_weight
+from te_models.fp8.primary_weights import is_quantized, write_weight
 
 # Module -> the sections of its rows, each of which is divided between the ranks (column-parallel); None: its columns are
 # (row-parallel). All other modules are replicated.
@@ -149,11 +149,11 @@ class TensorParallel:
             parameter.tp_sharded = self.size > 1 and is_sharded(name)  # type: ignore[attr-defined]
 
     @contextmanager
-    def filling_all(self, model: Any) -> Iterator[dict[str, Tensor]]:
+    def filling_all(self, model: nn.Module, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
         """`filling` for all parameters of a model, the whole ones in the CPU's memory."""
         with ExitStack() as stack:
             yield {
-                name: stack.enter_context(self.filling(name, parameter, model.config, "cpu"))
+                name: stack.enter_context(self.filling(name, parameter, config, "cpu"))
                 for name, parameter in model.named_parameters(remove_duplicate=False)
             }
 
@@ -238,20 +238,18 @@ def shard_state(full: Mapping[str, Tensor], config: ModelConfig, mesh: DeviceMes
 
 
 @torch.no_grad()
-def gather_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The whole tensors of `state`, this rank's parts (None: the model's parameters), on every rank.
+def gather_state(state: Mapping[str, Tensor], config: ModelConfig, tp: TensorParallel) -> dict[str, Tensor]:
+    """The whole tensors of `state`, this rank's parts of a model's parameters or of tensors like them, on every rank.
 
     A collective: all ranks call it, with the same names. One tensor at a time, on the device of the part.
     """
-    if state is None:
-        state = {name: plain(p) for name, p in model.named_parameters(remove_duplicate=False)}
-    if model.tp.size == 1:
+    if tp.size == 1:
         return dict(state)
     found = {}
     for name, tensor in state.items():
         if is_sharded(name):
-            parts = all_gather(whole(tensor.detach())[None], model.tp.group)
-            tensor = unshard(name, list(parts.unbind()), model.config, model.tp)
+            parts = all_gather(whole(tensor.detach())[None], tp.group)
+            tensor = unshard(name, list(parts.unbind()), config, tp)
         found[name] = tensor
     return found
 

@@ -66,7 +66,7 @@ def model_content(
         parts: of parameters that several ranks share, return this rank's parts (for te_models.saving.sharded).
     """
     own = weights(model, masters)
-    tensors = {"model": own if parts else gather_state(model, own)}
+    tensors = {"model": own if parts else gather_state(own, model.config, model.tp)}
     if state := fp8_state(model) if model.recipe.stateful else {}:
         tensors["fp8_state"] = {name: tensor.clone() for name, tensor in state.items()}  # the next forward writes to it
     if quantized := quantized_weights(model):

@@ -143,7 +143,7 @@ class ShardedCheckpoints(Checkpoints):
             tensor = self.fetch(found[1], int(found[2]), tensor)
         if self.model.tp.size > 1 and found:
             name = self.names[int(found[2])] if tensor.dim() else name
-        return gather_state(self.model, {name: tensor})[name]
+        return gather_state({name: tensor}, self.model.config, self.model.tp)[name]
 
     def _write(
         self, folder: Path, plan: Plan, tensors: Mapping[str, Mapping[str, Tensor]], totals: dict[str, int]

@@ -64,7 +64,8 @@ def save_lora(adapted: PeftModel, folder: str | Path) -> None:
     Raises:
         SaveError: writing failed; the previous content of `folder` is intact.
     """
-    model: Any = adapted.get_base_model()
+    model = adapted.get_base_model()
+    assert isinstance(model, CausalLM)
     config = {**adapted.peft_config[adapted.active_adapter].to_dict(), "inference_mode": True}
     config.pop("runtime_config", None)
     weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)

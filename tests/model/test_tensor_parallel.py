@@ -90,15 +90,21 @@ def _train(model: CausalLM) -> dict[str, Any]:
                 parameter -= 0.02 * parameter.grad
         losses.append(loss.item())
     scales = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
-    whole = gather_state(model)
-    return dict(losses=losses, gradients=gradients, gathered=gather_state(model, gradients), whole=whole, scales=scales)
+    gathered = gather_state(gradients, model.config, model.tp)
+    return dict(losses=losses, gradients=gradients, gathered=gathered, whole=parameters(model), scales=scales)
+
+
+def parameters(model: CausalLM) -> dict[str, Tensor]:
+    """The whole parameters, from all ranks."""
+    own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return gather_state(own, model.config, model.tp)
 
 
 def work(rank: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for number, case in enumerate(CASES):
         model = build(case, tp_mesh=mesh, sequence_parallel=case[2])
-        start = {name: tensor.clone() for name, tensor in gather_state(model).items()}
+        start = {name: tensor.clone() for name, tensor in parameters(model).items()}
         torch.save({"start": start} | train(model), f"{folder}/{number}-{rank}.pt")
     torch.save(others(mesh, folder), f"{folder}/others-{rank}.pt")
 
@@ -165,7 +171,7 @@ def same_but_padding(found: Tensor, expected: Tensor, name: str, config: ModelCo
 )
 def test_two_ranks_train_as_one(number: int, case: tuple[str, str, bool, dict[str, Any]], results: Path) -> None:
     one = build(case)
-    start = {name: tensor.clone() for name, tensor in gather_state(one).items()}
+    start = {name: tensor.clone() for name, tensor in parameters(one).items()}
     expected, parts = train(one), load(results, str(number))
     for name, tensor in start.items():
         assert same_but_padding(parts[0]["start"][name], tensor, name, one.config), name
@@ -284,7 +290,7 @@ def replicas(rank: int, folder: str) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no average
     fsdp(ids(), labels=ids()).loss.backward()
     whole = {name: p.grad.full_tensor() for name, p in fsdp.named_parameters()}
-    torch.save(gather_state(fsdp, whole), f"{folder}/fsdp-{rank}.pt")
+    torch.save(gather_state(whole, fsdp.config, fsdp.tp), f"{folder}/fsdp-{rank}.pt")
 
 
 @pytest.fixture(scope="module")
