@@ -3,9 +3,10 @@
     python benchmarks/checkpoint_parity.py --out benchmarks/results/checkpoint_parity_h200.json      # on a GPU
     python benchmarks/checkpoint_parity.py --engine emulated --recipe delayed --steps 3              # anywhere
 
-Four layers, three micro-batches a step, an evaluation every fifth step, one forward that is abandoned and one that ends in
-an exception. Compared are every loss, and after every step gradients, weights, scales and amax histories; counted are the
-scale updates of a step. Attention runs PyTorch's plain kernel: the gradients of the fused ones vary from run to run.
+Four layers, three micro-batches a step, an evaluation every fifth step, one forward that is abandoned and one that ends
+in an exception. Compared are every loss, and after every step gradients, weights, scales and amax histories; counted
+are the scale updates of a step. Attention runs PyTorch's plain kernel: the gradients of the fused ones vary from run to
+run.
 """
 
 from __future__ import annotations

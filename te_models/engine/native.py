@@ -62,7 +62,8 @@ __all__ = [
     "FusedAdam", "Linear", "MXFP8Quantizer", "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "autocast",
     "checkpoint", "fp8_autocast", "get_align_size_for_quantization",
     "get_default_recipe", "handover", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
-    "is_nvfp4_available", "outside_autocast", "quantized_model_init", "recipe", "region_lock", "reset_fp8_state", "restored_recompute", "separate_copy",
+    "is_nvfp4_available", "outside_autocast", "quantized_model_init", "recipe", "region_lock", "reset_fp8_state",
+    "restored_recompute", "separate_copy",
     "drop_cached_weights",
 ]  # fmt: skip
 

@@ -49,7 +49,8 @@ def quantize_weights_alike(one: Recipe, other: Recipe) -> bool:
 
 
 def quantized(parameter: Any) -> Any:
-    """Return the engine's quantized tensor in an FP8 primary weight (this rank's rows of it); None for another tensor."""
+    """Return the engine's quantized tensor in an FP8 primary weight (this rank's rows of it);
+    None for another tensor."""
     own = local(parameter)
     own = own.fp8 if isinstance(own, FP8Shard) else own
     return own if hasattr(own, "quantize_") else None  # the method that quantized tensors of both engines have
@@ -167,7 +168,8 @@ def drop_initial_values(model: nn.Module) -> None:
 
 @torch.no_grad()
 def new_master(parameter: Any) -> Tensor:
-    """Return the FP32 master of an FP8 weight: the values it was made from, if still stored, else the dequantized ones."""
+    """Return the FP32 master of an FP8 weight: the values it was made from, if still stored,
+    else the dequantized ones."""
     fp8 = quantized(parameter)
     value = vars(fp8).pop(_INITIAL_VALUE, None)
     if value is None:
@@ -239,8 +241,8 @@ def make_shards(model: nn.Module, linear: type[nn.Module], recipe: Recipe, built
     """
     if recipe.scheme not in SHARDED_SCHEMES:
         raise ValueError(
-            f"FP8 primary weights in pieces need one scale a weight, which recipe {recipe.name!r} does not have: choose "
-            "recipe='delayed' or 'current', or leave fp8_params out"
+            f"FP8 primary weights in pieces need one scale a weight, which recipe {recipe.name!r} does not have: "
+            "choose recipe='delayed' or 'current', or leave fp8_params out"
         )
     for name, module in model.named_modules():
         if not (isinstance(module, linear) and module.primary_weights_in_fp8):

@@ -5,7 +5,8 @@ concatenate four gradients into one: 12 of 183 ms a step at 1B on an H200. Here 
 put them, attention reads views, and the backward writes each gradient to its place in one buffer. What is kept for
 backward: the rotated projection, attention's output and its log-sum-exp.
 
-`Operations` are the elementwise parts: `PLAIN` here, in Triton in gated_attention_triton.py. Shapes as in model/layers.py.
+`Operations` are the elementwise parts: `PLAIN` here, in Triton in gated_attention_triton.py. Shapes as in
+model/layers.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from te_models.kernels.sdpa import suits_cudnn
 def can_fuse(config: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether attention_core computes this model's attention of `tokens` tokens a row.
 
-    Not with QK-norm or RoPE on a part of the channels; and on CUDA devices where cuDNN's kernel is not the one for them.
+    Not with QK-norm or RoPE on a part of the channels; and on CUDA devices where cuDNN's kernel is not the one for
+    them.
     """
     if config.qk_norm or config.rotary_size != config.head_dim:
         return False
@@ -136,7 +138,8 @@ class _AttentionCore(torch.autograd.Function):
             ops.rotate(q, q, cos, sin, False)
             ops.rotate(k, k, cos, sin, False)
         out, *kept = _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        # FP8 is written for all rows and columns, and one value a head would need a sum over what its kernel has in parts.
+        # FP8 is written for all rows and columns, and one value a head would need a sum over what its kernel has in
+        # parts.
         whole = ops.fp8 is not None and not _has_filling(qkvg, rows, heads) and heads.gate != "headwise"
         gradient, target = targets if whole else (None, None)
         ctx.setting = (batch, rows, heads, ops, gradient)
@@ -234,8 +237,8 @@ def attention_core(
 ) -> Tensor:  # fmt: skip
     """gate(attention(rope(q), rope(k), v)) of the projection qkvg [N, Q], N >= B*S; returns [B*S, A*H].
 
-    cos, sin [S, H] or [B, S, H], None for a layer without RoPE. **Overwrites q and k in qkvg**, which only its producer may
-    hold besides: te.Linear does not keep its output. `targets` (kernels.handover.targets): where the gradient of qkvg and
-    the result may be written as FP8.
+    cos, sin [S, H] or [B, S, H], None for a layer without RoPE. **Overwrites q and k in qkvg**, which only its producer
+    may hold besides: te.Linear does not keep its output. `targets` (kernels.handover.targets): where the gradient of
+    qkvg and the result may be written as FP8.
     """
     return _AttentionCore.apply(qkvg, cos, sin, batch, batch * seq, heads, ops, targets)

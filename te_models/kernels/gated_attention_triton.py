@@ -176,7 +176,8 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
 
 @triton.jit
 def _rows(x, i, head, batch_stride, seq_stride, head_stride, seq):
-    """Pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]; S is None where tokens lie as those of one row do."""
+    """Pointers [rows, 1] to a head at tokens i of x [B, S, heads, H];
+    S is None where tokens lie as those of one row do."""
     if seq is None:
         at = x + i * seq_stride + head * head_stride
     else:
@@ -263,8 +264,8 @@ def _rotate_fp8_kernel(
 
 @triton.jit
 def _gate_slopes(
-    dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch, dx_seq,
-    dx_head, seq, channel, inside,
+    dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch,
+    dx_seq, dx_head, seq, channel, inside,
 ):  # fmt: skip
     slope = _read(_rows(dy, i, head, dy_batch, dy_seq, dy_head, seq), channel, inside)
     value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
@@ -285,14 +286,14 @@ def _gate_backward_fp8_kernel(
     group, channel = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4), tl.arange(0, dim)
     i = 4 * group
     inside = (i < rows)[:, None]
-    a = _gate_slopes(dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
-                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
-    b = _gate_slopes(dy, x, logits, dx, i + 1, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
-                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
-    c = _gate_slopes(dy, x, logits, dx, i + 2, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
-                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
-    d = _gate_slopes(dy, x, logits, dx, i + 3, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
-                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    a = _gate_slopes(dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
+                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    b = _gate_slopes(dy, x, logits, dx, i + 1, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
+                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    c = _gate_slopes(dy, x, logits, dx, i + 2, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
+                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    d = _gate_slopes(dy, x, logits, dx, i + 3, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
+                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
     s, j = tl.load(scale), first + head * dim + channel
     raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, width, data, transposed, width, E5M2))
     note_inverse(s, scale_inv)

@@ -1,9 +1,9 @@
 """From one te module to the next: the plain functions, which pass BF16 on.
 
-A te.Linear casts its input to FP8 by itself: a pass over a BF16 tensor that the operation before it has just written; and
-so does its backward with the gradient of its output. An engine's `handover` holds twins under these names that write FP8
-directly, with the te.Linear's own scale and into its own amax; Transformer Engine's are in engine/native.py. They differ
-from the functions here by one rounding to BF16 that they do not make.
+A te.Linear casts its input to FP8 by itself: a pass over a BF16 tensor that the operation before it has just written;
+and so does its backward with the gradient of its output. An engine's `handover` holds twins under these names that
+write FP8 directly, with the te.Linear's own scale and into its own amax; Transformer Engine's are in engine/native.py.
+They differ from the functions here by one rounding to BF16 that they do not make.
 
 `producer` is the te.Linear whose output is read, `consumer` the one whose input is made.
 """

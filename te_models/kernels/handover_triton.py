@@ -2,11 +2,11 @@
 
 On Hopper a GEMM wants the contraction last in both operands, so forward reads the data as it is and the weight's
 gradient reads it transposed. Casting afterwards costs a BF16 round trip, and a transpose of its own costs another pass.
-Each function takes a delayed scale (FP32 [1]) and raises `amax` (FP32 [1]) to that of its FP32 result; FP8 data is uint8.
-N is a multiple of 4: the bytes of four rows are one word, so that words are transposed, not bytes.
+Each function takes a delayed scale (FP32 [1]) and raises `amax` (FP32 [1]) to that of its FP32 result; FP8 data is
+uint8. N is a multiple of 4: the bytes of four rows are one word, so that words are transposed, not bytes.
 
-Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), which has no instruction for the conversion: there, it
-is made of integers.
+Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), which has no instruction for the conversion: there,
+it is made of integers.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def store_fp8(a, b, c, d, scale, group, j, rows, columns, data, transposed, stri
     """Quantize FP32 tiles, the first, second, third and fourth rows of groups of four, of columns j, into both copies,
     or into the transposed one alone. Returns the largest magnitude of each group and column, for `raise_amax`.
 
-    `group` is numbers that lie together: of 4 * group the compiler would not know that the words do, and would write them one
-    by one.
+    `group` is numbers that lie together: of 4 * group the compiler would not know that the words do, and would write
+    them one by one.
     """
     group, j = group.to(tl.int64), j.to(tl.int64)
     i = 4 * group
@@ -131,7 +131,8 @@ def note_inverse(scale, scale_inv):
 
 @triton.jit
 def tile(high, wide, BAND: tl.constexpr):
-    """This program's tile of `high` x `wide`: its place from above and from the left. Bands BAND high follow each other."""
+    """This program's tile of `high` x `wide`: its place from above and from the left.
+    Bands BAND high follow each other."""
     first = tl.program_id(0) // (BAND * wide) * BAND
     own, height = tl.program_id(0) - first * wide, tl.minimum(BAND, high - first)
     return first + own % height, own // height
@@ -311,6 +312,7 @@ def norm(
     _norm_kernel[(triton.cdiv(rows, NORM_ROWS), 1)](
         x, x if delta is None else delta, total, weight, rstd, out.data, out.transposed, scale, amax, out.scale_inv,
         rows, columns, eps,
-        ADD=delta is not None, ZERO_CENTERED=zero_centered, E5M2=e5m2, ROWS=NORM_ROWS, COLUMNS=NORM_COLUMNS, num_warps=4,
+        ADD=delta is not None, ZERO_CENTERED=zero_centered, E5M2=e5m2, ROWS=NORM_ROWS, COLUMNS=NORM_COLUMNS,
+        num_warps=4,
     )  # fmt: skip
     return out, total, rstd

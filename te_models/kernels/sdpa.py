@@ -45,7 +45,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 
 
 def _decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """One query a row. The N/K heads that share a key are taken as queries of one head: no key is copied or read twice."""
+    """One query a row. The N/K heads that share a key are taken as queries of one head:
+    no key is copied or read twice."""
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
     return _attention(grouped, k, v, DECODE_ORDER, dict(attn_mask=mask)).reshape(q.shape)
 

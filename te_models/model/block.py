@@ -5,9 +5,9 @@
 Shapes: B batch, S sequence, N = B*S tokens padded up to the recipe's alignment, D hidden_size, A attention heads,
 K key/value heads, H head_dim, F intermediate_size.
 
-Activations are [N, D], tokens padded with rows of zeros. A row of zeros remains one through every layer here (there is no
-bias but the one on q, k, v, which attention cuts off), and so do its gradients, hence padding changes no amax, no scale
-and no weight gradient. The padding inside a batch of unequal prompts is kept at zero in the same way.
+Activations are [N, D], tokens padded with rows of zeros. A row of zeros remains one through every layer here (there is
+no bias but the one on q, k, v, which attention cuts off), and so do its gradients, hence padding changes no amax, no
+scale and no weight gradient. The padding inside a batch of unequal prompts is kept at zero in the same way.
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@ Each rank runs the same model code on `local(config)`, a model of its share of t
 te.Linear does the rest: the projections into attention and MLP are column-parallel, those out of them row-parallel. The
 embedding, the norms and the head are replicated.
 
-With sequence parallelism a rank has its own rows alone of everything between a row-parallel and the next column-parallel
-layer, norms included, and of the residual stream. The number of bytes sent is the same; they are FP8 one way.
+With sequence parallelism a rank has its own rows alone of everything between a row-parallel and the next
+column-parallel layer, norms included, and of the residual stream. The number of bytes sent is the same; they are FP8
+one way.
 
-Parameters are plain tensors with an attribute `tp_sharded`: where it is False the parameter and its gradient are the same
-on all ranks, where it is True they are this rank's part of a larger one (a norm of all gradients sums the squares of those
-over the ranks).
+Parameters are plain tensors with an attribute `tp_sharded`: where it is False the parameter and its gradient are the
+same on all ranks, where it is True they are this rank's part of a larger one (a norm of all gradients sums the squares
+of those over the ranks).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from te_models.distributed.collectives import all_gather, all_reduce
 from te_models.distributed.dtensor import filling, whole
 from te_models.fp8.primary_weights import is_quantized, write_weight
 
-# Module -> the sections of its rows, each of which is divided between the ranks (column-parallel); None: its columns are
-# (row-parallel). All other modules are replicated.
+# Module -> the sections of its rows, each of which is divided between the ranks (column-parallel); None: its columns
+# are (row-parallel). All other modules are replicated.
 SPLITS: dict[str, Callable[[ModelConfig], tuple[Section, ...]] | None] = {**FUSED, "o_proj": None, "down_proj": None}
 
 
@@ -112,8 +113,8 @@ class TensorParallel:
         """Raise if the ranks could not read each other's FP8 data under this recipe."""
         if self.scatters and recipe.stateful and not recipe.fields.get("reduce_amax", True):
             raise ValueError(
-                f"recipe {recipe.name!r} has reduce_amax=False, and sequence parallelism needs the same scales on all ranks:"
-                " use reduce_amax=True or sequence_parallel=False"
+                f"recipe {recipe.name!r} has reduce_amax=False, and sequence parallelism needs the same scales on all "
+                "ranks: use reduce_amax=True or sequence_parallel=False"
             )
 
     def rows(self, count: int, alignment: int) -> int:
@@ -195,7 +196,8 @@ def whole_shape(name: str, local: torch.Size, config: ModelConfig, size: int) ->
 
 
 def shard(name: str, whole: Tensor, config: ModelConfig, tp: TensorParallel) -> Tensor:
-    """This rank's part of a parameter (or of a tensor of its shape, such as an optimizer's), which is a copy if divided.
+    """This rank's part of a parameter (or of a tensor of its shape, such as an optimizer's),
+    which is a copy if divided.
 
     The rows that pad a headwise gate are zeros.
     """

@@ -1,7 +1,7 @@
 """Models as folders: which state of a model is saved, and how it is read back into a new model or a live one.
 
-A folder has config.json, model.safetensors (or shards), recipe.json (resolved values), fp8_state.safetensors (only for a
-stateful recipe that has run), fp8_weights.safetensors (data and scales of FP8 primary weights) and manifest.json.
+A folder has config.json, model.safetensors (or shards), recipe.json (resolved values), fp8_state.safetensors (only for
+a stateful recipe that has run), fp8_weights.safetensors (data and scales of FP8 primary weights) and manifest.json.
 te_models.saving.folder writes and checks folders; this file decides their content.
 """
 
@@ -89,7 +89,8 @@ def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> di
 
 
 def write_pretrained(model: Decoder, origin: Origin, folder: str | Path, format: str = "te") -> None:
-    """Save a model into `folder`, atomically, in our format or in Hugging Face's, with the tokenizer that it came with."""
+    """Save a model into `folder`, atomically, in our format or in Hugging Face's,
+    with the tokenizer that it came with."""
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
     tensors, documents = model_content(model, origin)
@@ -107,9 +108,9 @@ def read_pretrained(
 ) -> tuple[Model, Origin]:
     """Return the model saved in `folder`, built by `build(config, **options)`, and its origin.
 
-    Everything is read and checked before a model is built. Without `recipe=` the saved one is used, and fields of the recipe
-    in `options` override it; FP8 state moves along to another stateful recipe and is dropped with a warning by any
-    other. FP8 primary weights stay such under the saved recipe, unless `fp8_params=` says otherwise.
+    Everything is read and checked before a model is built. Without `recipe=` the saved one is used, and fields of the
+    recipe in `options` override it; FP8 state moves along to another stateful recipe and is dropped with a warning by
+    any other. FP8 primary weights stay such under the saved recipe, unless `fp8_params=` says otherwise.
     """
     folder = saved_folder(local_folder(folder))
     shape = {name: value for name, value in options.items() if name in config_fields()}
@@ -154,7 +155,8 @@ def _read_pretrained(
 def read_te_model(
     build: Callable[..., Model], folder: Path, shape: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Model:
-    """Return the model in a folder with a config.json of ours and a checkpoint of Transformer Engine's modules, named as ours.
+    """Return the model in a folder with a config.json of ours and a checkpoint of Transformer Engine's modules,
+    named as ours.
 
     Without `recipe=` it runs under the recipe in the checkpoint's FP8 state, BF16 where there is none.
     """
@@ -217,8 +219,8 @@ def _write_model(model: Decoder, saved: Folder, recipe: Recipe) -> None:
     if taken < len(state):
         lost = f"{len(state) - taken} of its {len(state)}" if taken else "its"
         warnings.warn(
-            f"{saved.path} was saved under recipe {recipe.name!r}; recipe {model.recipe.name!r} has no use for {lost} scales "
-            "and amax histories, which are left out",
+            f"{saved.path} was saved under recipe {recipe.name!r}; recipe {model.recipe.name!r} has no use for {lost} "
+            "scales and amax histories, which are left out",
             stacklevel=5,
         )
 
@@ -362,8 +364,8 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
     then, now = read_config(saved)[0].to_dict(), model.config.to_dict()
     for key in (key for key in now if then.get(key) != now[key]):
         raise CheckpointError(
-            f"{folder} was trained with {key}={then.get(key)!r}, not {now[key]!r}: resume with the same config, or start "
-            "a new run from it with --model"
+            f"{folder} was trained with {key}={then.get(key)!r}, not {now[key]!r}: resume with the same config, or "
+            "start a new run from it with --model"
         )
     check_finite(saved.tensors["model"], folder)
     recipe = read_recipe(saved)

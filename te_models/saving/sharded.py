@@ -1,9 +1,9 @@
 """Checkpoints that many processes write at once, and that any number of processes, or one, reads.
 
 The folder is the one that a single process writes (te_models.saving.folder): whole tensors in safetensors files with an
-index, JSON, a manifest. So nothing in it depends on the number of processes, nothing has to be consolidated afterwards, and
-from_pretrained, generate and convert read it as it is. The files are divided among the processes by size; each tensor is
-gathered, one at a time, and written by the process of its file. All processes must see the same file system.
+index, JSON, a manifest. So nothing in it depends on the number of processes, nothing has to be consolidated afterwards,
+and from_pretrained, generate and convert read it as it is. The files are divided among the processes by size; each
+tensor is gathered, one at a time, and written by the process of its file. All processes must see the same file system.
 
 PyTorch's own torch.distributed.checkpoint is not used: its planner's metadata is a pickle, and its safetensors writer
 leaves slices by rank that have to be consolidated before anything else can read them.
@@ -124,7 +124,8 @@ class ShardedCheckpoints(Checkpoints):
             self.ranks.from_first(finish, SaveError)
 
     def _assign_files(self, tensors: Mapping[str, Mapping[str, Tensor]], aliases: Mapping[str, Any]) -> Plan:
-        """Assign each tensor to a file: the largest first, each to the emptiest file, within the limit of a file's size."""
+        """Assign each tensor to a file: the largest first, each to the emptiest file,
+        within the limit of a file's size."""
         plan: Plan = {}
         for group, members in tensors.items():
             own = {name: t.numel() * t.itemsize for name, t in members.items() if name not in aliases.get(group, {})}
@@ -148,7 +149,8 @@ class ShardedCheckpoints(Checkpoints):
     def _write(
         self, folder: Path, plan: Plan, tensors: Mapping[str, Mapping[str, Tensor]], totals: dict[str, int]
     ) -> dict[str, Any]:
-        """Write this process's files; return the manifest's entries for those of all, and add each group's size to `totals`."""
+        """Write this process's files; return the manifest's entries for those of all,
+        and add each group's size to `totals`."""
         written: dict[str, Any] = {}
         failure = None
         for group, files in plan.items():
@@ -210,7 +212,8 @@ def cut_optimizer_state(
 
 @torch.no_grad()
 def shared_amaxes(model: nn.Module, world: int) -> None:
-    """Give every rank the largest amax that any rank recorded since the last update, so that rank 0 can save them for all.
+    """Give every rank the largest amax that any rank recorded since the last update,
+    so that rank 0 can save them for all.
 
     The next update takes the largest over all ranks anyway, so this changes no scale.
     """

@@ -236,7 +236,8 @@ def test_names_with_markup_are_printed_as_they_are(corpus: Path, tmp_path: Path,
     corpus.rename(data)
     recipe = tmp_path / "[red]mine.toml"
     recipe.write_text(
-        'scheme = "DelayedScaling"\namax_history_len = 4\nnum_layers_at_start_in_bf16 = 1\nnum_layers_at_end_in_bf16 = 1\n'
+        'scheme = "DelayedScaling"\namax_history_len = 4\n'
+        "num_layers_at_start_in_bf16 = 1\nnum_layers_at_end_in_bf16 = 1\n"
     )
     assert main(finetune(out, data, "--recipe", str(recipe))) == 0
     printed = "".join(capsys.readouterr().out.split())

@@ -1,4 +1,5 @@
-"""FP8 primary weights under FSDP2: codes travel, one scale serves all ranks, and the run is the one of a single process."""
+"""FP8 primary weights under FSDP2: codes travel, one scale serves all ranks,
+and the run is the one of a single process."""
 
 import itertools
 import json
@@ -71,7 +72,8 @@ def born(shared: Parallel, root: Path, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def gpu_job(rank: int, folder: str) -> None:
-    """On the engine of this process's device: losses with weights in pieces and whole, all ranks on the same batches."""
+    """On the engine of this process's device: losses with weights in pieces and whole,
+    all ranks on the same batches."""
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     config, control = TrainConfig(parallel="fsdp"), Ranks(dist.new_group(backend="gloo"))
     shared = Parallel("fsdp", control, device, *meshes(config, device), config)
@@ -186,8 +188,8 @@ def test_a_block_sends_a_byte_a_parameter(two: dict[str, Any]) -> None:
 
 def test_resumed_by_as_many_it_is_the_same_run_to_the_bit(two: dict[str, Any], root: Path) -> None:
     assert two["resumed"] == two["saved"]
-    whole_, resumed = (load_folder(root / n / "checkpoints" / "step-00000004", ["model", "training", "fp8_state", "fp8_weights"])
-                       for n in ("saved", "resumed"))  # fmt: skip
+    groups = ["model", "training", "fp8_state", "fp8_weights"]
+    whole_, resumed = (load_folder(root / n / "checkpoints" / "step-00000004", groups) for n in ("saved", "resumed"))
     for group, tensors in whole_.tensors.items():
         assert tensors and tensors.keys() == resumed.tensors[group].keys()
         assert all(torch.equal(tensor, resumed.tensors[group][name]) for name, tensor in tensors.items()), group

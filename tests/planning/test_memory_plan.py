@@ -83,7 +83,8 @@ def autograd_bytes(model: CausalLM, ids: torch.Tensor, logits: bool = True) -> i
 def test_activations_are_what_autograd_keeps(
     recipe: str, mode: str | int, fields: dict[str, Any], rows: tuple[int, int]
 ) -> None:
-    """To the byte, on the emulated engine with plain kernels on a CPU. With padding only schemes whose scales are not."""
+    """To the byte, on the emulated engine with plain kernels on a CPU.
+    With padding only schemes whose scales are not."""
     if rows == (1, 23) and recipe == "blockwise":
         pytest.skip("the emulated engine pads odd blocks inside")
     model = CausalLM.from_preset(
