@@ -298,7 +298,8 @@ def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD
 
 
 def finish_folder(folder: Path, files: Mapping[str, Mapping[str, Any]], content: Content) -> None:
-    """Write the documents, and the manifest that makes the folder whole; `files` are the entries of files written before."""
+    """Write the documents, and the manifest that makes the folder whole;
+    `files` are the entries of files written before."""
     files = dict(files)
     for name, text in content.documents.items():
         files[f"{name}.json"] = record(folder / f"{name}.json", [text])
