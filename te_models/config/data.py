@@ -58,7 +58,9 @@ class DataConfig(NamedFields):
         if self.truncate not in TRUNCATIONS:
             raise unknown("truncate", self.truncate, TRUNCATIONS)
         if self.eval_split is not None and not 0 < self.eval_split < 1:
-            raise ConfigError(f"eval_split={self.eval_split} is out of range: give a share between 0 and 1, such as 0.05")
+            raise ConfigError(
+                f"eval_split={self.eval_split} is out of range: give a share between 0 and 1, such as 0.05"
+            )
         if self.eval_split is not None and self.eval_data:
             raise ConfigError("eval_split is a share of --data, and eval_data replaces it: give one of the two")
         if self.num_workers < 0:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
+
+import numpy as np
+from numpy.typing import NDArray
 
 from te_models.data.files import HELP, find_files, walk
 from te_models.data.formats import Document
@@ -62,23 +65,43 @@ def split_documents(
         UsageError: `eval_fraction` is not between 0 and 1.
         DataError: one side would be empty.
     """
+    if len(documents) == 1 and 0 < eval_fraction < 1:
+        return _cut(documents[0], eval_fraction)
+    sides: tuple[list[Document], list[Document]] = ([], [])
+    for document, aside in zip(documents, in_evaluation(documents, eval_fraction, seed).tolist(), strict=True):
+        sides[aside].append(document)
+    return sides
+
+
+def in_evaluation(documents: Sequence[Document], eval_fraction: float, seed: int) -> NDArray[np.bool_]:
+    """Return which documents `split_documents` evaluates on, bool [D]; it cuts a single one itself.
+
+    Raises:
+        UsageError: `eval_fraction` is not between 0 and 1.
+        DataError: one side would be empty.
+    """
     if not 0 < eval_fraction < 1:
         raise UsageError(f"eval_fraction={eval_fraction} is out of range: give a share between 0 and 1, such as 0.05")
-    if len(documents) == 1:
-        return _cut(documents[0], eval_fraction)
     hashes = [hash_document(seed, document) for document in documents]
     distinct = sorted(set(hashes))
     if len(distinct) < 2:
         raise DataError(
             f"{len(documents)} documents, all with the same content, cannot be split into training and evaluation: "
-            "give at least two different ones"
+            "give at least two different ones, or --eval-data"
         )
     count = min(max(1, round(eval_fraction * len(distinct))), len(distinct) - 1)
     evaluated = set(distinct[:count])
-    sides: tuple[list[Document], list[Document]] = ([], [])
-    for document, key in zip(documents, hashes, strict=True):
-        sides[key in evaluated].append(document)
-    return sides
+    return np.array([key in evaluated for key in hashes])
+
+
+def refuse_records(documents: Iterable[Document]) -> None:
+    """Raise a DataError for a record with an answer, which would be cut among texts."""
+    for document in documents:
+        if document.is_record:
+            raise DataError(
+                f"{document.name}: a record with an answer, where the first record of the data is text: give records "
+                "and texts as --data of their own"
+            )
 
 
 def has_text(document: Document) -> bool:

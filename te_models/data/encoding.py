@@ -150,7 +150,9 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, begin_
     return Encoded(tokens, counted, np.cumsum(lengths) - lengths, lengths, prompt_lengths.copy(), records)
 
 
-def fit_records(encoded: Encoded, seq_len: int, truncate: str, bos: int | None) -> tuple[NDArray[np.int64], Encoded, Fit]:
+def fit_records(
+    encoded: Encoded, seq_len: int, truncate: str, bos: int | None
+) -> tuple[NDArray[np.int64], Encoded, Fit]:
     """Leave out records that are longer than `seq_len` or have nothing to learn; texts may have any length.
 
     Args:

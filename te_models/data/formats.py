@@ -131,9 +131,7 @@ def unrecognised(row: Mapping[str, Any] | Collection[str], place: str) -> str:
     )
 
 
-def _conversation(
-    row: Mapping[str, Any], kind: str, columns: Mapping[str, str], place: str
-) -> list[dict[str, Any]]:
+def _conversation(row: Mapping[str, Any], kind: str, columns: Mapping[str, str], place: str) -> list[dict[str, Any]]:
     """Return the messages of a row, checked and in OpenAI's form."""
     if kind == ALPACA:
         return _alpaca(row, place)
@@ -267,7 +265,9 @@ def _rendered(variables: Mapping[str, Any], place: str) -> str:
     try:
         return _encodable(json.dumps(variables, ensure_ascii=False, allow_nan=False), place)
     except (TypeError, ValueError, RecursionError):
-        raise DataError(f"{place}: tools or tool calls are no plain JSON: use strings, numbers, lists, objects") from None
+        raise DataError(
+            f"{place}: tools or tool calls are no plain JSON: use strings, numbers, lists, objects"
+        ) from None
 
 
 def _kind(value: Any) -> str:
@@ -278,4 +278,8 @@ def without_nulls(value: Any) -> Any:
     """Return a value of an Arrow table without the empty fields that its schema gave to objects inside it."""
     if isinstance(value, dict):
         return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value
+    return (
+        [without_nulls(inner) for inner in value]
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        else value
+    )

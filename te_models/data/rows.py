@@ -25,7 +25,15 @@ from te_models.data.files import (
     readable_errors,
     text_bytes,
 )
-from te_models.data.formats import ROW_COLUMNS, Document, may_be_recognised, rename, row_document, unrecognised, without_nulls
+from te_models.data.formats import (
+    ROW_COLUMNS,
+    Document,
+    may_be_recognised,
+    rename,
+    row_document,
+    unrecognised,
+    without_nulls,
+)
 from te_models.errors import DataError, DataUnavailable, needs
 from te_models.files.atomic import first_line
 
@@ -198,7 +206,9 @@ def _table_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, Any], st
                 continue
             place = f"{path}:{rows.line_num}"
             if len(row) != len(names):
-                raise DataError(f"{place}: {len(row)} cells, but {len(names)} columns: quote cells that hold separators")
+                raise DataError(
+                    f"{place}: {len(row)} cells, but {len(names)} columns: quote cells that hold separators"
+                )
             yield dict(zip(names, row, strict=True)), place
     except csv.Error as error:
         raise DataError(f"{path}:{rows.line_num}: not a readable table ({error}): check its quotes") from None

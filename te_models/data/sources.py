@@ -71,7 +71,9 @@ def open_sources(paths: Sequence[str], columns: Mapping[str, str]) -> list[Sourc
         sources.append(Source(path, weight or 1.0, tuple(files), system, found.format))
     if columns and not renamed:
         shown = ", ".join(map(repr, columns))
-        raise UsageError(f"--columns: the first records of {' and '.join(paths)} have no {shown}: name columns of yours")
+        raise UsageError(
+            f"--columns: the first records of {' and '.join(paths)} have no {shown}: name columns of yours"
+        )
     return sources
 
 

@@ -64,6 +64,7 @@ class StreamingDataset:
             that are records stay whole if any source has them; "none" gives each a window of its own.
         truncate: records longer than seq_len are left out ("drop") or their prompts cut from the left ("prompt").
         columns: your column names -> those of the formats (te_models.config.data.parse_columns).
+        texts_only: refuse records with an answer, which would be cut like texts.
         shuffle: False keeps the order of the files, in one lane.
         eval_fraction: the share of documents, chosen by content, that is reserved for `held_out`.
         num_lanes: number of chunks that are read at a time, over all ranks; None: 64, or fewer where there are fewer
@@ -92,6 +93,7 @@ class StreamingDataset:
         packing: str = "stream",
         truncate: str = "drop",
         columns: Mapping[str, str] | None = None,
+        texts_only: bool = False,
         shuffle: bool = True,
         eval_fraction: float = 0.0,
         num_lanes: int | None = None,
@@ -119,8 +121,9 @@ class StreamingDataset:
             packing == "documents" and not all(source.is_text for source in self.chunks.sources)
         )
         self.reader = ChunkReader(
-            self.chunks.source, tokenizer, seed, eval_fraction, side, columns or {}, self.whole, seq_len, packing, truncate
-        )
+            self.chunks.source, tokenizer, seed, eval_fraction, side, columns or {}, self.whole, seq_len, packing, truncate,
+            texts_only,
+        )  # fmt: skip
         self.remarks: list[str] = []  # lines that `describe` ends with
         self.fingerprint = self._hash_data(tokenizer)
         self._pool: ProcessPoolExecutor | None = None
