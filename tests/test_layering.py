@@ -70,6 +70,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
             "parallel",
             "plots",
             "restore",
+            "result",
             "resume",
             "stop_signals",
             "timing",

@@ -30,7 +30,7 @@ TRAIN_GROUPS = {  # heading of the help -> fields of TrainConfig; the others are
         "optimizer", "optimizer_options", "optimizer_offload", "schedule", "final_learning_rate", "warmup_steps",
         "decay_steps", "weight_decay", "clip_grad_norm",
     ),
-    "Evaluation and checkpoints": ("eval_every", "eval_batches", "save_every", "keep_last"),
+    "Evaluation and checkpoints": ("eval_every", "eval_batches", "patience", "keep_best", "save_every", "keep_last"),
     "Several processes": (
         "parallel", "tensor_parallel_size", "sequence_parallel", "reshard_after_forward", "prefetch_blocks",
         "reduce_dtype", "collective_timeout",
