@@ -146,9 +146,10 @@ class TokenDataset:
     def describe(self) -> str:
         """Describe the corpus: one line, and one for each remark."""
         kind = "records" if self.whole else "documents"
-        size = f"{self.num_documents:,} {kind}, {self.num_tokens:,} tokens in {self.num_windows:,} windows"
-        if self.whole:
-            size += f" with {self._in_order.padding():.1%} padding"
+        windows = self.windows_in(1)
+        size = f"{self.num_documents:,} {kind}, {self.num_tokens:,} tokens in {windows:,} windows"
+        if self.whole and windows:
+            size += f" with {self._shuffled(0).padding():.1%} padding"
         line = f"{size}, from {' and '.join(self._sources)}" if self._sources else size
         return "\n".join([line, *self.remarks])
 

@@ -22,7 +22,7 @@ from te_models.files.atomic import first_line
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 FORMATS = {  # any other suffix: text
-    ".jsonl": "JSONL", ".ndjson": "JSONL", ".json": "JSONL", ".parquet": "Parquet", ".csv": "CSV", ".tsv": "TSV",
+    ".jsonl": "JSONL", ".ndjson": "JSONL", ".json": "JSON", ".parquet": "Parquet", ".csv": "CSV", ".tsv": "TSV",
 }  # fmt: skip
 HUB = "hub://"  # before the name of a dataset that the `datasets` package loads
 MAX_LINE_BYTES = 64 * 2**20
@@ -82,7 +82,7 @@ def text_bytes(system: Any, file: str) -> int:
 
 
 def file_format(path: str) -> str:
-    """Return "JSONL", "Parquet", "CSV", "TSV", "Hub dataset" or "text", by the file's suffix."""
+    """Return "JSONL", "JSON", "Parquet", "CSV", "TSV", "Hub dataset" or "text", by the file's suffix."""
     return "Hub dataset" if path.startswith(HUB) else FORMATS.get(_suffix(path), "text")
 
 

@@ -129,7 +129,7 @@ def _text_kind(path: str, kind: str) -> int:
     """Return what a file of lines is, by its beginning: an array in any JSON file, objects in one of another suffix."""
     with open_bytes(path) as file:
         head = file.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if kind == "JSONL":
+    if kind in ("JSONL", "JSON"):
         return JSON_ARRAY if head.startswith(b"[") else JSON_LINES
     if head.startswith(b"{"):  # never train on records as on raw text
         with contextlib.suppress(ValueError, RecursionError):

@@ -159,7 +159,7 @@ class _Opening:
             sources=sorted({document.source for document in documents} - {""}),
         )
         held = self._evaluation(evaluated)
-        dataset.remarks = [*remarks, *_counted(encoded), *self._shortage(dataset.num_windows), *held.remarks]
+        dataset.remarks = [*remarks, *_counted(encoded), *self._shortage(dataset.windows_in(1)), *held.remarks]
         return dataset, held.eval_batches(self.config.eval_batches)
 
     def streamed(self) -> tuple[StreamingDataset, list[dict[str, Tensor]]]:
