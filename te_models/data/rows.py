@@ -37,9 +37,10 @@ from te_models.data.formats import (
 from te_models.errors import DataError, DataUnavailable, needs
 from te_models.files.atomic import first_line
 
-TEXT, JSON_LINES, JSON_ARRAY, TABLE, HUB_ROWS = -1, -2, -3, -4, -5  # the group of a range that is not of Parquet
+TEXT, JSON_LINES, JSON_ARRAY, TABLE, HUB_ROWS, BINARY = -1, -2, -3, -4, -5, -6  # the group of a range that is not of Parquet
 Columns = Mapping[str, str]  # your names -> those of the formats
 
+_SNIFFED = 8000  # bytes at the start of a file that tell what it is
 _SLICES = 32  # most ranges of a Parquet row group: reading one decodes those before it
 _END = 2**62
 
@@ -59,7 +60,8 @@ class FileRange(NamedTuple):
 def file_ranges(system: Any, file: str, range_bytes: int) -> Iterator[tuple[FileRange, int]]:
     """Yield the ranges of a file, of about `range_bytes` each, and an estimate of the bytes of text in each.
 
-    A compressed file, a JSON array and a table cannot be entered in the middle, so they are one range.
+    A compressed file, a JSON array and a table cannot be entered in the middle, so they are one range. A binary file has
+    none.
     """
     kind = file_format(file)
     if kind == "Parquet":
@@ -74,6 +76,8 @@ def file_ranges(system: Any, file: str, range_bytes: int) -> Iterator[tuple[File
         return
     size = text_bytes(system, file)
     group = TABLE if kind in ("CSV", "TSV") else _text_kind(file, kind)
+    if group == BINARY:
+        return
     if compression_of(file) or group in (TABLE, JSON_ARRAY):
         yield FileRange(file, group, 0, _END), size
         return
@@ -126,24 +130,29 @@ def _read_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[str,
 
 
 def _text_kind(path: str, kind: str) -> int:
-    """Return what a file of lines is, by its beginning: an array in any JSON file, objects in one of another suffix."""
+    """Return what a file of lines is, by its beginning: an array in any JSON file, objects in one of another suffix.
+
+    A file with a NUL in its first 8000 bytes is binary, as git defines it.
+    """
     with open_bytes(path) as file:
-        head = file.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if kind in ("JSONL", "JSON"):
-        return JSON_ARRAY if head.startswith(b"[") else JSON_LINES
-    if head.startswith(b"{"):  # never train on records as on raw text
+        head = file.read(_SNIFFED)
+        start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+        if kind in ("JSONL", "JSON"):
+            return JSON_ARRAY if start.startswith(b"[") else JSON_LINES
+        if b"\0" in head and not has_utf16_mark(head, 0):
+            return BINARY
+        line = start if b"\n" in start else start + file.readline(MAX_LINE_BYTES)
+    if start.startswith(b"{"):  # never train on records as on raw text
         with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(json.loads(head.split(b"\n", 1)[0]), dict):
+            if isinstance(json.loads(line.split(b"\n", 1)[0]), dict):
                 return JSON_LINES
     return TEXT
 
 
 def _read_text(file: IO[bytes], part: FileRange) -> str:
-    """Return the lines as one text; nothing for a binary file, whose first 8000 bytes have a NUL as git defines it."""
+    """Return the lines of a range as one text."""
     parts, size = [], 0
     for place, at, line in read_lines(file, part.path, part.start, part.stop):
-        if at < 8000 and b"\0" in line[: 8000 - at] and not has_utf16_mark(line, at):
-            return ""
         parts.append(decode(line, place, at))
         size += len(line)
         if size > MAX_EXPANDED_BYTES and compression_of(part.path):

@@ -119,10 +119,9 @@ def _first_range(system: Any, file: str) -> FileRange | None:
 
 
 def _has_text(part: FileRange) -> bool:
-    """Return whether a file of text is neither empty nor binary."""
+    """Return whether the beginning of a file is more than white space."""
     with readable_errors(part.path), open_bytes(part.path) as file:
-        head = file.read(8000)
-    return bool(head.strip()) and b"\0" not in head
+        return bool(file.read(8000).strip())
 
 
 def _in_turns(row: Mapping[str, Any], name: str) -> bool:

@@ -246,4 +246,4 @@ def test_description(tmp_path: Path) -> None:
     assert described == f"2 documents, 2,101 tokens in 21 windows, from {tmp_path}", (
         "a last window of one token has nothing to predict"
     )
-    assert dataset([Document("text")]).describe() == "1 documents, 5 tokens in 2 windows"
+    assert dataset([Document("text")]).describe() == "1 documents, 5 tokens in 1 windows"

@@ -89,7 +89,7 @@ def test_modules_are_on_one_side(pairs: tuple) -> None:
 
 
 def test_it_is_a_name_for_data(pairs: tuple) -> None:
-    config = TrainConfig(batch_size=2, seq_len=512)
+    config = TrainConfig(batch_size=2, seq_len=2048)
     dataset, batches = open_data("python-docstrings", ByteTokenizer(), config)
     assert dataset.num_documents == len(pairs[0]) and len(batches) == config.eval_batches
     first = ByteTokenizer().decode(batches[0]["input_ids"].flatten().tolist())
