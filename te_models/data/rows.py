@@ -37,7 +37,14 @@ from te_models.data.formats import (
 from te_models.errors import DataError, DataUnavailable, needs
 from te_models.files.atomic import first_line
 
-TEXT, JSON_LINES, JSON_ARRAY, TABLE, HUB_ROWS, BINARY = -1, -2, -3, -4, -5, -6  # the group of a range that is not of Parquet
+TEXT, JSON_LINES, JSON_ARRAY, TABLE, HUB_ROWS, BINARY = (
+    -1,
+    -2,
+    -3,
+    -4,
+    -5,
+    -6,
+)  # the group of a range that is not of Parquet
 Columns = Mapping[str, str]  # your names -> those of the formats
 
 _SNIFFED = 8000  # bytes at the start of a file that tell what it is

@@ -7,7 +7,7 @@ import pytest
 
 from te_models.config.data import parse_columns
 from te_models.data.formats import ALPACA, MESSAGES, PAIRS, SHAREGPT, TEXT, recognise, row_document
-from te_models.errors import ConfigError, DataError
+from te_models.errors import DataError, UsageError
 
 USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 TALK = [USER, REPLY]
@@ -200,5 +200,5 @@ def test_what_is_not_a_record_is_one_line(row: Row, message: str) -> None:
     ],
 )
 def test_bad_columns(columns: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UsageError, match=message):
         parse_columns(columns)
