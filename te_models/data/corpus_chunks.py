@@ -163,8 +163,11 @@ class ChunkReader:
     def _wanted(self, document: Document) -> bool:
         if self.side == "all":
             return True
-        in_eval = int.from_bytes(hash_document(self.seed, document)[:8], "big") < self.eval_fraction * 2**64
-        return in_eval == (self.side == "eval")
+        return (self.place(document) < self.eval_fraction * 2**64) == (self.side == "eval")
+
+    def place(self, document: Document) -> int:
+        """Return a number below 2**64 that depends on seed and content only: evaluation gets the lowest."""
+        return int.from_bytes(hash_document(self.seed, document)[:8], "big")
 
 
 def _grouped(sizes: list[int], chunk_bytes: int) -> list[int]:

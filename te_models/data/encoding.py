@@ -192,6 +192,11 @@ def _encode_conversations(
     documents: Sequence[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[NDArray[np.integer], NDArray[np.bool_]]]:
     """Yield the ids of each conversation, and which of them the assistant says."""
+    if tokenizer.template_source() is None:
+        raise DataError(
+            f"{documents[0].name}: a conversation, and the tokenizer has no chat template: give --chat-template FILE, or "
+            "begin the data with a conversation to get a plain template"
+        )
     template = tokenizer.chat_template()
     for batch in _batches(documents):
         found = _render(template, batch)

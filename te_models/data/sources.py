@@ -26,6 +26,7 @@ class Source:
         files: its files, sorted.
         system: the fsspec file system that they are in.
         format: its format, recognised by its first record: a key of te_models.data.formats, or "text files".
+        talks: True if the first record is a conversation, which needs a chat template.
     """
 
     path: str
@@ -33,6 +34,7 @@ class Source:
     files: tuple[str, ...]
     system: Any
     format: str
+    talks: bool
 
     @property
     def is_text(self) -> bool:
@@ -52,8 +54,13 @@ class Source:
             return sum(text_bytes(self.system, file) for file in self.files) if self.system is not None else 0
 
 
-def open_sources(paths: Sequence[str], columns: Mapping[str, str]) -> list[Source]:
+def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: bool = True) -> list[Source]:
     """Find the files of "path" or "path:weight" each, and recognise their formats.
+
+    Args:
+        paths: the sources.
+        columns: your column names -> those of the formats (te_models.config.data.parse_columns).
+        required: some source must have one of the columns.
 
     Raises:
         UsageError: a weight is zero, or `columns` are in none of the sources.
@@ -66,10 +73,9 @@ def open_sources(paths: Sequence[str], columns: Mapping[str, str]) -> list[Sourc
             raise UsageError(f"{given}: a weight of 0 leaves all of it out: give a number above 0, or leave it out")
         system, files = find_files(path)
         found = _first_rows(system, files, path, columns)
-        used = [name for name in columns if any(name in row or _in_turns(row, name) for row in found.rows)]
-        renamed = renamed or bool(used)
-        sources.append(Source(path, weight or 1.0, tuple(files), system, found.format))
-    if columns and not renamed:
+        renamed = renamed or any(name in row or _in_turns(row, name) for name in columns for row in found.rows)
+        sources.append(Source(path, weight or 1.0, tuple(files), system, found.format, found.talks))
+    if required and columns and not renamed:
         shown = ", ".join(map(repr, columns))
         raise UsageError(
             f"--columns: the first records of {' and '.join(paths)} have no {shown}: name columns of yours"
@@ -83,6 +89,7 @@ class _Found:
 
     format: str
     rows: Sequence[Mapping[str, Any]] = ()
+    talks: bool = False
 
 
 def _first_rows(system: Any, files: Sequence[str], path: str, columns: Mapping[str, str]) -> _Found:
@@ -100,7 +107,7 @@ def _first_rows(system: Any, files: Sequence[str], path: str, columns: Mapping[s
         if (first := first_row(part, columns)) is None:
             continue
         row, place = first
-        row_document(row, columns, place, path)
+        document = row_document(row, columns, place, path)
         kind = str(recognise(rename(row, columns)))
         others = (_first_range(system, text) for text in texts) if kind != TEXT else ()
         for other in others:
@@ -109,7 +116,7 @@ def _first_rows(system: Any, files: Sequence[str], path: str, columns: Mapping[s
                     f"{other.path}: a text file among records of the format {kind}, which would be trained on as raw "
                     "text: choose files with a glob, or give it as --data of its own"
                 )
-        return _Found(kind, [row])
+        return _Found(kind, [row], document.conversation is not None)
     return _Found("text files")
 
 

@@ -203,28 +203,39 @@ class StreamingDataset:
         self._loaded_at = self._next_window = state["windows"]
         self._lanes = {}
 
-    def held_out(self, num_tokens: int) -> list[Document]:
-        """Return documents reserved for evaluation (without an eval_fraction, any), about `num_tokens` tokens of them or all if there are fewer.
+    def held_out(self, num_tokens: int, at_least_one: bool = False) -> list[Document]:
+        """Return documents reserved for evaluation (without an eval_fraction, any), about `num_tokens` tokens of them or
+        all if there are fewer.
 
         They are the same on every rank. Chunks are read in a separate order until there are enough: 1 / eval_fraction
-        times as much text as is returned.
+        times as much text as is returned. With `at_least_one`, of data so small that the share has no document, the one
+        whose hash is lowest is reserved.
 
         Raises:
             DataError: no document is reserved for evaluation.
         """
-        reader = replace(self.reader, side="eval" if self.reader.eval_fraction else "all")
+        share = self.reader.eval_fraction
+        reader = replace(self.reader, side="all")
         found: list[Document] = []
-        size = 0
+        size, lowest, seen = 0, 2**64, set()
         for chunk in np.random.default_rng((self.seed, 0, 0)).permutation(len(self.chunks)):
             for document in reader.documents(self.chunks[chunk]):
-                found.append(document)
-                size += len(document.text) + len(document.prompt or "") + len(document.conversation or "")
+                place = reader.place(document) if share else 0
+                if place < share * 2**64 or not share:
+                    found.append(document)
+                    size += len(document.text) + len(document.prompt or "") + len(document.conversation or "")
+                elif at_least_one and not found:
+                    lowest = min(lowest, place)
+                    seen.update([place] if len(seen) < 2 else [])
             if size >= 8 * num_tokens:  # a token is seldom longer than 8 characters
                 break
+        if not found and len(seen) == 2:
+            self.reader.eval_fraction = (lowest + 2**12) / 2**64  # more than a double rounds
+            return self.held_out(num_tokens)
         if not found:
             raise DataError(
-                f"{self.chunks.source}: none of its documents is reserved for evaluation (a share of "
-                f"{self.reader.eval_fraction:g}): leave out --streaming or give more data"
+                f"{self.chunks.source}: none of its documents is reserved for evaluation (a share of {share:g}): leave "
+                "out --streaming or give more data"
             )
         return found
 

@@ -20,7 +20,7 @@ from te_models.data.dataset import TokenDataset
 from te_models.data.documents import in_evaluation, load_documents, refuse_records, split_documents
 from te_models.data.encoding import Encoded, encode_documents, fit_records
 from te_models.data.files import COMPRESSIONS
-from te_models.data.formats import PAIRS, TEXT, Document
+from te_models.data.formats import Document
 from te_models.data.json_files import read_file
 from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, python_docstrings
 from te_models.data.sources import Source, open_sources
@@ -71,6 +71,7 @@ def open_data(
     columns = parse_columns(settings.columns)
     built_in = settings.data in ((), (PYTHON_DOCSTRINGS,))
     sources = [] if built_in else open_sources(settings.data, columns)
+    evaluated = open_sources(settings.eval_data, columns, required=False)
     records = settings.data == (PYTHON_DOCSTRINGS,) or not all(source.is_text for source in sources)
     packing = settings.packing or ("documents" if records else "stream")
     if packing == "stream" and records:
@@ -82,9 +83,8 @@ def open_data(
         streaming = not built_in and _must_stream(sources)
     if streaming and built_in:
         raise UsageError("--streaming needs --data PATH: Python's own documentation and sources are read into memory")
-    opening = _Opening(
-        dataclasses.replace(settings, packing=packing), sources, columns, tokenizer, config, rank, world_size, ranks
-    )
+    settings = dataclasses.replace(settings, packing=packing)
+    opening = _Opening(settings, sources, evaluated, columns, tokenizer, config, rank, world_size, ranks)
     return opening.streamed() if streaming else opening.in_memory()
 
 
@@ -108,6 +108,7 @@ class _Opening:
 
     settings: DataConfig
     sources: list[Source]
+    evaluated: list[Source]
     columns: Mapping[str, str]
     tokenizer: Tokenizer
     config: TrainConfig
@@ -134,7 +135,7 @@ class _Opening:
     def in_memory(self) -> tuple[TokenDataset, list[dict[str, Tensor]]]:
         """Read all documents, leave out what does not fit, and split them."""
         documents, weights, held_out = self._load()
-        remarks = self._describe_sources() + self._template(documents)
+        remarks = self._describe_sources() + self._template()
         if self.texts_only:
             refuse_records(documents)
         if len(documents) == 1 and not held_out and not documents[0].is_record:
@@ -166,6 +167,7 @@ class _Opening:
         """Index the corpus, and read as much of it as evaluation needs."""
         settings = self.settings
         share = 0.0 if settings.eval_data else self._eval_split(STREAMED_EVAL_SPLIT)
+        remarks = self._describe_sources() + self._template()  # before the dataset, whose position depends on it
         dataset = StreamingDataset(
             self.sources,
             self.tokenizer,
@@ -179,8 +181,7 @@ class _Opening:
             ranks=self.ranks,
         )
         wanted = self.config.eval_batches * self.config.batch_size * self.config.seq_len * self.world_size
-        evaluation = self._load_evaluation(wanted) if settings.eval_data else dataset.held_out(wanted)
-        remarks = self._describe_sources() + self._template(evaluation)
+        evaluation = self._load_evaluation(wanted) if settings.eval_data else dataset.held_out(wanted, True)
         if dataset.whole:
             number, fit, padding = dataset.sample()
             remarks += [
@@ -205,7 +206,7 @@ class _Opening:
 
     def _load_evaluation(self, num_tokens: int | None) -> list[Document]:
         """Return the documents of --eval-data; of much data about `num_tokens` tokens, from everywhere in it."""
-        sources = open_sources(self.settings.eval_data, {})
+        sources = self.evaluated
         if num_tokens is not None and _must_stream(sources):
             sample = StreamingDataset(
                 sources, self.tokenizer, self.config.seq_len, batch_size=1, seed=self.config.seed, columns=self.columns
@@ -217,10 +218,9 @@ class _Opening:
             refuse_records(found)
         return found
 
-    def _template(self, documents: Sequence[Document]) -> list[str]:
+    def _template(self) -> list[str]:
         """Give the tokenizer a chat template if there are conversations and it has none; say so."""
-        formats = {source.format for source in self.sources} - {TEXT, "text files", PAIRS}
-        if not formats and all(document.conversation is None for document in documents):
+        if not any(source.talks for source in (*self.sources, *self.evaluated)):
             return []
         if self.tokenizer.template_source() is None:
             self.tokenizer.set_chat_template()
@@ -292,11 +292,12 @@ def _read_template(path: str) -> str:
 
 
 def _must_stream(sources: Sequence[Source]) -> bool:
-    """Return whether to stream by default: compressed files, globs, URLs and corpora that may not fit in memory."""
-    globs = [not os.path.lexists(source.path) and any(c in source.path for c in "*?[") for source in sources]
-    if any(globs) or any("://" in s.path or s.path.endswith(tuple(COMPRESSIONS)) for s in sources):
+    """Return whether to stream by default: URLs, data that may not fit in memory, and texts in globs and compressed."""
+    texts = [source for source in sources if source.is_text]
+    globs = [not os.path.lexists(source.path) and any(c in source.path for c in "*?[") for source in texts]
+    if any(globs) or any(source.path.endswith(tuple(COMPRESSIONS)) for source in texts):
         return True
-    return sum(source.text_bytes() for source in sources) > STREAMED_BYTES
+    return any("://" in source.path for source in sources) or sum(s.text_bytes() for s in sources) > STREAMED_BYTES
 
 
 def _counted(encoded: Encoded) -> list[str]:
