@@ -279,6 +279,12 @@ def build_model(
         defaults.pop("fp8_params", None)  # another recipe may have no such weights
     given = {**defaults, **given}
     if model is not None:
+        from te_models.saving.pretrained import adapter_folder  # noqa: PLC0415  imports torch
+
+        if (adapters := adapter_folder(model)) is not None:
+            from te_models.training.lora_run import load_merged  # noqa: PLC0415  needs peft
+
+            return load_merged(adapters, build=build, **given)
         return CausalLM.from_pretrained(model, build=build, **given)
     assert preset is not None
     return CausalLM.from_preset(preset, build=build, **given)

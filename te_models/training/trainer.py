@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from te_models.fp8.primary_weights import drop_initial_values
 from te_models.model.targets import invalid_label
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
-from te_models.saving.pretrained import model_content, read_training_state
+from te_models.saving.pretrained import TrainingState, model_content, read_training_state
 from te_models.saving.run_folder import Checkpoints
 from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
@@ -52,6 +52,18 @@ RECENT = 100  # steps whose median speed is the speed of the run
 SAVE_RETRY_PAUSES = (1.0, 5.0)  # seconds before a failed save is tried again
 
 log = logging.getLogger(__name__)
+
+
+class Saved(Protocol):
+    """The part of a model that a run saves, where that is not all of it (te_models.training.lora_run)."""
+
+    def content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Return the tensors and documents of a checkpoint, beside the training state."""
+        ...
+
+    def read(self, folder: Path) -> TrainingState:
+        """Read and check a checkpoint for the live model, which stays as it is."""
+        ...
 
 
 class Callback:
@@ -103,6 +115,7 @@ class Trainer(NamedFields):
         on_step: called with the metrics of every finished step, on every process.
         callbacks: called as the run goes, in this order.
         parallel: how processes share the run.
+        saved: what checkpoints hold of the model, and how it is read back; None: all of it.
 
     Raises:
         ValueError: an unknown argument (the message names the nearest), optimizer or option.
@@ -118,6 +131,7 @@ class Trainer(NamedFields):
     on_step: Callable[[Row], None] = lambda row: None
     callbacks: Sequence[Callback] = ()
     parallel: Parallel = field(default_factory=Parallel)
+    saved: Saved | None = None
 
     def __post_init__(self) -> None:
         config, parallel = self.config, self.parallel
@@ -372,6 +386,8 @@ class Trainer(NamedFields):
         """Return the part of a checkpoint that is a saved model."""
         reshard(self.model)
         shared_amaxes(self.model, self.parallel.ranks.world)
+        if self.saved is not None:
+            return self.saved.content()
         return model_content(self.model, self.model.origin, self.optimizer.masters_by_id(), parts=self.parallel.sharded)
 
     def _content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
@@ -397,7 +413,7 @@ class Trainer(NamedFields):
         newest = self.checkpoints.latest()
         if newest is None:
             raise UsageError(f"nothing to resume: {self.out} has no checkpoint; start without --resume")
-        found = read_training_state(self.model, newest)
+        found = read_training_state(self.model, newest) if self.saved is None else self.saved.read(newest)
         state, optimizer = found.state, found.state["optimizer"]
         if self.parallel.sharded and self.parallel.owners() is None:
             assert isinstance(self.optimizer, MasterWeights)
