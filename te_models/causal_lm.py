@@ -69,7 +69,7 @@ class CausalLM(Decoder):
         return f"<pre>{html.escape(repr(self))}</pre>"
 
     def plan(self) -> PrecisionPlan:
-        """The precision of each te.Linear, the engine it runs on, and the reason."""
+        """The precision of each te.Linear, the engine it runs on, and the reason; what fused kernels do not compute."""
         rows, fp8 = [], self.fp8_layers
         for name, module in self.named_modules():
             if not isinstance(module, self.te.Linear):
@@ -88,7 +88,13 @@ class CausalLM(Decoder):
             rows.append(PlanRow(layer, short, gemm, precision, self.engine, reason))
         weights = ", FP8 primary weights" if self.fp8_params else ""
         title = f"recipe {self.recipe.name}{weights}, engine {self.engine} ({self.engine_reason})"
-        return PrecisionPlan(title, tuple(rows))
+        obstacles = {"attention": self.config.attention_obstacles, "MLP": self.config.mlp_obstacles}
+        notes = [
+            f"{what}: separate kernels, since the fused ones do not compute {', '.join(names)}"
+            for what, names in obstacles.items()
+            if names
+        ]
+        return PrecisionPlan(title, tuple(rows), tuple(notes))
 
     def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:
         """Predict the memory of training this model on a GPU, and what fits on which.
@@ -111,7 +117,7 @@ class CausalLM(Decoder):
 
     def attention_kernel(self) -> str:
         """The attention kernel that runs first on the model's device."""
-        return attention_kernel(self.device)
+        return attention_kernel(self.device, self.config.attn_logit_softcapping is not None)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -36,7 +36,8 @@ from te_models.files.formats import (
     split_by_size,
 )
 from te_models.fp8.primary_weights import plain, write_weight
-from te_models.interop.hf_families import TOP, Family, Rows, family_for, family_of
+from te_models.interop.hf_families import Family, family_for, family_of
+from te_models.interop.hf_places import TOP, Rows
 from te_models.interop.quantized import CONFIG_KEYS, MODELOPT_FILE, StoredWeights, open_weights, read_scheme
 from te_models.interop.stored_codes import keep_stored_weights
 from te_models.model.decoder import Decoder
