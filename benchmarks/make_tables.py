@@ -248,6 +248,22 @@ def recipe_accuracy() -> str:
     return markdown(header, rows)
 
 
+def serving_parity() -> str:
+    """Divergence of the served model from the trained one, by recipe and format."""
+    result = load("serving_parity")
+    recipes = result["recipes"]
+    formats = [row["export"] for row in next(iter(recipes.values()))["exports"]]
+
+    def cell(row: dict[str, Any]) -> str:
+        return row["reason"] or f"{row['kl']:.1e} ({row['largest']:.2f})"
+
+    rows = ([f"`{name}`", *map(cell, recipes[name]["exports"])] for name in recipes)
+    header = "trained under | " + " | ".join(f"`{name}`" for name in formats)
+    tokens = next(iter(recipes.values()))["tokens"]
+    about = f"`{result['model']}` with {result['weights']}, {tokens:,} tokens. {measured_on(result)}"
+    return f"{prose(about)}\n\n{markdown(header, rows)}"
+
+
 def optimizer_bytes() -> str:
     """Bytes per parameter of every optimizer, from the table that the memory plan uses."""
     rows = ([f"`{name}`", o.description, str(o.master) if name != "te-adam" else "2"] for name, o in OPTIMIZERS.items())
@@ -472,6 +488,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "generation": generation,
     "loading": loading,
     "recipe-accuracy": recipe_accuracy,
+    "serving-parity": serving_parity,
     "families": families,
     "optimizer-bytes": optimizer_bytes,
     "optimizer-memory": optimizer_memory,
