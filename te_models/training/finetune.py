@@ -19,7 +19,7 @@ from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
-from te_models.data.training_data import open_data
+from te_models.data.training_data import open_data, steps_of
 from te_models.engine import auto_recipe
 from te_models.errors import UsageError
 from te_models.generation.options import GenerationOptions
@@ -73,6 +73,8 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         resume = newest is not None
         words = load_tokenizer(_tokenizer(settings, newest))
         dataset, eval_batches = _open_data(settings, config, words, shared)
+        config = dataclasses.replace(config, steps=steps_of(dataset, config))
+        settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, steps=config.steps))
         torch.manual_seed(config.seed)
         model = _build(settings, shared, newest)
         _check_model(model, words, config)

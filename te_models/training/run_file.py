@@ -49,7 +49,7 @@ def run_document(
     """
     shape = model.config.to_dict() if settings.preset else {}
     own = {name: value for name, value in settings.build.items() if name in model.config.to_dict()}
-    data = {**settings.data, "streaming": isinstance(dataset, StreamingDataset)}
+    data = {**settings.data, "streaming": isinstance(dataset, StreamingDataset), "packing": dataset.packing}
     sections = {
         "run": dict(
             command=settings.command,
