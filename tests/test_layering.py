@@ -84,7 +84,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"lora_config", "lora_layer"},
         {"lora"},
         {"launch", "lora_run", "run_file", "trainer"},
-        {"report"},
+        {"loggers", "report"},
         {"finetune"},
     ],
     "inspect": [{"bench_report", "environment", "peers", "roofline"}, {"bench", "verify"}],

@@ -27,7 +27,7 @@ RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
 RECORD = "record"  # table of run.toml that holds facts of the run and no settings
 TRAINING = {f.name: type(f.default) for f in fields(TrainConfig)}
-RUN = dict(command=str, preset=str, model=str, out=str, sample_tokens=int)
+RUN = dict(command=str, preset=str, model=str, out=str, sample_tokens=int, log=str)
 MODEL = dict(
     engine=str, device=str, fp8_params=bool, compile=bool, activation_checkpointing=object, activation_offload=bool
 )
@@ -102,6 +102,7 @@ class RunSettings(NamedFields):
         train: the training loop.
         lora: adapters to train in place of the model's weights, if any.
         sample_tokens: length of the sample printed at the end; 0: none.
+        log: names of loggers beside metrics.jsonl (te_models.training.loggers), separated by commas.
         out: the run's folder; None: runs/<model>-<recipe>.
         given: names of the settings that were given on the command line, over those of a file.
         file: the run.toml that the others come from, if any.
@@ -117,6 +118,7 @@ class RunSettings(NamedFields):
     train: TrainConfig = field(default_factory=TrainConfig)
     lora: LoraSettings | None = None
     sample_tokens: int = 200
+    log: str = ""
     out: str | None = None
     given: frozenset[str] = frozenset()
     file: Path | None = None

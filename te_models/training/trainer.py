@@ -433,7 +433,8 @@ class Trainer(NamedFields):
         torch.set_rng_state(random)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
-        self.result = Result(**{**state["result"], "stopped_early": False})
+        self.result = Result(**state["result"])
+        self.result.stopped_early = False
 
     def _refuse_to_wait_on(self, result: dict[str, Any]) -> None:
         """Raise UsageError if the saved run ended early and nothing has changed that would let it go on."""
