@@ -53,6 +53,8 @@ class Family:
         only: their keys -> the values that te-models supports; any other is refused.
         ignored: their keys that change nothing in a model that is accepted.
         marks: keys that distinguish the family from others of its model_type.
+        written: False if only models that came as it are written as it, since transformers has no code for it.
+        code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
     """
 
     model_type: str
@@ -64,6 +66,8 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     marks: tuple[str, ...] = ()
+    written: bool = True
+    code: bool = False
 
     def read(self, config: Values) -> ModelConfig:
         """Return the ModelConfig of a config.json; a ConfigError names a request that te-models does not support."""
@@ -277,6 +281,36 @@ DENSE = Part(
     _write_dense,
 )
 
+# The options of remote_code/configuration_te_models.py; all other fields are keys of config.json.
+OWN_OPTIONS = (
+    "rope_theta", "rope_scaling", "partial_rotary_factor", "no_rope_layers", "sliding_window", "layer_types",
+    "attention_gate", "attention_bias", "qk_norm", "zero_centered_norm", "sliding_rope", "rope_interleaved",
+    "attention_gate_activation", "attention_output_bias", "attention_multiplier", "attn_logit_softcapping",
+    "query_scale_beta", "query_scale_length", "qk_norm_scope", "norm_position", "hidden_act", "mlp_gate", "mlp_bias",
+    "embedding_multiplier", "residual_multiplier", "logits_scaling", "final_logit_softcapping",
+)  # fmt: skip
+_AUTO_MAP = {
+    "AutoConfig": "configuration_te_models.TEModelsDecoderConfig",
+    "AutoModel": "modeling_te_models.TEModelsDecoderModel",
+    "AutoModelForCausalLM": "modeling_te_models.TEModelsDecoderForCausalLM",
+}
+
+
+def _read_own(theirs: Values) -> dict[str, Any]:
+    options = theirs.get("decoder_options") or {}
+    for name in options:
+        if name not in OWN_OPTIONS:
+            raise unknown("field of decoder_options", name, OWN_OPTIONS)
+    return dict(options)
+
+
+def _write_own(config: ModelConfig) -> dict[str, Any]:
+    options = {name: value for name, value in config.to_dict().items() if name in OWN_OPTIONS}
+    return {"auto_map": _AUTO_MAP, "decoder_options": options}
+
+
+OWN = Part(("decoder_options", "auto_map"), _read_own, _write_own)
+
 LAYER = {
     "input_layernorm": Rows("input_layernorm"),
     "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q",)),
@@ -292,6 +326,12 @@ NORMED_LAYER = {**LAYER, "self_attn.q_norm": Rows("self_attn.q_norm"), "self_att
 # The gate comes out of q_proj: after the queries of each group of heads that share a key, or of each head.
 GATED_BY_GROUP = {**NORMED_LAYER, "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_key_value_heads")}
 GATED_BY_HEAD = {**NORMED_LAYER, "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_attention_heads")}
+OWN_LAYER = {
+    **NORMED_LAYER,
+    "self_attn.g_proj": Rows("self_attn.qkvg_proj", ("g",)),
+    "attention_output_norm": Rows("attention_output_norm"),
+    "mlp_output_norm": Rows("mlp_output_norm"),
+}
 # Outside the layers: their name -> ours.
 TOP = {"model.embed_tokens": "embed_tokens", "model.norm": "norm", "lm_head": "lm_head"}
 
@@ -335,7 +375,7 @@ FAMILIES = (
         defaults={**_LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "use_qk_norm": True},
         only={**SILU, "attention_bias": (False,), "qkv_bias": (False,), "use_sliding_window": (False,)},
         ignored=frozenset(("auto_map", "sliding_window", "max_window_layers")),
-        marks=(*GATE.keys, "qkv_bias"),
+        marks=(*GATE.keys, "qkv_bias"), written=False,
     ),
     Family(
         model_type="qwen3_next", architecture="Qwen3NextForCausalLM", layer=GATED_BY_HEAD, parts=(PARTIAL_ROPE, DENSE),
@@ -348,6 +388,10 @@ FAMILIES = (
             "linear_value_head_dim", "moe_intermediate_size", "norm_topk_prob", "num_experts_per_tok",
             "output_router_logits", "router_aux_loss_coef", "shared_expert_intermediate_size",
         )),
+    ),
+    Family(  # all that the others do not express
+        model_type="te_models_decoder", architecture="TEModelsDecoderForCausalLM", layer=OWN_LAYER, parts=(OWN,),
+        code=True,
     ),
 )  # fmt: skip
 
@@ -365,6 +409,8 @@ def family_of(config: Values) -> Family:
 def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
     """Return the first family, starting with `preferred`, whose config.json can express all of `config`."""
     for family in ((preferred,) if preferred else ()) + FAMILIES:
+        if not family.written and family is not preferred:
+            continue
         try:
             if family.read(family.write(config)) == config:
                 return family
