@@ -6,17 +6,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
-COMMANDS = ("bench", "convert", "finetune", "generate", "list", "plan", "verify")
+COMMANDS = ("bench", "convert", "finetune", "generate", "list", "plan", "pretrain", "verify")
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
-    "config": [{"chunk_sizes", "layout", "options", "recipe", "recompute_modes", "training"}, {"model"}, {"presets"}],
+    "config": [
+        {"chunk_sizes", "layout", "options", "recipe", "recompute_modes", "training"},
+        {"model"},
+        {"presets"},
+        {"shipped"},
+    ],
     "planning": [
         {"parameter_bytes", "printable"},
         {"operations", "precision_plan"},
         {"memory_estimate"},
         {"memory_plan"},
     ],
-    "files": [{"atomic", "lock"}, {"formats"}],
+    "files": [{"atomic", "lock"}, {"formats", "toml"}],
     "distributed": [{"collectives", "control", "dtensor"}],
     "device": [{"choice", "cpu_matmul", "cuda_capture", "cudnn", "determinism"}],
     "kernels": [
@@ -47,13 +52,14 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"documents", "json_files", "template_process"},
         {"chat_template"},
         {"tokenizer"},
-        {"corpus_chunks", "dataset"},
+        {"corpus_chunks", "dataset", "python_docstrings"},
         {"streaming"},
         {"training_data"},
     ],
     "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}],
     "causal_lm": [{"causal_lm"}],
     "training": [
+        {"settings"},
         {
             "cuda_graph",
             "evaluation",
@@ -66,13 +72,14 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
             "stop_signals",
             "timing",
         },
-        {"launch", "lora_config", "lora_layer", "trainer"},
+        {"launch", "lora_config", "lora_layer", "run_file", "trainer"},
         {"lora", "report"},
         {"finetune"},
     ],
     "inspect": [{"bench_report", "environment", "peers", "roofline"}, {"bench", "verify"}],
     "cli": [
         {"options"},
+        {"training"},
         set(COMMANDS),
         {"commands"},
         {"__init__"},
@@ -82,7 +89,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
 ONLY_IN = {
     "transformer_engine": {"engine.native"},
     "transformer_engine_torch": {"engine.native"},
-    "click": {f"cli.{name}" for name in (*COMMANDS, "commands", "options")},
+    "click": {f"cli.{name}" for name in (*COMMANDS, "commands", "options", "training")},
     "jinja2": {"data.template_process"},
     "peft": {"training.lora", "training.lora_config", "training.lora_layer"},
     "huggingface_hub": {"interop.hf"},
@@ -120,13 +127,17 @@ NO_TORCH = {
     "config.presets",
     "config.recipe",
     "config.recompute_modes",
+    "config.shipped",
     "config.training",
+    "data.python_docstrings",
     "errors",
+    "files.toml",
     "interop.hf_families",
     "planning.memory_estimate",
     "planning.memory_plan",
     "planning.operations",
     "planning.parameter_bytes",
+    "training.settings",
 }
 
 

@@ -21,11 +21,13 @@ from torch import Tensor, nn
 
 from te_models.config.layout import row_ranges
 from te_models.config.model import ModelConfig
+from te_models.config.shipped import shipped_folder
 from te_models.distributed.dtensor import local, put
 from te_models.errors import CheckpointError, UsageError, needs
 from te_models.files.atomic import first_line, readable, replacing_folder, write_file
 from te_models.files.formats import (
     SafetensorsFile,
+    check_finite,
     list_some,
     parse_index,
     read_json,
@@ -105,13 +107,18 @@ class Place:
 
 
 def local_folder(name: str | Path) -> Path:
-    """Return `name` if it is a local folder, else the folder that the model of this name was downloaded to from the hub.
+    """Return `name` if it is a local folder, else the folder of the shipped model of this name, or that to which it was
+    downloaded from the hub.
 
     Raises:
         UsageError: it is neither; one line that says why.
     """
     path = readable(Path(name))
-    if path.exists() or not _is_hub_name(str(name)):
+    if path.exists():
+        return path
+    if (shipped := shipped_folder(str(name))) is not None:
+        return shipped
+    if not _is_hub_name(str(name)):
         return path
     with needs(f"{name} is no folder here, and the Hugging Face hub", "huggingface_hub", "0.26", "hf"):
         from huggingface_hub import snapshot_download  # noqa: PLC0415
@@ -317,7 +324,9 @@ def _fill(parameters: dict[str, torch.Tensor], places: Mapping[str, Place], shar
                 parameter = parameters[target]
                 if local(parameter) is not parameter:
                     parameter = wholes.setdefault(target, torch.zeros(parameter.shape, dtype=parameter.dtype))
-                places[name].load(parameter, file.read(name))
+                value = file.read(name)
+                check_finite({name: value}, shard)
+                places[name].load(parameter, value)
                 left[target] -= 1
                 if not left[target] and target in wholes:
                     put(parameters[target], wholes.pop(target))
