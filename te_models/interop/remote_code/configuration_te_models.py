@@ -84,7 +84,8 @@ class TEModelsDecoderConfig(PretrainedConfig):
         self.decoder_options = dict(decoder_options or {})
         if unknown := sorted(set(self.decoder_options) - set(DEFAULTS)):
             raise ValueError(f"decoder_options: {', '.join(unknown)} not known to this configuration_te_models.py")
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        kwargs["tie_word_embeddings"] = tie_word_embeddings
+        super().__init__(**kwargs)
 
     @property
     def options(self) -> dict[str, Any]:

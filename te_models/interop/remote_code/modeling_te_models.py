@@ -345,7 +345,7 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
 
     def __init__(self, config: TEModelsDecoderConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(TEModelsDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = norm(config, config.hidden_size)
         self.ropes = {sliding: RoPE(config, sliding) for sliding in (False, True)}
@@ -422,7 +422,7 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
         super().__init__(config)
         self.model = TEModelsDecoderModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -434,8 +434,8 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        self.lm_head = value
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = new_embeddings
 
     def forward(
         self,
