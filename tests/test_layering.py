@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
-COMMANDS = ("bench", "convert", "finetune", "generate", "list", "plan", "pretrain", "verify")
+COMMANDS = ("bench", "convert", "export", "finetune", "generate", "list", "parity", "plan", "pretrain", "verify")
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
     "config": [
@@ -25,21 +25,26 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "distributed": [{"collectives", "control", "dtensor"}],
     "device": [{"choice", "cpu_matmul", "cuda_capture", "cudnn", "determinism"}],
     "kernels": [
-        {"early_save", "elementwise", "embedding_triton", "fp8_triton", "lm_head", "lm_head_triton", "sdpa"},
-        {"gated_attention", "handover", "handover_triton"},
+        {"early_save", "elementwise", "embedding_triton", "fp8_triton", "lm_head_triton", "sdpa", "softcap_attention"},
+        {"gated_attention", "handover", "handover_triton", "lm_head"},
         {"dispatch", "gated_attention_triton"},
     ],
     "engine": [{"__init__", "emulated", "native"}],
     "fp8": [{"fsdp_gather", "scaling_state"}, {"primary_weights"}, {"region"}],
     "model": [
-        {"kv_cache", "offload", "options", "rope", "targets", "te_modules", "tensor_parallel"},
+        {"kv_cache", "offload", "options", "recipe_fit", "rope", "targets", "te_modules", "tensor_parallel"},
         {"recompute"},
         {"forward_context"},
         {"attention", "mlp"},
         {"block"},
         {"decoder", "user_modules"},
     ],
-    "interop": [{"hf_families", "te_extra_state"}, {"hf", "te_checkpoint"}],
+    "interop": [
+        {"hf_parts", "hf_places"},
+        {"hf_families", "quantized", "te_extra_state"},
+        {"stored_codes"},
+        {"hf", "te_checkpoint"},
+    ],
     "saving": [{"folder"}, {"run_folder"}, {"pretrained", "sharded"}],
     "optim": [
         {"gradients", "groups", "parameter_owners", "state_tensors"},
@@ -56,6 +61,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"streaming"},
         {"training_data"},
     ],
+    "serving": [{"formats", "text"}, {"export", "served"}, {"parity"}],
     "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}],
     "causal_lm": [{"causal_lm"}],
     "training": [
@@ -68,12 +74,15 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
             "parallel",
             "plots",
             "restore",
+            "result",
             "resume",
             "stop_signals",
             "timing",
         },
-        {"launch", "lora_config", "lora_layer", "run_file", "trainer"},
-        {"lora", "report"},
+        {"lora_config", "lora_layer"},
+        {"lora"},
+        {"launch", "lora_run", "run_file", "trainer"},
+        {"report"},
         {"finetune"},
     ],
     "inspect": [{"bench_report", "environment", "peers", "roofline"}, {"bench", "verify"}],
@@ -104,6 +113,7 @@ ONLY_IN = {
         "planning.memory_plan",
         "planning.precision_plan",
         "planning.printable",
+        "serving.parity",
         "training.finetune",
         "training.report",
     },
@@ -133,6 +143,8 @@ NO_TORCH = {
     "errors",
     "files.toml",
     "interop.hf_families",
+    "interop.hf_parts",
+    "interop.hf_places",
     "planning.memory_estimate",
     "planning.memory_plan",
     "planning.operations",

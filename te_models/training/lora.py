@@ -171,13 +171,20 @@ def save_lora(adapted: AdaptedModel, folder: str | Path, adapter_name: str | Non
     Raises:
         SaveError: writing failed; the previous content of `folder` is intact.
     """
+    save_folder(folder, *adapter_content(adapted, adapter_name))
+
+
+def adapter_content(
+    adapted: AdaptedModel, adapter_name: str | None = None
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Return the tensors and documents of a saved adapter, as te_models.saving.folder.save_folder takes them."""
     name = adapter_name or adapted.active_adapter
     model = adapted.get_base_model()
     tensors, config = _file_content(adapted, name)
     groups = {"adapter_model": tensors}
     if model.recipe.stateful and (state := fp8_state(model)):
         groups["fp8_state"] = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items()}
-    save_folder(folder, groups, {"adapter_config": config, "recipe": model.recipe.to_dict()})
+    return groups, {"adapter_config": config, "recipe": model.recipe.to_dict()}
 
 
 def load_lora(

@@ -16,7 +16,8 @@ import torch
 
 from te_models import CausalLM, ModelConfig, list_presets
 from te_models.config.presets import PRESETS
-from te_models.interop.hf_families import OWN_OPTIONS, family_for
+from te_models.interop.hf_families import family_for
+from te_models.interop.hf_parts import OWN_OPTIONS
 
 for package in ("transformers", "peft"):
     pytest.importorskip(package)
@@ -32,6 +33,7 @@ LLAMA3 |= dict(original_max_position_embeddings=32)
 LONGROPE = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0 + i for i in range(8)], factor=4.0)
 LONGROPE |= dict(original_max_position_embeddings=8)
 MIXED = ("sliding_attention", "full_attention", "sliding_attention")
+TWO = dict(rope_theta=50.0, partial_rotary_factor=0.5, rope_type="linear", factor=2.0)
 CASES: dict[str, dict[str, Any]] = {
     "elementwise": {},
     "headwise": dict(attention_gate="headwise"),
@@ -50,6 +52,15 @@ CASES: dict[str, dict[str, Any]] = {
     "llama3": dict(rope_scaling=LLAMA3, rope_theta=500.0),
     "yarn": dict(rope_scaling=YARN, qk_norm=True),
     "longrope": dict(rope_scaling=LONGROPE),
+    "softplus": dict(attention_gate="headwise", attention_gate_activation="softplus", attention_output_bias=True),
+    "post-norm": dict(norm_position="post", qk_norm=True, qk_norm_scope="all_heads"),
+    "four-norms": dict(norm_position="both", zero_centered_norm=True, hidden_act="gelu_pytorch_tanh"),
+    "caps": dict(attn_logit_softcapping=3.0, final_logit_softcapping=5.0, sliding_window=4, layer_types=MIXED),
+    "two-ropes": dict(sliding_window=4, layer_types=MIXED, rope_theta=500.0, sliding_rope=TWO),
+    "interleaved": dict(rope_interleaved=True, partial_rotary_factor=0.5),
+    "query-scale": dict(query_scale_beta=0.3, query_scale_length=4, attention_multiplier=0.2),
+    "plain-mlp": dict(mlp_gate=False, hidden_act="relu2", mlp_bias=True),
+    "multipliers": dict(embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0, hidden_act="gelu"),
     "ungated": dict(attention_gate="none", sliding_window=4, partial_rotary_factor=0.5, attention_bias=True),
 }
 GATED_PRESETS = [name for name in list_presets() if PRESETS[name].get("attention_gate", "elementwise") != "none"]
@@ -67,10 +78,13 @@ def drawn(seed: int) -> dict[str, Any]:
     found |= dict(tie_word_embeddings=draw.random() < 0.5, num_key_value_heads=draw.choice([1, 2, 4]), head_dim=16)
     found |= draw.choice([{}, dict(sliding_window=3), dict(sliding_window=3, layer_types=MIXED)])
     found |= draw.choice([{}, dict(no_rope_layers=(0, 1, 1)), dict(partial_rotary_factor=0.25)])
+    found |= dict(norm_position=draw.choice(["pre", "post", "both"]), hidden_act=draw.choice(["silu", "gelu", "relu2"]))
+    found |= dict(mlp_gate=draw.random() < 0.7, mlp_bias=draw.random() < 0.3, rope_interleaved=draw.random() < 0.3)
+    found |= draw.choice([{}, dict(attn_logit_softcapping=4.0), dict(residual_multiplier=0.7, logits_scaling=1.5)])
     return {**found, "rope_scaling": draw.choice([None, dict(rope_type="linear", factor=3.0), YARN])}
 
 
-CASES |= {f"drawn-{seed}": drawn(seed) for seed in range(6)}
+CASES |= {f"drawn-{seed}": drawn(seed) for seed in range(8)}
 
 # Run by a Python in which te_models cannot be imported.
 JUDGE = """

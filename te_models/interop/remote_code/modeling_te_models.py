@@ -386,7 +386,12 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
         count, past = x.shape[1], 0 if past_key_values is None else past_key_values.get_seq_length()
         steps = kwargs.get("cache_position")  # which transformers 4 gives
         steps = torch.arange(count, device=x.device) + past if steps is None else steps
-        positions = steps[None] if position_ids is None else position_ids.reshape(-1, count)
+        if position_ids is not None:
+            positions = position_ids.reshape(-1, count)
+        elif attention_mask is not None and attention_mask.dim() == 2:  # count from the first token that is no padding
+            positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -count:]
+        else:
+            positions = steps[None]
         rotary = {sliding: rope.tables(positions, x.dtype) for sliding, rope in self.ropes.items()}
         scale = self.query_scale(positions, x.dtype)
         masks = Masks(count, steps[0], options["sliding_window"], attention_mask, past_key_values is not None, x.device)
