@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from te_models.model.decoder import Decoder
 
 Model = TypeVar("Model", bound=Decoder)
 
+CODE = Path(__file__).parent / "remote_code"  # modeling for transformers of models that it has no architecture for
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
 TOKENIZER_FILES = (
@@ -59,6 +61,7 @@ REPLACEABLE = (
     INDEX,
     "manifest.json",
     "recipe.json",
+    *(path.name for path in CODE.glob("*.py")),
     MODELOPT_FILE,
 )
 # From the places and values of all parameters and config.json to the tensors and the config.json to write.
@@ -245,6 +248,8 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
     tables = {name: Rows(module) for name, module in TOP.items()}
     for layer in range(config.num_hidden_layers):
         for name, rows in family.layer.items():
+            if rows.blocks and not any(blocks.get(block, (0, 0))[1] for block in rows.blocks):
+                continue  # a model without a gate
             table = dataclasses.replace(rows, module=f"layers.{layer}.{rows.module}")
             tables[f"model.layers.{layer}.{name}"] = table
     found = {}
@@ -421,9 +426,15 @@ def write_hugging_face(
         files[INDEX] = [render_index(weight_map, sum(tensor.nbytes for tensor in tensors.values()))]
     files |= {file: render_safetensors(members) for file, members in shards.items()}
     files |= {name: [content] for name, content in tokenizer.items()}
+    if family.code:
+        files |= {path.name: [path.read_bytes()] for path in sorted(CODE.glob("*.py"))}
     with replacing_folder(folder) as temp:
         for name, chunks in files.items():
             write_file(temp / name, chunks)
+    if family.code or (not family.written and model.config.attention_gate != "none"):
+        own = "its own code in transformers: from_pretrained(folder, trust_remote_code=True)"
+        release = "the .py files of the release that the model came from, to load in transformers"
+        warnings.warn(f"{folder} needs {own if family.code else release}", stacklevel=4)
 
 
 def _config_document(model: Decoder, origin: Origin, family: Family) -> dict[str, Any]:
