@@ -3,8 +3,8 @@
     python -m benchmarks.make_tables            # rewrite the tables
     python -m benchmarks.make_tables --plots    # draw the plots of docs/results/ as well
 
-A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`. tests/test_docs.py fails
-if a file differs from what this script writes.
+A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`. tests/test_docs.py
+fails if a file differs from what this script writes.
 """
 
 from __future__ import annotations
@@ -388,11 +388,11 @@ def checkpoint_parity() -> str:
     losses = sum(r["same"]["losses"] for r in rows)
     recipes = ", ".join(f"`{name}`" for name in dict.fromkeys(r["recipe"] for r in rows))
     return prose(
-        f"{len(rows)} runs of {result['steps']} steps on the native engine ({recipes}; modes `selective`, `full` and 2; "
-        f"with and without FP8 primary weights and cached weights), each compared with the run without recomputation. "
-        f"Losses are equal in every bit in {losses} of {len(rows)}; weights, gradients and FP8 state in {equal}. The "
-        f"others are `blockwise` with FP8 primary weights, where the hash included uninitialized padding of the scales. "
-        f"{measured_on(result)}"
+        f"{len(rows)} runs of {result['steps']} steps on the native engine ({recipes}; modes `selective`, `full` and "
+        "2; with and without FP8 primary weights and cached weights), each compared with the run without "
+        f"recomputation. Losses are equal in every bit in {losses} of {len(rows)}; weights, gradients and FP8 state in "
+        f"{equal}. The others are `blockwise` with FP8 primary weights, where the hash included uninitialized padding "
+        f"of the scales. {measured_on(result)}"
     )
 
 

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from te_models.files.formats import SafetensorsFile
-from te_models.fp8.primary_weights import SHARDED_SCHEMES, load_codes, quantized, set_scale, weight_codes
+from te_models.fp8.primary_weights import (
+    SHARDED_SCHEMES,
+    load_quantized_weights,
+    quantized,
+    quantized_weights,
+    set_scale,
+)
 from te_models.interop.quantized import StoredWeights
 
 BLOCK = 128
@@ -151,10 +157,10 @@ def _read(wanted: Mapping[str, str], shards: Iterable[Path]) -> Iterable[tuple[s
 
 def _write(model: nn.Module, name: str, data: Tensor, scales: Tensor, parameter: Tensor) -> None:
     """Overwrite the data and scales of one FP8 weight."""
-    live = {key: tensor for key, tensor in weight_codes(model).items() if key.rsplit(".", 1)[0] == name}
+    live = {key: tensor for key, tensor in quantized_weights(model).items() if key.rsplit(".", 1)[0] == name}
     if f"{name}.data" in live:
         set_scale(parameter, scales.reshape(()))
-        load_codes(model, {f"{name}.data": data, f"{name}.scale_inv": scales.reshape(1)})
+        load_quantized_weights(model, {f"{name}.data": data, f"{name}.scale_inv": scales.reshape(1)})
         return
     made = {"rowwise_data": data, "columnwise_data": data.t().contiguous()}
     made |= {"rowwise_scale_inv": scales, "columnwise_scale_inv": scales.t()}
@@ -164,4 +170,4 @@ def _write(model: nn.Module, name: str, data: Tensor, scales: Tensor, parameter:
             padded = torch.zeros(live[f"{name}.{part}"].shape, dtype=tensor.dtype)
             padded[tuple(slice(size) for size in tensor.shape)] = tensor
             codes[f"{name}.{part}"] = padded
-    load_codes(model, codes)
+    load_quantized_weights(model, codes)
