@@ -25,7 +25,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"dispatch", "gated_attention_triton"},
     ],
     "engine": [{"__init__", "emulated", "native"}],
-    "fp8": [{"fsdp_gather", "scaling_state"}, {"primary_weights"}, {"region"}],
+    "fp8": [{"fsdp_gather", "scaling_state"}, {"extra_state", "primary_weights"}, {"region"}],
     "model": [
         {"kv_cache", "offload", "options", "rope", "targets", "te_modules", "tensor_parallel"},
         {"recompute"},
@@ -34,8 +34,8 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"block"},
         {"decoder", "user_modules"},
     ],
-    "interop": [{"hf_families", "te_extra_state"}, {"hf", "te_checkpoint"}],
-    "saving": [{"folder"}, {"run_folder"}, {"pretrained", "sharded"}],
+    "interop": [{"hf_families", "hub", "te_extra_state"}, {"hf", "te_checkpoint"}],
+    "saving": [{"folder", "state_dict"}, {"run_folder"}, {"pretrained", "sharded"}],
     "optim": [
         {"gradients", "groups", "parameter_owners", "state_tensors"},
         {"galore", "lowbit", "muon8bit"},
@@ -53,6 +53,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     ],
     "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}],
     "causal_lm": [{"causal_lm"}],
+    "huggingface": [{"cache", "config", "registration", "saving"}, {"modeling"}],
     "training": [
         {
             "cuda_graph",
@@ -85,7 +86,8 @@ ONLY_IN = {
     "click": {f"cli.{name}" for name in (*COMMANDS, "commands", "options")},
     "jinja2": {"data.template_process"},
     "peft": {"training.lora"},
-    "huggingface_hub": {"interop.hf"},
+    "huggingface_hub": {"interop.hub"},
+    "transformers": {"huggingface.cache", "huggingface.config", "huggingface.modeling"},
     "safetensors": set(),
     "matplotlib": {"training.plots"},
     "rich": {

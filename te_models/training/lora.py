@@ -27,7 +27,7 @@ from te_models.errors import CheckpointError, UsageError, needs
 from te_models.files.atomic import first_line
 from te_models.fp8.primary_weights import plain, restore_weight, saved_weight, write_weight
 from te_models.fp8.scaling_state import check_fp8_state, fp8_state
-from te_models.interop.hf import local_folder
+from te_models.interop.hub import local_folder
 from te_models.saving.folder import MANIFEST, load_folder, match, save_folder
 from te_models.saving.pretrained import read_recipe
 
