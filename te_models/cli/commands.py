@@ -1,4 +1,4 @@
-"""The command line: te-models list | plan | verify | finetune | generate | bench | convert, one module per command.
+"""The command line: te-models list | plan | verify | pretrain | finetune | generate | bench | convert, one module per command.
 
 A user's mistake ends with exit code 2 and one line on stderr; set TE_MODELS_DEBUG=1 for the traceback. Commands import
 torch when they run, so that `--help` is quick.
@@ -7,6 +7,8 @@ torch when they run, so that `--help` is quick.
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 
 import click
@@ -17,14 +19,16 @@ from te_models.cli.finetune import finetune
 from te_models.cli.generate import generate
 from te_models.cli.list import list_command
 from te_models.cli.plan import plan
+from te_models.cli.pretrain import pretrain
 from te_models.cli.verify import verify
 from te_models.errors import TeModelsError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = cli.main(arguments, prog_name="te-models", standalone_mode=False)
+        code = cli.main(words, prog_name="te-models", standalone_mode=False, obj=shlex.join(["te-models", *words]))
         return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
@@ -55,5 +59,5 @@ def cli() -> None:
     """Gated-attention models in FP8: Transformer Engine on a GPU, its numbers anywhere."""
 
 
-for _command in (list_command, plan, verify, finetune, generate, bench, convert):
+for _command in (list_command, plan, verify, pretrain, finetune, generate, bench, convert):
     cli.add_command(_command)

@@ -10,6 +10,7 @@ from te_models.config.training import TrainConfig
 from te_models.data.corpus_chunks import corpus_size
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import COMPRESSIONS, load_documents, split_documents
+from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, python_docstrings
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer
 from te_models.distributed.control import Ranks
@@ -34,7 +35,8 @@ def open_data(
     """Open a corpus for training.
 
     Args:
-        path: a file, folder, glob or URL of text, JSONL or Parquet; None: Python's own documentation and sources.
+        path: a file, folder, glob or URL of text, JSONL or Parquet; "python-docstrings": functions and docstrings of
+            Python's standard library; None: Python's own documentation and sources.
         tokenizer: encodes the text.
         config: seq_len, batch_size, seed and eval_batches.
         streaming: read the corpus while training; None: if it exceeds 1 GiB, is compressed, or is a glob or URL.
@@ -52,13 +54,15 @@ def open_data(
         DataError: the data cannot be read or is too short.
     """
     share = dict(batch_size=config.batch_size, seed=config.seed, packing=packing, rank=rank, world_size=world_size)
+    built_in = path in (None, PYTHON_DOCSTRINGS)
     if streaming is None:
-        streaming = path is not None and _must_stream(path)
+        streaming = path is not None and not built_in and _must_stream(path)
     if not streaming:
-        training, evaluation = split_documents(load_documents(path), seed=config.seed)
+        pairs = path == PYTHON_DOCSTRINGS
+        training, evaluation = python_docstrings() if pairs else split_documents(load_documents(path), seed=config.seed)
         dataset = TokenDataset(training, tokenizer, config.seq_len, **share)
-    elif path is None:
-        raise UsageError("--streaming needs --data: Python's own documentation and sources are read into memory")
+    elif path is None or built_in:
+        raise UsageError("--streaming needs --data PATH: Python's own documentation and sources are read into memory")
     else:
         dataset = StreamingDataset(
             path,

@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 
 import torch
 
+from te_models.config.shipped import shipped_folder
 from te_models.errors import UsageError, needs, unknown
 from te_models.files.atomic import first_line, readable
 from te_models.model.options import HubOptions, LoadOptions
@@ -34,7 +35,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def local_folder(name: str | Path, **hub: Any) -> Path:
-    """Return `name` if it is a local folder, else the folder that the model of this name was downloaded to from the hub.
+    """Return `name` if it is a local folder, else the folder of the shipped model of this name, or that to which it was
+    downloaded from the hub.
 
     Args:
         name: a path, or "owner/model".
@@ -44,7 +46,11 @@ def local_folder(name: str | Path, **hub: Any) -> Path:
         UsageError: it is neither; one line that says why.
     """
     path = readable(Path(name))
-    if path.exists() or not _is_hub_name(str(name)):
+    if path.exists():
+        return path
+    if (shipped := shipped_folder(str(name))) is not None:
+        return shipped
+    if not _is_hub_name(str(name)):
         return path
     with needs(f"{name} is no folder here, and the Hugging Face hub", "huggingface_hub", "0.26", "hf"):
         from huggingface_hub import snapshot_download  # noqa: PLC0415

@@ -1,0 +1,123 @@
+"""Pairs of function and docstring from the running Python's own standard library: data to fine-tune on, on any machine.
+
+The prompt is the source of a function without its docstring, the completion is the docstring. No torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import os
+import sysconfig
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from te_models.data.documents import Document
+from te_models.errors import DataError
+
+PYTHON_DOCSTRINGS = "python-docstrings"  # its name in --data
+DOCSTRING_CHARACTERS = range(20, 401)
+MAX_SOURCE_CHARACTERS = 1500
+EVAL_FRACTION = 0.08
+MAX_EVAL_SHARE = 0.01  # of all pairs, that a module held out may have: none makes up most of the evaluation
+
+_NOT_READ = {  # tests, generated tables, programs, and code of other projects
+    "__phello__", "__pycache__", "ctypes/macholib", "dist-packages", "encodings", "ensurepip", "idlelib", "lib-dynload",
+    "lib2to3", "msilib", "pydoc_data", "site-packages", "test", "tests", "turtledemo",
+}  # fmt: skip
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def python_docstrings() -> tuple[list[Document], list[Document]]:
+    """Return (training, evaluation) pairs of the standard library, in the order of its files; the same at every call.
+
+    Each Document has the dedented source of a function or method without its docstring as `prompt`, and the docstring
+    as `text`, indented as `inspect.getdoc` does; both without white space at their ends. `name` is the function's, such
+    as "json.decoder.JSONDecoder.decode". Only functions that do more than have a docstring count, with a docstring of
+    20 to 400 characters and a source of less than 1500. Of equal docstrings only the first remains, so none occurs on
+    both sides. Evaluation gets whole top-level modules and packages, those whose names have the lowest hashes, until
+    they hold 8 % of the pairs; modules with more than 1 % of them are for training.
+
+    Raises:
+        DataError: the standard library is not here as source files.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    source = f"Python {sysconfig.get_python_version()} standard library"
+    found: dict[str, Document] = {}
+    for file in _source_files(root):
+        module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        for name, prompt, docstring in read_pairs(file.read_text(encoding="utf-8-sig", errors="replace")):
+            found.setdefault(docstring, Document(docstring, prompt, f"{module}.{name}", source))
+    if not found:
+        raise DataError(f"--data {PYTHON_DOCSTRINGS}: {root} has no Python sources: install Python's standard library")
+    return _split_by_module(list(found.values()))
+
+
+def read_pairs(source: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (qualified name, source without docstring, docstring) of the functions of a module that qualify."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # a template, or bad on purpose
+        return
+    lines = source.splitlines()
+    for name, function in _functions(tree, ""):
+        docstring = inspect.cleandoc(ast.get_docstring(function, clean=False) or "").strip()
+        if len(docstring) in DOCSTRING_CHARACTERS and (prompt := _without_docstring(function, lines)):
+            yield name, prompt, docstring
+
+
+def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Function]]:
+    """Yield the functions at module level and in classes, also below `if` and `try`, with their qualified names."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _Function):
+            yield prefix + child.name, child
+        elif isinstance(child, ast.ClassDef):
+            yield from _functions(child, f"{prefix}{child.name}.")
+        elif isinstance(child, ast.stmt | ast.excepthandler):
+            yield from _functions(child, prefix)
+
+
+def _without_docstring(function: _Function, lines: Sequence[str]) -> str:
+    """Return the dedented source of a function without its docstring, or "" if it does not qualify."""
+    docstring, *body = function.body
+    if not body or docstring.lineno <= function.lineno or body[0].lineno <= (docstring.end_lineno or 0):
+        return ""  # nothing but a docstring, or other code on its lines
+    first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)]) - 1
+    kept = [*lines[first : docstring.lineno - 1], *lines[docstring.end_lineno : function.end_lineno]]
+    prompt = textwrap.dedent("\n".join(kept)).strip()
+    return prompt if len(prompt) < MAX_SOURCE_CHARACTERS else ""
+
+
+def _split_by_module(pairs: Sequence[Document]) -> tuple[list[Document], list[Document]]:
+    """Split into training and evaluation by top-level module; a hash of the name decides, so that releases agree."""
+    sizes: dict[str, int] = {}
+    for pair in pairs:
+        top = _top_level(pair)
+        sizes[top] = sizes.get(top, 0) + 1
+    wanted, held_out = EVAL_FRACTION * len(pairs), set()
+    for top in sorted(sizes, key=lambda name: hashlib.blake2b(name.encode()).digest()):
+        if wanted > 0 and sizes[top] <= MAX_EVAL_SHARE * len(pairs):
+            held_out.add(top)
+            wanted -= sizes[top]
+    sides: tuple[list[Document], list[Document]] = ([], [])
+    for pair in pairs:
+        sides[_top_level(pair) in held_out].append(pair)
+    return sides
+
+
+def _top_level(pair: Document) -> str:
+    """Return "json" for "json.decoder.JSONDecoder.decode"; a module and its Python twin ("_pyio") count as one."""
+    return pair.name.split(".")[0].removeprefix("_py").removeprefix("_")
+
+
+def _source_files(root: Path) -> list[Path]:
+    """Return the modules of the standard library that are read, sorted."""
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        below = Path(folder).relative_to(root)
+        subfolders[:] = [n for n in subfolders if n not in _NOT_READ and (below / n).as_posix() not in _NOT_READ]
+        subfolders[:] = [name for name in subfolders if not name.startswith((".", "config-"))]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found)
