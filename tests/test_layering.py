@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
-COMMANDS = ("bench", "convert", "finetune", "generate", "list", "plan", "pretrain", "verify")
+COMMANDS = ("bench", "convert", "export", "finetune", "generate", "list", "parity", "plan", "pretrain", "verify")
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
     "config": [
@@ -25,21 +25,26 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "distributed": [{"collectives", "control", "dtensor"}],
     "device": [{"choice", "cpu_matmul", "cuda_capture", "cudnn", "determinism"}],
     "kernels": [
-        {"early_save", "elementwise", "embedding_triton", "fp8_triton", "lm_head", "lm_head_triton", "sdpa"},
-        {"gated_attention", "handover", "handover_triton"},
+        {"early_save", "elementwise", "embedding_triton", "fp8_triton", "lm_head_triton", "sdpa", "softcap_attention"},
+        {"gated_attention", "handover", "handover_triton", "lm_head"},
         {"dispatch", "gated_attention_triton"},
     ],
     "engine": [{"__init__", "emulated", "native"}],
     "fp8": [{"fsdp_gather", "scaling_state"}, {"extra_state", "primary_weights"}, {"region"}],
     "model": [
-        {"kv_cache", "offload", "options", "rope", "targets", "te_modules", "tensor_parallel"},
+        {"kv_cache", "offload", "options", "recipe_fit", "rope", "targets", "te_modules", "tensor_parallel"},
         {"recompute"},
         {"forward_context"},
         {"attention", "mlp"},
         {"block"},
         {"decoder", "user_modules"},
     ],
-    "interop": [{"hf_families", "hub", "te_extra_state"}, {"hf", "te_checkpoint"}],
+    "interop": [
+        {"hf_parts", "hf_places"},
+        {"hf_families", "hub", "quantized", "te_extra_state"},
+        {"stored_codes"},
+        {"hf", "te_checkpoint"},
+    ],
     "saving": [{"folder", "state_dict"}, {"run_folder"}, {"pretrained", "sharded"}],
     "optim": [
         {"gradients", "groups", "parameter_owners", "state_tensors"},
@@ -56,6 +61,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"streaming"},
         {"training_data"},
     ],
+    "serving": [{"formats", "text"}, {"export", "served"}, {"parity"}],
     "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}],
     "causal_lm": [{"causal_lm"}],
     "huggingface": [{"cache", "config", "registration", "saving"}, {"modeling"}],
@@ -64,16 +70,19 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {
             "cuda_graph",
             "evaluation",
-            "lora",
+            "lora_targets",
             "metrics",
             "parallel",
             "plots",
             "restore",
+            "result",
             "resume",
             "stop_signals",
             "timing",
         },
-        {"launch", "run_file", "trainer"},
+        {"lora_config", "lora_layer"},
+        {"lora"},
+        {"launch", "lora_run", "run_file", "trainer"},
         {"report"},
         {"finetune"},
     ],
@@ -92,7 +101,7 @@ ONLY_IN = {
     "transformer_engine_torch": {"engine.native"},
     "click": {f"cli.{name}" for name in (*COMMANDS, "commands", "options", "training")},
     "jinja2": {"data.template_process"},
-    "peft": {"training.lora"},
+    "peft": {"training.lora", "training.lora_config", "training.lora_layer"},
     "huggingface_hub": {"interop.hub"},
     "transformers": {"huggingface.cache", "huggingface.config", "huggingface.modeling"},
     "safetensors": set(),
@@ -106,6 +115,7 @@ ONLY_IN = {
         "planning.memory_plan",
         "planning.precision_plan",
         "planning.printable",
+        "serving.parity",
         "training.finetune",
         "training.report",
     },
@@ -135,6 +145,8 @@ NO_TORCH = {
     "errors",
     "files.toml",
     "interop.hf_families",
+    "interop.hf_parts",
+    "interop.hf_places",
     "planning.memory_estimate",
     "planning.memory_plan",
     "planning.operations",
