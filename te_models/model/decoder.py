@@ -7,6 +7,7 @@ whatever autocast a caller opens around the model, and every scale is updated ex
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -303,13 +304,8 @@ class Decoder(nn.Module):
     def _embedded(self, tokens: Tensor, context: ForwardContext) -> Tensor:
         """Ids [B, S] or vectors [B, S, D] -> [B*S, D], zero at padding."""
         x = (self.kernels.embedding(self.embed_tokens, tokens) if tokens.dim() == 2 else tokens).flatten(0, 1)
-        x = x if (multiplier := self._embedding_multiplier) == 1 else x * multiplier
+        x = x if (multiplier := _rounded(self.config.embedding_multiplier, self.dtype)) == 1 else x * multiplier
         return x if context.real is None else x * context.real
-
-    @property
-    def _embedding_multiplier(self) -> float:
-        """The factor on embeddings, rounded to the model's dtype as Gemma's was in training."""
-        return torch.tensor(self.config.embedding_multiplier, dtype=self.dtype).item()
 
     def _run(self, layers: range, x: Tensor, context: ForwardContext) -> Tensor:
         """x [N, D] through these blocks."""
@@ -443,6 +439,13 @@ class Decoder(nn.Module):
         self.tp.check_recipe(recipe)
         check_sizes(self.local_config, recipe, self.tp.each)
         return recipe
+
+
+@functools.cache
+def _rounded(factor: float, dtype: torch.dtype) -> float:
+    """The factor on embeddings, rounded to `dtype` as Gemma's was in training; once, since a captured step makes no tensor
+    of a number."""
+    return torch.tensor(factor, dtype=dtype).item()
 
 
 def target_device(model: Decoder) -> torch.device:
