@@ -30,7 +30,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"dispatch", "gated_attention_triton"},
     ],
     "engine": [{"__init__", "emulated", "native"}],
-    "fp8": [{"fsdp_gather", "scaling_state"}, {"primary_weights"}, {"region"}],
+    "fp8": [{"fsdp_gather", "scaling_state"}, {"extra_state", "primary_weights"}, {"region"}],
     "model": [
         {"kv_cache", "offload", "options", "recipe_fit", "rope", "targets", "te_modules", "tensor_parallel"},
         {"recompute"},
@@ -41,11 +41,11 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     ],
     "interop": [
         {"hf_parts", "hf_places"},
-        {"hf_families", "quantized", "te_extra_state"},
+        {"hf_families", "hub", "quantized", "te_extra_state"},
         {"stored_codes"},
         {"hf", "te_checkpoint"},
     ],
-    "saving": [{"folder"}, {"run_folder"}, {"pretrained", "sharded"}],
+    "saving": [{"folder", "state_dict"}, {"run_folder"}, {"pretrained", "sharded"}],
     "optim": [
         {"gradients", "groups", "parameter_owners", "state_tensors"},
         {"galore", "lowbit", "muon8bit"},
@@ -66,6 +66,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "serving": [{"formats", "text"}, {"export", "served"}, {"parity"}],
     "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}],
     "causal_lm": [{"causal_lm"}],
+    "huggingface": [{"cache", "config", "registration", "saving"}, {"modeling"}],
     "training": [
         {"settings"},
         {
@@ -103,7 +104,8 @@ ONLY_IN = {
     "click": {f"cli.{name}" for name in (*COMMANDS, "commands", "options", "training")},
     "jinja2": {"data.template_process"},
     "peft": {"training.lora", "training.lora_config", "training.lora_layer"},
-    "huggingface_hub": {"interop.hf"},
+    "huggingface_hub": {"interop.hub"},
+    "transformers": {"huggingface.cache", "huggingface.config", "huggingface.modeling"},
     "safetensors": set(),
     "matplotlib": {"training.plots"},
     "rich": {
