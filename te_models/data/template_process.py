@@ -18,6 +18,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from te_models.files.atomic import first_line
+
 MEMORY_BYTES = 2**30
 TEXT_BYTES = 2**24
 
@@ -62,7 +64,7 @@ def main() -> None:
         except RecursionError:
             answer = {"error": "it is nested too deeply"}
         except Exception as error:  # a template may raise anything
-            answer = {"error": str(error) or type(error).__name__}
+            answer = {"error": first_line(error)}
         signal.alarm(0)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
