@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
-COMMANDS = ("bench", "convert", "finetune", "generate", "list", "plan", "pretrain", "verify")
+COMMANDS = ("bench", "convert", "export", "finetune", "generate", "list", "parity", "plan", "pretrain", "verify")
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
     "config": [
@@ -39,7 +39,12 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"block"},
         {"decoder", "user_modules"},
     ],
-    "interop": [{"hf_parts", "hf_places"}, {"hf_families", "te_extra_state"}, {"hf", "te_checkpoint"}],
+    "interop": [
+        {"hf_parts", "hf_places"},
+        {"hf_families", "quantized", "te_extra_state"},
+        {"stored_codes"},
+        {"hf", "te_checkpoint"},
+    ],
     "saving": [{"folder"}, {"run_folder"}, {"pretrained", "sharded"}],
     "optim": [
         {"gradients", "groups", "parameter_owners", "state_tensors"},
@@ -56,6 +61,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"streaming"},
         {"training_data"},
     ],
+    "serving": [{"formats", "text"}, {"export", "served"}, {"parity"}],
     "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}],
     "causal_lm": [{"causal_lm"}],
     "training": [
@@ -63,16 +69,19 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {
             "cuda_graph",
             "evaluation",
-            "lora",
+            "lora_targets",
             "metrics",
             "parallel",
             "plots",
             "restore",
+            "result",
             "resume",
             "stop_signals",
             "timing",
         },
-        {"launch", "run_file", "trainer"},
+        {"lora_config", "lora_layer"},
+        {"lora"},
+        {"launch", "lora_run", "run_file", "trainer"},
         {"report"},
         {"finetune"},
     ],
@@ -91,7 +100,7 @@ ONLY_IN = {
     "transformer_engine_torch": {"engine.native"},
     "click": {f"cli.{name}" for name in (*COMMANDS, "commands", "options", "training")},
     "jinja2": {"data.template_process"},
-    "peft": {"training.lora"},
+    "peft": {"training.lora", "training.lora_config", "training.lora_layer"},
     "huggingface_hub": {"interop.hf"},
     "safetensors": set(),
     "matplotlib": {"training.plots"},
@@ -104,6 +113,7 @@ ONLY_IN = {
         "planning.memory_plan",
         "planning.precision_plan",
         "planning.printable",
+        "serving.parity",
         "training.finetune",
         "training.report",
     },

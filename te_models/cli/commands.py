@@ -1,4 +1,5 @@
-"""The command line: te-models list | plan | verify | pretrain | finetune | generate | bench | convert, one module per command.
+"""The command line, one module per command: te-models list, plan, verify, pretrain, finetune, generate, bench, convert,
+export and parity.
 
 A user's mistake ends with exit code 2 and one line on stderr; set TE_MODELS_DEBUG=1 for the traceback. Commands import
 torch when they run, so that `--help` is quick.
@@ -15,9 +16,11 @@ import click
 
 from te_models.cli.bench import bench
 from te_models.cli.convert import convert
+from te_models.cli.export import export
 from te_models.cli.finetune import finetune
 from te_models.cli.generate import generate
 from te_models.cli.list import list_command
+from te_models.cli.parity import parity
 from te_models.cli.plan import plan
 from te_models.cli.pretrain import pretrain
 from te_models.cli.verify import verify
@@ -59,5 +62,5 @@ def cli() -> None:
     """Gated-attention models in FP8: Transformer Engine on a GPU, its numbers anywhere."""
 
 
-for _command in (list_command, plan, verify, pretrain, finetune, generate, bench, convert):
+for _command in (list_command, plan, verify, pretrain, finetune, generate, bench, convert, export, parity):
     cli.add_command(_command)

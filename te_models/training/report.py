@@ -33,7 +33,7 @@ def summary(
     table = Table(title=f"te-models {command}", title_justify="left", title_style="bold", box=None, show_header=False)
     _add_columns(table)
     rows = {
-        "parameters": f"{sum(p.numel() for p in model.parameters()):,} in {str(model.dtype).removeprefix('torch.')}",
+        "parameters": _parameters(model),
         "device": str(model.device),
         "engine": f"{model.engine} ({model.engine_reason})",
         "recipe": f"{model.recipe.name} ({model.recipe.scheme}: {recipe})",
@@ -55,6 +55,13 @@ def summary(
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), value)
     return table
+
+
+def _parameters(model: CausalLM) -> str:
+    """Return the number of parameters and, if only some are trained, of those."""
+    all, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
+    part = f", {trained:,} of them trained" if trained < all else ""
+    return f"{all:,} in {str(model.dtype).removeprefix('torch.')}{part}"
 
 
 def speed_rows(model: CausalLM, config: TrainConfig) -> dict[str, str]:
@@ -102,6 +109,8 @@ def outcome(result: Result) -> Table:
     }
     if result.peak_memory is not None:
         rows["peak memory"] = f"{result.peak_memory / 2**30:.2f} GiB"
+    if result.best_step not in (0, result.step):
+        rows["best eval loss"] = f"{result.best_eval_loss:.4f} at step {result.best_step}"
     rows["checkpoint"] = str(result.checkpoint)
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), value)
