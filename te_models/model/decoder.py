@@ -297,14 +297,13 @@ class Decoder(nn.Module):
 
     def _embedded(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """input_ids [B, S] -> [B*S, D], zero at padding."""
-        x, multiplier = self.kernels.embedding(self.embed_tokens, input_ids).flatten(0, 1), self._embedding_multiplier
-        x = x if multiplier == 1 else x * multiplier
+        x, multiplier = (
+            self.kernels.embedding(self.embed_tokens, input_ids).flatten(0, 1),
+            self.config.embedding_multiplier,
+        )
+        if multiplier != 1:  # rounded to the model's dtype, as Gemma's was in training
+            x = x * torch.tensor(multiplier, dtype=self.dtype).item()
         return x if context.real is None else x * context.real
-
-    @property
-    def _embedding_multiplier(self) -> float:
-        """The factor on embeddings, rounded to the model's dtype as Gemma's was in training."""
-        return torch.tensor(self.config.embedding_multiplier, dtype=self.dtype).item()
 
     def _run(self, layers: range, x: Tensor, context: ForwardContext) -> Tensor:
         """x [N, D] through these blocks."""
