@@ -23,10 +23,11 @@ if _TYPE_CHECKING:
     from te_models.saving.pretrained import load_te_checkpoint
     from te_models.training.cuda_graph import GraphedStep
     from te_models.training.lora import add_lora, load_lora, save_lora
-    from te_models.training.trainer import Trainer
+    from te_models.training.trainer import Callback, Trainer
 
 __version__ = "0.1.0"
 _MODULES = {  # public name -> its module below te_models
+    "Callback": "training.trainer",
     "CausalLM": "causal_lm",
     "GraphedStep": "training.cuda_graph",
     "ModelConfig": "config.model",
@@ -51,6 +52,7 @@ _MODULES = {  # public name -> its module below te_models
     "stream_text": "generation.text",
 }
 __all__ = [
+    "Callback",
     "CausalLM",
     "GraphedStep",
     "ModelConfig",

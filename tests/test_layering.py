@@ -10,7 +10,7 @@ COMMANDS = ("bench", "convert", "export", "finetune", "generate", "list", "parit
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
     "config": [
-        {"chunk_sizes", "layout", "options", "recipe", "recompute_modes", "training"},
+        {"chunk_sizes", "data", "layout", "options", "recipe", "recompute_modes", "training"},
         {"model"},
         {"presets"},
         {"shipped"},
@@ -54,10 +54,12 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"__init__"},
     ],
     "data": [
-        {"documents", "json_files", "template_process"},
-        {"chat_template"},
-        {"tokenizer"},
-        {"corpus_chunks", "dataset", "python_docstrings"},
+        {"files", "formats", "json_files", "template_process"},
+        {"chat_template", "rows"},
+        {"documents", "tokenizer"},
+        {"encoding", "python_docstrings", "sources"},
+        {"packing"},
+        {"corpus_chunks", "dataset"},
         {"streaming"},
         {"training_data"},
     ],
@@ -82,7 +84,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"lora_config", "lora_layer"},
         {"lora"},
         {"launch", "lora_run", "run_file", "trainer"},
-        {"report"},
+        {"loggers", "report"},
         {"finetune"},
     ],
     "inspect": [{"bench_report", "environment", "peers", "roofline"}, {"bench", "verify"}],
@@ -131,6 +133,7 @@ ONLY_IN = {
 }
 NO_TORCH = {
     "config.chunk_sizes",
+    "config.data",
     "config.layout",
     "config.model",
     "config.options",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from te_models.config.layout import row_ranges
 from te_models.config.model import ModelConfig
 from te_models.config.shipped import shipped_folder
-from te_models.distributed.dtensor import local, put
+from te_models.distributed.dtensor import local, write_shard
 from te_models.errors import CheckpointError, UsageError, needs
 from te_models.files.atomic import first_line, readable, replacing_folder, write_file
 from te_models.files.formats import (
@@ -342,7 +342,7 @@ def _shard_files(folder: Path) -> list[Path]:
 @torch.no_grad()
 def fill(model: Decoder, places: Mapping[str, Place], shards: Iterable[Path], stored: StoredWeights) -> None:
     """Copy every tensor of `shards` into its place, dequantized; rows that no tensor fills become zero."""
-    with model.tp.filling_all(model) as parameters:
+    with model.tp.filling_all(model, model.config) as parameters:
         fill_parameters(parameters, places, shards, stored)
 
 
@@ -375,7 +375,7 @@ def fill_parameters(
                 places[name].load(parameter, values)
                 left[target] -= 1
                 if not left[target] and target in wholes:
-                    put(parameters[target], wholes.pop(target))
+                    write_shard(parameters[target], wholes.pop(target))
     if lost := sorted(name for name, count in left.items() if count):
         raise CheckpointError(f"the files lost tensors of {list_some(lost)} while they were read")
 

@@ -1,9 +1,10 @@
 """Checkpoints of Transformer Engine's own modules: weights and pickled FP8 state, read without running any of it.
 
-`torch.save(model.state_dict(), "model.pt")`, or the same tensors in safetensors files, hold every parameter and, for each
-module, a uint8 tensor `<module>._extra_state`: empty, or under DelayedScaling a pickle (section 7.10 of Transformer
-Engine's behaviour), which Transformer Engine refuses to load unless told that running it is safe. A .pt file is read by
-PyTorch's restricted loader, which makes tensors and nothing else; the pickles in it by te_models.interop.te_extra_state.
+`torch.save(model.state_dict(), "model.pt")`, or the same tensors in safetensors files, hold every parameter and, for
+each module, a uint8 tensor `<module>._extra_state`: empty, or under DelayedScaling a pickle (section 7.10 of
+Transformer Engine's behaviour), which Transformer Engine refuses to load unless told that running it is safe. A .pt
+file is read by PyTorch's restricted loader, which makes tensors and nothing else; the pickles in it by
+te_models.interop.te_extra_state.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class TECheckpoint:
     fields: dict[str, Any] = field(default_factory=dict)
 
     def recipe(self, layers: int) -> Recipe:
-        """Return the recipe that a model of `layers` blocks was saved under: BF16 unless there is state; the layers at its
+        """Return the recipe that a model of `layers` blocks was saved under: BF16 unless there is state;
+        the layers at its
         ends without state are BF16."""
         if not self.fp8_state:
             return get_recipe("bf16")

@@ -26,7 +26,7 @@ from te_models.config.recompute_modes import check_mode
 from te_models.device.choice import choose_device
 from te_models.engine import check_support, engine_module, get_engine
 from te_models.errors import ConfigError, UsageError
-from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink, same_codes
+from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, quantize_weights_alike, relink
 from te_models.fp8.region import forward_pass, fp8_layers, preserve_scales_in_backward
 from te_models.fp8.scaling_state import convert_scales, fp8_state, load_fp8_state
 from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
@@ -133,7 +133,7 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.tp.mark(self)
         clear_states(self)
-        drop_transposed(self)
+        drop_transposed(self, self.recipe)
         if initialize and factory["device"].type != "meta":
             self.init_weights()
 
@@ -419,7 +419,9 @@ class Decoder(nn.Module):
     def _check_weights_fit(self, new: Recipe) -> None:
         """Refuse a recipe that FP8 primary weights are not made for."""
         edges = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head")
-        if not same_codes(self.recipe, new) or any(getattr(self.recipe, e) != getattr(new, e) for e in edges):
+        if not quantize_weights_alike(self.recipe, new) or any(
+            getattr(self.recipe, e) != getattr(new, e) for e in edges
+        ):
             raise ValueError(
                 f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and {new.name!r} needs "
                 "others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"

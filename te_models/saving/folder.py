@@ -50,6 +50,7 @@ MAX_SHARD_BYTES = 5 * 2**30
 MANIFEST = "manifest.json"
 INDEX = ".safetensors.index.json"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,63}")
+_TEXT = re.compile(r"[a-z0-9][a-z0-9_]{0,63}\.jinja")  # a document that is no JSON, by the name of its file
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -157,7 +158,8 @@ def save_folder(
     Args:
         path: the folder; its parents are made.
         tensors: group name -> tensor name -> tensor of any stride and device.
-        documents: document name -> plain JSON value (use `flatten_state` for anything richer), or `render_json` of it.
+        documents: document name -> plain JSON value (use `flatten_state` for anything richer), or `render_json` of it;
+            "<name>.jinja" -> the bytes of a text.
         max_shard_bytes: a group larger than this is split into shards.
 
     Raises:
@@ -259,7 +261,7 @@ def prepare(tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str,
     """Check what is to be saved, find tied tensors and render the documents; see `save_folder` for the arguments."""
     kept: dict[str, dict[str, Tensor]] = {}
     aliases: dict[str, dict[str, str]] = {}
-    for name in (*tensors, *documents):
+    for name in (*tensors, *(name for name in documents if not _TEXT.fullmatch(name))):
         if not _NAME.fullmatch(name) or name == "manifest":
             raise UsageError(f"{name!r} cannot name a file of saved state; use a-z, 0-9 and _, and not 'manifest'")
     for group, members in tensors.items():
@@ -298,10 +300,12 @@ def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD
 
 
 def finish_folder(folder: Path, files: Mapping[str, Mapping[str, Any]], content: Content) -> None:
-    """Write the documents, and the manifest that makes the folder whole; `files` are the entries of files written before."""
+    """Write the documents, and the manifest that makes the folder whole;
+    `files` are the entries of files written before."""
     files = dict(files)
     for name, text in content.documents.items():
-        files[f"{name}.json"] = record(folder / f"{name}.json", [text])
+        file = name if _TEXT.fullmatch(name) else f"{name}.json"
+        files[file] = record(folder / file, [text])
     manifest = {"format": FORMAT_VERSION, "versions": _versions(), "files": files, "aliases": content.aliases}
     write_file(folder / MANIFEST, [render_json(manifest | {"digest": _digest(manifest)}, MANIFEST)])
 

@@ -1,7 +1,7 @@
 """Models as folders: which state of a model is saved, and how it is read back into a new model or a live one.
 
-A folder has config.json, model.safetensors (or shards), recipe.json (resolved values), fp8_state.safetensors (only for a
-stateful recipe that has run), fp8_weights.safetensors (data and scales of FP8 primary weights) and manifest.json.
+A folder has config.json, model.safetensors (or shards), recipe.json (resolved values), fp8_state.safetensors (only for
+a stateful recipe that has run), fp8_weights.safetensors (data and scales of FP8 primary weights) and manifest.json.
 te_models.saving.folder writes and checks folders; this file decides their content.
 """
 
@@ -24,10 +24,10 @@ from te_models.files.formats import all_finite, check_finite, list_some, parse_j
 from te_models.fp8.primary_weights import (
     is_quantized,
     keep_initial_value,
-    load_codes,
+    load_quantized_weights,
     plain,
-    same_codes,
-    weight_codes,
+    quantize_weights_alike,
+    quantized_weights,
     write_weight,
 )
 from te_models.fp8.scaling_state import check_fp8_state, fp8_state
@@ -67,11 +67,11 @@ def model_content(
         parts: of parameters that several ranks share, return this rank's parts (for te_models.saving.sharded).
     """
     own = weights(model, masters)
-    tensors = {"model": own if parts else gather_state(model, own)}
+    tensors = {"model": own if parts else gather_state(own, model.config, model.tp)}
     if state := fp8_state(model) if model.recipe.stateful else {}:
         tensors["fp8_state"] = {name: tensor.clone() for name, tensor in state.items()}  # the next forward writes to it
-    if codes := weight_codes(model):
-        tensors["fp8_weights"] = codes
+    if quantized := quantized_weights(model):
+        tensors["fp8_weights"] = quantized
     dtype = str(model.dtype).removeprefix("torch.")
     config = {"model_type": MODEL_TYPE, "dtype": dtype, **model.config.to_dict()}
     return tensors, {"config": config, "recipe": model.recipe.to_dict(), **origin.documents()}
@@ -90,7 +90,8 @@ def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> di
 
 
 def write_pretrained(model: Decoder, origin: Origin, folder: str | Path, format: str = "te") -> None:
-    """Save a model into `folder`, atomically, in our format or in Hugging Face's, with the tokenizer that it came with."""
+    """Save a model into `folder`, atomically, in our format or in Hugging Face's,
+    with the tokenizer that it came with."""
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
     tensors, documents = model_content(model, origin)
@@ -108,9 +109,9 @@ def read_pretrained(
 ) -> tuple[Model, Origin]:
     """Return the model saved in `folder`, built by `build(config, **options)`, and its origin.
 
-    Everything is read and checked before a model is built. Without `recipe=` the saved one is used, and fields of the recipe
-    in `options` override it; FP8 state moves along to another stateful recipe and is dropped with a warning by any
-    other. FP8 primary weights stay such under the saved recipe, unless `fp8_params=` says otherwise.
+    Everything is read and checked before a model is built. Without `recipe=` the saved one is used, and fields of the
+    recipe in `options` override it; FP8 state moves along to another stateful recipe and is dropped with a warning by
+    any other. FP8 primary weights stay such under the saved recipe, unless `fp8_params=` says otherwise.
     """
     folder = saved_folder(local_folder(folder))
     shape = {name: value for name, value in options.items() if name in config_fields()}
@@ -160,7 +161,8 @@ def _read_pretrained(
 def read_te_model(
     build: Callable[..., Model], folder: Path, shape: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Model:
-    """Return the model in a folder with a config.json of ours and a checkpoint of Transformer Engine's modules, named as ours.
+    """Return the model in a folder with a config.json of ours and a checkpoint of Transformer Engine's modules,
+    named as ours.
 
     Without `recipe=` it runs under the recipe in the checkpoint's FP8 state, BF16 where there is none.
     """
@@ -211,29 +213,29 @@ def restore_model(model: Decoder, saved: Folder, recipe: Recipe) -> None:
 
 def check_restore(model: Decoder, saved: Folder, recipe: Recipe) -> None:
     """Raise CheckpointError unless the weights and the FP8 state of a folder fit `model`, which stays as it is."""
-    _fitting_codes(model, saved, recipe)
+    _fitting_quantized(model, saved, recipe)
     _fitting_weights(model, saved.tensors["model"])
     check_fp8_state(model, saved.tensors.get("fp8_state", {}))
 
 
 def _write_model(model: Decoder, saved: Folder, recipe: Recipe) -> None:
-    load_weights(model, saved.tensors["model"], _fitting_codes(model, saved, recipe))
+    load_weights(model, saved.tensors["model"], _fitting_quantized(model, saved, recipe))
     state = saved.tensors.get("fp8_state", {})
     taken = model.take_fp8_state(state, recipe)
     if taken < len(state):
         lost = f"{len(state) - taken} of its {len(state)}" if taken else "its"
         warnings.warn(
-            f"{saved.path} was saved under recipe {recipe.name!r}; recipe {model.recipe.name!r} has no use for {lost} scales "
-            "and amax histories, which are left out",
+            f"{saved.path} was saved under recipe {recipe.name!r}; recipe {model.recipe.name!r} has no use for {lost} "
+            "scales and amax histories, which are left out",
             stacklevel=5,
         )
 
 
-def _fitting_codes(model: Decoder, saved: Folder, recipe: Recipe) -> dict[str, Tensor]:
+def _fitting_quantized(model: Decoder, saved: Folder, recipe: Recipe) -> dict[str, Tensor]:
     """Return the saved FP8 data and scales that belong to FP8 weights of the model, once they are known to fit."""
-    codes = saved.tensors.get("fp8_weights", {}) if same_codes(recipe, model.recipe) else {}
-    live = weight_codes(model)
-    fitting = {name: tensor for name, tensor in codes.items() if name in live}
+    quantized = saved.tensors.get("fp8_weights", {}) if quantize_weights_alike(recipe, model.recipe) else {}
+    live = quantized_weights(model)
+    fitting = {name: tensor for name, tensor in quantized.items() if name in live}
     owners = {name.rsplit(".", 1)[0] for name in fitting}
     match({name: tensor for name, tensor in live.items() if name.rsplit(".", 1)[0] in owners}, fitting)
     for name, tensor in fitting.items():
@@ -333,19 +335,19 @@ def _fitting_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> tuple[dic
 
 
 @torch.no_grad()
-def load_weights(model: Decoder, tensors: Mapping[str, Tensor], codes: Mapping[str, Tensor] | None = None) -> None:
+def load_weights(model: Decoder, tensors: Mapping[str, Tensor], quantized: Mapping[str, Tensor] | None = None) -> None:
     """Copy `tensors` into the model's parameters once every name and shape is known to fit; dtypes are converted.
 
-    FP8 primary weights take their data and scales from `codes`, and are quantized where there are none.
+    FP8 primary weights take their data and scales from `quantized`, and are quantized where there are none.
     """
     live, own = _fitting_weights(model, tensors)
-    coded = {name.rsplit(".", 1)[0] for name in codes or {}}
+    in_fp8 = {name.rsplit(".", 1)[0] for name in quantized or {}}
     for name, tensor in own.items():
-        if name in coded:
+        if name in in_fp8:
             keep_initial_value(live[name], tensor)
         else:
             write_weight(live[name], tensor)
-    load_codes(model, codes or {})
+    load_quantized_weights(model, quantized or {})
 
 
 @dataclass(frozen=True)
@@ -374,8 +376,8 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
     then, now = read_config(saved)[0].to_dict(), model.config.to_dict()
     for key in (key for key in now if then.get(key) != now[key]):
         raise CheckpointError(
-            f"{folder} was trained with {key}={then.get(key)!r}, not {now[key]!r}: resume with the same config, or start "
-            "a new run from it with --model"
+            f"{folder} was trained with {key}={then.get(key)!r}, not {now[key]!r}: resume with the same config, or "
+            "start a new run from it with --model"
         )
     check_finite(saved.tensors["model"], folder)
     recipe = read_recipe(saved)

@@ -18,7 +18,7 @@ from te_models.files.toml import read_toml
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.metrics import read_metrics
 from te_models.training.resume import run_folder, saved_choices
-from te_models.training.run_file import commands
+from te_models.training.run_file import read_record
 from te_models.training.settings import RunSettings, resumed_settings, run_settings
 from te_models.training.trainer import Trainer
 
@@ -135,7 +135,8 @@ def test_resume_needs_only_the_folder_and_repeats_every_bit(choices: list[str], 
     shutil.rmtree("start")
     assert main(["finetune", "--resume", "parts", "--steps", "4"]) == 0
     assert losses("parts") == losses("whole") and len(losses("parts")) == 4
-    assert len(commands(Path("parts"))) == 2 and "--resume parts" in commands(Path("parts"))[1]
+    commands = read_record(Path("parts"))["commands"]
+    assert len(commands) == 2 and "--resume parts" in commands[1]
 
 
 def test_a_file_runs_again_with_the_same_bits(run: Any, capsys: pytest.CaptureFixture) -> None:
