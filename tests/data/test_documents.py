@@ -358,7 +358,8 @@ def test_only_regular_files_are_data(kind: str, read: Callable, tmp_path: Path) 
 
 
 def test_one_long_line_is_read_once(tmp_path: Path) -> None:
-    """A range without the start of a line must not read on to its end: 32 MiB in 64 KiB ranges took 8 GiB of reading."""
+    """A range without the start of a line must not read on to its end:
+    32 MiB in 64 KiB ranges took 8 GiB of reading."""
     (tmp_path / "a.txt").write_bytes(b"a" * 2**25)
     chunks = find_chunks(str(tmp_path), 2**16)
     reader = ChunkReader(str(tmp_path), ByteTokenizer(), seed=0)
