@@ -110,7 +110,7 @@ ONE_GPU: dict[str, Journey] = {
     ),
     "lora": Journey(
         (pretrain("--recipe delayed --steps 12"),
-         "examples/finetune_lora.py {out} --recipe delayed --steps 24 --seq-len 512 --batch-size 8 --out {again}"),
+         "examples/finetune_lora.py --model {out} --recipe delayed --steps 24 --seq-len 512 --batch-size 8 --out {again}"),
         falls=0.02, needs=("peft",), prints="adapter and merged model in",
     ),
     # Micro-batches and memory.

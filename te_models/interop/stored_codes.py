@@ -22,7 +22,7 @@ from te_models.fp8.primary_weights import (
     quantized_weights,
     set_scale,
 )
-from te_models.interop.quantized import E4M3, StoredWeights
+from te_models.interop.quantized import StoredWeights
 
 BLOCK = 128
 
@@ -128,8 +128,9 @@ def _fused_scales(
     name: str, parts: list[str], places: Mapping[str, Place], stored: StoredWeights, shape: torch.Size, block: Any
 ) -> Tensor | None:
     """Return the scales of one parameter in its own blocks; None if it cannot have the stored ones."""
-    assert stored.scheme is not None
-    if not all(part in stored.scales and stored.tensors[part].dtype != E4M3 for part in parts):
+    if stored.scheme is None:
+        return None
+    if not all(part in stored.scales for part in parts):
         return None
     rows, columns = shape
     grid = -(-columns // block[1]) if block[1] else None

@@ -64,6 +64,8 @@ def export(
         raise unknown("format", format, FORMATS)
     if any(local(p) is not p for p in model.parameters()):
         raise UsageError("a sharded model cannot be exported: save it, and export the saved folder")
+    if any(".lora_" in name for name, _ in model.named_parameters()):
+        raise UsageError("the model has LoRA adapters: export what adapted.merge_and_unload() returns")
     writer = _Writer(model, format, calibration)
     parameters = gather_state(weights(model), model.config, model.tp)
     if model.tp.rank == 0:

@@ -334,7 +334,7 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "flat": ("block", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].reshape(-1)}), "is quantized"),
     "rows": ("block", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:, :128].contiguous(),
                                           f"{Q}.weight_scale_inv": torch.ones(2, 1)}), r"shape \[256, 128\], not"),
-    "e5m2": ("block", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].to(torch.float8_e5m2)}), "unexpected|E5M2"),
+    "e5m2": ("block", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].to(torch.float8_e5m2)}), "q_proj.weight is torch.float8_e5m2"),
     "stray": ("block", lambda t: t.update({"model.norm.weight_scale_inv": torch.ones(1)}), "unexpected"),
 }  # fmt: skip
 
