@@ -72,7 +72,7 @@ def test_it_rotates_in_place_and_makes_no_copy_of_the_projection() -> None:
     attention_core(qkvg, cos, sin, BATCH, SEQ, heads)
     turned = heads.query * heads.dim + heads.key * heads.dim
     assert not torch.equal(qkvg[: BATCH * SEQ, :turned], before[: BATCH * SEQ, :turned])
-    assert_same_bits("qkvg[:, turned:]", qkvg[:, turned:], before[:, turned:])
+    assert torch.equal(qkvg[:, turned:], before[:, turned:])
 
 
 @pytest.mark.parametrize("gate", ["elementwise", "headwise"])
