@@ -101,3 +101,8 @@ def test_a_tokenizer_travels_without_its_template(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(tokenizer)).apply_chat_template(MESSAGES) == expected
     with pytest.raises(DataError, match="bytes have no chat template"):
         ByteTokenizer().chat_template()
+
+
+def test_the_guide_shows_the_plain_template() -> None:
+    guide = Path(__file__).parents[2] / "docs/guide/data.md"
+    assert f"```jinja\n{module.PLAIN}```\n" in guide.read_text()
