@@ -6,7 +6,6 @@ import json
 import re
 import runpy
 import shutil
-import shutil
 import sys
 import warnings
 from pathlib import Path

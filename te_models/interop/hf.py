@@ -196,6 +196,11 @@ def gated(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
             f"the model has attention_gate={config.attention_gate!r}, which cannot become {wanted.attention_gate!r}: "
             "only an ungated model can be given a gate"
         )
+    if wanted.attention_gate != config.attention_gate and wanted.attention_gate_activation != "sigmoid":
+        raise UsageError(
+            f"a gate with attention_gate_activation={wanted.attention_gate_activation!r} would change the model's outputs: "
+            "only a sigmoid gate can be added"
+        )
     return wanted
 
 
