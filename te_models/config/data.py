@@ -48,7 +48,8 @@ class DataConfig(NamedFields):
     )
     chat_template: str | None = _field(None, "Jinja file to use, and save, in place of the tokenizer's chat template.")
     streaming: bool | None = _field(
-        None, "Read the data while training; default: if it exceeds 1 GiB or is at a URL, and texts in globs or compressed."
+        None,
+        "Read the data while training; default: if it exceeds 1 GiB or is at a URL, and texts in globs or compressed.",
     )
     num_workers: int = _field(2, "Processes that encode streamed data ahead.")
 

@@ -31,7 +31,8 @@ from te_models.data.chat_template import (
 from te_models.data.json_files import read_json_object
 from te_models.errors import DataError, needs
 from te_models.files.atomic import first_line
-from te_models.interop.hf import is_hugging_face, local_folder
+from te_models.interop.hf import is_hugging_face
+from te_models.interop.hub import local_folder
 from te_models.saving.pretrained import MODEL_TYPE, saved_folder
 
 CONTEXT = 16  # tokens before new ones that their text may depend on

@@ -13,6 +13,7 @@ import json
 import math
 import mmap
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -222,6 +223,21 @@ def render_safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memory
     yield len(text).to_bytes(8, "little") + text
     for tensor in ordered.values():
         yield tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def parse_size(size: int | str) -> int:
+    """Return the bytes in `size`: a number, or text such as "5GB" (10**9 each) or "200MiB" (2**20 each).
+
+    Raises:
+        UsageError: it is neither.
+    """
+    found = re.fullmatch(r"\s*(\d+)\s*([KMGT]?)(I?)B\s*", size.upper()) if isinstance(size, str) else None
+    if found is not None:
+        count, unit, binary = found.groups()
+        size = int(count) * (1024 if binary else 1000) ** " KMGT".index(unit or " ")
+    if not isinstance(size, int) or size < 1:
+        raise UsageError(f"max_shard_size={size!r} is no size: give a number of bytes, or text such as '5GB'")
+    return size
 
 
 def split_by_size(group: str, tensors: Mapping[str, Tensor], limit: int) -> dict[str, dict[str, Tensor]]:

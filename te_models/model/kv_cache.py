@@ -7,6 +7,8 @@ CUDA graph. The first forward, the prompt, attends to itself alone, with the fas
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,16 @@ from te_models.config.model import ModelConfig
 
 # Slots come in multiples of this, which the kernels that take a mask want of its rows.
 SLOTS = 16
+
+
+class Cache(Protocol):
+    """The part of a cache that a forward pass uses; KVCache documents it, te_models.huggingface.cache has another one."""
+
+    length: int
+
+    def extend(self, seq: int, real: Tensor | None) -> Tensor | None: ...
+    def visible(self, window: int | None) -> Tensor | None: ...
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class KVCache:

@@ -160,7 +160,7 @@ def save_folder(
         tensors: group name -> tensor name -> tensor of any stride and device.
         documents: document name -> plain JSON value (use `flatten_state` for anything richer), or `render_json` of it;
             "<name>.jinja" -> the bytes of a text.
-        max_shard_bytes: a group larger than this is split into shards.
+        max_shard_bytes: the group "model" is split into shards of this size, others into shards of 5 GiB or this size.
 
     Raises:
         UsageError: something given cannot be saved exactly; nothing was written.
@@ -289,7 +289,8 @@ def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD
     with replacing_folder(path) as folder:
         files: dict[str, dict[str, Any]] = {}
         for group, tensors in content.tensors.items():
-            shards = split_by_size(group, tensors, max_shard_bytes)
+            limit = max_shard_bytes if group == "model" else max(max_shard_bytes, MAX_SHARD_BYTES)
+            shards = split_by_size(group, tensors, limit)
             for file, members in shards.items():
                 files[file] = record(folder / file, render_safetensors(members))
             if len(shards) > 1:

@@ -21,6 +21,7 @@ from te_models.config.recipe import Recipe, recipe_fields, recipe_from_dict
 from te_models.errors import CheckpointError, unknown
 from te_models.files.atomic import first_line
 from te_models.files.formats import all_finite, check_finite, list_some, parse_json, read_json, unflatten_state
+from te_models.fp8.extra_state import EXTRA, extra_states
 from te_models.fp8.primary_weights import (
     is_quantized,
     keep_initial_value,
@@ -38,14 +39,22 @@ from te_models.interop.hf import (
     double_output_projections,
     gated,
     is_hugging_face,
-    local_folder,
     read_hugging_face,
     write_hugging_face,
 )
+from te_models.interop.hub import local_folder
 from te_models.interop.te_checkpoint import TECheckpoint, read_te_checkpoint, te_files
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state, shard_state
-from te_models.saving.folder import MANIFEST, Folder, load_folder, match, read_listed, save_folder
+from te_models.saving.folder import (
+    MANIFEST,
+    MAX_SHARD_BYTES,
+    Folder,
+    load_folder,
+    match,
+    read_listed,
+    save_folder,
+)
 from te_models.saving.run_folder import Checkpoints, offering_older
 
 Model = TypeVar("Model", bound=Decoder)
@@ -53,6 +62,7 @@ Model = TypeVar("Model", bound=Decoder)
 MODEL_TYPE = "te_models"
 FORMATS = ("te", "hf")
 ADAPTERS = "adapter_config.json"
+WRAPPED = "model."  # the prefix of names in a TEModelsForCausalLM
 
 
 def model_content(
@@ -89,18 +99,25 @@ def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> di
     }
 
 
-def write_pretrained(model: Decoder, origin: Origin, folder: str | Path, format: str = "te") -> None:
-    """Save a model into `folder`, atomically, in our format or in Hugging Face's,
-    with the tokenizer that it came with."""
+def write_pretrained(
+    model: Decoder, origin: Origin, folder: str | Path, format: str = "te", max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Save a model into `folder`, atomically, in our format or in Hugging Face's, with the tokenizer that it came with.
+
+    In our format the weights have the FP8 state with them, as in a state_dict, for programs that read
+    model.safetensors alone (accelerate's load_checkpoint_in_model).
+    """
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
     tensors, documents = model_content(model, origin)
     if model.tp.rank == 0:
         tokenizer = read_listed(origin.folder, TOKENIZER_FILES) if origin.folder is not None else {}
         if format == "hf":
-            write_hugging_face(model, origin, folder, tensors["model"], tokenizer)
+            write_hugging_face(model, origin, folder, tensors["model"], tokenizer, max_shard_bytes)
         else:
-            save_folder(folder, tensors, {**documents, **_tokenizer_documents(tokenizer)})
+            tensors["model"] |= extra_states(model)
+            documents |= _tokenizer_documents(tokenizer)
+            save_folder(folder, tensors, documents, max_shard_bytes=max_shard_bytes)
     model.tp.wait()
 
 
@@ -134,9 +151,13 @@ def _read_pretrained(
             "te_models.load_lora(model, folder); a run with --merge has both in its folder merged/"
         )
     if folder.is_dir() and not any((folder / name).exists() for name in ("config.json", MANIFEST)):
-        raise CheckpointError(f"{folder} has no config.json: it holds no model, or only a part of one")
+        hint = ""
+        if (folder / "trainer_state.json").exists():
+            hint = ": a Trainer saves it for TEModelsForCausalLM.wrap(model), and not for a CausalLM"
+        raise CheckpointError(f"{folder} has no config.json: it holds no model, or only a part of one{hint}")
     extras = ["fp8_state", "fp8_weights", "hf_config", "generation_config"]
     saved = load_folder(folder, ["config", "model", "recipe"], optional=extras)
+    saved.tensors["model"] = bare_weights(saved.tensors["model"])
     config, dtype = read_config(saved)
     wanted = gated(config, shape)
     recipe = read_recipe(saved)
@@ -156,6 +177,16 @@ def _read_pretrained(
     else:
         restore_model(model, saved, recipe)
     return model, origin
+
+
+def bare_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters in model.safetensors by CausalLM's names.
+
+    Left out is the FP8 state, which fp8_state has too; TEModelsForCausalLM has all names below "model.".
+    """
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{EXTRA}")}
+    wrapped = all(name.startswith(WRAPPED) for name in found)
+    return {name.removeprefix(WRAPPED): tensor for name, tensor in found.items()} if wrapped else found
 
 
 def read_te_model(
@@ -392,19 +423,3 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
         new = ", ".join(f"{key}={value!r}" for key, value in changes.items())
         warnings.warn(f"{folder} was trained under recipe {recipe.name!r}; it goes on with {new}", stacklevel=3)
     return TrainingState(state, lambda: _write_model(model, saved, recipe))
-
-
-def save_tie_once(model: nn.Module) -> None:
-    """Have a tied table in the model's state_dict once, as in Hugging Face's files: safetensors, and with it
-    transformers.Trainer, saves no tensor under two names."""
-    model.register_state_dict_post_hook(_leave_out_tie)
-    model.register_load_state_dict_pre_hook(_restore_tie)
-
-
-def _leave_out_tie(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    del state[f"{prefix}lm_head.weight"]
-
-
-def _restore_tie(model: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    if f"{prefix}embed_tokens.weight" in state:
-        state.setdefault(f"{prefix}lm_head.weight", state[f"{prefix}embed_tokens.weight"])
