@@ -10,7 +10,7 @@ COMMANDS = ("bench", "convert", "export", "finetune", "generate", "list", "parit
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
     "config": [
-        {"chunk_sizes", "layout", "options", "recipe", "recompute_modes", "training"},
+        {"chunk_sizes", "data", "layout", "options", "recipe", "recompute_modes", "training"},
         {"model"},
         {"presets"},
         {"shipped"},
@@ -30,7 +30,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"dispatch", "gated_attention_triton"},
     ],
     "engine": [{"__init__", "emulated", "native"}],
-    "fp8": [{"fsdp_gather", "scaling_state"}, {"primary_weights"}, {"region"}],
+    "fp8": [{"fsdp_gather", "scaling_state"}, {"extra_state", "primary_weights"}, {"region"}],
     "model": [
         {"kv_cache", "offload", "options", "recipe_fit", "rope", "targets", "te_modules", "tensor_parallel"},
         {"recompute"},
@@ -41,11 +41,11 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     ],
     "interop": [
         {"hf_parts", "hf_places"},
-        {"hf_families", "quantized", "te_extra_state"},
+        {"hf_families", "hub", "quantized", "te_extra_state"},
         {"stored_codes"},
         {"hf", "te_checkpoint"},
     ],
-    "saving": [{"folder"}, {"run_folder"}, {"pretrained", "sharded"}],
+    "saving": [{"folder", "state_dict"}, {"run_folder"}, {"pretrained", "sharded"}],
     "optim": [
         {"gradients", "groups", "parameter_owners", "state_tensors"},
         {"galore", "lowbit", "muon8bit"},
@@ -54,16 +54,19 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"__init__"},
     ],
     "data": [
-        {"documents", "json_files", "template_process"},
-        {"chat_template"},
-        {"tokenizer"},
-        {"corpus_chunks", "dataset", "python_docstrings"},
+        {"files", "formats", "json_files", "template_process"},
+        {"chat_template", "rows"},
+        {"documents", "tokenizer"},
+        {"encoding", "python_docstrings", "sources"},
+        {"packing"},
+        {"corpus_chunks", "dataset"},
         {"streaming"},
         {"training_data"},
     ],
     "serving": [{"formats", "text"}, {"export", "served"}, {"parity"}],
     "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}],
     "causal_lm": [{"causal_lm"}],
+    "huggingface": [{"cache", "config", "registration", "saving"}, {"modeling"}],
     "training": [
         {"settings"},
         {
@@ -82,7 +85,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"lora_config", "lora_layer"},
         {"lora"},
         {"launch", "lora_run", "run_file", "trainer"},
-        {"report"},
+        {"loggers", "report"},
         {"finetune"},
     ],
     "inspect": [{"bench_report", "environment", "peers", "roofline"}, {"bench", "verify"}],
@@ -101,7 +104,8 @@ ONLY_IN = {
     "click": {f"cli.{name}" for name in (*COMMANDS, "commands", "options", "training")},
     "jinja2": {"data.template_process"},
     "peft": {"training.lora", "training.lora_config", "training.lora_layer"},
-    "huggingface_hub": {"interop.hf"},
+    "huggingface_hub": {"interop.hub"},
+    "transformers": {"huggingface.cache", "huggingface.config", "huggingface.modeling"},
     "safetensors": set(),
     "matplotlib": {"training.plots"},
     "rich": {
@@ -131,6 +135,7 @@ ONLY_IN = {
 }
 NO_TORCH = {
     "config.chunk_sizes",
+    "config.data",
     "config.layout",
     "config.model",
     "config.options",

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from te_models.config.layout import row_ranges
 from te_models.config.model import ModelConfig
-from te_models.config.shipped import shipped_folder
-from te_models.distributed.dtensor import local, put
-from te_models.errors import CheckpointError, UsageError, needs
-from te_models.files.atomic import first_line, readable, replacing_folder, write_file
+from te_models.distributed.dtensor import local, write_shard
+from te_models.errors import CheckpointError, UsageError
+from te_models.files.atomic import first_line, replacing_folder, write_file
 from te_models.files.formats import (
     SafetensorsFile,
     check_finite,
@@ -114,37 +113,6 @@ class Place:
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).flatten(0, 1)
 
 
-def local_folder(name: str | Path) -> Path:
-    """Return `name` if it is a local folder, else the folder of the shipped model of this name, or that to which it was
-    downloaded from the hub.
-
-    Raises:
-        UsageError: it is neither; one line that says why.
-    """
-    path = readable(Path(name))
-    if path.exists():
-        return path
-    if (shipped := shipped_folder(str(name))) is not None:
-        return shipped
-    if not _is_hub_name(str(name)):
-        return path
-    with needs(f"{name} is no folder here, and the Hugging Face hub", "huggingface_hub", "0.26", "hf"):
-        from huggingface_hub import snapshot_download  # noqa: PLC0415
-    try:
-        return Path(
-            snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
-        )
-    except Exception as error:  # the library's errors have no common base but this one
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UsageError(f"{name} is no folder here, and the Hugging Face hub did not give it ({reason})") from None
-
-
-def _is_hub_name(name: str) -> bool:
-    """Return whether `name` reads as "owner/model"."""
-    parts = name.split("/")
-    return len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts)
-
-
 def is_hugging_face(folder: Path, own_type: str) -> bool:
     """Return whether the folder's config.json is of a model type other than ours."""
     file = folder / "config.json"
@@ -227,6 +195,11 @@ def gated(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
         raise UsageError(
             f"the model has attention_gate={config.attention_gate!r}, which cannot become {wanted.attention_gate!r}: "
             "only an ungated model can be given a gate"
+        )
+    if wanted.attention_gate != config.attention_gate and wanted.attention_gate_activation != "sigmoid":
+        raise UsageError(
+            f"a gate with attention_gate_activation={wanted.attention_gate_activation!r} would change the model's outputs: "
+            "only a sigmoid gate can be added"
         )
     return wanted
 
@@ -342,7 +315,7 @@ def _shard_files(folder: Path) -> list[Path]:
 @torch.no_grad()
 def fill(model: Decoder, places: Mapping[str, Place], shards: Iterable[Path], stored: StoredWeights) -> None:
     """Copy every tensor of `shards` into its place, dequantized; rows that no tensor fills become zero."""
-    with model.tp.filling_all(model) as parameters:
+    with model.tp.filling_all(model, model.config) as parameters:
         fill_parameters(parameters, places, shards, stored)
 
 
@@ -375,7 +348,7 @@ def fill_parameters(
                 places[name].load(parameter, values)
                 left[target] -= 1
                 if not left[target] and target in wholes:
-                    put(parameters[target], wholes.pop(target))
+                    write_shard(parameters[target], wholes.pop(target))
     if lost := sorted(name for name, count in left.items() if count):
         raise CheckpointError(f"the files lost tensors of {list_some(lost)} while they were read")
 

@@ -240,7 +240,8 @@ class Tape:
         return [linear._replace(produces=0, scratch=linear.scratch + linear.produces)]
 
     def fused_attention(self) -> Step:
-        """kernels/gated_attention.py saves the rotated projection, attention's output and one FP32 per query and head."""
+        """kernels/gated_attention.py saves the rotated projection,
+        attention's output and one FP32 per query and head."""
         c, T = self.config, self.tokens
         q, kv = (T * size * self.element for size in (c.q_size, c.kv_size))
         whole, summed = self.rows * c.qkvg_size * self.element, T * c.q_size * FP32  # dq is summed in FP32
@@ -357,6 +358,7 @@ class Tape:
         mode, c, fp8_weights = self.training.activation_checkpointing, self.config, self.training.fp8_params
         # Where SwiGLU writes the FP8 input of down_proj itself, it can also recompute it.
         hands_over = fp8_weights and self.training.fused and self.training.cuda and self.recipe.scheme in PER_TENSOR
+        hands_over = hands_over and not c.mlp_obstacles
         rotary = self.rotary_tables()
         table = c.vocab_size * c.hidden_size * self.element
         tied = c.tie_word_embeddings  # then its gradient is added to lm_head's

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
-from te_models.data.training_data import open_data
+from te_models.data.training_data import open_data, steps_of
 from te_models.engine import auto_recipe
 from te_models.errors import UsageError
 from te_models.generation.options import GenerationOptions
@@ -29,14 +30,15 @@ from te_models.saving.pretrained import model_content
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.evaluation import Batch
 from te_models.training.launch import choose_parallel, parallel, restarts
+from te_models.training.loggers import Run, check_loggers, open_loggers
 from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel
 from te_models.training.plots import plot_losses, try_drawing
 from te_models.training.report import outcome, progress, summary
 from te_models.training.resume import resumed_options, run_folder, saved_choices, starting_step
-from te_models.training.run_file import commands, run_document
+from te_models.training.run_file import read_record, run_document, run_id
 from te_models.training.settings import RUN_FILE, RunSettings, changed_settings, read_run_file, resolved_path
-from te_models.training.trainer import Result, Trainer
+from te_models.training.trainer import Callback, Result, Trainer
 
 if TYPE_CHECKING:
     from te_models.training.lora_run import LoraRun
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 SAMPLE_PROMPT = "def "
 
 
-def finetune(settings: RunSettings, resume: bool = False) -> Result:
+def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
     """Train a model, and print a summary, progress, the result and a sample.
 
     Under torchrun every process calls this.
@@ -52,6 +54,7 @@ def finetune(settings: RunSettings, resume: bool = False) -> Result:
     Args:
         settings: te_models.training.settings.run_settings or resumed_settings makes them.
         resume: continue from the newest checkpoint in the run's folder.
+        callbacks: called as the run goes.
 
     Raises:
         ValueError: a mistake in the settings; nothing has been written.
@@ -61,6 +64,7 @@ def finetune(settings: RunSettings, resume: bool = False) -> Result:
     recorded = settings.file is not None and "parallel" not in settings.given
     config = choose_parallel(settings.train, recorded, lora=settings.lora is not None)
     resolve_options(config.optimizer, config.optimizer_options)  # fail before reading data
+    loggers = check_loggers(settings.log)
     with parallel(config, settings.build.get("device")) as shared:
         shared.frozen = settings.lora is not None
         console = Console(markup=False, emoji=False, quiet=not shared.ranks.first)
@@ -69,6 +73,8 @@ def finetune(settings: RunSettings, resume: bool = False) -> Result:
         resume = newest is not None
         words = load_tokenizer(_tokenizer(settings, newest))
         dataset, eval_batches = _open_data(settings, config, words, shared)
+        config = dataclasses.replace(config, steps=steps_of(dataset, config))
+        settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, steps=config.steps))
         torch.manual_seed(config.seed)
         model = _build(settings, shared, newest)
         _check_model(model, words, config)
@@ -79,9 +85,17 @@ def finetune(settings: RunSettings, resume: bool = False) -> Result:
         if settings.preset is not None and not resume:
             console.print(f"{settings.preset} starts from random weights", highlight=False)
         console.print(summary(model, dataset, config, start, shared.describe(), settings.command), highlight=False)
-        run_file = run_document(settings, model, dataset, eval_batches, shared, commands(folder) if resume else ())
+        record = {**(read_record(folder) if resume else {})}
+        record["id"] = shared.ranks.from_first(lambda: run_id(record))
+        run_file = run_document(settings, model, dataset, eval_batches, shared, record)
+        run = Run(
+            folder, record["id"], dataclasses.asdict(config) | {"model": settings.label, **model.recipe.to_dict()}
+        )
         try:
-            with progress(console, config, start) as show:
+            with (
+                progress(console, config, start) as show,
+                open_loggers(loggers if shared.ranks.first else [], run) as sent,
+            ):
                 trainer = Trainer(
                     model=model,
                     dataset=dataset,
@@ -91,6 +105,7 @@ def finetune(settings: RunSettings, resume: bool = False) -> Result:
                     documents=words.documents(),
                     run_file=run_file,
                     on_step=show,
+                    callbacks=[*sent, *callbacks],
                     parallel=shared,
                     saved=adapters,
                 )
