@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
-COMMANDS = ("bench", "convert", "finetune", "generate", "list", "plan", "verify")
+COMMANDS = ("bench", "chat", "convert", "finetune", "generate", "list", "plan", "verify")
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
     "config": [{"chunk_sizes", "layout", "options", "recipe", "recompute_modes", "training"}, {"model"}, {"presets"}],
@@ -51,7 +51,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"streaming"},
         {"training_data"},
     ],
-    "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}],
+    "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}, {"conversation"}],
     "causal_lm": [{"causal_lm"}],
     "training": [
         {
@@ -73,6 +73,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "inspect": [{"bench_report", "environment", "peers", "roofline"}, {"bench", "verify"}],
     "cli": [
         {"options"},
+        {"sampling"},
         set(COMMANDS),
         {"commands"},
         {"__init__"},

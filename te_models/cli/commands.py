@@ -1,4 +1,4 @@
-"""The command line: te-models list | plan | verify | finetune | generate | bench | convert, one module per command.
+"""The command line: one module per command, from te-models list and plan to finetune, generate, chat and convert.
 
 A user's mistake ends with exit code 2 and one line on stderr; set TE_MODELS_DEBUG=1 for the traceback. Commands import
 torch when they run, so that `--help` is quick.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import click
 
 from te_models.cli.bench import bench
+from te_models.cli.chat import chat
 from te_models.cli.convert import convert
 from te_models.cli.finetune import finetune
 from te_models.cli.generate import generate
@@ -55,5 +56,5 @@ def cli() -> None:
     """Gated-attention models in FP8: Transformer Engine on a GPU, its numbers anywhere."""
 
 
-for _command in (list_command, plan, verify, finetune, generate, bench, convert):
+for _command in (list_command, plan, verify, finetune, generate, chat, bench, convert):
     cli.add_command(_command)
