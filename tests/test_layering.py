@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
-COMMANDS = ("bench", "chat", "convert", "finetune", "generate", "list", "plan", "verify")
+COMMANDS = ("bench", "chat", "convert", "evaluate", "finetune", "generate", "list", "plan", "verify")
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
     "config": [{"chunk_sizes", "layout", "options", "recipe", "recompute_modes", "training"}, {"model"}, {"presets"}],
@@ -70,7 +70,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"report"},
         {"finetune"},
     ],
-    "inspect": [{"bench_report", "environment", "peers", "roofline"}, {"bench", "verify"}],
+    "inspect": [{"bench_report", "environment", "peers", "roofline"}, {"bench", "evaluate", "verify"}, {"harness"}],
     "cli": [
         {"options"},
         {"sampling"},
@@ -91,9 +91,11 @@ ONLY_IN = {
     "matplotlib": {"training.plots"},
     "rich": {
         "cli.bench",
+        "cli.evaluate",
         "cli.list",
         "cli.options",
         "inspect.bench_report",
+        "inspect.evaluate",
         "inspect.verify",
         "planning.memory_plan",
         "planning.precision_plan",
@@ -111,6 +113,7 @@ ONLY_IN = {
         "kernels.lm_head_triton",
     },
     "torchao": {"inspect.peers", "optim.lowbit"},
+    "lm_eval": {"inspect.harness"},
     "pickle": set(),
 }
 NO_TORCH = {

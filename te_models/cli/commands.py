@@ -14,6 +14,7 @@ import click
 from te_models.cli.bench import bench
 from te_models.cli.chat import chat
 from te_models.cli.convert import convert
+from te_models.cli.evaluate import evaluate
 from te_models.cli.finetune import finetune
 from te_models.cli.generate import generate
 from te_models.cli.list import list_command
@@ -56,5 +57,5 @@ def cli() -> None:
     """Gated-attention models in FP8: Transformer Engine on a GPU, its numbers anywhere."""
 
 
-for _command in (list_command, plan, verify, finetune, generate, chat, bench, convert):
+for _command in (list_command, plan, verify, finetune, generate, chat, evaluate, bench, convert):
     cli.add_command(_command)

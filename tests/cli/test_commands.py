@@ -59,7 +59,17 @@ def test_help_begins_with_the_everyday_options(capsys: pytest.CaptureFixture) ->
 
 
 def test_the_surface_is_what_the_documents_promise(capsys: pytest.CaptureFixture) -> None:
-    assert set(cli.commands) == {"list", "plan", "verify", "finetune", "generate", "chat", "bench", "convert"}
+    assert set(cli.commands) == {
+        "list",
+        "plan",
+        "verify",
+        "finetune",
+        "generate",
+        "chat",
+        "evaluate",
+        "bench",
+        "convert",
+    }
     main(["finetune", "--help"])
     text = capsys.readouterr().out
     promised = (
