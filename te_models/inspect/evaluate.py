@@ -57,7 +57,7 @@ class RecipeLoss:
     def bits_per_byte(self) -> float:
         """Loss in bits per byte of text, (tokens / bytes) * loss / ln 2, which models of any tokenizer share.
 
-        Source: Gao et al. 2020, The Pile, section 3.1 (arXiv 2101.00027).
+        Source: Gao et al. 2020, The Pile (arXiv 2101.00027).
         """
         return self.loss * self.tokens / (self.text_bytes * math.log(2)) if self.text_bytes else math.nan
 
