@@ -6,11 +6,13 @@ OUT ?= runs/first-light
 RECIPE ?= current
 STEPS ?= 250
 
-.PHONY: finetune test test-slow test-gpu test-lowest test-newest check docs tables format clean
+.PHONY: pretrain finetune test test-slow test-gpu test-lowest test-newest check docs tables format clean
 
-finetune: $(STAMP)  ## fine-tune gated-nano in FP8 on Python's own documentation and sources
+finetune: pretrain  ## the same, until a model with weights ships
+
+pretrain: $(STAMP)  ## train gated-nano from random weights in FP8 on Python's own documentation and sources
 	rm -rf $(OUT)
-	$(RUN)/te-models finetune --preset gated-nano --recipe $(RECIPE) --steps $(STEPS) --out $(OUT)
+	$(RUN)/te-models pretrain --preset gated-nano --recipe $(RECIPE) --steps $(STEPS) --out $(OUT)
 
 test: $(STAMP)  ## the test suite
 	$(RUN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"

@@ -38,7 +38,7 @@ def run(recipes: str, out: Path, changes: tuple[str, ...]) -> None:
     for recipe in recipes.split(","):
         with tempfile.TemporaryDirectory() as folder:
             flags = [f"--{name.replace('_', '-')}={value}" for name, value in fields.items()]
-            command = [sys.executable, "-m", "te_models", "finetune", *flags, "--recipe", recipe, "--out", folder]
+            command = [sys.executable, "-m", "te_models", "pretrain", *flags, "--recipe", recipe, "--out", folder]
             subprocess.run(command, check=True)
             rows = read_metrics(Path(folder) / "metrics.jsonl")
             saved = json.loads(next(Path(folder).glob("checkpoints/step-*/training.json")).read_text())["result"]

@@ -32,6 +32,7 @@ from te_models.data.documents import load_documents, split_documents
 from te_models.data.tokenizer import load_tokenizer
 from te_models.training.evaluation import evaluate
 from te_models.training.finetune import finetune
+from te_models.training.settings import run_settings
 
 MANTISSA_BITS = {"BF16": 7, "E4M3": 3, "E4M3/E5M2": 3, "E2M1": 1}  # of the formats in the forward pass
 
@@ -50,8 +51,9 @@ def main(model: str | None, steps: int, data: str | None, batches: int, out: Pat
 
     with tempfile.TemporaryDirectory() as folder:
         if model is None:
-            finetune(lambda: CausalLM.from_preset("gated-nano"), out=folder, data=data, sample_tokens=0,
-                     train=dict(steps=steps, eval_every=0))  # fmt: skip
+            given = dict(preset="gated-nano", recipe="bf16", data=data, out=folder)
+            given |= dict(steps=steps, eval_every=0, sample_tokens=0)
+            finetune(run_settings("pretrain", {name: value for name, value in given.items() if value is not None}))
         text = held_out(model, data, batches)
         rows = measure(model or folder, text)
     click.echo(table(rows))

@@ -30,7 +30,8 @@ import torch
 
 from te_models import CausalLM
 from te_models.config.training import TrainConfig
-from te_models.data.dataset import TokenDataset, load_documents, split_documents
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import load_documents, split_documents
 from te_models.data.tokenizer import load_tokenizer
 from te_models.inspect.environment import environment
 from te_models.saving.folder import load_folder
@@ -70,7 +71,6 @@ def train(
         run.stopping = run.stopping or row["step"] >= until
 
     run.on_step = stop
-    run._pauses = lambda step: step == until or Trainer._pauses(run, step)  # type: ignore[method-assign]  none is queued
     result = run.run(resume=resume)
     assert result.step == until, f"stopped after {result.step} instead of {until}"
 
@@ -126,7 +126,12 @@ def equal(found: dict[str, Any]) -> bool:
 def parity(settings: Settings, exactly: bool, root: Path) -> dict[str, Any]:
     """Four runs, and how far the other three are from the first."""
     steps, half = settings["steps"], settings["steps"] // 2
-    first = [("whole", steps, 0), ("again", steps, 0), ("saving", steps, half), ("resumed", half, 0)]
+    first = [
+        ("whole", steps, 0),
+        ("again", steps, 0),
+        ("saving", steps, half),
+        ("resumed", half, half),
+    ]  # a save: no step after it is queued
     with ThreadPoolExecutor(len(first)) as pool:
         runs = [pool.submit(alone, train, settings, root / name, end, exactly, save) for name, end, save in first]
         for run in runs:
@@ -169,7 +174,7 @@ def begin(settings: Settings, exactly: bool) -> None:
     documents, words = load_documents(settings["data"]), load_tokenizer(None)
     data = TokenDataset(documents, words, config.seq_len, batch_size=config.batch_size, seed=0)
     run = Trainer(model, data, [], config, Path("unused"))
-    RUN.update(device=model.device, rows=run._rows(iter(data)), exactly=exactly)
+    RUN.update(device=model.device, rows=run.steps(iter(data)), exactly=exactly)
 
 
 def turn(steps: int) -> float:

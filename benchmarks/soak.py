@@ -3,7 +3,7 @@
     python benchmarks/soak.py --out benchmarks/results/soak_h200.json --figure docs/results/soak_h200.png    # about 4 minutes
     python benchmarks/soak.py --tiny --steps 240 --every 20 --out soak.json --figure soak.png        # on a CPU
 
-`te-models finetune` evaluates and saves every 50 steps. At three random steps (drawn from --seed) it is sent SIGKILL and
+`te-models pretrain` evaluates and saves every 50 steps. At three random steps (drawn from --seed) it is sent SIGKILL and
 started again with --resume. While it runs, its host memory (VmRSS of its processes) and the device's (nvidia-smi; nothing
 else may run there) are sampled, and kept as the largest of every 50 steps; PyTorch's own peak is in the checkpoints.
 
@@ -102,7 +102,7 @@ class Soak:
 
     def __init__(self, run: Path, flags: str, steps: int, every: int) -> None:
         self.run, self.every, self.steps = run, every, steps
-        self.command = [sys.executable, "-m", "te_models", "finetune", *flags.split(), "--sample-tokens", "0"]
+        self.command = [sys.executable, "-m", "te_models", "pretrain", *flags.split(), "--sample-tokens", "0"]
         self.command += [
             "--steps",
             str(steps),

@@ -67,18 +67,18 @@ class Journey:
 
 
 def train(flags: str, **fields: Any) -> Journey:
-    """A journey of one run of `te-models finetune`."""
-    return Journey((finetune(flags),), **fields)
+    """A journey of one run of `te-models pretrain`."""
+    return Journey((pretrain(flags),), **fields)
 
 
-def finetune(flags: str, out: str = "{out}", launch: str = "") -> str:
+def pretrain(flags: str, out: str = "{out}", launch: str = "") -> str:
     """One run's command."""
-    return f"{launch} -m te_models finetune {BASE} {flags} --out {out}".strip()
+    return f"{launch} -m te_models pretrain {BASE} {flags} --out {out}".strip()
 
 
 def together(flags: str, **fields: Any) -> Journey:
     """One run on two GPUs."""
-    return Journey((finetune(flags, launch=TORCHRUN),), **{"gpus": 2, **fields})
+    return Journey((pretrain(flags, launch=TORCHRUN),), **{"gpus": 2, **fields})
 
 
 ONE_GPU: dict[str, Journey] = {
@@ -92,22 +92,22 @@ ONE_GPU: dict[str, Journey] = {
     # Saving.
     "save": train("--recipe delayed --save-every 8"),
     "save-eager": train("--recipe current --save-every 8 --no-cuda-graph", graph=False),
-    "resume": Journey((finetune("--recipe delayed --steps 12"), finetune("--recipe delayed --resume"))),
+    "resume": Journey((pretrain("--recipe delayed --steps 12"), pretrain("--recipe delayed --resume"))),
     "kill": Journey(
-        (finetune("--recipe delayed --steps 60 --save-every 20"), finetune("--recipe delayed --steps 60 --resume")),
+        (pretrain("--recipe delayed --steps 60 --save-every 20"), pretrain("--recipe delayed --steps 60 --resume")),
         steps=60, killed="all",
     ),
     "tune-again": Journey(
-        (finetune("--recipe delayed"),
-         "-m te_models finetune --model {out} --recipe current --steps 32 --seq-len 512 --sample-tokens 0 --out {again}"),
+        (pretrain("--recipe delayed"),
+         "-m te_models finetune --model {out} --recipe current --learning-rate 1e-3 --steps 32 --seq-len 512 --sample-tokens 0 --out {again}"),
         steps=32, falls=0.05,
     ),
     "generate": Journey(
-        (finetune("--recipe delayed --steps 12"), '-m te_models generate --model {out} --prompt "def f(" --max-new-tokens 40'),
+        (pretrain("--recipe delayed --steps 12"), '-m te_models generate --model {out} --prompt "def f(" --max-new-tokens 40'),
         steps=12, prints="def f(",
     ),
     "lora": Journey(
-        (finetune("--recipe delayed --steps 12"),
+        (pretrain("--recipe delayed --steps 12"),
          "examples/finetune_lora.py {out} --recipe delayed --steps 24 --seq-len 512 --batch-size 8 --out {again}"),
         falls=0.02, needs=("peft",), prints="adapter and merged model in",
     ),
@@ -172,17 +172,17 @@ TWO_GPUS: dict[str, Journey] = {
     "two-tp-save": together("--recipe current --parallel tp --save-every 8", graph=False),
     "two-tp-sequence": together(f"{SHARED} tp --sequence-parallel", graph=False),
     "two-then-one": Journey(
-        (finetune(f"{SHARED} fsdp --steps 12", launch=TORCHRUN), finetune("--recipe delayed --resume")), gpus=2
+        (pretrain(f"{SHARED} fsdp --steps 12", launch=TORCHRUN), pretrain("--recipe delayed --resume")), gpus=2
     ),
     "one-then-two": Journey(
-        (finetune("--recipe delayed --steps 12"), finetune(f"{SHARED} fsdp --resume", launch=TORCHRUN)), gpus=2
+        (pretrain("--recipe delayed --steps 12"), pretrain(f"{SHARED} fsdp --resume", launch=TORCHRUN)), gpus=2
     ),
     "two-kill-one": Journey(
-        (finetune(f"{SHARED} fsdp --steps 60 --save-every 20", launch=RESTARTING),), steps=60, gpus=2, killed="one"
+        (pretrain(f"{SHARED} fsdp --steps 60 --save-every 20", launch=RESTARTING),), steps=60, gpus=2, killed="one"
     ),
     "two-kill-all": Journey(
-        (finetune(f"{SHARED} fsdp --steps 60 --save-every 20", launch=TORCHRUN),
-         finetune(f"{SHARED} fsdp --steps 60 --resume", launch=TORCHRUN)),
+        (pretrain(f"{SHARED} fsdp --steps 60 --save-every 20", launch=TORCHRUN),
+         pretrain(f"{SHARED} fsdp --steps 60 --resume", launch=TORCHRUN)),
         steps=60, gpus=2, killed="all",
     ),
 }  # fmt: skip
@@ -203,7 +203,7 @@ class Walk:
     def command(self, template: str) -> list[str]:
         """What to execute."""
         words = shlex.split(template.format(**self.places))
-        if self.tiny and "finetune" in words:
+        if self.tiny and {"pretrain", "finetune"} & set(words):
             words += shlex.split(TINY if "--preset" in words else "--device cpu --engine emulated --seq-len 32")
             words += [] if "--streaming" in words else shlex.split(SMALL_TEXTS)
         elif self.tiny and words[0].startswith("examples/"):

@@ -6,17 +6,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
-COMMANDS = ("bench", "chat", "convert", "evaluate", "finetune", "generate", "list", "plan", "verify")
+COMMANDS = ("bench", "chat", "convert", "evaluate", "finetune", "generate", "list", "plan", "pretrain", "verify")
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
-    "config": [{"chunk_sizes", "layout", "options", "recipe", "recompute_modes", "training"}, {"model"}, {"presets"}],
+    "config": [
+        {"chunk_sizes", "layout", "options", "recipe", "recompute_modes", "training"},
+        {"model"},
+        {"presets"},
+        {"shipped"},
+    ],
     "planning": [
         {"parameter_bytes", "printable"},
         {"operations", "precision_plan"},
         {"memory_estimate"},
         {"memory_plan"},
+        {"smallest_change"},
     ],
-    "files": [{"atomic", "lock"}, {"formats"}],
+    "files": [{"atomic", "lock"}, {"formats", "toml"}],
     "distributed": [{"collectives", "control", "dtensor"}],
     "device": [{"choice", "cpu_matmul", "cuda_capture", "cudnn", "determinism"}],
     "kernels": [
@@ -54,6 +60,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}, {"conversation"}],
     "causal_lm": [{"causal_lm"}],
     "training": [
+        {"settings"},
         {
             "cuda_graph",
             "evaluation",
@@ -66,14 +73,14 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
             "stop_signals",
             "timing",
         },
-        {"launch", "trainer"},
+        {"launch", "run_file", "trainer"},
         {"report"},
         {"finetune"},
     ],
     "inspect": [{"bench_report", "environment", "peers", "roofline"}, {"bench", "evaluate", "verify"}, {"harness"}],
     "cli": [
         {"options"},
-        {"sampling"},
+        {"sampling", "training"},
         set(COMMANDS),
         {"commands"},
         {"__init__"},
@@ -83,7 +90,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
 ONLY_IN = {
     "transformer_engine": {"engine.native"},
     "transformer_engine_torch": {"engine.native"},
-    "click": {f"cli.{name}" for name in (*COMMANDS, "commands", "options")},
+    "click": {f"cli.{name}" for name in (*COMMANDS, "commands", "options", "training")},
     "jinja2": {"data.template_process"},
     "peft": {"training.lora"},
     "huggingface_hub": {"interop.hf"},
@@ -124,14 +131,18 @@ NO_TORCH = {
     "config.presets",
     "config.recipe",
     "config.recompute_modes",
+    "config.shipped",
     "config.training",
     "data.python_docstrings",
     "errors",
+    "files.toml",
     "interop.hf_families",
     "planning.memory_estimate",
     "planning.memory_plan",
+    "planning.smallest_change",
     "planning.operations",
     "planning.parameter_bytes",
+    "training.settings",
 }
 
 

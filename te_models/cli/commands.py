@@ -7,6 +7,8 @@ torch when they run, so that `--help` is quick.
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 
 import click
@@ -19,14 +21,16 @@ from te_models.cli.finetune import finetune
 from te_models.cli.generate import generate
 from te_models.cli.list import list_command
 from te_models.cli.plan import plan
+from te_models.cli.pretrain import pretrain
 from te_models.cli.verify import verify
 from te_models.errors import TeModelsError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = cli.main(arguments, prog_name="te-models", standalone_mode=False)
+        code = cli.main(words, prog_name="te-models", standalone_mode=False, obj=shlex.join(["te-models", *words]))
         return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
@@ -57,5 +61,5 @@ def cli() -> None:
     """Gated-attention models in FP8: Transformer Engine on a GPU, its numbers anywhere."""
 
 
-for _command in (list_command, plan, verify, finetune, generate, chat, evaluate, bench, convert):
+for _command in (list_command, plan, verify, pretrain, finetune, generate, chat, evaluate, bench, convert):
     cli.add_command(_command)

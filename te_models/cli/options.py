@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 TRAIN_GROUPS = {  # heading of the help -> fields of TrainConfig; the others are everyday options
     "Training": ("gradient_accumulation", "cache_fp8_weights", "cuda_graph", "deterministic"),
     "Optimizer": (
-        "optimizer", "optimizer_options", "optimizer_offload", "final_learning_rate", "warmup_steps", "weight_decay",
-        "clip_grad_norm",
+        "optimizer", "optimizer_options", "optimizer_offload", "schedule", "final_learning_rate", "warmup_steps",
+        "decay_steps", "weight_decay", "clip_grad_norm",
     ),
     "Evaluation and checkpoints": ("eval_every", "eval_batches", "save_every", "keep_last"),
     "Several processes": (
@@ -165,11 +165,16 @@ def _scalar(kind: Any) -> type | None:
     return next((t for t in (bool, int, float, str) if t is kind or t in getattr(kind, "__args__", ())), None)
 
 
-model_options = chained(
-    option("--preset", metavar="NAME", help="Model shape with random weights: `te-models list` has the names."),
-    option("--model", metavar="DIR",
-           help="Saved model, run folder (its newest checkpoint), Hugging Face folder or name."),
-    option("--recipe", metavar="NAME|FILE", help=f"Precision: {', '.join(list_recipes())}, or a TOML file."),
+preset_option = option(
+    "--preset", metavar="NAME", help="Model shape with random weights: `te-models list` has the names."
+)
+model_option = option(
+    "--model", metavar="NAME",
+    help="Saved model, run folder (its newest checkpoint), Hugging Face folder or name, or a shipped model.",
+)  # fmt: skip
+RECIPES = ", ".join(list_recipes())
+recipe_option = option("--recipe", metavar="NAME|FILE", help=f"Scheme of te.Linear: {RECIPES}, or a TOML file.")
+build_options = chained(
     option("--engine", default="auto", metavar="NAME", group="Model",
            help="auto, native (Transformer Engine) or emulated (its numbers on any device)."),
     option("--device", group="Model", help="Such as cpu or cuda:1; default: the first GPU, else the CPU."),
@@ -178,15 +183,20 @@ model_options = chained(
     *_recipe_options(),
     *_config_options(),
 )  # fmt: skip
+model_options = chained(preset_option, model_option, recipe_option, build_options)
 
 
-def train_options(*names: str, group: str | None = None) -> Decorator:
-    """Add the flags of these fields of TrainConfig (all of them without names), with its defaults and help texts."""
+def train_options(*names: str, group: str | None = None, **defaults: str) -> Decorator:
+    """Add the flags of these fields of TrainConfig (all of them without names), with its defaults and help texts.
+
+    `defaults` are the texts that the help shows for fields whose default depends on the command.
+    """
     groups = {name: title for title, members in TRAIN_GROUPS.items() for name in members}
     return chained(*(
         flag(
             field.name, type(field.default), default=field.default,
             group=group or groups.get(field.name, "Options"), help=field.metadata["help"],
+            show_default=defaults.get(field.name, True),
         )
         for field in (TRAIN_FIELDS[name] for name in names or TRAIN_FIELDS)
     ))  # fmt: skip

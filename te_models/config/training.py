@@ -9,7 +9,8 @@ from typing import Any
 
 from te_models.errors import ConfigError, NamedFields, unknown
 
-PARALLEL = ("none", "ddp", "fsdp", "tp", "fsdp+tp")
+PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp")
+SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
 REDUCE_DTYPES = ("float32", "bfloat16")
 AT_LEAST_ONE = ("steps", "batch_size", "seq_len", "gradient_accumulation", "keep_last", "collective_timeout")
 
@@ -23,7 +24,8 @@ class TrainConfig(NamedFields):
     """The options of a training run. Sizes are in sequences and tokens, intervals in optimizer steps (0: never).
 
     Each field's help text is in its metadata, where the command line finds it. `batch_size` counts the sequences of all
-    processes together, so that a run is the same on any number of them.
+    processes together, so that a run is the same on any number of them. `warmup_steps` and `decay_steps` below 1 are
+    shares of `steps`.
 
     Raises:
         ValueError: a field is unknown (the message names the nearest) or its value out of range.
@@ -42,8 +44,12 @@ class TrainConfig(NamedFields):
     )
     optimizer_offload: bool = _field(False, "Store master weights and optimizer state in CPU memory.")
     learning_rate: float = _field(1e-3, "The peak learning rate, reached after warm-up.")
-    final_learning_rate: float = _field(0.1, "Learning rate at the last step as a fraction of the peak (cosine decay).")
-    warmup_steps: int = _field(20, "Steps of linear warm-up.")
+    schedule: str = _field(
+        "cosine", "Learning rate after warm-up: cosine, linear, constant or warmup-stable-decay (linear, at the end)."
+    )
+    final_learning_rate: float = _field(0.1, "Learning rate at the last step as a fraction of the peak.")
+    warmup_steps: float = _field(0.05, "Steps of linear warm-up; below 1, a share of all steps.")
+    decay_steps: float = _field(0.2, "Steps of decay of warmup-stable-decay; below 1, a share of all steps.")
     weight_decay: float = _field(0.1, "Weight decay of matrices.")
     clip_grad_norm: float = _field(1.0, "Maximum norm of the gradient; 0 disables clipping.")
     eval_every: int = _field(50, "Steps between evaluations; 0: only at the end.")
@@ -52,7 +58,7 @@ class TrainConfig(NamedFields):
     keep_last: int = _field(2, "Number of checkpoints to keep.")
     seed: int = _field(0, "Seed of weights, data order and sampling.")
     parallel: str = _field(
-        "none", "How the processes that torchrun starts share the work: none, ddp, fsdp, tp or fsdp+tp."
+        "none", "How the processes that torchrun starts share the work: auto, none, ddp, fsdp, tp or fsdp+tp."
     )
     tensor_parallel_size: int = _field(0, "With fsdp+tp: number of processes that share each layer.")
     sequence_parallel: bool = _field(False, "With tp: also split the tokens between tensor-parallel layers.")
@@ -68,7 +74,7 @@ class TrainConfig(NamedFields):
             value, least = getattr(self, f.name), 1 if f.name in AT_LEAST_ONE else 0
             if isinstance(f.default, (int, float)) and not least <= value < math.inf:
                 raise ConfigError(f"{f.name}={value} is out of range: give {least} or more")
-        for name, choices in dict(parallel=PARALLEL, reduce_dtype=REDUCE_DTYPES).items():
+        for name, choices in dict(parallel=PARALLEL, reduce_dtype=REDUCE_DTYPES, schedule=SCHEDULES).items():
             if getattr(self, name) not in choices:
                 raise unknown(name, getattr(self, name), choices)
 
@@ -78,9 +84,21 @@ class TrainConfig(NamedFields):
         return self.batch_size * self.seq_len * self.gradient_accumulation
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of `step`, counted from 1: linear warm-up, then cosine decay."""
-        if step <= self.warmup_steps:
-            return self.learning_rate * step / self.warmup_steps
-        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-        share = self.final_learning_rate + (1 - self.final_learning_rate) * (1 + math.cos(math.pi * min(done, 1))) / 2
-        return self.learning_rate * share
+        """Return the learning rate of `step`, counted from 1: linear warm-up to the peak, then the schedule.
+
+        The last step has `final_learning_rate` times the peak, except under "constant". "warmup-stable-decay" (Hu et al. 2024, arXiv 2404.06395)
+        stays at the peak until the last `decay_steps`, over which it falls in a line.
+        """
+        warmup, decay = self._count(self.warmup_steps), self._count(self.decay_steps)
+        if step <= warmup:
+            return self.learning_rate * step / warmup
+        if self.schedule == "constant":
+            return self.learning_rate
+        begin = max(warmup, self.steps - decay) if self.schedule == "warmup-stable-decay" else warmup
+        done = min(1.0, max(0.0, (step - begin) / max(1, self.steps - begin)))
+        left = (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done
+        return self.learning_rate * (self.final_learning_rate + (1 - self.final_learning_rate) * left)
+
+    def _count(self, steps: float) -> int:
+        """Return a number of steps that may be given as a share of all of them; a share is at least one step."""
+        return math.ceil(steps * self.steps) if steps < 1 else round(steps)

@@ -53,6 +53,21 @@ def get_engine(name: str = "auto", device: torch.device | str | None = None) -> 
     return native, "native", f"{torch.cuda.get_device_name()}, Transformer Engine {native.__version__}"
 
 
+def auto_recipe(engine: str = "auto", device: torch.device | str | None = None) -> tuple[str, str]:
+    """Return the name of the recipe that suits an engine on a device, and the reason in a few words.
+
+    "mxfp8" where Transformer Engine runs it (Blackwell), else "current" (Hopper, Ada), else "bf16"; the emulated engine
+    gains no speed from FP8.
+    """
+    te, name, reason = get_engine(engine, device)
+    if name == "emulated":
+        return "bf16", "the engine is emulated" if engine == "emulated" else reason
+    for recipe, available in (("mxfp8", te.is_mxfp8_available), ("current", te.is_fp8_available)):
+        if available():
+            return recipe, torch.cuda.get_device_name()
+    return "bf16", f"{torch.cuda.get_device_name()} has no FP8"
+
+
 def engine_module(name: str) -> ModuleType:
     """Return the namespace of "native" or "emulated", imported on first use: Transformer Engine is slow to import."""
     return importlib.import_module(f"te_models.engine.{name}")

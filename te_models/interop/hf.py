@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from te_models.config.layout import row_ranges
 from te_models.config.model import ModelConfig
+from te_models.config.shipped import shipped_folder
 from te_models.distributed.dtensor import local, put
 from te_models.errors import CheckpointError, UsageError, needs
 from te_models.files.atomic import first_line, readable, replacing_folder, write_file
@@ -102,13 +103,18 @@ class Place:
 
 
 def local_folder(name: str | Path) -> Path:
-    """Return `name` if it is a local folder, else the folder that the model of this name was downloaded to from the hub.
+    """Return `name` if it is a local folder, else the folder of the shipped model of this name, or that to which it was
+    downloaded from the hub.
 
     Raises:
         UsageError: it is neither; one line that says why.
     """
     path = readable(Path(name))
-    if path.exists() or not _is_hub_name(str(name)):
+    if path.exists():
+        return path
+    if (shipped := shipped_folder(str(name))) is not None:
+        return shipped
+    if not _is_hub_name(str(name)):
         return path
     with needs(f"{name} is no folder here, and the Hugging Face hub", "huggingface_hub", "0.26", "hf"):
         from huggingface_hub import snapshot_download  # noqa: PLC0415

@@ -40,7 +40,9 @@ class GraphedStep:
     overwrites. The first calls run eagerly, and so does a call whose capture another thread disturbs, for example by
     synchronizing the device; the next call tries again. Weights and FP8 state may be changed in place between calls.
 
-    Under FSDP2 the graph includes the gathers of weights and the reductions of gradients.
+    Under FSDP2 the graph includes the gathers of weights and the reductions of gradients. NCCL does not destroy a
+    communicator that a graph still uses: call `close` before torch.distributed.destroy_process_group, which waits forever
+    otherwise.
 
     Args:
         model: on a CUDA device.
@@ -90,6 +92,13 @@ class GraphedStep:
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
         return self.loss
+
+    def close(self) -> None:
+        """Free the graph. The next call runs eagerly and captures the step once more."""
+        if self.graph is not None:
+            torch.cuda.synchronize(self.model.device)
+            self.graph.reset()
+            self.graph, self.gradients = None, []
 
     def _capture(self) -> None:
         """Capture the step. A failure changes only `failures`, since a capture executes nothing."""

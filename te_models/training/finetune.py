@@ -1,10 +1,10 @@
-"""`te-models finetune` from data to sample, as a function."""
+"""`te-models pretrain` and `finetune` from data to sample, as a function."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,96 +13,65 @@ from rich.console import Console
 from rich.text import Text
 
 from te_models.causal_lm import CausalLM
+from te_models.config.model import config_fields
 from te_models.config.training import TrainConfig
-from te_models.data.dataset import check_vocabulary
+from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
 from te_models.data.training_data import open_data
+from te_models.engine import auto_recipe
 from te_models.errors import UsageError
 from te_models.generation.options import GenerationOptions
 from te_models.generation.text import continue_text
 from te_models.optim import resolve_options
-from te_models.training.launch import parallel, restarts
+from te_models.saving.run_folder import Checkpoints
+from te_models.training.evaluation import Batch
+from te_models.training.launch import choose_parallel, parallel, restarts
 from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel
 from te_models.training.plots import plot_losses, try_drawing
 from te_models.training.report import outcome, progress, summary
-from te_models.training.resume import run_folder, saved_choices, starting_step
+from te_models.training.resume import resumed_options, run_folder, saved_choices, starting_step
+from te_models.training.run_file import commands, run_document
+from te_models.training.settings import RUN_FILE, RunSettings, changed_settings, read_run_file
 from te_models.training.trainer import Result, Trainer
 
 SAMPLE_PROMPT = "def "
-Build = Callable[..., CausalLM]
 
 
-def finetune(
-    build: Build,
-    *,
-    device: str | None = None,
-    label: str | None = None,
-    model_folder: str | None = None,
-    recipe: str | None = None,
-    data: str | None = None,
-    streaming: bool | None = None,
-    packing: str = "stream",
-    data_workers: int = 2,
-    tokenizer: str | None = None,
-    out: str | None = None,
-    resume: bool = False,
-    sample_tokens: int = 200,
-    train: dict[str, Any],
-) -> Result:
-    """Train the model that `build` returns, and print a summary, progress, the result and a sample.
+def finetune(settings: RunSettings, resume: bool = False) -> Result:
+    """Train a model, and print a summary, progress, the result and a sample.
 
     Under torchrun every process calls this.
 
     Args:
-        build: builds the model with its first argument, a function with CausalLM's arguments; given as keywords are the
-            choices of a resumed run, which hold where the user has made none.
-        device: see te_models.training.launch.parallel.
-        label: the model's part of the default folder's name; None: the name of `model_folder`.
-        model_folder: the folder of the model to start from, if any: its tokenizer is the default.
-        recipe: the recipe that the user named, if any: part of the default folder's name.
-        data: path of the corpus; None: Python's documentation and sources.
-        streaming: see te_models.data.training_data.open_data, as for `packing`.
-        packing: "stream" or "documents".
-        data_workers: processes that encode a streamed corpus ahead.
-        tokenizer: path of a tokenizer; None: the model's own, else bytes.
-        out: the run's folder; None: runs/<label>-<recipe>.
-        resume: continue from the newest checkpoint in `out`.
-        sample_tokens: length of the sample printed at the end; 0: none.
-        train: fields of TrainConfig.
+        settings: te_models.training.settings.run_settings or resumed_settings makes them.
+        resume: continue from the newest checkpoint in the run's folder.
 
     Raises:
-        ValueError: a mistake in the arguments; nothing has been written.
+        ValueError: a mistake in the settings; nothing has been written.
         Diverged: the loss became NaN or infinite.
         LostPeer: another process of the run died.
     """
-    config = TrainConfig(**train)
+    config = choose_parallel(settings.train, recorded=settings.file is not None and "parallel" not in settings.given)
     resolve_options(config.optimizer, config.optimizer_options)  # fail before reading data
-    with parallel(config, device) as shared:
+    with parallel(config, settings.build.get("device")) as shared:
         console = Console(markup=False, emoji=False, quiet=not shared.ranks.first)
-        words = load_tokenizer(tokenizer or model_folder)
-        dataset, eval_batches = open_data(
-            data,
-            words,
-            dataclasses.replace(config, batch_size=shared.rows(config.batch_size)),
-            streaming=streaming,
-            packing=packing,
-            num_workers=data_workers,
-            rank=shared.data_rank,
-            world_size=shared.data_world,
-            ranks=shared.ranks,
-        )
+        settings = settings if resume else _with_recipe(settings, console)
+        folder, newest = _place(settings, shared, resume)
+        resume = newest is not None
+        words = load_tokenizer(_tokenizer(settings, newest))
+        dataset, eval_batches = _open_data(settings, config, words, shared)
         torch.manual_seed(config.seed)
-        label = label or Path(model_folder or "model").name
-        folder = run_folder(out, label, recipe, resume or restarts() > 0)
-        saved = saved_choices(folder) if resume or restarts() else {}
-        model = build(shared.build, **saved)
+        model = _build(settings, shared, newest)
         _check_model(model, words, config)
-        folder = folder or Path("runs", f"{label}-{model.recipe.name}")
-        resume = resume or (restarts() > 0 and bool(saved))
         start = starting_step(folder, resume, config)
-        console.print(summary(model, dataset, config, start, shared.describe()), highlight=False)
+        for line in _changes(settings, folder, resume):
+            console.print(line, highlight=False)
+        if settings.preset is not None and not resume:
+            console.print(f"{settings.preset} starts from random weights", highlight=False)
+        console.print(summary(model, dataset, config, start, shared.describe(), settings.command), highlight=False)
+        run_file = run_document(settings, model, dataset, eval_batches, shared, commands(folder) if resume else ())
         try:
             with progress(console, config, start) as show:
                 trainer = Trainer(
@@ -112,6 +81,7 @@ def finetune(
                     config=config,
                     out=folder,
                     documents=words.documents(),
+                    run_file=run_file,
                     on_step=show,
                     parallel=shared,
                 )
@@ -119,10 +89,79 @@ def finetune(
         finally:
             if isinstance(dataset, StreamingDataset):
                 dataset.close()
-        _print_result(console, result, folder, model, shared)
-        if sample_tokens and not result.interrupted and (shared.sharded or shared.ranks.first):
-            _print_sample(console, model, words, sample_tokens, shared)
+        _print_result(console, result, settings, folder, model, shared)
+        if settings.sample_tokens and not result.interrupted and (shared.sharded or shared.ranks.first):
+            _print_sample(console, model, words, settings.sample_tokens, shared)
         return result
+
+
+def _with_recipe(settings: RunSettings, console: Console) -> RunSettings:
+    """Return the settings with recipe="auto" resolved, after a line that says so."""
+    if settings.recipe != "auto":
+        return settings
+    recipe, reason = auto_recipe(settings.build.get("engine", "auto"), settings.build.get("device"))
+    console.print(f"recipe auto: {recipe} ({reason})", highlight=False)
+    return dataclasses.replace(settings, recipe=recipe)
+
+
+def _place(settings: RunSettings, shared: Parallel, resume: bool) -> tuple[Path, Path | None]:
+    """Return the run's folder, and the checkpoint from which it resumes: under torchrun also after a restart."""
+    restarted = restarts() > 0
+    folder = Path(shared.ranks.from_first(lambda: str(run_folder(settings, restarted)), UsageError))
+    newest = Checkpoints(folder / "checkpoints").latest() if resume or restarted else None
+    if resume and newest is None:
+        raise UsageError(f"nothing to resume: {folder} has no checkpoint; start without --resume")
+    return folder, newest
+
+
+def _tokenizer(settings: RunSettings, newest: Path | None) -> str | Path | None:
+    """Return the source of the tokenizer: the one asked for, else the checkpoint to resume from, else the model."""
+    if newest is not None and "tokenizer" not in settings.given:
+        return newest
+    return settings.data.get("tokenizer") or settings.model
+
+
+def _open_data(
+    settings: RunSettings, config: TrainConfig, words: Tokenizer, shared: Parallel
+) -> tuple[TokenDataset | StreamingDataset, list[Batch]]:
+    """Return this process's share of the training data, and its evaluation batches."""
+    options = {
+        name: value for name, value in settings.data.items() if name not in ("data", "tokenizer", "data_workers")
+    }
+    return open_data(
+        settings.data.get("data"),
+        words,
+        dataclasses.replace(config, batch_size=shared.rows(config.batch_size)),
+        **options,
+        num_workers=settings.data["data_workers"],
+        rank=shared.data_rank,
+        world_size=shared.data_world,
+        ranks=shared.ranks,
+    )
+
+
+def _build(settings: RunSettings, shared: Parallel, newest: Path | None) -> CausalLM:
+    """Return the model to train, split over the processes: a new one, a loaded one, or that of the checkpoint `newest`."""
+    options: dict[str, Any] = {**settings.build, "recipe": settings.recipe}
+    if newest is not None:
+        options = resumed_options(settings, saved_choices(newest))
+    if settings.preset is not None:
+        return CausalLM.from_preset(settings.preset, build=shared.build, **options)
+    assert settings.model is not None
+    if newest is None:
+        return CausalLM.from_pretrained(settings.model, build=shared.build, **options)
+    options = {name: value for name, value in options.items() if name not in config_fields()}  # the checkpoint has them
+    return CausalLM.from_pretrained(newest, build=shared.build, **options)
+
+
+def _changes(settings: RunSettings, folder: Path, resume: bool) -> list[str]:
+    """Return a line per setting in which a resumed run differs from what its run.toml says."""
+    if not resume or not (folder / RUN_FILE).is_file():
+        return []
+    now = {**settings.build, **settings.data, **dataclasses.asdict(settings.train), "recipe": settings.recipe}
+    given = {name: now[name] for name in settings.given & now.keys()}
+    changed = changed_settings(read_run_file(folder / RUN_FILE), given)
+    return [f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in sorted(changed.items())]
 
 
 def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None:
@@ -135,14 +174,17 @@ def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None
         )
 
 
-def _print_result(console: Console, result: Result, folder: Path, model: CausalLM, shared: Parallel) -> None:
+def _print_result(
+    console: Console, result: Result, settings: RunSettings, folder: Path, model: CausalLM, shared: Parallel
+) -> None:
     """Print the outcome and draw the loss curve."""
     curve = ""
     if shared.ranks.first:
         path, runs = folder / "loss.png", {model.recipe.name: read_metrics(folder / "metrics.jsonl")}
         curve = try_drawing(path, functools.partial(plot_losses, path, runs, folder.name))
     if result.interrupted:
-        console.print(f"interrupted: step {result.step} is saved; the same command with --resume continues from it")
+        again = shlex.join(["te-models", settings.command, "--resume", str(folder)])
+        console.print(f"interrupted: step {result.step} is saved; `{again}` continues from it", highlight=False)
         return
     console.print(outcome(result), highlight=False)
     console.print(Text(" loss curve ", "dim"), curve, sep="", highlight=False, soft_wrap=True)

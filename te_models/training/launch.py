@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -39,6 +40,7 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
         ValueError: the options do not fit each other or the number of processes.
         LostPeer: inside, another process died or did not answer for `config.collective_timeout` seconds.
     """
+    config = choose_parallel(config)
     check_launch(config)
     if config.parallel == "none":
         yield Parallel(config=config)
@@ -65,6 +67,21 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
             ) from error
         raise
     dist.destroy_process_group()
+
+
+def choose_parallel(config: TrainConfig, recorded: bool = False) -> TrainConfig:
+    """Return `config` with parallel="auto" resolved: fsdp or, where the optimizer needs whole parameters, ddp.
+
+    With `recorded` the value comes from a file of another number of processes: where they are too few or too many for it,
+    it counts as "auto", so that one file serves any number.
+    """
+    world = int(os.environ.get("WORLD_SIZE", 0))
+    if recorded and (config.parallel == "none") == (world > 1):
+        config = dataclasses.replace(config, parallel="auto", tensor_parallel_size=0, sequence_parallel=False)
+    if config.parallel != "auto":
+        return config
+    whole = config.optimizer == "te-adam" or config.optimizer_offload
+    return dataclasses.replace(config, parallel="none" if world <= 1 else "ddp" if whole else "fsdp")
 
 
 def check_launch(config: TrainConfig) -> None:

@@ -20,12 +20,17 @@ from te_models.training.trainer import Result
 
 
 def summary(
-    model: CausalLM, dataset: TokenDataset | StreamingDataset, config: TrainConfig, start: int, processes: str = ""
+    model: CausalLM,
+    dataset: TokenDataset | StreamingDataset,
+    config: TrainConfig,
+    start: int,
+    processes: str = "",
+    command: str = "finetune",
 ) -> Table:
     """Return the configuration in force as a table; `processes` describes how several processes share the run."""
     plan = model.plan()
     recipe = ", ".join(f"{k}={v}" for k, v in model.recipe.to_dict().items() if k not in ("name", "scheme"))
-    table = Table(title="te-models finetune", title_justify="left", title_style="bold", box=None, show_header=False)
+    table = Table(title=f"te-models {command}", title_justify="left", title_style="bold", box=None, show_header=False)
     _add_columns(table)
     rows = {
         "parameters": f"{sum(p.numel() for p in model.parameters()):,} in {str(model.dtype).removeprefix('torch.')}",
@@ -38,7 +43,7 @@ def summary(
         **speed_rows(model, config),
         "activation checkpointing": f"{model.activation_checkpointing}"
         f"{', other activations in CPU memory' if model.activation_offload else ''}",
-        "optimizer": f"{config.optimizer}, learning rate {config.learning_rate:g}"
+        "optimizer": f"{config.optimizer}, learning rate {config.learning_rate:g} ({config.schedule})"
         f"{f', {config.optimizer_options}' if config.optimizer_options else ''}"
         f"{', state in CPU memory' if config.optimizer_offload else ''}",
         "tokens per step": f"{config.tokens_per_step:,} ({config.batch_size} x {config.seq_len} tokens"

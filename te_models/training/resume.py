@@ -1,45 +1,58 @@
-"""The folder of a run, whether the run starts or resumes there, and the choices that a resumed run inherits."""
+"""The folder of a run, whether the run starts or resumes there, and the choices that a resumed run takes over."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from te_models.causal_lm import CausalLM
-from te_models.config.recipe import get_recipe
+from te_models.config.recipe import get_recipe, recipe_fields
 from te_models.config.training import TrainConfig
 from te_models.errors import CheckpointError, UsageError
 from te_models.files.atomic import readable
 from te_models.saving.folder import load_folder
 from te_models.saving.pretrained import read_recipe
 from te_models.saving.run_folder import Checkpoints, offering_older
+from te_models.training.settings import RunSettings
 
 RUN_CHOICES = ("engine", "fp8_params", "activation_checkpointing", "activation_offload")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def run_folder(out: str | None, label: str, recipe: str | None, resume: bool) -> Path | None:
-    """Return the run's folder: `out`, else runs/<label>-<recipe>; None if that depends on the model's own recipe.
+def run_folder(settings: RunSettings, restarted: bool = False) -> Path:
+    """Return the run's folder: the one that the settings name, else runs/<model>-<recipe>.
 
-    Args:
-        out: the folder, if the user named it.
-        label: name of the model.
-        recipe: the recipe that the user named, if any.
-        resume: without `out` and `recipe`, take the only run of the model that there is.
-
-    Raises:
-        ValueError: several runs could be resumed.
+    A run from another run's file does not go where a run already is: it takes the first such folder with a number that is
+    free, or once `restarted` the last one that is not.
     """
-    if out is not None:
-        return Path(out)
-    if recipe is not None:
-        return Path("runs", f"{label}-{get_recipe(recipe).name}")
-    runs = [folder.parent for folder in sorted(Path("runs").glob(f"{label}-*/checkpoints"))] if resume else []
-    if len(runs) > 1:
-        raise UsageError(f"several runs could be resumed ({', '.join(map(str, runs))}): give one of them as --out")
-    return runs[0] if runs else None
+    if settings.out:
+        return Path(settings.out)
+    folder = Path("runs", f"{settings.label}-{get_recipe(settings.recipe).name}")
+    if settings.file is None:
+        return folder
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    last = folder
+    for candidate in itertools.chain([folder], numbered):
+        if Checkpoints(candidate / "checkpoints").latest() is None:
+            return last if restarted else candidate
+        last = candidate
+    raise AssertionError("there are numbers without end")
+
+
+def resumed_options(settings: RunSettings, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of CausalLM of a resumed run: the choices `saved` in its checkpoint, but for what the user gave."""
+    given = {name: value for name, value in settings.build.items() if name in settings.given}
+    options = {name: value for name, value in settings.build.items() if name not in recipe_fields()}
+    options |= {**saved, **given}
+    if "recipe" in settings.given:
+        options["recipe"] = settings.recipe
+        if "fp8_params" not in given:
+            options.pop("fp8_params", None)  # another recipe may have no such weights
+    return options
 
 
 def run_choices(model: CausalLM) -> dict[str, Any]:
@@ -47,14 +60,8 @@ def run_choices(model: CausalLM) -> dict[str, Any]:
     return {name: getattr(model, name) for name in RUN_CHOICES}
 
 
-def saved_choices(folder: Path | None) -> dict[str, Any]:
-    """Return the recipe, engine, precision of weights and recompute mode of the newest checkpoint in a run's folder.
-
-    They are the defaults of a resumed run, as keywords of CausalLM; empty if there is no checkpoint.
-    """
-    newest = Checkpoints(folder / "checkpoints").latest() if folder is not None else None
-    if newest is None:
-        return {}
+def saved_choices(newest: Path) -> dict[str, Any]:
+    """Return the recipe, dtype, engine, kind of weights and recompute mode of a checkpoint, as keywords of CausalLM."""
     with offering_older(newest):
         saved = load_folder(newest, ["config", "recipe"], optional=["run"])
     fp8_params = any(readable(newest).glob("fp8_weights*"))  # checkpoints before "run" was part of them

@@ -26,6 +26,7 @@ from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
 from te_models.device.determinism import deterministic
 from te_models.errors import Diverged, NamedFields, OutputInUse, SaveError, UsageError
+from te_models.files.atomic import replace_text
 from te_models.files.formats import flatten_state, render_json
 from te_models.files.lock import locked
 from te_models.fp8.primary_weights import drop_initial_values
@@ -41,6 +42,7 @@ from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.restore import check_data_position, check_random_state, check_result
 from te_models.training.resume import run_choices
+from te_models.training.settings import RUN_FILE
 from te_models.training.stop_signals import stop_signals
 from te_models.training.timing import Timestamp, copy_to_host, elapsed, timestamp
 
@@ -104,6 +106,7 @@ class Trainer(NamedFields):
         config: the run's options.
         out: the run's folder, for metrics.jsonl and checkpoints.
         documents: further JSON values for each checkpoint, such as the tokenizer.
+        run_file: the content of run.toml, which is written when the run starts; empty: none is.
         on_step: called with the metrics of every finished step.
         parallel: how processes share the run.
 
@@ -117,6 +120,7 @@ class Trainer(NamedFields):
     config: TrainConfig
     out: Path
     documents: dict[str, Any] = field(default_factory=dict)
+    run_file: str = ""
     on_step: Callable[[Row], None] = lambda row: None
     parallel: Parallel = field(default_factory=Parallel)
 
@@ -157,13 +161,18 @@ class Trainer(NamedFields):
         """
         with contextlib.ExitStack() as stack:
             self.parallel.ranks.from_first(lambda: stack.enter_context(locked(self.out)), OutputInUse)
-            return self._run(resume)
+            result = self._run(resume)
+        if self.graphed is not None:
+            self.graphed.close()  # the process group cannot be destroyed before
+        return result
 
     def _run(self, resume: bool) -> Result:
         torch.manual_seed(self.config.seed + self.parallel.data_rank)
         if resume:
             self.restore()
         first = self.parallel.ranks.first
+        if first and self.run_file:
+            replace_text(self.out / RUN_FILE, self.run_file)
         metrics = MetricsLog(self.out / "metrics.jsonl" if first else None, after_step=self.result.step)
         exact = deterministic() if self.config.deterministic else contextlib.nullcontext()
         with exact, contextlib.closing(metrics), self._background_saves(), stop_signals() as self.stop_requested:

@@ -1,8 +1,18 @@
 """The options of a run: the schedule, ranges, and misspelt names."""
 
-import pytest
+import math
+from typing import Any
 
-from te_models.config.training import TrainConfig
+import pytest
+import torch
+from transformers import (
+    get_constant_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_polynomial_decay_schedule_with_warmup,
+    get_wsd_schedule,
+)
+
+from te_models.config.training import SCHEDULES, TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -24,6 +34,31 @@ def test_the_schedule_warms_up_and_falls() -> None:
     rates = [config.learning_rate_at(step) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
     assert rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("warmup", [0, 0.1, 3])
+@pytest.mark.parametrize("steps", [7, 100])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule_is_that_of_transformers(schedule: str, steps: int, warmup: float) -> None:
+    """Its warm-up of warmup-stable-decay begins at the least rate instead of 0, so that is left out."""
+    count = math.ceil(warmup * steps) if warmup < 1 else int(warmup)
+    decay = math.ceil(0.2 * steps)
+    make: Any = {
+        "cosine": lambda o: get_cosine_with_min_lr_schedule_with_warmup(o, count, steps, min_lr_rate=0.1),
+        "linear": lambda o: get_polynomial_decay_schedule_with_warmup(o, count, steps, lr_end=0.05, power=1.0),
+        "constant": lambda o: get_constant_schedule_with_warmup(o, count),
+        "warmup-stable-decay": lambda o: get_wsd_schedule(
+            o, count, decay, num_stable_steps=max(0, steps - count - decay), min_lr_ratio=0.1, decay_type="linear"
+        ),
+    }
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    theirs = make[schedule](optimizer)
+    config = TrainConfig(steps=steps, warmup_steps=warmup, learning_rate=0.5, schedule=schedule)
+    for step in range(1, steps + 1):
+        optimizer.step()
+        theirs.step()
+        if step >= count or schedule != "warmup-stable-decay":
+            assert config.learning_rate_at(step) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12), step
 
 
 @pytest.mark.parametrize("field", ["steps", "batch_size", "gradient_accumulation", "keep_last"])

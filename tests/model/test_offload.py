@@ -31,6 +31,9 @@ from te_models.model.offload import HostMemory, Offload
 from te_models.planning.memory_estimate import saved_bytes
 from te_models.planning.memory_plan import plan_memory
 from te_models.planning.operations import Training
+from te_models.training.parallel import Parallel
+from te_models.training.settings import RunSettings
+from te_models.training.trainer import Result
 
 MODES: list[str | int] = ["none", "selective", "full", 2]
 RECIPES = ["bf16", "delayed", "current", "blockwise", "mxfp8", "nvfp4"]
@@ -424,9 +427,14 @@ def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     one, other = (json.loads(text + "}") for text in capsys.readouterr().out.split("\n}\n")[:2])
     assert one["host"] == 0 < other["host"] and other["peak"]["total"] < one["peak"]["total"]
     models: list[CausalLM] = []
-    monkeypatch.setattr(te_models.training.finetune, "finetune", lambda build, **rest: models.append(build(CausalLM)))
+
+    def build(settings: RunSettings, resume: bool) -> Result:
+        models.append(te_models.training.finetune._build(settings, Parallel(), None))
+        return Result()
+
+    monkeypatch.setattr(te_models.training.finetune, "finetune", build)
     for flag in ([], ["--activation-offload"]):
-        assert main(["finetune", "--preset", "gated-nano", "--device", "cpu", *flag]) == 0
+        assert main(["pretrain", "--preset", "gated-nano", "--device", "cpu", "--recipe", "bf16", *flag]) == 0
     assert [model.activation_offload for model in models] == [False, True]
 
 

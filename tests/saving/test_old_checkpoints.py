@@ -40,7 +40,7 @@ def test_a_run_resumes_as_it_went_on_then(tmp_path: Path) -> None:
     )
     # The dataset of the run was named data.txt; its name is part of no state.
     assert (
-        main([*f"finetune {options}".split(), "--data", str(SAVED / "data.txt"), "--out", str(tmp_path / "run")]) == 0
+        main([*f"pretrain {options}".split(), "--data", str(SAVED / "data.txt"), "--out", str(tmp_path / "run")]) == 0
     )
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]

@@ -247,7 +247,7 @@ def test_a_bad_value_on_one_process_stops_all_with_one_message(kind: str, two: d
     assert first == second and "step 3: the loss is nan" in first and "layers.2.mlp.down_proj" in first
 
 
-CLI = ["finetune", "--preset", "gated-nano", "--hidden-size", "64", "--intermediate-size", "96", "--num-hidden-layers", "3",
+CLI = ["pretrain", "--preset", "gated-nano", "--hidden-size", "64", "--intermediate-size", "96", "--num-hidden-layers", "3",
        "--num-attention-heads", "2", "--num-key-value-heads", "1", "--device", "cpu", "--recipe", "delayed", "--seq-len", "32",
        "--batch-size", "2", "--eval-every", "0", "--sample-tokens", "0", "--save-every", "5", "--steps", "60"]  # fmt: skip
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,12 @@ import torch
 from te_models import CausalLM
 from te_models.cli import main
 from te_models.errors import UsageError
+from te_models.files.toml import read_toml
+from te_models.saving.run_folder import Checkpoints
+from te_models.training.metrics import read_metrics
 from te_models.training.resume import run_folder, saved_choices
+from te_models.training.run_file import commands
+from te_models.training.settings import RunSettings, resumed_settings, run_settings
 from te_models.training.trainer import Trainer
 
 TINY = ["--hidden-size", "32", "--intermediate-size", "32", "--num-hidden-layers", "3", "--num-attention-heads", "1"]
@@ -27,7 +35,7 @@ TINY += [
     "--eval-every",
     "0",
 ]
-RUN = ["finetune", "--preset", "gated-nano", "--device", "cpu", "--eval-batches", "1", *TINY]
+RUN = ["pretrain", "--preset", "gated-nano", "--device", "cpu", "--eval-batches", "1", *TINY]
 CHOSEN = ["--recipe", "current", "--num-layers-at-end-in-bf16", "0", "--engine", "emulated", "--fp8-params"]
 CHOSEN += ["--activation-checkpointing", "selective"]
 
@@ -72,20 +80,102 @@ def test_a_resumed_run_keeps_the_choices_of_its_checkpoint(run: Any, recwarn: py
 
 
 def test_a_checkpoint_from_before_they_were_saved_has_its_recipe_and_dtype() -> None:
-    saved = saved_choices(Path(__file__).parents[1] / "saving/fixtures/commit-3a41a4b/run")
+    newest = Checkpoints(Path(__file__).parents[1] / "saving/fixtures/commit-3a41a4b/run/checkpoints").latest()
+    assert newest is not None
+    saved = saved_choices(newest)
     assert saved.pop("recipe").name == "delayed"
     assert saved == dict(dtype=torch.bfloat16, fp8_params=False)
 
 
 def test_the_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_folder("here", "nano", "delayed", True) == Path("here")
-    assert run_folder(None, "nano", "delayed", False) == Path("runs/nano-delayed")
-    assert run_folder(None, "nano", None, True) is None
-    for name in ("nano-bf16", "nano-delayed", "other-bf16"):
+    nano = dict(preset="gated-nano")
+    new = run_settings("pretrain", {**nano, "recipe": "delayed"})
+    assert run_folder(new) == Path("runs/gated-nano-delayed")
+    assert run_folder(dataclasses.replace(new, out="here")) == Path("here")
+    with pytest.raises(UsageError, match="nothing to resume: there is no run of gated-nano in runs/"):
+        resumed_settings("pretrain", nano)
+    for name in ("gated-nano-bf16", "gated-nano-delayed", "other-bf16"):
         Path("runs", name, "checkpoints").mkdir(parents=True)
-        assert run_folder(None, "nano", None, False) is None
-        if name == "nano-bf16":
-            assert run_folder(None, "nano", None, True) == Path("runs/nano-bf16")
-    with pytest.raises(UsageError, match="several runs could be resumed .runs/nano-bf16, runs/nano-delayed.: give one"):
-        run_folder(None, "nano", None, True)
+        if name == "gated-nano-bf16":
+            assert resumed_settings("pretrain", nano).out == "runs/gated-nano-bf16"
+    assert resumed_settings("pretrain", {**nano, "recipe": "delayed"}).out == "runs/gated-nano-delayed"
+    with pytest.raises(
+        UsageError, match="several runs could be resumed .runs/gated-nano-bf16, runs/gated-nano-delayed.: give"
+    ):
+        resumed_settings("pretrain", nano)
+
+
+def test_a_run_from_a_file_takes_a_free_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = RunSettings(preset="gated-nano", recipe="bf16", file=Path("run.toml"))
+    places = [Path("runs/gated-nano-bf16"), Path("runs/gated-nano-bf16-2"), Path("runs/gated-nano-bf16-3")]
+    for number, place in enumerate(places):
+        assert run_folder(settings) == place
+        assert run_folder(settings, restarted=True) == places[max(0, number - 1)], "a restart goes on in the last one"
+        (place / "checkpoints/step-00000001").mkdir(parents=True)
+
+
+def losses(folder: str) -> list[float]:
+    return [row["loss"] for row in read_metrics(Path(folder, "metrics.jsonl"))]
+
+
+@pytest.mark.parametrize(
+    "choices", [["--recipe", "delayed"], ["--recipe", "current", "--fp8-params"], ["--recipe", "bf16", "--seed", "5"]]
+)
+def test_resume_needs_only_the_folder_and_repeats_every_bit(choices: list[str], run: Any) -> None:
+    """The whole run and the one in two parts have equal losses; the model that both start from is then gone."""
+    run("--steps", "3", "--recipe", "delayed", "--learning-rate", "0.01", "--out", "start")
+    tune = ["--model", "start", "--data", "texts", "--device", "cpu", "--seq-len", "16", "--batch-size", "2",
+            "--sample-tokens", "0", "--learning-rate", "0.01", "--schedule", "constant", *choices]  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the scales of the start have no use under another recipe
+        assert main(["finetune", *tune, "--steps", "4", "--out", "whole"]) == 0
+        assert main(["finetune", *tune, "--steps", "2", "--out", "parts"]) == 0
+    shutil.rmtree("start")
+    assert main(["finetune", "--resume", "parts", "--steps", "4"]) == 0
+    assert losses("parts") == losses("whole") and len(losses("parts")) == 4
+    assert len(commands(Path("parts"))) == 2 and "--resume parts" in commands(Path("parts"))[1]
+
+
+def test_a_file_runs_again_with_the_same_bits(run: Any, capsys: pytest.CaptureFixture) -> None:
+    run("--steps", "2", *CHOSEN, "--learning-rate", "0.01", "--warmup-steps", "1", "--schedule", "constant")
+    first = Path("runs/gated-nano-current")
+    assert main(["finetune", str(first / "run.toml"), "--steps", "3"]) == 0
+    again = Path("runs/gated-nano-current-2")
+    assert losses(str(again))[:2] == losses(str(first)) and len(losses(str(again))) == 3
+    one, other = (read_toml(folder / "run.toml") for folder in (first, again))
+    assert other["training"].pop("steps") == 3 and one["training"].pop("steps") == 2
+    assert {**one, "record": 0} == {**other, "record": 0}
+    for name in ("training_data", "evaluation_data", "versions", "processes"):
+        assert one["record"][name] == other["record"][name]
+
+
+def test_a_resumed_run_says_what_differs_and_refuses_another_seed(run: Any, capsys: pytest.CaptureFixture) -> None:
+    run("--steps", "1", "--recipe", "bf16", "--out", "mine")
+    capsys.readouterr()
+    assert main(["pretrain", "--resume", "mine", "--steps", "2", "--learning-rate", "0.5"]) == 0
+    said = capsys.readouterr().out
+    assert "changed: learning_rate = 0.5, was 0.001" in said and "changed: steps = 2, was 1" in said
+    assert read_toml(Path("mine/run.toml"))["training"]["learning_rate"] == 0.5
+    for option, name in (
+        (["--seed", "1"], "seed"),
+        (["--batch-size", "3"], "batch_size"),
+        (["--streaming"], "streaming"),
+    ):
+        assert main(["pretrain", "--resume", "mine", "--steps", "3", *option]) == 2
+        assert f"a resumed run keeps its {name}" in capsys.readouterr().err
+    assert main(["pretrain", "--resume", "mine", "--out", "mine"]) == 2
+    assert main(["pretrain", "mine/run.toml", "--resume", "mine"]) == 2
+    assert main(["pretrain", "--resume", "elsewhere"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 3 and "give the folder once" in errors[0] and "nothing to resume: elsewhere" in errors[2]
+
+
+@pytest.mark.parametrize("name", ["training_data", "evaluation_data"])
+def test_fingerprints_follow_the_data(name: str, run: Any) -> None:
+    run("--steps", "1", "--recipe", "bf16", "--out", "a")
+    for file in ("text", "more"):
+        Path(f"texts/{file}.txt").write_text(f"other {file}, " * 400)
+    run("--steps", "1", "--recipe", "bf16", "--out", "b")
+    assert read_toml(Path("a/run.toml"))["record"][name] != read_toml(Path("b/run.toml"))["record"][name]

@@ -1,0 +1,23 @@
+"""`te-models pretrain`: train a preset from random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from te_models.cli.options import Command, option, preset_option
+from te_models.cli.training import run_training, training_options
+
+
+@click.command(cls=Command)
+@click.argument("file", required=False, metavar="[RUN.TOML]")
+@preset_option
+@option("--model", hidden=True, help="Refused: finetune starts from a model.")
+@training_options(learning_rate="1e-3")
+def pretrain(file: str | None, resume: str | None, **options: Any) -> int:
+    """Train a preset from random weights; evaluates, saves, draws the loss curve and prints a sample.
+
+    RUN.TOML is the record of an earlier run, or a file of your own like it: its settings hold where no option is given.
+    """
+    return run_training("pretrain", file, resume, options)

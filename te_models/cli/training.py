@@ -1,0 +1,73 @@
+"""What `te-models pretrain` and `te-models finetune` share: options, and the run that they describe."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from te_models.cli.options import (
+    RECIPES,
+    Decorator,
+    build_options,
+    chained,
+    compile_option,
+    data_option,
+    given_options,
+    is_given,
+    memory_options,
+    option,
+    out_option,
+    tokenizer_option,
+    train_options,
+)
+from te_models.errors import UsageError
+from te_models.training.settings import resumed_settings, run_settings
+
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it
+
+
+def training_options(learning_rate: str) -> Decorator:
+    """Add the options of a run; `learning_rate` is the text of its default."""
+    return chained(
+        option("--data", metavar="PATH",
+               help="Text, JSONL or Parquet: a file, folder, glob or URL; default: Python's documentation and sources."),
+        out_option("Folder of the run; default: runs/<model>-<recipe>."),
+        option("--resume", is_flag=False, flag_value="", metavar="[DIR]",
+               help="Continue the run in this folder; without DIR that in --out, or the only one of the model."),
+        train_options(learning_rate=learning_rate, parallel="auto"),
+        option("--recipe", metavar="NAME|FILE",
+               help=f"Scheme of te.Linear: {RECIPES}, a TOML file, or auto (the default): mxfp8 on Blackwell, current on "
+               "Hopper and Ada, else bf16."),
+        build_options,
+        tokenizer_option,
+        memory_options(group="Training"),
+        compile_option,
+        data_option("--streaming/--no-streaming", default=None,
+                    help="Read the data while training; default: if it exceeds 1 GiB, is compressed, or is a glob or URL."),
+        data_option("--packing", default="stream", metavar="NAME",
+                    help="stream, or documents: attend only within each document."),
+        data_option("--data-workers", default=2, help="Processes that encode streamed data ahead."),
+        data_option("--sample-tokens", default=200, help="Length of the sample printed at the end; 0: no sample."),
+    )  # fmt: skip
+
+
+def run_training(command: str, file: str | None, resume: str | None, options: Mapping[str, Any]) -> int:
+    """Run `command` with the options that the user gave; return the exit code."""
+    given = given_options({name: value for name, value in options.items() if is_given(name)})
+    if resume is not None and file is not None:
+        raise UsageError(f"give either {file} or --resume: a run's folder has its own run.toml")
+    if resume and "out" in given:
+        raise UsageError(f"give the folder once: --resume {resume} or --resume --out {given['out']}")
+    called = click.get_current_context().obj or ""  # as main() was called
+    if resume is None:
+        settings = run_settings(command, given, Path(file) if file is not None else None)
+    else:
+        settings = resumed_settings(command, given, Path(resume) if resume else None)
+    from te_models.training.finetune import finetune  # noqa: PLC0415  imports torch
+
+    settings = dataclasses.replace(settings, called=called)
+    return INTERRUPTED if finetune(settings, resume=resume is not None).interrupted else 0

@@ -1,0 +1,38 @@
+"""The pretrained models that ship in the package, as folders te_models/pretrained/<name>. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from te_models.config.presets import PRESETS
+from te_models.errors import UsageError
+
+FOLDER = Path(__file__).parent.parent / "pretrained"
+
+
+def list_shipped() -> list[str]:
+    """Return the names of the models that ship with te-models."""
+    return sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
+
+
+def shipped_folder(name: str) -> Path | None:
+    """Return the folder of the shipped model of this name; None if there is none.
+
+    Raises:
+        UsageError: the name is that of a preset, which has no weights.
+    """
+    if name in list_shipped():
+        return FOLDER / name
+    if name in PRESETS:
+        raise UsageError(no_weights(name))
+    return None
+
+
+def no_weights(preset: str) -> str:
+    """Return the line that explains why a preset cannot be loaded or fine-tuned."""
+    shipped = list_shipped()
+    return (
+        f"{preset} is a preset, a shape without weights: `te-models pretrain --preset {preset}` trains it from random "
+        "weights; a model to load or fine-tune is a folder, a name on the Hugging Face hub"
+        + (f", or one that ships with te-models ({', '.join(shipped)})" if shipped else "")
+    )

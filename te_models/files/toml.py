@@ -1,0 +1,66 @@
+"""TOML files of settings: read with a limit and one-line errors, and written with a comment per file. No torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from te_models.errors import ConfigError
+from te_models.files.atomic import first_line
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MAX_BYTES = 2**20
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file of at most MAX_BYTES bytes.
+
+    Raises:
+        ConfigError: it cannot be read, is larger, or is not TOML.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_BYTES} bytes, too large for a file of settings")
+        return tomllib.loads(data.decode())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not TOML: {first_line(error)}") from None
+
+
+def render_toml(sections: Mapping[str, Mapping[str, Any]], comment: str) -> str:
+    """Return a TOML document: `comment`, then one table per section. A value of None is left out."""
+    lines = [f"# {line}" for line in comment.splitlines()]
+    for title, values in sections.items():
+        given = {name: value for name, value in values.items() if value is not None}
+        if given:
+            lines += ["", f"[{title}]", *(f"{_key(name)} = {_value(value)}" for name, value in given.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _key(name: str) -> str:
+    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else _value(name)
+
+
+def _value(value: Any) -> str:
+    """Return a value as TOML: JSON's strings, numbers and lists are also TOML's, but for DEL."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(name)} = {_value(item)}" for name, item in value.items()) + " }"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (bool, int)):
+        return json.dumps(value)
+    if isinstance(value, float):
+        return repr(value)  # also inf and nan
+    raise TypeError(f"a {type(value).__name__} has no place in TOML")

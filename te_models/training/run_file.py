@@ -1,0 +1,116 @@
+"""The content of run.toml: every setting of a run as it was resolved, and a record of data, versions and command."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+import te_models
+from te_models.causal_lm import CausalLM
+from te_models.data.dataset import IGNORED, TokenDataset
+from te_models.data.streaming import StreamingDataset
+from te_models.files.toml import read_toml, render_toml
+from te_models.training.evaluation import Batch
+from te_models.training.parallel import Parallel
+from te_models.training.resume import run_choices
+from te_models.training.settings import RECORD, RUN_FILE, RunSettings, resolved_path
+
+COMMENT = """Every setting of this run. `te-models {command} run.toml --steps N` runs it again with a change, in a folder of
+its own; `te-models {command} --resume FOLDER` continues it. Paths are those of the machine that ran it."""
+MAX_COMMAND = 4000  # characters of the command that are recorded
+
+
+def run_document(
+    settings: RunSettings,
+    model: CausalLM,
+    dataset: TokenDataset | StreamingDataset,
+    eval_batches: list[Batch],
+    shared: Parallel,
+    before: Iterable[str] = (),
+) -> str:
+    """Return run.toml of a run that is about to start.
+
+    Args:
+        settings: the run's.
+        model: the model as it was built.
+        dataset: its training data.
+        eval_batches: this process's evaluation batches; all processes call this function.
+        shared: how the processes share the run.
+        before: the commands of the run that this one resumes.
+    """
+    shape = model.config.to_dict() if settings.preset else {}
+    own = {name: value for name, value in settings.build.items() if name in model.config.to_dict()}
+    data = {**settings.data, "streaming": isinstance(dataset, StreamingDataset)}
+    sections = {
+        "run": dict(
+            command=settings.command,
+            preset=settings.preset,
+            model=resolved_path(settings.model),
+            sample_tokens=settings.sample_tokens,
+        ),
+        "model": {**{name: settings.build.get(name) for name in ("device", "compile")}, **run_choices(model)},
+        "recipe": model.recipe.to_dict(),
+        "shape": {**shape, **own},
+        "data": {name: resolved_path(value) for name, value in data.items()},
+        "training": asdict(settings.train),
+        RECORD: {
+            "commands": [*before, settings.called[:MAX_COMMAND]],
+            "device": _device(model),
+            "processes": shared.describe() or "one",
+            "training_data": fingerprint(dataset),
+            "evaluation_data": eval_fingerprint(eval_batches, shared),
+            "data": dataset.describe(),
+            "versions": versions(),
+        },
+    }
+    return render_toml(sections, COMMENT.format(command=settings.command))
+
+
+def commands(folder: Path) -> list[str]:
+    """Return the commands that the run.toml in a run's folder records, the oldest first."""
+    path = folder / RUN_FILE
+    record = read_toml(path).get(RECORD, {}) if path.is_file() else {}
+    return [str(command) for command in record.get("commands", [])] if isinstance(record, Mapping) else []
+
+
+def fingerprint(dataset: TokenDataset | StreamingDataset) -> str:
+    """Return the hash of all that the order and content of the training batches depend on, but for the seed."""
+    return f"{dataset.state_dict()['fingerprint']}"
+
+
+def eval_fingerprint(batches: Iterable[Batch], shared: Parallel) -> str:
+    """Return a hash of the evaluated sequences, the same for any number of processes: 16 hexadecimal digits.
+
+    All processes call it. It is the sum of a hash per sequence that counts, so that their order does not matter.
+    """
+    total = 0
+    for batch in batches:
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+            if bool((labels != IGNORED).any()):
+                digest = hashlib.blake2b(ids.numpy().tobytes() + labels.numpy().tobytes(), digest_size=8)
+                total += int.from_bytes(digest.digest(), "big")
+    by_rank = shared.ranks.gather([str(total), shared.data_rank])
+    by_share = {share: int(number) for number, share in by_rank}  # ranks that share a batch have the same one
+    return f"{sum(by_share.values()) % 2**64:016x}"
+
+
+def versions() -> Mapping[str, str]:
+    """Return the versions of Python, te-models and the packages that numbers depend on."""
+    found = {"python": platform.python_version(), "te-models": te_models.__version__, "torch": torch.__version__}
+    for package in ("transformer-engine", "triton", "tokenizers", "safetensors", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _device(model: CausalLM) -> str:
+    cuda = model.device.type == "cuda"
+    return torch.cuda.get_device_name(model.device) if cuda else platform.processor() or platform.machine()

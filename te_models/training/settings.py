@@ -1,0 +1,254 @@
+"""Every setting of a training run by name, its default per command, and the file run.toml that records them. No torch.
+
+A setting is a flag of `te-models pretrain` and `te-models finetune`, and a line of run.toml, which groups settings in
+tables: [run], [model], [recipe], [shape], [data], [training]. Names are unique over all tables, so settings travel as
+one flat mapping; `recipe` is a name, a path or a table of a recipe's fields.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from te_models.config.model import config_fields
+from te_models.config.presets import PRESETS
+from te_models.config.recipe import Recipe, get_recipe, recipe_fields, recipe_from_dict
+from te_models.config.shipped import no_weights
+from te_models.config.training import TrainConfig
+from te_models.errors import ConfigError, NamedFields, UsageError, unknown
+from te_models.files.toml import read_toml
+
+RUN_FILE = "run.toml"
+RECORD = "record"  # table of run.toml that holds facts of the run and no settings
+TRAINING = {f.name: type(f.default) for f in fields(TrainConfig)}
+RUN = dict(command=str, preset=str, model=str, out=str, sample_tokens=int)
+MODEL = dict(
+    engine=str, device=str, fp8_params=bool, compile=bool, activation_checkpointing=object, activation_offload=bool
+)
+# Settings of the data: keywords of te_models.data.training_data.open_data, and the tokenizer; object: of several types.
+DATA = dict(data=object, streaming=bool, packing=str, data_workers=int, tokenizer=str)
+DATA_DEFAULTS = dict(packing="stream", data_workers=2)
+TABLES: dict[str, Mapping[str, Any]] = {
+    "run": RUN,
+    "model": MODEL,
+    "recipe": dict.fromkeys(("recipe", *recipe_fields()), object),  # which Recipe and ModelConfig check
+    "shape": dict.fromkeys(config_fields(), object),
+    "data": DATA,
+    "training": TRAINING,
+}
+SETTINGS = {name: kind for table in TABLES.values() for name, kind in table.items()}
+LEARNING_RATE = {"pretrain": 1e-3, "finetune": 2e-5}
+# A resumed run keeps these: with others it would be another run.
+FIXED = (
+    "command", "preset", "model", *config_fields(), "seed", "batch_size", "seq_len", "gradient_accumulation", "streaming",
+    "packing", "optimizer",
+)  # fmt: skip
+PATHS = ("model", "data", "tokenizer")  # settings that may be paths
+SAID = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(NamedFields):
+    """Every setting of a run.
+
+    Attributes:
+        command: "pretrain" or "finetune".
+        preset: the shape of a new model with random weights; exactly one of `preset` and `model` is not None.
+        model: the saved model, run, Hugging Face folder, Hub name or shipped model to start from.
+        recipe: the name of a recipe, the path of its file, a Recipe, or "auto".
+        build: other keywords of CausalLM: how it is built and run, fields of the recipe and of the config.
+        data: keywords of te_models.data.training_data.open_data, and `tokenizer`.
+        train: the training loop.
+        sample_tokens: length of the sample printed at the end; 0: none.
+        out: the run's folder; None: runs/<model>-<recipe>.
+        given: names of the settings that were given on the command line, over those of a file.
+        file: the run.toml that the others come from, if any.
+        called: the command line, for the record.
+    """
+
+    command: str = "finetune"
+    preset: str | None = None
+    model: str | None = None
+    recipe: str | Recipe = "auto"
+    build: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    sample_tokens: int = 200
+    out: str | None = None
+    given: frozenset[str] = frozenset()
+    file: Path | None = None
+    called: str = ""
+
+    @property
+    def label(self) -> str:
+        """The model's part of the default folder's name."""
+        return self.preset or Path(self.model or "model").name
+
+
+def run_settings(command: str, given: Mapping[str, Any], file: Path | None = None) -> RunSettings:
+    """Return the settings of a run: those `given`, over those of `file`, over the defaults of `command`.
+
+    Raises:
+        UsageError: an unknown setting, a value of a wrong type or range, or a model that the command does not take.
+    """
+    saved = read_run_file(file) if file is not None else {}
+    command = saved.get("command", command)
+    flat = _over(saved, given)
+    preset, model = flat.get("preset"), flat.get("model")
+    if command not in LEARNING_RATE:
+        raise unknown("command", command, LEARNING_RATE)
+    if command == "pretrain" and (model is not None or preset is None):
+        raise UsageError(
+            "pretrain starts from random weights: give --preset NAME (to start from a model: finetune --model)"
+        )
+    if command == "finetune" and preset is not None:
+        raise UsageError(no_weights(preset)) if preset in PRESETS else unknown("preset", preset, PRESETS)
+    if command == "finetune" and model is None:
+        raise UsageError("give --model: a folder, a name on the Hugging Face hub, or a model that ships with te-models")
+    training = {"learning_rate": LEARNING_RATE[command], "parallel": "auto"}
+    training |= {name: flat[name] for name in TRAINING if name in flat}
+    build = {n: v for table in ("model", "recipe", "shape") for n, v in flat.items() if n in TABLES[table]}
+    recipe = build.pop("recipe", "auto")
+    run = {name: flat[name] for name in RUN if name in flat}
+    own = DATA_DEFAULTS | {name: flat[name] for name in DATA if name in flat}
+    return RunSettings(
+        **{**run, "command": command},
+        recipe=_recipe(recipe) if isinstance(recipe, Mapping) else recipe,
+        build=build,
+        data=own,
+        train=TrainConfig(**training),
+        given=frozenset(given),
+        file=file,
+    )
+
+
+def resumed_settings(command: str, given: Mapping[str, Any], folder: Path | None = None) -> RunSettings:
+    """Return the settings of a run that is resumed: those of its run.toml with the changes `given`.
+
+    Args:
+        command: the command that was called; the one in run.toml counts.
+        given: the settings that the user gave.
+        folder: the run's folder; None: `out` in `given`, else the only run of the given model.
+
+    Raises:
+        UsageError: no run is there, or a setting is given that a resumed run keeps.
+    """
+    named = folder or (Path(given["out"]) if "out" in given else None)
+    folder = named or _only_run(given)
+    if folder.name == RUN_FILE:
+        folder = folder.parent
+    given = {**given, "out": str(folder)}
+    if (folder / RUN_FILE).is_file():
+        changed_settings(read_run_file(folder / RUN_FILE), given)
+        return run_settings(command, given, folder / RUN_FILE)
+    if not (folder / "checkpoints").is_dir():
+        raise UsageError(f"nothing to resume: {folder} has no checkpoint; start without --resume")
+    if not {"preset", "model"} & given.keys():
+        raise UsageError(
+            f"{folder} has no {RUN_FILE}: give the settings of the run again, --preset or --model among them"
+        )
+    return run_settings(command, given)
+
+
+def _only_run(given: Mapping[str, Any]) -> Path:
+    """Return the folder of the run to resume where no folder is given: runs/<model>-<recipe>, or the only one there is."""
+    name = given.get("preset") or given.get("model")
+    label = Path(name).name if name else ""
+    if label and given.get("recipe", "auto") != "auto":
+        return Path("runs", f"{label}-{get_recipe(given['recipe']).name}")
+    runs = [
+        folder.parent for folder in sorted(Path("runs").glob(f"{label}-*/checkpoints" if label else "*/checkpoints"))
+    ]
+    if len(runs) > 1:
+        raise UsageError(f"several runs could be resumed ({', '.join(map(str, runs))}): give one of them to --resume")
+    if not runs:
+        raise UsageError(
+            f"nothing to resume: there is no run {f'of {label} ' if label else ''}in runs/; give its folder"
+        )
+    return runs[0]
+
+
+def read_run_file(path: Path) -> dict[str, Any]:
+    """Return the settings in a run.toml, name -> value; the table [record] is left out.
+
+    Raises:
+        ConfigError: the file cannot be read, or has an unknown table or setting, or a value of a wrong type.
+    """
+    flat: dict[str, Any] = {}
+    for title, values in read_toml(path).items():
+        if title == RECORD:
+            continue
+        if title not in TABLES:
+            raise unknown(f"table in {path}", title, TABLES)
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{path}: {title} is a table: write [{title}] and its settings below")
+        if title == "recipe":
+            flat["recipe"] = dict(values)
+            continue
+        for name, value in values.items():
+            if name not in TABLES[title]:
+                raise unknown(f"setting in [{title}] of {path}", name, TABLES[title])
+            flat[name] = _checked(path, name, value)
+    return flat
+
+
+def changed_settings(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return name -> (value then, value now) of the settings that a resumed run changes.
+
+    Raises:
+        UsageError: one of them would make it another run; the message names it.
+    """
+    then = {**saved, **_recipe_values(saved)}
+    given = {name: resolved_path(value) if name in PATHS else value for name, value in given.items()}
+    changed = {name: (then.get(name), now) for name, now in given.items() if then.get(name) != now and name != "out"}
+    for name in FIXED:
+        if name in changed:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"a resumed run keeps its {name}: it is {then.get(name)!r}, not {given[name]!r}; leave out {flag}, or start "
+                "a new run"
+            )
+    return changed
+
+
+def resolved_path(name: Any) -> Any:
+    """Return a path that exists as an absolute one; anything else as it is, such as a name on the Hub."""
+    return os.path.abspath(name) if isinstance(name, str) and os.path.exists(name) else name
+
+
+def _over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `saved` with the changes `given`; a new recipe or model takes the place of all fields of the old one."""
+    flat = dict(saved)
+    gone: set[str] = set()
+    if "recipe" in given:
+        gone |= {"recipe", "fp8_params"}  # another recipe may have no FP8 weights
+    if {"preset", "model"} & given.keys():
+        gone |= {"preset", "model", *config_fields()}
+    return {name: value for name, value in flat.items() if name not in gone} | dict(given)
+
+
+def _recipe(values: Mapping[str, Any]) -> Recipe:
+    """Return the recipe in a table: of a scheme, or of a named recipe with changes."""
+    if "scheme" in values or "name" not in values:
+        return recipe_from_dict(values)
+    return get_recipe(values["name"], **{name: value for name, value in values.items() if name != "name"})
+
+
+def _recipe_values(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe's name and fields in a run.toml as settings."""
+    table = saved.get("recipe")
+    if not isinstance(table, Mapping):
+        return {}
+    return {"recipe" if name == "name" else name: value for name, value in table.items()}
+
+
+def _checked(path: Path, name: str, value: Any) -> Any:
+    """Return the value of a setting; a ConfigError if it is of a wrong type."""
+    kind = SETTINGS[name]
+    allowed: Any = (int, float) if kind is float else (str, Mapping) if name == "optimizer_options" else kind
+    if kind is not object and (not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool)):
+        raise ConfigError(f"{path}: {name} = {value!r}: give {SAID[kind]}")
+    return value

@@ -1,0 +1,59 @@
+"""TOML files of settings: what is written reads back equal, and what cannot be read is one line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from te_models.errors import ConfigError
+from te_models.files.toml import MAX_BYTES, read_toml, render_toml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+VALUES: dict[str, Any] = {
+    "text": 'a "quoted" \\ path\nin lines \x7f \x01 é 🙂',
+    "empty": "",
+    "number": -3,
+    "large": 2**62,
+    "small": 1e-05,
+    "whole": 1.0,
+    "infinite": float("inf"),
+    "yes": True,
+    "list": [1, "two", [3.5, False]],
+    "tuple": (1, 0, 1),
+    "table": {"rope_type": "llama3", "factor": 8.0, "with space": [1]},
+    "key with = and \"": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_reads_back_equal(name: str) -> None:
+    value = VALUES[name]
+    read = tomllib.loads(render_toml({"one": {name: value, "none": None}, "two": {"x": 1}}, "about\nit"))
+    assert read == {"one": {name: list(value) if isinstance(value, tuple) else value}, "two": {"x": 1}}
+    assert type(read["one"][name]) is (list if isinstance(value, tuple) else type(value))
+
+
+def test_a_value_without_a_form_is_an_error() -> None:
+    with pytest.raises(TypeError, match="a Path has no place|a PosixPath has no place"):
+        render_toml({"one": {"path": Path("x")}}, "")
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [(b"a = ", "is not TOML"), (b"\xff", "is not TOML"), (b"#" * (MAX_BYTES + 1), "is larger than"),
+     (b"a = " + b"[" * 20000, "is not TOML"), (None, "cannot read .*: No such file")],
+)  # fmt: skip
+def test_what_cannot_be_read_is_one_line(content: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        read_toml(path)
+    assert "\n" not in str(error.value) and str(path) in str(error.value)

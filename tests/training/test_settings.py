@@ -1,0 +1,118 @@
+"""Settings of a run: defaults per command, files, what a resumed run may change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from te_models.config.recipe import Recipe
+from te_models.config.training import TrainConfig
+from te_models.errors import ConfigError, UsageError
+from te_models.training.settings import FIXED, SETTINGS, TABLES, changed_settings, read_run_file, run_settings
+
+WHOLE = """
+[run]
+command = "pretrain"
+preset = "gated-nano"
+[recipe]
+name = "delayed"
+amax_history_len = 16
+[shape]
+hidden_size = 64
+[training]
+steps = 7
+learning_rate = 1
+optimizer_options = { betas = [0.9, 0.99] }
+[data]
+data = "texts"
+[record]
+anything = ["at all"]
+"""
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_names_are_unique_over_all_tables() -> None:
+    assert len(SETTINGS) == sum(map(len, TABLES.values()))
+    assert set(FIXED) <= set(SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "command, given, rate",
+    [("pretrain", {"preset": "gated-nano"}, 1e-3), ("finetune", {"model": "m"}, 2e-5),
+     ("finetune", {"model": "m", "learning_rate": 0.5}, 0.5)],
+)  # fmt: skip
+def test_the_default_learning_rate_fits_the_command(command: str, given: dict[str, Any], rate: float) -> None:
+    settings = run_settings(command, given)
+    assert settings.train.learning_rate == rate
+    assert settings.recipe == "auto" and settings.train.parallel == "auto"
+    assert settings.train.steps == TrainConfig().steps
+
+
+def test_a_file_gives_what_the_command_does_not(tmp_path: Path) -> None:
+    file = write(tmp_path / "run.toml", WHOLE)
+    settings = run_settings("finetune", {"seed": 3, "steps": 9, "margin": 1}, file)
+    assert (settings.command, settings.preset, settings.model) == ("pretrain", "gated-nano", None)
+    assert (settings.train.steps, settings.train.seed, settings.train.learning_rate) == (9, 3, 1)
+    assert settings.train.optimizer_options == {"betas": [0.9, 0.99]}
+    assert isinstance(settings.recipe, Recipe) and settings.recipe.fields["amax_history_len"] == 16
+    assert settings.build == {"hidden_size": 64, "margin": 1}
+    assert settings.data["data"] == "texts" and settings.given == {"seed", "steps", "margin"}
+
+
+def test_another_recipe_or_shape_replaces_that_of_the_file_as_a_whole(tmp_path: Path) -> None:
+    file = write(tmp_path / "run.toml", WHOLE + "[model]\nfp8_params = true\n")
+    assert run_settings("pretrain", {}, file).build["fp8_params"] is True
+    settings = run_settings("pretrain", {"recipe": "current", "preset": "gated-124m"}, file)
+    assert (settings.recipe, settings.preset, settings.build) == ("current", "gated-124m", {})
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[runs]\n", "unknown table in .*: did you mean 'run'"),
+        ("[training]\nlearning_rat = 1\n", r"unknown setting in \[training\] of .*: did you mean 'learning_rate'"),
+        ("steps = 3\n", "unknown table in .*'steps'"),
+        ("run = 3\n", r"run is a table: write \[run\]"),
+        ('[training]\nsteps = "many"\n', "steps = 'many': give a whole number"),
+        ("[training]\nsteps = true\n", "steps = True: give a whole number"),
+        ("[training]\nsteps = 1.5\n", "steps = 1.5: give a whole number"),
+        ('[training]\nlearning_rate = "x"\n', "learning_rate = 'x': give a number"),
+        ("[model]\nfp8_params = 1\n", "fp8_params = 1: give true or false"),
+        ("[run]\npreset = 1\n", "preset = 1: give text"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, UsageError), match=message) as error:
+        read_run_file(write(tmp_path / "run.toml", text))
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_a_file_with_an_unknown_command_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "run.toml", '[run]\ncommand = "fine-tune"\nmodel = "m"\n')
+    with pytest.raises(UsageError, match="unknown command 'fine-tune': did you mean 'finetune'"):
+        run_settings("finetune", {}, file)
+
+
+@pytest.mark.parametrize("name", ["seed", "batch_size", "seq_len", "gradient_accumulation", "packing", "streaming",
+                                  "preset", "hidden_size", "optimizer"])  # fmt: skip
+def test_a_resumed_run_keeps_what_would_make_it_another(name: str) -> None:
+    saved = {"seed": 0, "batch_size": 8, "seq_len": 64, "gradient_accumulation": 1, "packing": "stream",
+             "streaming": False, "preset": "gated-nano", "hidden_size": 64, "optimizer": "adamw"}  # fmt: skip
+    other = "other" if isinstance(saved[name], str) else True if name == "streaming" else 5
+    with pytest.raises(UsageError, match=f"a resumed run keeps its {name}: .*leave out --{name.replace('_', '-')}, or"):
+        changed_settings(saved, {name: other})
+    assert changed_settings(saved, {name: saved[name]}) == {}
+
+
+def test_what_a_resumed_run_changes_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    saved = {"steps": 5, "recipe": {"name": "delayed", "margin": 0}, "data": str(tmp_path / "texts")}
+    given = {"steps": 9, "recipe": "current", "margin": 1, "data": "texts", "out": "elsewhere"}
+    assert changed_settings(saved, given) == {"steps": (5, 9), "recipe": ("delayed", "current"), "margin": (0, 1)}
