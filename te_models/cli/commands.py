@@ -55,7 +55,7 @@ def _fail(error: BaseException | None, message: str, code: int = 2) -> int:
     return code
 
 
-@click.group()
+@click.group(context_settings={"max_content_width": 100})
 @click.version_option(package_name="te-models", prog_name="te-models")
 def cli() -> None:
     """Gated-attention models in FP8: Transformer Engine on a GPU, its numbers anywhere."""
