@@ -164,7 +164,7 @@ def read_hugging_face(
     wanted = gated(config, overrides)
     places = tensor_places(family, config, {name: p.shape for name, p in sketch.named_parameters()})
     check_tensors(folder, found, places, optional={"lm_head.weight"} if config.tie_word_embeddings else set())
-    dtype = _dtype(folder, document)
+    dtype = config_dtype(folder, document)
     model = build(wanted, **{"dtype": dtype, **options, "initialize": False})
     generation = folder / "generation_config.json"
     origin = Origin(folder, document, read_json(generation) if generation.is_file() else None)
@@ -398,7 +398,8 @@ def _replaceable(name: str) -> bool:
     return name in REPLACEABLE or (name.startswith("model-") and name.endswith(".safetensors"))
 
 
-def _dtype(folder: Path, document: Mapping[str, Any]) -> torch.dtype:
+def config_dtype(folder: Path, document: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype that a config.json of Hugging Face names, FP32 if it names none."""
     name = document.get("dtype") or document.get("torch_dtype") or "float32"
     if name not in ("bfloat16", "float16", "float32"):
         raise CheckpointError(
