@@ -1,12 +1,13 @@
 """Damage saved folders at random and load them: nothing may crash, hang, grow or change a live model.
 
-Every case mutates one file of a copy of a folder (ours with and without a manifest that fits, Hugging Face's, Transformer
-Engine's .pt, a LoRA adapter) and loads it. A case is refused (one line of te-models), harmless (everything loaded as saved)
-or accepted although it differs; without hashes, changed values of weights cannot be told from others. Anything else is a
-failure: an exception of another type, more than 5 seconds, more memory than twice the folder plus 256 MiB, the death of the
+Every case mutates one file of a copy of a folder (benchmarks/fuzz_kinds.py: models of ours with and without a manifest that
+fits, run folders in shards, Hugging Face's, Transformer Engine's .pt, LoRA adapters, tokenizers, chat templates, data) and
+loads it. A case is refused (one line of te-models), harmless (everything loaded as saved) or accepted although it differs;
+without hashes, changed values of weights cannot be told from others. Anything else is a failure: an exception of another
+type, more than 5 seconds (a template has 10 of its own), more memory than twice the folder plus 256 MiB, the death of the
 process, or a changed live model.
 
-    python benchmarks/fuzz.py --cases 10000 --seed 0 --out benchmarks/results/fuzz_cpu.json
+    python -m benchmarks.fuzz --cases 10000 --seed 0 --out benchmarks/results/fuzz_cpu.json
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import gzip
 import hashlib
 import json
 import multiprocessing
@@ -26,122 +28,29 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from te_models import CausalLM
-from te_models.data.tokenizer import load_tokenizer
+from benchmarks.fuzz_kinds import KINDS, Live, make_folders
 from te_models.errors import TeModelsError
-from te_models.fp8.scaling_state import fp8_state
 from te_models.saving.folder import MANIFEST, _digest
-from te_models.saving.pretrained import load_te_checkpoint
 
-SECONDS, MEMORY = 5.0, 256 * 2**20
-SHAPE = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
-PLACE: dict[str, Any] = dict(engine="emulated", device="cpu")
+MEMORY = 256 * 2**20
 ODD_VALUES = (
     None, True, False, 0, -1, 1, 2, 10**6, 10**12, 10**30, -(2**63), 0.5, -0.0, 1e308, "", "x", "../x", "a" * 5000, [], {},
     [[]] * 3, {"$tensor": "x"}, "NaN",
 )  # fmt: skip
-
-
-def build(recipe: str = "delayed") -> CausalLM:
-    """A model of some steps, with scales that are not 1."""
-    torch.manual_seed(0)
-    options: dict[str, Any] = dict(amax_history_len=4) if recipe == "delayed" else {}
-    edges: dict[str, Any] = dict(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1) if options else {}
-    model = CausalLM.from_preset("gated-nano", recipe=recipe, **SHAPE, **PLACE, **options, **edges)
-    ids = torch.arange(32).reshape(2, 16)
-    for _ in range(2):
-        loss = model(ids, labels=ids).loss
-        assert loss is not None
-        loss.backward()
-    model.zero_grad()
-    return model
-
-
-def make_folders(root: Path) -> None:
-    """One folder of each kind."""
-    model = build()
-    model.save_pretrained(root / "own")
-    load_tokenizer(None).save(root / "words")
-    plain = CausalLM.from_preset("gated-nano", attention_gate="none", **SHAPE, **PLACE)
-    plain.save_pretrained(root / "hf", format="hf")
-    load_tokenizer(None).save(root / "hf")
-    (root / "te").mkdir()
-    torch.save(model.state_dict(), root / "te" / "model.pt")
-    with contextlib.suppress(ImportError, TeModelsError):
-        from te_models.training.lora import add_lora, save_lora
-
-        save_lora(add_lora(model, r=2), root / "lora")
-
-
-class Live:
-    """A live model, and whether anything changed it."""
-
-    def __init__(self) -> None:
-        self.model = build()
-        self.before = self.digest()
-
-    def digest(self) -> str:
-        """The hash of every parameter and scale."""
-        tensors = {**dict(self.model.named_parameters()), **fp8_state(self.model)}
-        found = hashlib.sha256()
-        for name, tensor in sorted(tensors.items()):
-            found.update(
-                f"{name}{tensor.requires_grad}".encode()
-                + tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            )
-        return found.hexdigest()
-
-
-def load_own(folder: Path, live: Live) -> Any:
-    """Return the content of a folder of ours or of Hugging Face in a form that can be compared."""
-    model = CausalLM.from_pretrained(folder, **PLACE)
-    return state_of(model)
-
-
-def load_te(folder: Path, live: Live) -> Any:
-    """Transformer Engine's checkpoint into the live model, which a refusal must leave as it was."""
-    load_te_checkpoint(live.model, folder / "model.pt")
-    state = state_of(live.model)
-    live.__init__()
-    return state
-
-
-def load_adapter(folder: Path, live: Live) -> Any:
-    """A LoRA adapter on the live model, which a refusal must leave as it was."""
-    from te_models.training.lora import load_lora
-
-    state = state_of(load_lora(live.model, folder))
-    live.__init__()
-    return state
-
-
-def load_words(folder: Path, live: Live) -> Any:
-    """A tokenizer and what it makes of a text."""
-    words = load_tokenizer(folder)
-    return words.encode("the quick brown fox <eos>"), words.eos_token_id
-
-
-def state_of(model: Any) -> dict[str, bytes]:
-    """Every parameter and scale of a model."""
-    tensors = {**dict(model.named_parameters()), **fp8_state(model)}
-    return {name: t.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() for name, t in tensors.items()}
-
-
-KINDS: dict[str, tuple[str, bool, Callable[[Path, Live], Any]]] = {  # kind -> folder, does the manifest fit, loader
-    "own, damaged": ("own", False, load_own),
-    "own, crafted": ("own", True, load_own),
-    "Hugging Face": ("hf", False, load_own),
-    "Transformer Engine": ("te", False, load_te),
-    "LoRA, damaged": ("lora", False, load_adapter),
-    "LoRA, crafted": ("lora", True, load_adapter),
-    "tokenizer": ("words", False, load_words),
-}
+FRAGMENTS = (  # of templates that do harm
+    "{{ 1 // 0 }}", "{% include 'x' %}", "{% import 'os' as os %}", "{{ ''.__class__.__mro__ }}", "{{ 'x' * 10**10 }}",
+    "{{ messages | attr('__init__') | attr('__globals__') }}", "{% set x = 'a' %}{% for i in range(60) %}{% set x = x ~ x %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('a\nb' * 999) }}", "{{ range(10**12) | list }}",
+    "{{ cycler.__init__.__globals__.os.environ }}", "{{ strftime_now('%' * 99999) }}", "{{ lipsum(n=10**6) }}", "{{ self }}",
+    "{{ messages | tojson(indent=10**9) }}", "{{ (messages * 10**7) | length }}", "{{ namespace.__init__ }}", "{% break %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "{{ '%999999999d' | format(1) }}",
+    "{{ 9 ** 9 ** 9 }}", "{{ 'a'.__format__('9999999999') }}", "{{ messages | map('attr', 'x') | list }}", "{{ undefined.x }}",
+)  # fmt: skip
 
 
 def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
@@ -201,6 +110,35 @@ def mutate_safetensors(data: bytes, rng: random.Random) -> bytes:
     return data[: 8 + size] + bytes(body)
 
 
+def mutate_template(text: str, rng: random.Random) -> str:
+    """A fragment that does harm somewhere in a template, or two pieces of it swapped."""
+    place = rng.randrange(len(text))
+    if rng.random() < 0.6:
+        return text[:place] + rng.choice(FRAGMENTS) + text[place:]
+    other = rng.randrange(len(text))
+    return text[:place] + text[other : other + 20] + text[place:]
+
+
+def mutate_lines(data: bytes, rng: random.Random) -> bytes:
+    """One line of JSONL changed as a document, damaged, doubled, or in another encoding."""
+    lines = data.splitlines()
+    place = rng.randrange(len(lines))
+    kind = rng.choice(["document", "document", "bytes", "deep", "join", "utf-16", "mark", "end"])
+    if kind == "document":
+        lines[place] = json.dumps(mutate_json(json.loads(lines[place]), rng)).encode()
+    elif kind == "bytes":
+        lines[place] = mutate_bytes(lines[place], rng)
+    elif kind == "deep":
+        lines[place] = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    elif kind == "join":
+        lines[place] += b" " + lines[0]
+    elif kind == "utf-16":
+        return b"\n".join(lines).decode().encode("utf-16")
+    elif kind == "mark":
+        lines[0] = b"\xef\xbb\xbf" + lines[0]
+    return b"\n".join(lines) + (b"" if kind == "end" else b"\n")
+
+
 def mutate_file(path: Path, rng: random.Random) -> None:
     """Change one file; by its format, or byte by byte, or into something that is no file."""
     data, kind = path.read_bytes(), rng.random()
@@ -217,18 +155,22 @@ def mutate_file(path: Path, rng: random.Random) -> None:
         path.write_bytes(
             rng.choice([b"[" * 100_000, b'{"a":' * 50_000, b"", b"[" + b"[]," * 10**6 + b"0]", b"\xff" * 10**6])
         )
-    elif kind < 0.4 or path.suffix not in (".json", ".safetensors"):
+    elif kind < 0.4 or path.suffix not in (".json", ".safetensors", ".jinja", ".jsonl", ".gz"):
         path.write_bytes(mutate_bytes(data, rng))
     elif path.suffix == ".json":
         path.write_bytes(json.dumps(mutate_json(json.loads(data), rng)).encode())
+    elif path.suffix == ".jinja":
+        path.write_text(mutate_template(data.decode(), rng))
+    elif path.suffix == ".jsonl":
+        path.write_bytes(mutate_lines(data, rng))
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(mutate_lines(gzip.decompress(data), rng)))
     else:
         path.write_bytes(mutate_safetensors(data, rng))
 
 
 def fit_manifest(folder: Path) -> None:
     """Make sizes, hashes and the digest fit again, as someone who knows the format can."""
-    if not _regular(folder / MANIFEST):
-        return
     with contextlib.suppress(ValueError, OSError, KeyError, TypeError, AttributeError, RecursionError):
         manifest = json.loads((folder / MANIFEST).read_bytes())
         for name, entry in manifest["files"].items():
@@ -253,14 +195,17 @@ def run_cases(root: str, seed: int, first: int, count: int, results: Any) -> Non
     """Run cases `first` ... in this process and send (case, kind, file, outcome, seconds, bytes) of each."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    live, references = Live(), {}
-    for kind, (folder, _, load) in KINDS.items():
-        if (Path(root) / folder).is_dir():
-            references[kind] = load(Path(root) / folder, live)
+    live = Live(Path(root))
+    references = load_all(Path(root), live)
     for case in range(first, first + count):
         results.put((case, "start", "", "", 0.0, 0))
         results.put((case, *run_case(Path(root), seed, case, live, references)))
     results.put(None)
+
+
+def load_all(root: Path, live: Live) -> dict[str, Any]:
+    """What loading the undamaged folder of each kind gives, of those that could be made."""
+    return {k: kind.load(root / kind.folder, live) for k, kind in KINDS.items() if (root / kind.folder).is_dir()}
 
 
 def run_case(
@@ -269,15 +214,17 @@ def run_case(
     """One case: its kind, the file that changed, the outcome, seconds and bytes of memory."""
     rng = random.Random(f"{seed} {case}")
     kind = rng.choice(sorted(references))
-    folder, fits, load = KINDS[kind]
+    folder, fits, load, limit = KINDS[kind]
     with tempfile.TemporaryDirectory(prefix="fuzz") as temp:
         copy = Path(temp) / "model"
         shutil.copytree(root / folder, copy)
-        size = sum(path.stat().st_size for path in copy.iterdir())
-        path = rng.choice(sorted(copy.iterdir()))
+        files = sorted(path for path in copy.rglob("*") if path.is_file())
+        size = sum(path.stat().st_size for path in files)
+        path = rng.choice(files)
         mutate_file(path, rng)
-        if fits:
-            fit_manifest(copy)
+        for manifest in filter(_regular, copy.rglob(MANIFEST)):
+            if fits:
+                fit_manifest(manifest.parent)
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
         before, start = resident(), time.perf_counter()
@@ -291,14 +238,14 @@ def run_case(
             except BaseException as error:  # everything else is what this looks for
                 outcome = f"failure: {type(error).__module__}.{type(error).__name__}: {str(error)[:200]!r}"
         seconds, memory = time.perf_counter() - start, resident() - before
-        size = max(size, sum(p.stat().st_size for p in copy.iterdir() if p.is_file() and not p.is_symlink()))
-    if seconds > SECONDS:
+        size = max(size, sum(p.stat().st_size for p in files if _regular(p)))
+    if seconds > limit:
         outcome = f"failure: {seconds:.1f} s ({outcome})"
     if memory > 2 * size + MEMORY:
         outcome = f"failure: {memory / 2**20:.0f} MiB ({outcome})"
     if live.digest() != live.before:
         outcome = f"failure: the live model changed ({outcome})"
-        live.__init__()
+        live.reset()
     return kind, path.name, outcome, seconds, memory
 
 

@@ -231,7 +231,7 @@ def draw(path: Path, document: dict[str, Any]) -> None:
     curve = document["losses"]
     axes[0].plot(range(1, len(curve) + 1), curve, color="C0", linewidth=0.7)
     settled = curve[len(curve) // 20 :]
-    axes[0].set(ylabel="loss (nats a token)", ylim=(0.9 * min(settled), 1.1 * max(settled)))
+    axes[0].set(ylabel="loss (nats per token)", ylim=(0.9 * min(settled), 1.1 * max(settled)))
     axes[0].set_title(f"{len(curve):,} steps, saved every {document['every']}, killed {len(document['kills'])} times")
     for panel, names in ((axes[1], ("device", "torch_peak")), (axes[2], ("host",))):
         for number, life in enumerate(document["lives"]):

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend
 
 from te_models import CausalLM, list_recipes
 from te_models.engine import get_engine
+from te_models.errors import UsageError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels import sdpa
 
@@ -362,3 +363,28 @@ def test_mxfp8_on_hopper_is_refused_with_the_reason() -> None:
         pytest.skip("this GPU runs MXFP8")
     with pytest.raises(ValueError, match="compute capability 10.0 or higher.*engine='emulated' runs"):
         CausalLM.from_preset("gated-nano", recipe="mxfp8", engine="native")
+
+
+CONVERSIONS: dict[str, Callable[[CausalLM], Any]] = {
+    "double()": lambda model: model.double(),
+    "to(float64)": lambda model: model.to(torch.float64),
+    "to(cpu, float64)": lambda model: model.to("cpu", torch.float64),
+    "to(tensor)": lambda model: model.to(torch.ones(1, dtype=torch.float64)),
+    "type(float64)": lambda model: model.type(torch.float64),
+    "inside another module": lambda model: torch.nn.Sequential(model).to(torch.float64),
+    "half()": lambda model: model.half(),
+    "to(float16)": lambda model: model.to(dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_a_conversion_to_fp64_or_fp16_is_refused_in_one_line(how: str) -> None:
+    model = CausalLM.from_preset("gated-nano", **SHAPE, device="cpu")
+    says = (
+        "build or load it with dtype=torch.float16" if "half" in how or "16" in how else "te layers do not run in FP64"
+    )
+    with pytest.raises(UsageError, match=re.escape(says)) as caught:
+        CONVERSIONS[how](model)
+    assert "\n" not in str(caught.value)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.to("cpu").to(torch.bfloat16).to_empty(device="cpu").dtype == torch.bfloat16

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.fuzz import KINDS, Live, fuzz, make_folders, run_case
+from benchmarks.fuzz import fuzz, load_all, run_case
+from benchmarks.fuzz_kinds import KINDS, Kind, Live, make_folders
 
 SEED = int(os.environ.get("TE_MODELS_FUZZ_SEED", 1))
 
@@ -18,8 +19,8 @@ def test_some_cases_of_every_kind(tmp_path: Path) -> None:
     """In this process: a case that fails can be run again by its number."""
     pytest.importorskip("peft")
     make_folders(tmp_path)
-    live = Live()
-    references = {kind: load(tmp_path / folder, live) for kind, (folder, _, load) in KINDS.items()}
+    live = Live(tmp_path)
+    references = load_all(tmp_path, live)
     found = [run_case(tmp_path, SEED, case, live, references) for case in range(60)]
     assert not [f"case {number} of seed {SEED}: {case}" for number, case in enumerate(found) if "failure" in case[2]]
     assert {case[0] for case in found} == set(KINDS)
@@ -36,13 +37,13 @@ def test_two_minutes_of_cases() -> None:
 def test_a_changed_live_model_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fuzzer sees what it looks for: a loader that writes before it refuses, and one that raises another type."""
     make_folders(tmp_path)
-    live = Live()
+    live = Live(tmp_path)
 
     def writes(folder: Path, live: Live) -> None:
         with torch.no_grad():
             live.model.norm.weight.add_(1)
         raise KeyError("x")
 
-    monkeypatch.setitem(KINDS, "own, damaged", ("own", False, writes))
+    monkeypatch.setitem(KINDS, "own, damaged", Kind("own", False, writes))
     (outcome,) = [run_case(tmp_path, 0, 1, live, {"own, damaged": None})[2]]
     assert outcome.startswith("failure: the live model changed (failure: builtins.KeyError")

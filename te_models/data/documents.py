@@ -32,6 +32,7 @@ TABLES = (".csv", ".tsv")
 MAX_LINE_BYTES = 64 * 2**20
 MAX_EXPANDED_BYTES = 2**30  # of a compressed text file, which is one document
 
+_SNIFFED = 8000  # bytes at the start of a file that tell binary files from text
 _EXPANSION = 4  # estimated text bytes per compressed byte
 _SLICES = 32  # most ranges of a Parquet row group: reading one decodes those before it
 _END = 2**62
@@ -208,6 +209,8 @@ def read_range(part: FileRange, source: str) -> Iterator[Document]:
                 for place, at, line in lines:
                     if text := _decode(line, place, at).strip():
                         yield _json_document(text, place, source)
+            elif (part.start or part.stop < _SNIFFED) and _is_binary(file.read(_SNIFFED), 0):
+                return  # `lines` below seeks to the range
             elif text := _read_text(lines, part.path):
                 yield Document(text, name=part.path, source=source)
 
@@ -314,6 +317,8 @@ def _open(path: str) -> Iterator[IO[bytes]]:
 def _lines(file: IO[bytes], part: FileRange) -> Iterator[tuple[str, int, bytes]]:
     """Yield (place for messages, offset, line) of the lines that begin in the range."""
     at = number = 0
+    if part.stop < _SNIFFED:
+        file.seek(0)
     if part.start:
         file.seek(part.start - 1)
         # A line that does not end inside the range belongs to an earlier one: no need to read on to its end.
@@ -331,16 +336,21 @@ def _lines(file: IO[bytes], part: FileRange) -> Iterator[tuple[str, int, bytes]]
 
 
 def _read_text(lines: Iterator[tuple[str, int, bytes]], path: str) -> str:
-    """Return the lines as one text; nothing for a binary file, whose first 8000 bytes have a NUL as git defines it."""
+    """Return the lines as one text; nothing for a binary file."""
     parts, size = [], 0
     for place, at, line in lines:
-        if at < 8000 and b"\0" in line[: 8000 - at] and not _has_utf16_mark(line, at):
+        if _is_binary(line, at):
             return ""
         parts.append(_decode(line, place, at))
         size += len(line)
         if size > MAX_EXPANDED_BYTES and _compression(path):
             raise DataError(f"{path}: a text of more than {MAX_EXPANDED_BYTES >> 30} GiB: decompress it or use JSONL")
     return "".join(parts)
+
+
+def _is_binary(raw: bytes, at: int) -> bool:
+    """Return whether bytes at an offset show that a file is binary: a NUL in its first 8000, as git defines it."""
+    return at < _SNIFFED and b"\0" in raw[: _SNIFFED - at] and not _has_utf16_mark(raw, at)
 
 
 def _has_utf16_mark(raw: bytes, at: int) -> bool:

@@ -26,6 +26,7 @@ from te_models.errors import CheckpointError, UsageError, needs
 from te_models.files.atomic import first_line, readable, replacing_folder, write_file
 from te_models.files.formats import (
     SafetensorsFile,
+    check_finite,
     list_some,
     parse_index,
     read_json,
@@ -318,7 +319,9 @@ def _fill(parameters: dict[str, torch.Tensor], places: Mapping[str, Place], shar
                 parameter = parameters[target]
                 if local(parameter) is not parameter:
                     parameter = wholes.setdefault(target, torch.zeros(parameter.shape, dtype=parameter.dtype))
-                places[name].load(parameter, file.read(name))
+                value = file.read(name)
+                check_finite({name: value}, shard)
+                places[name].load(parameter, value)
                 left[target] -= 1
                 if not left[target] and target in wholes:
                     put(parameters[target], wholes.pop(target))

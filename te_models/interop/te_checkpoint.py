@@ -20,7 +20,7 @@ from torch import Tensor
 from te_models.config.recipe import SCHEMES, Recipe, get_recipe
 from te_models.errors import CheckpointError
 from te_models.files.atomic import CHUNK_BYTES, first_line
-from te_models.files.formats import SafetensorsFile, list_some, open_regular, read_safetensors
+from te_models.files.formats import SafetensorsFile, check_finite, list_some, open_regular, read_safetensors
 from te_models.interop.te_extra_state import read_extra_state
 
 SUFFIXES = (".pt", ".pth")
@@ -104,6 +104,7 @@ def read_te_checkpoint(path: str | Path, rename: Callable[[str], str] | None = N
                 module = name.removesuffix(EXTRA)
                 state |= {module + ours: found[part] for part, ours in _PARTS.items() if part in found}
                 fields = fields or found["recipe"]
+    check_finite(weights, path)
     known = {name: fields[name] for name in SCHEMES["DelayedScaling"].fields if fields.get(name) is not None}
     return TECheckpoint(weights, state, known)
 

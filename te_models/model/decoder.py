@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -183,13 +183,14 @@ class Decoder(nn.Module):
                 self.te.separate_copy(module)
         relink(self, self.te_recipe)
 
-    def double(self) -> Decoder:
-        """Raise a UsageError: te.Linear and te.RMSNorm run in FP32, BF16 and FP16."""
-        raise UsageError("te layers do not run in FP64: build the model with dtype=torch.float32 or torch.bfloat16")
-
-    def half(self) -> Decoder:
-        """Raise a UsageError: a live model does not change its dtype."""
-        raise UsageError("a live model does not change its dtype: build or load it with dtype=torch.float16")
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
+        """Raise a UsageError for conversions to FP64 or FP16: `to`, `type`, `double` and `half` all come by here."""
+        dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        if dtype == torch.float64:
+            raise UsageError("te layers do not run in FP64: build the model with dtype=torch.float32 or torch.bfloat16")
+        if dtype == torch.float16 != self.dtype:
+            raise UsageError("a live model does not change its dtype: build or load it with dtype=torch.float16")
+        return super()._apply(fn, recurse)
 
     @property
     def te(self) -> ModuleType:

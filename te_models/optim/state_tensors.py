@@ -15,6 +15,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_models.distributed.dtensor import local
 from te_models.errors import CheckpointError
+from te_models.files.formats import all_finite
+
+# Values under these names, or in dicts under them, are counts, squares or scales.
+_NOT_NEGATIVE = frozenset({"step", "exp_avg_sq", "scale", "scales", "scale_inv"})
 
 
 def pack(value: Any) -> Any:
@@ -68,7 +72,6 @@ def check_values(saved: Any, expected: Any, place: str) -> None:
         for name, value in expected.items():
             check_values(saved[name], value, f"{place}.{name}")
         return
-    counts = place.endswith((".step", ".exp_avg_sq"))
     if expected is int:
         if type(saved) is not int or not 0 <= saved < 2**62:
             raise CheckpointError(f"the optimizer's state at {place} is not a count")
@@ -79,12 +82,16 @@ def check_values(saved: Any, expected: Any, place: str) -> None:
             f"the optimizer's state at {place} is {found} where {expected.dtype} {list(expected.shape)} belongs"
         )
     values = local(saved)
-    if values.is_floating_point() and values.numel():
-        low, high = (values if values.itemsize > 1 else values.float()).aminmax()  # NaN comes out as both
-        if not (low.isfinite() and high.isfinite()) or (counts and low < 0):
-            raise CheckpointError(
-                f"the optimizer's state at {place} has values that are not finite, or negative squares"
-            )
+    if not all_finite(values) or (_NOT_NEGATIVE.intersection(place.split(".")) and _has_negative(values)):
+        raise CheckpointError(
+            f"the optimizer's state at {place} has values that are not finite, or negative squares or scales"
+        )
+
+
+def _has_negative(values: Tensor) -> bool:
+    if not values.is_floating_point() or not values.numel():
+        return False
+    return bool((values.view(torch.int8) if values.itemsize == 1 else values).amin() < 0)
 
 
 def state_bytes(state: Any) -> int:

@@ -20,13 +20,14 @@ from te_models.fp8.primary_weights import is_quantized
 from te_models.optim.gradients import Gradients, clip_factor, gradient_norm
 from te_models.optim.groups import Part
 from te_models.optim.master import check_kind, set_group_rate
-from te_models.optim.state_tensors import check_values
+from te_models.optim.state_tensors import check_values, like
 
 MOMENTS = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "fp8": (torch.uint8, torch.bfloat16),  # uint8 is FusedAdam's name for FP8
     "fp32": (torch.float32, torch.float32),
 }
+FP8 = torch.float8_e4m3fn  # the format of FP8 moments
 CHUNK = 2**28  # parameters per group: FusedAdam converts the FP8 moments of a whole group to FP32 for its step
 
 
@@ -138,6 +139,10 @@ class TEAdam:
         for number, (parameter, saved) in enumerate(zip(self.parameters, state["state"], strict=True)):
             live = {name: _bits(value) for name, value in self.inner.state[parameter].items()}
             check_values(saved, live, f"state.{number}")
+            for name in (name for name, parts in live.items() if "scale_inv" in parts):
+                check_values(
+                    saved[name]["data"].view(FP8), like(saved[name]["data"], dtype=FP8), f"state.{number}.{name}"
+                )
         for number, step in enumerate(state["steps"]):
             check_values(step, int, f"steps.{number}")
 

@@ -20,7 +20,7 @@ from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import Recipe, recipe_fields, recipe_from_dict
 from te_models.errors import CheckpointError, unknown
 from te_models.files.atomic import first_line
-from te_models.files.formats import list_some, parse_json, read_json, unflatten_state
+from te_models.files.formats import all_finite, check_finite, list_some, parse_json, read_json, unflatten_state
 from te_models.fp8.primary_weights import (
     is_quantized,
     keep_initial_value,
@@ -135,6 +135,7 @@ def _read_pretrained(
     recipe = read_recipe(saved)
     sketch = _sketch(build, config, folder)
     match(dict(sketch.named_parameters(remove_duplicate=False)), saved.tensors["model"], check_dtype=False)
+    check_finite(saved.tensors["model"], folder)
     options = {"dtype": dtype, **options}
     if "recipe" not in options:
         fields = {name: options.pop(name) for name in list(options) if name in recipe_fields()}
@@ -230,9 +231,18 @@ def _fitting_codes(model: Decoder, saved: Folder, recipe: Recipe) -> dict[str, T
     owners = {name.rsplit(".", 1)[0] for name in fitting}
     match({name: tensor for name, tensor in live.items() if name.rsplit(".", 1)[0] in owners}, fitting)
     for name, tensor in fitting.items():
-        if tensor.is_floating_point() and not bool(((tensor >= 0) & tensor.isfinite()).all()):
+        if name.endswith("data"):
+            check_finite({name: tensor.view(torch.float8_e4m3fn)}, saved.path)
+        elif not _are_scales(tensor):
             raise CheckpointError(f"{saved.path}: {name} has a scale that is negative or not finite")
     return fitting
+
+
+def _are_scales(tensor: Tensor) -> bool:
+    """Return whether all values are finite and not negative; MXFP8's are E8M0 (uint8), where 255 is NaN."""
+    if tensor.is_floating_point():
+        return all_finite(tensor) and bool((tensor >= 0).all())
+    return bool((tensor < 255).all())
 
 
 def saved_folder(folder: str | Path) -> Path:
@@ -355,6 +365,7 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
             f"{folder} was trained with {key}={then.get(key)!r}, not {now[key]!r}: resume with the same config, or start "
             "a new run from it with --model"
         )
+    check_finite(saved.tensors["model"], folder)
     recipe = read_recipe(saved)
     changes = {key: value for key, value in model.recipe.to_dict().items() if recipe.to_dict().get(key) != value}
     changes |= {"fp8_params": model.fp8_params} if model.fp8_params != ("fp8_weights" in saved.tensors) else {}

@@ -340,3 +340,14 @@ def test_one_long_line_is_read_once(tmp_path: Path) -> None:
     start = time.process_time()
     lengths = [len(d.text) for i in range(len(chunks)) for d in reader.documents(chunks[i])]
     assert lengths == [2**25] and time.process_time() - start < 3
+
+
+def test_a_binary_file_is_left_out_in_every_range(tmp_path: Path) -> None:
+    """Only the first range has the NUL that tells."""
+    (tmp_path / "a.txt").write_text("text\n")
+    (tmp_path / "b.bin").write_bytes(b"line\n" * 100 + b"\0" + b"line\n" * 2000)
+    chunks = find_chunks(str(tmp_path), 400)
+    reader = ChunkReader(str(tmp_path), ByteTokenizer(), seed=0)
+    assert len(chunks) > 20
+    assert [d.text for i in range(len(chunks)) for d in reader.documents(chunks[i])] == ["text\n"]
+    assert in_memory(tmp_path) == [(None, "text\n")]

@@ -1,6 +1,7 @@
 """Nested state survives tensors plus JSON exactly, and tensors that do not fit a model are named before it is touched."""
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from te_models.errors import CheckpointError
-from te_models.files.formats import flatten_state, unflatten_state
+from te_models.files.formats import all_finite, flatten_state, unflatten_state
 from te_models.saving.folder import load_folder, match, save_folder
 
 WANTED = {"a": torch.empty(2, 3, device="meta"), "b": torch.empty(4, dtype=torch.bfloat16, device="meta")}
@@ -159,3 +160,26 @@ def test_a_deep_state_is_refused() -> None:
         document = [document]
     with pytest.raises(CheckpointError, match="recursion"):
         unflatten_state({}, document)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64],
+    ids=str,
+)
+def test_a_value_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
+    """Every byte of the FP8 formats, and the largest values of the others, against torch's own isfinite in FP32."""
+    if dtype.itemsize == 1:
+        values = torch.arange(256, dtype=torch.uint8).view(dtype)
+    elif not dtype.is_floating_point:
+        values = torch.tensor([torch.iinfo(dtype).min, -1, torch.iinfo(dtype).max], dtype=dtype)
+    else:
+        finite = torch.finfo(dtype)
+        values = torch.tensor([finite.max, finite.min, 0, finite.tiny, math.inf, -math.inf, math.nan], dtype=dtype)
+    for value in values.view(torch.uint8).view(-1, dtype.itemsize):
+        for place in (0, 37, 99):
+            tensor = torch.ones(100).to(dtype)
+            tensor.view(torch.uint8).view(100, -1)[place] = value
+            wanted = bool(tensor.double().isfinite().all())
+            assert all_finite(tensor) == all_finite(tensor.view(10, 10).T) == wanted
+    assert all_finite(torch.empty(0, dtype=dtype)) and all_finite(torch.ones(()).to(dtype))

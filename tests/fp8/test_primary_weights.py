@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 
 from te_models import CausalLM
 from te_models.config.recipe import get_recipe
@@ -13,8 +14,8 @@ from te_models.errors import CheckpointError
 from te_models.fp8.primary_weights import SCHEMES, is_quantized, plain, weight_codes
 from te_models.fp8.scaling_state import fp8_state
 from te_models.optim import build_optimizer
-from te_models.saving.folder import save_folder
-from te_models.saving.pretrained import model_content
+from te_models.saving.folder import load_folder, save_folder
+from te_models.saving.pretrained import model_content, restore_model
 
 RECIPES = ["delayed", "current", "blockwise", "mxfp8"]
 SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2)
@@ -270,3 +271,20 @@ def test_codes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         save_folder(tmp_path / "m", {**tensors, "fp8_weights": codes}, documents)
         with pytest.raises(CheckpointError, match="columnwise_data"):
             CausalLM.from_pretrained(tmp_path / "m", device="cpu")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_damaged_codes_and_scales_are_refused_before_the_model_changes(recipe: str, tmp_path: Path) -> None:
+    model = build(recipe)
+    tensors, documents = model_content(model, model.origin)
+    before = {name: tensor.clone() for name, tensor in weight_codes(model).items()}
+    for name, tensor in list(before.items())[: CODES[recipe]]:
+        nan = torch.nan if tensor.is_floating_point() else 255 if "scale" in name else 127  # E8M0 and E4M3
+        broken = {**tensors["fp8_weights"], name: tensor.index_fill(0, torch.tensor([0]), nan)}
+        save_folder(tmp_path / "m", {**tensors, "fp8_weights": broken}, documents)
+        with pytest.raises(CheckpointError, match=name):
+            CausalLM.from_pretrained(tmp_path / "m", device="cpu")
+        with pytest.raises(CheckpointError, match=name):
+            restore_model(model, load_folder(tmp_path / "m"), model.recipe)
+    for name, tensor in weight_codes(model).items():
+        assert_same_bits(name, tensor, before[name])

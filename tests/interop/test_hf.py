@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import warnings
@@ -401,6 +402,17 @@ def test_shards_are_read_and_damage_is_named(sharded: Path, theirs: Callable[...
     shards = sorted(sharded.glob("model-*.safetensors"))
     assert len(shards) > 3
     assert torch.equal(load(sharded)(ids).logits, load(theirs("llama3")[1])(ids).logits)
+    tensors = tensors_of(sharded)
+    for value in (math.nan, -math.inf):
+        name = sorted(load_file(shards[1]))[0]
+        good = shards[1].read_bytes()
+        broken = {
+            n: t.index_fill(0, torch.tensor([0]), value) if n == name else t for n, t in load_file(shards[1]).items()
+        }
+        save_file(broken, shards[1], {"format": "pt"})
+        refused(sharded, f"{name} has a NaN or an infinity")
+        shards[1].write_bytes(good)
+    assert same_tensors(tensors, tensors_of(sharded))
     moved = shards[1].rename(sharded / "elsewhere")
     refused(sharded, f"lacks {shards[1].name}")
     moved.rename(shards[1]).write_bytes(shards[0].read_bytes())

@@ -128,3 +128,15 @@ def test_what_is_no_state_dict_is_refused(content: Any, tmp_path: Path) -> None:
         torch.save(content, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match="is no state_dict|is damaged|holds no Transformer Engine checkpoint"):
         read_te_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "model.pt"])
+def test_a_weight_that_is_not_finite_is_refused(form: str, tmp_path: Path) -> None:
+    model = trained()
+    tensors = stock(model)
+    tensors["layers.1.mlp.down_proj.weight"] = tensors["layers.1.mlp.down_proj.weight"] / 0
+    path = write(form, tmp_path / "te", tensors)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(CheckpointError, match="layers.1.mlp.down_proj.weight has a NaN"):
+        load_te_checkpoint(model, path)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

@@ -24,7 +24,8 @@ from te_models.training.trainer import Trainer
 SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
 TEXT = [Document(f"line {i}: the quick brown fox\n" * 4) for i in range(20)]
 Groups = dict[str, dict[str, Tensor]]
-OPTIMIZERS = ("adamw", "muon", "muon8bit", "galore")
+OPTIMIZERS = ("adamw", "muon", "muon8bit", "galore", "adamw8bit", "adamwfp8")
+BLOCKS_OF_8_BITS = ("adamw8bit", "adamwfp8")  # torchao's
 
 
 def make_trainer(out: Path, optimizer: str = "adamw") -> Trainer:
@@ -48,10 +49,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], t
     made: dict[str, tuple[Trainer, Path]] = {}
 
     def run(optimizer: str) -> tuple[Trainer, Path]:
+        if optimizer in BLOCKS_OF_8_BITS:
+            pytest.importorskip("torchao.optim")
         if optimizer not in made:
             root = tmp_path_factory.mktemp(optimizer)
-            trainer = make_trainer(root / "whole", optimizer)
-            trainer.run()
+            with torch.compiler.set_stance("force_eager"):  # torchao compiles its step for each shape
+                trainer = make_trainer(root / "whole", optimizer)
+                trainer.run()
             made[optimizer] = trainer, Path(str(trainer.result.checkpoint))
         return made[optimizer]
 
@@ -82,21 +86,33 @@ def optimizer_changes() -> Iterator[tuple[str, str, Callable[[Any], None]]]:
     values = dict(
         adamw=("exp_avg", "exp_avg_sq", "step"), muon=("momentum_buffer",), muon8bit=("codes", "scales"),
         galore=("exp_avg", "exp_avg_sq", "projector", "step"),
+        adamw8bit=("exp_avg", "exp_avg codes", "exp_avg scale", "exp_avg qmap", "exp_avg_sq scale", "exp_avg_sq qmap", "step"),
+        adamwfp8=("exp_avg", "exp_avg codes", "exp_avg_sq codes", "exp_avg_sq scale", "step"),
     )  # fmt: skip
     for optimizer, names in values.items():
         for name in names:
             # A state that lost its only value is that of a parameter which never had a gradient.
             absent = () if len(names) == 1 else ("absent",)
-            for kind in ("scalar", "wide", "dtype", "nan", "text", "extra", *absent):
-                yield optimizer, f"{name} {kind}", lambda saved, name=name, kind=kind: spoil(saved, name, kind)
+            signed = (
+                ()
+                if name.endswith(("exp_avg", "exp_avg codes", "exp_avg qmap", "buffer", "projector"))
+                else ("negative",)
+            )
+            for kind in ("scalar", "wide", "dtype", "nan", "text", "extra", *absent, *signed):
+                if not (name == "codes" and kind == "negative"):  # of Muon: every INT8 value is one of its momentum
+                    yield optimizer, f"{name} {kind}", lambda saved, name=name, kind=kind: spoil(saved, name, kind)
 
 
 def spoil(saved: dict[str, Any], name: str, kind: str) -> None:
-    """Change the first state that has `name`."""
-    state = next(state for state in saved["state"] if name in state)
+    """Change the first state that has `name`, or a tensor of a quantized moment in it ("exp_avg codes")."""
+    moment, _, part = name.rpartition(" ")
+    states = [state.get(moment, {}) if moment else state for state in saved["state"]]
+    name, state = part, next(state for state in states if isinstance(state, dict) and part in state)
     value = state[name]
     if kind == "absent":
         del state[name]
+    elif kind == "negative":
+        state[name] = torch.full_like(value, -1.0) if isinstance(value, Tensor) else -1
     elif kind == "text":
         state[name] = "1"
     elif kind == "extra":
@@ -205,6 +221,9 @@ CRAFTED: dict[str, Callable[..., None]] = {
     "history of 0 rows": scale("fp8_state", "scaling_fwd.amax_history", lambda t: t[:0]),
     "history of one dimension": scale("fp8_state", "scaling_fwd.amax_history", lambda t: t[0]),
     "history is negative": scale("fp8_state", "scaling_bwd.amax_history", lambda t: t - 1e9),
+    "weight has a nan": scale("model", "o_proj.weight", lambda t: t.index_fill(1, torch.tensor([3]), torch.nan)),
+    "norm weight is infinite": scale("model", "norm.weight", lambda t: t - torch.inf),
+    "weight is FP8 with a nan": scale("model", "o_proj.weight", lambda t: (t * torch.nan).to(torch.float8_e4m3fn)),
     "weight is integer": scale("model", "weight", lambda t: t.to(torch.int16)),
     "weight is transposed": scale("model", "o_proj.weight", lambda t: t[:-1]),
     "recipe is null": document("recipe", None),

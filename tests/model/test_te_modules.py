@@ -1,0 +1,144 @@
+"""Every parameter belongs to a te.Linear, a te.RMSNorm or the embedding, and their own `forward` computes with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from te_models import CausalLM, get_preset, list_presets
+from te_models.kernels.elementwise import gate
+
+ENGINES = ["emulated", pytest.param("native", marks=pytest.mark.gpu)]
+SMALL: dict[str, Any] = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+    max_position_embeddings=64, bos_token_id=None, eos_token_id=None, rope_scaling=None,
+)  # fmt: skip
+
+
+def small(preset: str, engine: str, recipe: str = "bf16", **options: Any) -> CausalLM:
+    """A preset with all of its options and three layers of small sizes."""
+    config = get_preset(preset)
+    per_layer = {name: value[:3] for name in ("no_rope_layers", "layer_types") if (value := getattr(config, name))}
+    place = dict(device="cuda" if engine == "native" else "cpu", engine=engine, compile=False)
+    torch.manual_seed(1)
+    return CausalLM.from_preset(
+        preset, **SMALL, **per_layer, num_hidden_layers=3, recipe=recipe, fused=False, **place, **options
+    )
+
+
+def owners(model: CausalLM) -> dict[str, nn.Module]:
+    """The modules that have parameters of their own."""
+    return {name: m for name, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None}
+
+
+class Uses(TorchDispatchMode):
+    """Which module runs while an operation reads a parameter: {(parameter's name, module's name)}.
+
+    Memory is compared, so that a view, a slice or a cast in place of a parameter is seen too.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__()
+        self.names = {id(m): name for name, m in model.named_modules()}
+        self.parameters = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}
+        self.running = [""]
+        self.found: set[tuple[str, str]] = set()
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda m, *_: self.running.append(self.names[id(m)]))
+            module.register_forward_hook(lambda *_: self.running.pop() and None)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            plain = type(leaf) in (Tensor, nn.Parameter) and leaf.numel() > 0
+            if plain and (name := self.parameters.get(leaf.untyped_storage().data_ptr())) is not None:
+                self.found.add((name, self.running[-1]))
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Count the calls of the classes' own `forward` by the module's name."""
+    calls: Counter[str] = Counter()
+    names = {id(m): name for name, m in model.named_modules()}
+    with monkeypatch.context() as patch:
+        for kind in (model.te.Linear, model.te.RMSNorm, nn.Embedding):
+            own = kind.forward
+
+            def forward(self: nn.Module, *args: Any, own: Any = own, **options: Any) -> Any:
+                calls[names[id(self)]] += 1
+                return own(self, *args, **options)
+
+            patch.setattr(kind, "forward", forward)
+        yield calls
+
+
+def tokens(model: CausalLM) -> Tensor:
+    return torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(0)).to(model.device)
+
+
+@pytest.mark.parametrize("preset", list_presets())
+def test_parameters_belong_to_te_modules_and_the_embedding(preset: str) -> None:
+    """At full size, without memory. Nothing else has values: no buffers, and no tensors among attributes."""
+    model = CausalLM.from_preset(preset, device="meta", engine="emulated")
+    allowed = {model.te.Linear: "proj lm_head", model.te.RMSNorm: "norm layernorm", nn.Embedding: "embed_tokens"}
+    found = owners(model)
+    assert {type(module) for module in found.values()} == set(allowed)
+    for name, module in found.items():
+        assert name.endswith(tuple(allowed[type(module)].split())), name
+    assert not list(model.buffers())
+    for name, module in model.named_modules():
+        if name not in found:
+            assert not [key for key, value in vars(module).items() if isinstance(value, Tensor)], name
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+@pytest.mark.parametrize("preset", list_presets())
+def test_the_forward_of_each_runs_once(preset: str, recipe: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pass with logits. In one for the loss alone the head and the loss are one operation, fused or not."""
+    model = small(preset, engine, recipe)
+    every = dict.fromkeys(owners(model), 1) | {"lm_head": 1}  # a tied table belongs to two modules
+    ids = tokens(model)
+    with counted(model, monkeypatch) as calls:
+        output = model(ids, labels=ids)
+        assert calls == every
+        output.loss.backward()
+        assert calls == every, "a backward without recompute runs no forward"
+    with counted(model, monkeypatch) as calls:
+        alone = model(ids, labels=ids, return_logits=False)
+        assert calls == {name: count for name, count in every.items() if name != "lm_head"}
+    assert alone.loss.item() == pytest.approx(output.loss.item(), rel=2e-3)
+
+
+@pytest.mark.parametrize("preset", list_presets())
+def test_nothing_else_computes_with_weights(preset: str) -> None:
+    model = small(preset, "emulated")
+    ids = tokens(model)
+    uses = Uses(model)
+    with uses, torch.no_grad():
+        model(ids)
+    table = {"embed_tokens.weight"} if model.config.tie_word_embeddings else set()
+    expected = {(name, name.rpartition(".")[0]) for name, _ in model.named_parameters()}
+    assert uses.found == expected | {(name, "lm_head") for name in table}
+
+
+def test_the_check_sees_a_module_that_computes_with_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("gated-nano", "emulated")
+    uses, attention = Uses(model), model.layers[1].self_attn
+    own = type(attention).forward
+
+    def forward(self: Any, x: Tensor, context: Any) -> Tensor:
+        return gate(own(self, x, context), self.qkvg_proj.weight[:1, :64] * 0)
+
+    monkeypatch.setattr(type(attention), "forward", forward)
+    with uses, torch.no_grad():
+        model(tokens(model))
+    assert ("layers.1.self_attn.qkvg_proj.weight", "layers.1.self_attn") in uses.found
