@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from te_models.causal_lm import CausalLM
@@ -16,6 +15,7 @@ from te_models.data.tokenizer import Tokenizer
 from te_models.errors import DataError
 from te_models.training.metrics import read_metrics
 from te_models.training.plots import plot_run, try_drawing
+from te_models.training.report import table_of
 from te_models.training.samples import Prompt
 from te_models.training.settings import RUN_FILE, RunSettings
 from te_models.training.trainer import Result
@@ -44,12 +44,7 @@ def print_outcome(console: Console, result: Result, settings: RunSettings, folde
         "settings": str(folder / RUN_FILE),
         "loss curve": curve,
     }
-    table = Table(box=None, show_header=False)
-    table.add_column()
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(Text(name, "dim"), value)
-    console.print(table, highlight=False)
+    console.print(table_of(rows), highlight=False)
 
 
 def _exp(loss: float) -> str:
@@ -66,9 +61,7 @@ def draw_run(result: Result, settings: RunSettings, folder: Path, model: CausalL
     title = f"{settings.label} · {model.recipe.name} · {', '.join(Path(name).name or name for name in names)}"
     losses = f"evaluation loss {result.first_eval_loss:.4f} before, {result.eval_loss:.4f} after; "
     subtitle = f"{losses}{result.step:,} steps of {tokens_per_step:,} tokens; {settings.command}"
-    return try_drawing(
-        path, functools.partial(plot_run, path, rows, title, subtitle, result.first_eval_loss)
-    )
+    return try_drawing(path, functools.partial(plot_run, path, rows, title, subtitle, result.first_eval_loss))
 
 
 def print_next(console: Console, folder: Path, tokenizer: Tokenizer, prompts: list[Prompt]) -> None:
@@ -83,7 +76,9 @@ def print_next(console: Console, folder: Path, tokenizer: Tokenizer, prompts: li
     export = ["te-models", "convert", "--model", str(folder), "--out", str(folder / "export")]
     console.print(Text("\nnext", "bold"))
     for command, purpose in ((first, "try the model"), (export, "export it in Hugging Face's format")):
-        console.print(f"  {shlex.join(command)}", Text(f"  # {purpose}", "dim"), highlight=False, soft_wrap=True, sep="")
+        console.print(
+            f"  {shlex.join(command)}", Text(f"  # {purpose}", "dim"), highlight=False, soft_wrap=True, sep=""
+        )
 
 
 def _example(tokenizer: Tokenizer, prompts: list[Prompt]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ class MemoryCheck:
     device: torch.device
 
     def __str__(self) -> str:
-        about = "" if self.device.type == "cuda" else " at least"  # the plan is that of a GPU's kernels
-        return f"{_gib(self.needed)} needed{about} at the peak ({self._parts()}), {_gib(self.available)} free on {self.device}"
+        about = "" if self.device.type == "cuda" else "about "  # the plan is that of a GPU's kernels
+        return f"{about}{_gib(self.needed)} at the peak ({self._parts()}), {_gib(self.available)} free on {self.device}"
 
     def _parts(self) -> str:
         """Return the three largest parts of the peak."""
@@ -86,11 +87,12 @@ def check_memory(
     )
 
     def plan(**changes: Any) -> MemoryPlan:
-        return plan_memory(shape, recipe, **{**options, **changes})
+        found = plan_memory(shape, recipe, **{**options, **changes})
+        return replace(found, training=replace(found.training, cuda=device.type == "cuda"))
 
     found_plan = plan()
     check = MemoryCheck(found_plan, found_plan.peak.total, available_memory(device), device)
-    if check.needed > check.available:
+    if check.needed > check.available and config.memory_check:
         raise UsageError(_refusal(check, plan, options, settings, shared))
     return check
 
@@ -134,16 +136,17 @@ def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Rec
 
 def _refusal(check: MemoryCheck, plan: Any, options: dict[str, Any], settings: RunSettings, shared: Parallel) -> str:
     """Return the line that says what is missing, and the smallest change that helps."""
-    line = f"this run does not fit: {check}"
+    line, anyway = f"this run does not fit: it needs {check}", "(--no-memory-check tries it)"
     change = smallest_change(plan, options, check.available, lora=settings.command == "finetune")
     if change is not None:
-        return f"{line}: add {change}, which needs {_gib(change.peak)}"
-    if not shared.ranks.world > 1 and check.device.type == "cuda":
+        return f"{line}: add {change}, which needs {_gib(change.peak)} {anyway}"
+    if shared.ranks.world == 1 and check.device.type == "cuda":
         for gpus in GPUS:
             more = {**options, "gpus": gpus, "batch_size": max(gpus, options["batch_size"] // gpus * gpus)}
-            if change := smallest_change(lambda g=more, **c: plan(**{**g, **c}), more, check.available, lora=False):
-                return f"{line}: share it between {gpus} GPUs with torchrun --nproc-per-node {gpus} and add {change}"
-    return f"{line}: no option of this run changes that; choose a smaller model"
+            if change := smallest_change(functools.partial(plan, **more), more, check.available, lora=False):
+                started = f"start it on {gpus} such GPUs with torchrun --nproc-per-node {gpus} and --parallel fsdp"
+                return f"{line}: {started}, and add {change} {anyway}"
+    return f"{line}: no option of this run makes it fit; choose a smaller model, or more GPUs {anyway}"
 
 
 def _gib(size: int) -> str:

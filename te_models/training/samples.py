@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
@@ -23,8 +22,7 @@ READABLE = 256  # tokens: a longer prompt is taken only if there is no shorter o
 MAX_LINES = 14  # of a prompt that are shown
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """The beginning of a record that training does not see.
 
     Attributes:
@@ -36,10 +34,13 @@ class Prompt:
     reference: tuple[int, ...] = ()
 
 
-def held_out_prompts(batches: Sequence[Batch], tokenizer: Tokenizer, longest: int, count: int = SAMPLES) -> list[Prompt]:
+def held_out_prompts(
+    batches: Sequence[Batch], tokenizer: Tokenizer, longest: int, count: int = SAMPLES
+) -> list[Prompt]:
     """Return `count` prompts from evaluation batches, spread evenly; fewer if there are fewer.
 
     A prompt is what comes before the first tokens of a record that the loss counts; of a plain text it is the opening.
+    Records with an answer come before those without, and whole ones before those that a window may have cut.
 
     Args:
         batches: input_ids and labels, int64 [B, S], perhaps document_ids.
@@ -47,24 +48,27 @@ def held_out_prompts(batches: Sequence[Batch], tokenizer: Tokenizer, longest: in
         longest: tokens that a prompt may have.
         count: of prompts.
     """
-    found = [prompt for batch in batches for prompt in _prompts(batch, tokenizer.eos_token_id) if len(prompt.ids) <= longest]
-    answered = [prompt for prompt in found if prompt.reference]
-    chosen = [prompt for prompt in answered if len(prompt.ids) <= READABLE] or answered or found
-    return [chosen[number * len(chosen) // count] for number in range(count)] if len(chosen) >= count else chosen
+    found = [
+        (whole, prompt)
+        for batch in batches
+        for whole, prompt in _prompts(batch, tokenizer.eos_token_id)
+        if len(prompt.ids) <= longest
+    ]
+    choices = [[p for whole, p in found if whole and p.reference and len(p.ids) <= READABLE]]
+    choices += [[p for whole, p in found if whole and p.reference], [p for _, p in found if p.reference]]
+    choices += [[p for whole, p in found if whole], [p for _, p in found]]
+    chosen = next((prompts for prompts in choices if len(prompts) >= count), choices[-1])
+    return [chosen[number * len(chosen) // count] for number in range(min(count, len(chosen)))]
 
 
-def _prompts(batch: Batch, end: int | None) -> Iterator[Prompt]:
-    """Yield a prompt per record of a batch; records at the start of a window, which may be cut, come last."""
-    late = []
+def _prompts(batch: Batch, end: int | None) -> Iterator[tuple[bool, Prompt]]:
+    """Yield a prompt per record of a batch, and whether the record is whole for certain."""
     for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
         edges = _edges(ids, batch["document_ids"][row] if "document_ids" in batch else None, end)
         for start, stop in zip(edges[:-1], edges[1:], strict=True):
             prompt = _prompt(ids[start:stop].tolist(), (labels[start:stop] != IGNORED).tolist(), end)
-            if prompt is not None and start:
-                yield prompt
-            elif prompt is not None:
-                late.append(prompt)
-    yield from late
+            if prompt is not None:
+                yield start > 0 and stop < len(ids), prompt
 
 
 def _edges(ids: Tensor, documents: Tensor | None, end: int | None) -> list[int]:
@@ -95,18 +99,17 @@ class Sampler:
     Args:
         model: the model; training goes on with it.
         tokenizer: the model's.
-        batches: evaluation batches.
+        prompts: from `held_out_prompts`; on the processes of a sharded model, which all take part, the same.
         tokens: most tokens of an answer.
         options: how to generate. An answer takes the likeliest tokens, so that before and after compare; the
             continuation of an opening is drawn with `options["seed"]`.
     """
 
     def __init__(
-        self, model: CausalLM, tokenizer: Tokenizer, batches: Sequence[Batch], tokens: int, options: GenerationOptions
+        self, model: CausalLM, tokenizer: Tokenizer, prompts: Sequence[Prompt], tokens: int, options: GenerationOptions
     ) -> None:
         self.model, self.tokenizer, self.tokens, self.options = model, tokenizer, tokens, options
-        self.longest = model.config.longest_sequence
-        self.prompts = held_out_prompts(batches, tokenizer, max(1, self.longest - min(tokens, self.longest // 4)))
+        self.prompts = list(prompts)
         self.before: list[str] = []
 
     def answer(self, prompt: Prompt) -> Iterator[str]:
@@ -114,9 +117,8 @@ class Sampler:
         options: GenerationOptions = {**self.options, "do_sample": not prompt.reference}
         if options["do_sample"]:
             options["temperature"] = 0.8
-        room = self.longest - len(prompt.ids)
-        with torch.random.fork_rng(devices=[]):  # samples change no step of the run
-            yield from stream_text(self.model, self.tokenizer, prompt.ids, min(self.tokens, room), **options)
+        room = self.model.config.longest_sequence - len(prompt.ids)
+        yield from stream_text(self.model, self.tokenizer, prompt.ids, min(self.tokens, room), **options)
 
     def note_before(self) -> None:
         """Note the answers of the model as it is now, to be shown beside the later ones."""
