@@ -52,10 +52,15 @@ def smallest_change(plan: Plan, options: Options, available: int, lora: bool = T
     def needed(values: Sequence[Value]) -> float:
         try:
             return plan(**{name: value for _, keywords in values for name, value in keywords.items()}).peak.total
-        except UsageError:  # for example FP8 weights without an FP8 recipe
+        except UsageError:
             return math.inf
 
-    levers = list(_levers(options, lora))
+    levers = list(_levers(options, lora, plan().recipe.quantized))
+    everything = [values[-1] for values in levers]
+    # FP32 sums of gradients come with smaller micro-batches, so these may need more
+    without = [value for value in everything if "batch_size" not in value[1]]
+    if min(needed(everything), needed(without)) > available:
+        return None
     for count in range(1, min(MOST, len(levers)) + 1):
         for chosen in itertools.combinations(levers, count):
             if needed([values[-1] for values in chosen]) > available:
@@ -66,7 +71,7 @@ def smallest_change(plan: Plan, options: Options, available: int, lora: bool = T
     return None
 
 
-def _levers(options: Options, lora: bool) -> Iterator[list[Value]]:
+def _levers(options: Options, lora: bool, quantized: bool) -> Iterator[list[Value]]:
     """Yield the changes that are possible, each as a list of values from the mildest on."""
     modes = ("none", "selective", "full")
     mode = options["activation_checkpointing"]
@@ -82,7 +87,7 @@ def _levers(options: Options, lora: bool) -> Iterator[list[Value]]:
             )
             for size in smaller
         ]
-    if not options["fp8_params"]:
+    if not options["fp8_params"] and quantized:
         yield [(("--fp8-params",), dict(fp8_params=True))]
     if options["optimizer"] == "adamw" and not options["frozen"]:
         yield [(("--optimizer", "adamw8bit"), dict(optimizer="adamw8bit"))]

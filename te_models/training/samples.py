@@ -17,7 +17,7 @@ from te_models.generation.text import stream_text
 from te_models.training.evaluation import Batch
 
 SAMPLES = 3
-OPENING = 24  # tokens of a text that are the prompt, where the data has no prompts
+OPENING = 24  # tokens of a text at most that are the prompt, where the data has no prompts; half of a short text
 READABLE = 256  # tokens: a longer prompt is taken only if there is no shorter one
 MAX_LINES = 14  # of a prompt that are shown
 
@@ -87,7 +87,7 @@ def _prompt(ids: list[int], counted: list[bool], end: int | None) -> Prompt | No
     first = counted.index(True)
     if first < 2:  # of a text: packed by documents, the loss leaves out its first token
         whole = [token for token in ids if token != end]
-        return Prompt(tuple(whole[:OPENING])) if len(whole) >= 2 * OPENING else None
+        return Prompt(tuple(whole[: min(OPENING, len(whole) // 2)])) if len(whole) > 3 else None
     stop = counted.index(False, first) if False in counted[first:] else len(ids)
     answer = tuple(token for token in ids[first:stop] if token != end)
     return Prompt(tuple(ids[:first]), answer) if answer else None
