@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 from benchmarks.planned_memory import load, planned_and_measured
+from te_models.interop.hf_families import FAMILIES
 from te_models.planning.parameter_bytes import OPTIMIZERS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -247,6 +248,12 @@ def optimizer_bytes() -> str:
     return markdown("optimizer | state | bytes per parameter of the master", rows)
 
 
+def families() -> str:
+    """Every family of Hugging Face, from the table that reads and writes them."""
+    rows = ([f"`{f.model_type}`" + f" {f.sign}" * bool(f.sign), f.models, f.note] for f in FAMILIES)
+    return markdown("`model_type` in config.json | models | particulars", rows)
+
+
 def optimizer_memory() -> str:
     """Measured bytes of optimizer state."""
     result = load("optimizer_memory_cpu")
@@ -394,6 +401,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "generation": generation,
     "loading": loading,
     "recipe-accuracy": recipe_accuracy,
+    "families": families,
     "optimizer-bytes": optimizer_bytes,
     "optimizer-memory": optimizer_memory,
     "optimizer-loss": optimizer_loss,

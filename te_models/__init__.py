@@ -22,7 +22,7 @@ if _TYPE_CHECKING:
     from te_models.model.user_modules import checkpoint, fp8_state, load_fp8_state
     from te_models.saving.pretrained import load_te_checkpoint
     from te_models.training.cuda_graph import GraphedStep
-    from te_models.training.lora import add_lora, load_lora
+    from te_models.training.lora import add_lora, load_lora, save_lora
     from te_models.training.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -47,6 +47,7 @@ _MODULES = {  # public name -> its module below te_models
     "load_tokenizer": "data.tokenizer",
     "open_data": "data.training_data",
     "plan": "causal_lm",
+    "save_lora": "training.lora",
     "stream_text": "generation.text",
 }
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "load_tokenizer",
     "open_data",
     "plan",
+    "save_lora",
     "stream_text",
 ]
 

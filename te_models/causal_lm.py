@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -25,6 +25,7 @@ from te_models.model.options import BuildOptions, ModelOptions
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.precision_plan import PlanRow, PrecisionPlan
 from te_models.saving.pretrained import read_pretrained, save_tie_once, write_pretrained
+from te_models.serving.export import Export, export
 
 
 class CausalLM(Decoder):
@@ -68,7 +69,7 @@ class CausalLM(Decoder):
         return f"<pre>{html.escape(repr(self))}</pre>"
 
     def plan(self) -> PrecisionPlan:
-        """The precision of each te.Linear, the engine it runs on, and the reason."""
+        """The precision of each te.Linear, the engine it runs on, and the reason; what fused kernels do not compute."""
         rows, fp8 = [], self.fp8_layers
         for name, module in self.named_modules():
             if not isinstance(module, self.te.Linear):
@@ -87,7 +88,13 @@ class CausalLM(Decoder):
             rows.append(PlanRow(layer, short, gemm, precision, self.engine, reason))
         weights = ", FP8 primary weights" if self.fp8_params else ""
         title = f"recipe {self.recipe.name}{weights}, engine {self.engine} ({self.engine_reason})"
-        return PrecisionPlan(title, tuple(rows))
+        obstacles = {"attention": self.config.attention_obstacles, "MLP": self.config.mlp_obstacles}
+        notes = [
+            f"{what}: separate kernels, since the fused ones do not compute {', '.join(names)}"
+            for what, names in obstacles.items()
+            if names
+        ]
+        return PrecisionPlan(title, tuple(rows), tuple(notes))
 
     def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:
         """Predict the memory of training this model on a GPU, and what fits on which.
@@ -110,7 +117,7 @@ class CausalLM(Decoder):
 
     def attention_kernel(self) -> str:
         """The attention kernel that runs first on the model's device."""
-        return attention_kernel(self.device)
+        return attention_kernel(self.device, self.config.attn_logit_softcapping is not None)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -164,6 +171,32 @@ class CausalLM(Decoder):
             SaveError: writing failed; what was there is intact.
         """
         write_pretrained(self, self.origin, folder, format)
+
+    def export(
+        self, folder: str | Path, format: str = "fp8-block", calibration: Tensor | Iterable[Tensor] | None = None
+    ) -> Export:
+        """Write the model into `folder`, atomically, as a quantized Hugging Face checkpoint for a server.
+
+        The linears of the layers that the recipe runs in FP8 are quantized, all layers under BF16. Weights follow the
+        recipe where it has the format: its power-of-two scales, its square blocks, and the data of FP8 primary weights.
+
+        Args:
+            folder: where; what an earlier save left there is replaced.
+            format: "fp8-block" (128 x 128, as DeepSeek and Qwen), "fp8-tensor" (static), "fp8-channel", "mxfp8",
+                "nvfp4" or "bf16". See docs/guide/serving.md.
+            calibration: token ids, int64 [B, S], or several such batches, to measure the inputs of the linears on. Only
+                fp8-tensor and nvfp4 need it: without it they take the scales that recipe "delayed" has learned, and
+                nvfp4 those of random tokens under other recipes.
+
+        Returns:
+            the names of the quantized modules and of the others, and notes on limits of the format.
+
+        Raises:
+            UsageError: an unknown format, sizes that it does not allow, no scales for fp8-tensor, or an architecture
+                that Hugging Face does not have.
+            SaveError: writing failed; what was there is intact.
+        """
+        return export(self, self.origin, folder, format, calibration)
 
     @classmethod
     def from_preset(

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
-COMMANDS = ("bench", "chat", "convert", "evaluate", "finetune", "generate", "list", "plan", "pretrain", "verify")
+COMMANDS = (
+    "bench", "chat", "convert", "evaluate", "export", "finetune", "generate", "list", "parity", "plan", "pretrain", "verify"
+)  # fmt: skip
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
     "config": [
@@ -26,21 +28,26 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "distributed": [{"collectives", "control", "dtensor"}],
     "device": [{"choice", "cpu_matmul", "cuda_capture", "cudnn", "determinism"}],
     "kernels": [
-        {"early_save", "elementwise", "embedding_triton", "fp8_triton", "lm_head", "lm_head_triton", "sdpa"},
-        {"gated_attention", "handover", "handover_triton"},
+        {"early_save", "elementwise", "embedding_triton", "fp8_triton", "lm_head_triton", "sdpa", "softcap_attention"},
+        {"gated_attention", "handover", "handover_triton", "lm_head"},
         {"dispatch", "gated_attention_triton"},
     ],
     "engine": [{"__init__", "emulated", "native"}],
     "fp8": [{"fsdp_gather", "scaling_state"}, {"primary_weights"}, {"region"}],
     "model": [
-        {"kv_cache", "offload", "options", "rope", "targets", "te_modules", "tensor_parallel"},
+        {"kv_cache", "offload", "options", "recipe_fit", "rope", "targets", "te_modules", "tensor_parallel"},
         {"recompute"},
         {"forward_context"},
         {"attention", "mlp"},
         {"block"},
         {"decoder", "user_modules"},
     ],
-    "interop": [{"hf_families", "te_extra_state"}, {"hf", "te_checkpoint"}],
+    "interop": [
+        {"hf_parts", "hf_places"},
+        {"hf_families", "quantized", "te_extra_state"},
+        {"stored_codes"},
+        {"hf", "te_checkpoint"},
+    ],
     "saving": [{"folder"}, {"run_folder"}, {"pretrained", "sharded"}, {"shape"}],
     "optim": [
         {"gradients", "groups", "parameter_owners", "state_tensors"},
@@ -57,6 +64,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"streaming"},
         {"training_data"},
     ],
+    "serving": [{"formats", "text"}, {"export", "served"}, {"parity"}],
     "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}, {"conversation"}],
     "causal_lm": [{"causal_lm"}],
     "training": [
@@ -64,16 +72,19 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {
             "cuda_graph",
             "evaluation",
-            "lora",
+            "lora_targets",
             "metrics",
             "parallel",
             "plots",
             "restore",
+            "result",
             "resume",
             "stop_signals",
             "timing",
         },
-        {"launch", "run_file", "samples", "trainer"},
+        {"lora_config", "lora_layer"},
+        {"lora"},
+        {"launch", "lora_run", "run_file", "samples", "trainer"},
         {"preflight"},
         {"report"},
         {"ending"},
@@ -94,7 +105,7 @@ ONLY_IN = {
     "transformer_engine_torch": {"engine.native"},
     "click": {f"cli.{name}" for name in (*COMMANDS, "commands", "options", "sampling", "training")},
     "jinja2": {"data.template_process"},
-    "peft": {"training.lora"},
+    "peft": {"training.lora", "training.lora_config", "training.lora_layer"},
     "huggingface_hub": {"interop.hf"},
     "safetensors": set(),
     "matplotlib": {"training.plots"},
@@ -110,6 +121,7 @@ ONLY_IN = {
         "planning.precision_plan",
         "planning.printable",
         "training.ending",
+        "serving.parity",
         "training.finetune",
         "training.report",
         "training.samples",
@@ -141,6 +153,8 @@ NO_TORCH = {
     "errors",
     "files.toml",
     "interop.hf_families",
+    "interop.hf_parts",
+    "interop.hf_places",
     "planning.memory_estimate",
     "planning.memory_plan",
     "planning.smallest_change",

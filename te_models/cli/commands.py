@@ -17,9 +17,11 @@ from te_models.cli.bench import bench
 from te_models.cli.chat import chat
 from te_models.cli.convert import convert
 from te_models.cli.evaluate import evaluate
+from te_models.cli.export import export
 from te_models.cli.finetune import finetune
 from te_models.cli.generate import generate
 from te_models.cli.list import list_command
+from te_models.cli.parity import parity
 from te_models.cli.plan import plan
 from te_models.cli.pretrain import pretrain
 from te_models.cli.verify import verify
@@ -61,5 +63,18 @@ def cli() -> None:
     """Gated-attention models in FP8: Transformer Engine on a GPU, its numbers anywhere."""
 
 
-for _command in (list_command, plan, verify, pretrain, finetune, generate, chat, evaluate, bench, convert):
+for _command in (
+    list_command,
+    plan,
+    verify,
+    pretrain,
+    finetune,
+    generate,
+    chat,
+    evaluate,
+    bench,
+    convert,
+    export,
+    parity,
+):
     cli.add_command(_command)

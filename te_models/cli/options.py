@@ -30,7 +30,7 @@ TRAIN_GROUPS = {  # heading of the help -> fields of TrainConfig; the others are
         "optimizer", "optimizer_options", "optimizer_offload", "schedule", "final_learning_rate", "warmup_steps",
         "decay_steps", "weight_decay", "clip_grad_norm",
     ),
-    "Evaluation and checkpoints": ("eval_every", "eval_batches", "save_every", "keep_last"),
+    "Evaluation and checkpoints": ("eval_every", "eval_batches", "patience", "keep_best", "save_every", "keep_last"),
     "Several processes": (
         "parallel", "tensor_parallel_size", "sequence_parallel", "reshard_after_forward", "prefetch_blocks",
         "reduce_dtype", "collective_timeout",
@@ -306,6 +306,12 @@ def build_model(
         defaults.pop("fp8_params", None)  # another recipe may have no such weights
     given = {**defaults, **given}
     if model is not None:
+        from te_models.saving.pretrained import adapter_folder  # noqa: PLC0415  imports torch
+
+        if (adapters := adapter_folder(model)) is not None:
+            from te_models.training.lora_run import load_merged  # noqa: PLC0415  needs peft
+
+            return load_merged(adapters, build=build, **given)
         return CausalLM.from_pretrained(model, build=build, **given)
     assert preset is not None
     return CausalLM.from_preset(preset, build=build, **given)

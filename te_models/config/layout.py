@@ -1,7 +1,7 @@
 """The rows of fused weights, defined here and nowhere else. No torch.
 
     qkvg_proj.weight     [q: A*H | k: K*H | v: K*H | g]    g: A*H rows, A rows and padding, or none
-    gate_up_proj.weight  [gate: F | up: F]
+    gate_up_proj.weight  [gate: F | up: F]                 [up: F] without a gate
 
 A attention heads, K key/value heads, H head_dim, F intermediate_size.
 """
@@ -32,6 +32,8 @@ class Shape(Protocol):
     def head_dim(self) -> int: ...
     @property
     def attention_gate(self) -> str: ...
+    @property
+    def mlp_gate(self) -> bool: ...
 
 
 class Section(NamedTuple):
@@ -61,7 +63,7 @@ def qkvg_sections(shape: Shape) -> tuple[Section, ...]:
 def gate_up_sections(shape: Shape) -> tuple[Section, ...]:
     """The sections of `gate_up_proj`."""
     size = shape.intermediate_size
-    return Section("gate", size, size), Section("up", size, size)
+    return tuple(Section(name, size, size) for name in (("gate", "up") if shape.mlp_gate else ("up",)))
 
 
 FUSED = {"qkvg_proj": qkvg_sections, "gate_up_proj": gate_up_sections}

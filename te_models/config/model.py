@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import MISSING, FrozenInstanceError, dataclass, field, fields
 from typing import Any, get_type_hints
@@ -10,8 +11,15 @@ from typing import Any, get_type_hints
 from te_models.config.layout import qkvg_sections, stored_rows
 from te_models.errors import ConfigError, NamedFields, unknown
 
-ATTENTION_GATES = ("elementwise", "headwise", "none")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+# Field -> its values.
+CHOICES = {
+    "attention_gate": ("elementwise", "headwise", "none"),
+    "attention_gate_activation": ("sigmoid", "softplus"),
+    "qk_norm_scope": ("head", "all_heads"),
+    "norm_position": ("pre", "post", "both"),
+    "hidden_act": ("silu", "gelu", "gelu_pytorch_tanh", "relu2"),
+}
 
 # Kind of RoPE scaling -> (required, optional) fields beside `rope_type`; te_models.model.rope computes them.
 ROPE_SCALINGS = {
@@ -38,10 +46,14 @@ class ModelConfig(NamedFields):
     `num_key_value_heads` defaults to `num_attention_heads` and `head_dim` to `hidden_size / num_attention_heads`. The
     gate of attention is that of Qiu et al. 2025, arXiv 2505.06708: "elementwise" has one sigmoid gate per channel of
     the attention output, "headwise" one per head, "none" none (Llama, Qwen3, Mistral). `rope_scaling` is None or a row
-    of ROPE_SCALINGS, such as {"rope_type": "linear", "factor": 2.0}.
+    of ROPE_SCALINGS, such as {"rope_type": "linear", "factor": 2.0}; `sliding_rope` is that of the layers with a window,
+    {"rope_theta": 10000.0}, where needed with "partial_rotary_factor" and the fields of a row of ROPE_SCALINGS.
+
+    A block with `norm_position` "pre" computes x + f(norm(x)), with "post" x + norm(f(x)), and with "both"
+    x + norm(f(norm(x))), for attention and for the MLP. A cap c of logits l is c * tanh(l / c).
 
     Raises:
-        ConfigError: an unknown keyword (the message names the nearest field), or sizes that do not fit each other.
+        ConfigError: an unknown keyword (the message names the nearest field), or values that do not fit each other.
     """
 
     vocab_size: int = _field(MISSING, "Number of token ids.")
@@ -55,6 +67,10 @@ class ModelConfig(NamedFields):
     rms_norm_eps: float = _field(1e-5, "Epsilon of every RMSNorm.")
     rope_theta: float = _field(10000.0, "Base of the RoPE frequencies.")
     rope_scaling: Mapping[str, Any] | None = _field(None, "Stretching of RoPE beyond the trained length.", hash=False)
+    sliding_rope: Mapping[str, Any] | None = _field(
+        None, "RoPE of the layers with a window, if it is another one (Gemma 3, OLMo 3).", hash=False
+    )
+    rope_interleaved: bool = _field(False, "RoPE rotates neighbouring channels instead of the two halves (GLM-4).")
     partial_rotary_factor: float = _field(1.0, "Share of a head's channels that RoPE rotates (Qwen3-Next).")
     no_rope_layers: tuple[int, ...] | None = _field(None, "One entry per layer: 1 with RoPE, 0 without (SmolLM3).")
     sliding_window: int | None = _field(None, "Number of keys that a query sees, itself included (Mistral).")
@@ -62,9 +78,28 @@ class ModelConfig(NamedFields):
         None, 'One entry per layer, "full_attention" or "sliding_attention"; None: the window applies to all.'
     )
     attention_gate: str = _field("elementwise", "Gate of the attention output: elementwise, headwise or none.")
+    attention_gate_activation: str = _field("sigmoid", "Function of the gate: sigmoid or softplus (Laguna).")
     attention_bias: bool = _field(False, "Bias on q, k and v (Qwen2).")
-    qk_norm: bool = _field(False, "RMSNorm on each head of q and k (Qwen3).")
+    attention_output_bias: bool = _field(False, "Bias on o_proj.")
+    attention_multiplier: float | None = _field(
+        None, "Factor on the products of queries and keys; default: head_dim ** -0.5 (Granite, Gemma)."
+    )
+    attn_logit_softcapping: float | None = _field(None, "Cap of the attention logits (Gemma 2).")
+    query_scale_beta: float | None = _field(
+        None, "Scale queries by 1 + beta * log(1 + position // query_scale_length) (Ministral 3)."
+    )
+    query_scale_length: int | None = _field(None, "Positions that query_scale_beta leaves as they are.")
+    qk_norm: bool = _field(False, "RMSNorm on q and k (Qwen3).")
+    qk_norm_scope: str = _field("head", "What qk_norm norms: each head, or all_heads together (OLMo 2).")
+    norm_position: str = _field("pre", "RMSNorm of attention and MLP: pre (their input), post (their output) or both.")
     zero_centered_norm: bool = _field(False, "Store gamma - 1 in every norm (Qwen3-Next).")
+    hidden_act: str = _field("silu", "Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2.")
+    mlp_gate: bool = _field(True, "Whether the MLP is gated, act(gate) * up, or plain, act(up) (Arcee).")
+    mlp_bias: bool = _field(False, "Bias on the projections of the MLP.")
+    embedding_multiplier: float = _field(1.0, "Factor on the embeddings (Granite, Gemma).")
+    residual_multiplier: float = _field(1.0, "Factor on what attention and MLP add to the residual stream (Granite).")
+    logits_scaling: float = _field(1.0, "Divisor of the logits (Granite).")
+    final_logit_softcapping: float | None = _field(None, "Cap of the logits (Gemma 2).")
     tie_word_embeddings: bool = _field(False, "Share one table between embedding and head.")
     initializer_range: float = _field(0.02, "Standard deviation of initial weights.")
     bos_token_id: int | None = _field(None, "Token id that begins a text.")
@@ -86,8 +121,9 @@ class ModelConfig(NamedFields):
                     f"{self.num_attention_heads}: change one of them or give head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        if self.attention_gate not in ATTENTION_GATES:
-            raise unknown("attention_gate", self.attention_gate, ATTENTION_GATES)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise unknown(name, getattr(self, name), choices)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
@@ -95,13 +131,12 @@ class ModelConfig(NamedFields):
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} is odd: rotary embeddings rotate pairs of channels")
-        if self.rotary_size < 2 or self.rotary_size % 2 or self.rotary_size > self.head_dim:
-            raise ConfigError(
-                f"partial_rotary_factor={self.partial_rotary_factor} rotates {self.rotary_size} of "
-                f"head_dim={self.head_dim} channels: it must be an even number from 2 to head_dim"
-            )
+        _check_rotary_size(self.head_dim, self.partial_rotary_factor)
         if self.rope_scaling is not None:
             object.__setattr__(self, "rope_scaling", _checked_scaling(self.rope_scaling, self.rotary_size // 2))
+        if self.sliding_rope is not None:
+            object.__setattr__(self, "sliding_rope", _checked_sliding_rope(self))
+        _check_pairs(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field once. Other names are free, since transformers.Trainer sets `use_cache` on any model's config."""
@@ -147,6 +182,37 @@ class ModelConfig(NamedFields):
         original = scaling.get("original_max_position_embeddings", limit)
         return max(limit, int(original * scaling.get("factor", 1)))
 
+    @functools.cached_property
+    def sliding(self) -> ModelConfig:
+        """The config whose RoPE the layers with a window use: this one, or one with `sliding_rope` in its place."""
+        if self.sliding_rope is None:
+            return self
+        scaling = dict(self.sliding_rope)
+        own = {"rope_theta": scaling.pop("rope_theta")}
+        own["partial_rotary_factor"] = scaling.pop("partial_rotary_factor", 1.0)
+        return dataclasses.replace(self, sliding_rope=None, rope_scaling=scaling or None, **own)
+
+    @property
+    def attention_obstacles(self) -> tuple[str, ...]:
+        """The fields whose values the fused attention kernels do not compute (te_models.kernels.gated_attention)."""
+        partial = any(c.rotary_size != c.head_dim for c in (self, self.sliding))
+        found = {
+            "qk_norm": self.qk_norm,
+            "partial_rotary_factor": partial,
+            "rope_interleaved": self.rope_interleaved,
+            "attention_multiplier": self.attention_multiplier is not None,
+            "attn_logit_softcapping": self.attn_logit_softcapping is not None,
+            "query_scale_beta": self.query_scale_beta is not None,
+            "attention_gate_activation": self.attention_gate != "none" and self.attention_gate_activation != "sigmoid",
+        }
+        return tuple(name for name, given in found.items() if given)
+
+    @property
+    def mlp_obstacles(self) -> tuple[str, ...]:
+        """The fields whose values the fused SwiGLU kernels do not compute."""
+        found = {"hidden_act": self.hidden_act != "silu", "mlp_gate": not self.mlp_gate, "mlp_bias": self.mlp_bias}
+        return tuple(name for name, given in found.items() if given)
+
     def has_rope(self, layer: int) -> bool:
         """Return whether this layer rotates its queries and keys."""
         return self.no_rope_layers is None or bool(self.no_rope_layers[layer])
@@ -165,12 +231,14 @@ class ModelConfig(NamedFields):
     @property
     def num_parameters(self) -> int:
         """Parameters that the outputs depend on: those of a published model, without the padding of a headwise gate."""
-        d, q = self.hidden_size, self.q_size
+        d, q, mlp = self.hidden_size, self.q_size, self.intermediate_size * (2 if self.mlp_gate else 1)
         rows = sum(section.used for section in qkvg_sections(self))
-        attention = d * rows + q * d + rows * self.attention_bias + 2 * self.head_dim * self.qk_norm
-        layer = attention + 3 * d * self.intermediate_size + 2 * d
+        normed = 2 * self.head_dim if self.qk_norm_scope == "head" else q + self.kv_size
+        attention = d * rows + q * d + rows * self.attention_bias + d * self.attention_output_bias
+        hidden = d * mlp + self.intermediate_size * d + (mlp + d) * self.mlp_bias
+        norms = self.qk_norm * normed + d * (4 if self.norm_position == "both" else 2)
         tables = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
-        return tables + self.num_hidden_layers * layer + d
+        return tables + self.num_hidden_layers * (attention + hidden + norms) + d
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, resolved, as plain JSON values."""
@@ -233,6 +301,49 @@ def _check_layers(config: ModelConfig) -> None:
         raise ConfigError("layer_types asks for sliding_attention: give sliding_window")
 
 
+def _check_rotary_size(head_dim: int, factor: float) -> None:
+    """Require RoPE to rotate pairs of channels."""
+    size = int(head_dim * factor)
+    if size < 2 or size % 2 or size > head_dim:
+        raise ConfigError(
+            f"partial_rotary_factor={factor} rotates {size} of head_dim={head_dim} channels: it must be an even number "
+            "from 2 to head_dim"
+        )
+
+
+def _check_pairs(config: ModelConfig) -> None:
+    """Require that of two fields that only work together both are given."""
+    if (config.query_scale_beta is None) != (config.query_scale_length is None):
+        raise ConfigError("query_scale_beta and query_scale_length belong together: give both or neither")
+    if config.qk_norm_scope != "head" and not config.qk_norm:
+        raise ConfigError(f"qk_norm_scope={config.qk_norm_scope!r} norms nothing without qk_norm=True")
+    if config.attention_gate_activation != "sigmoid" and config.attention_gate == "none":
+        raise ConfigError(
+            f"attention_gate_activation={config.attention_gate_activation!r} without a gate: give attention_gate"
+        )
+
+
+def _checked_sliding_rope(config: ModelConfig) -> dict[str, Any]:
+    """Return `sliding_rope` with a base, where needed a share of rotated channels, and a row of ROPE_SCALINGS or none."""
+    scaling = dict(config.sliding_rope or {})
+    if config.sliding_window is None:
+        raise ConfigError("sliding_rope is the RoPE of layers with a window: give sliding_window")
+    own = {name: scaling.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in scaling}
+    if "rope_theta" not in own:
+        raise ConfigError("sliding_rope lacks rope_theta")
+    for name, value in own.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise ConfigError(f"sliding_rope: {name}={value!r} is not a positive number")
+    if own.get("partial_rotary_factor") == 1.0:
+        del own["partial_rotary_factor"]
+    if scaling.get("rope_type", scaling.get("type")) == "default":
+        scaling = {name: value for name, value in scaling.items() if name not in ("rope_type", "type")}
+    share = own.get("partial_rotary_factor", 1.0)
+    _check_rotary_size(config.head_dim, share)
+    pairs = int(config.head_dim * share) // 2
+    return {**own, **(_checked_scaling(scaling, pairs) if scaling else {})}
+
+
 def _checked_scaling(scaling: Mapping[str, Any], pairs: int) -> dict[str, Any]:
     """Return `rope_scaling` with exactly the fields of its type; a ConfigError names a field that is not supported."""
     kind = scaling.get("rope_type", scaling.get("type"))
@@ -241,6 +352,9 @@ def _checked_scaling(scaling: Mapping[str, Any], pairs: int) -> dict[str, Any]:
     required, optional = ROPE_SCALINGS[kind]
     known = required + optional
     given = {name: scaling[name] for name in scaling if name not in ("rope_type", "type") and scaling[name] is not None}
+    given = {
+        name: value for name, value in given.items() if not (name.startswith("mscale") and value == 0)
+    }  # not given
     for name, value in given.items():
         if name not in known:
             raise ConfigError(f"rope_scaling of type {kind!r} with {name}={value!r} is not supported: it takes {known}")

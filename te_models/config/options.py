@@ -56,14 +56,31 @@ class ConfigOptions(TypedDict, total=False):
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: Mapping[str, Any] | None
+    sliding_rope: Mapping[str, Any] | None
+    rope_interleaved: bool
     partial_rotary_factor: float
     no_rope_layers: tuple[int, ...] | None
     sliding_window: int | None
     layer_types: tuple[str, ...] | None
     attention_gate: str
+    attention_gate_activation: str
     attention_bias: bool
+    attention_output_bias: bool
+    attention_multiplier: float | None
+    attn_logit_softcapping: float | None
+    query_scale_beta: float | None
+    query_scale_length: int | None
     qk_norm: bool
+    qk_norm_scope: str
+    norm_position: str
     zero_centered_norm: bool
+    hidden_act: str
+    mlp_gate: bool
+    mlp_bias: bool
+    embedding_multiplier: float
+    residual_multiplier: float
+    logits_scaling: float
+    final_logit_softcapping: float | None
     tie_word_embeddings: bool
     initializer_range: float
     bos_token_id: int | None

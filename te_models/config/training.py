@@ -55,6 +55,8 @@ class TrainConfig(NamedFields):
     clip_grad_norm: float = _field(1.0, "Maximum norm of the gradient; 0 disables clipping.")
     eval_every: int = _field(50, "Steps between evaluations; 0: only at the end.")
     eval_batches: int = _field(8, "Batches per evaluation.")
+    patience: int = _field(0, "Evaluations in a row without a lower loss that end the run; 0: never.")
+    keep_best: bool = _field(True, "Save the model of the evaluation with the lowest loss in the folder best/.")
     save_every: int = _field(0, "Steps between checkpoints; 0: only at the end.")
     keep_last: int = _field(2, "Number of checkpoints to keep.")
     seed: int = _field(0, "Seed of weights, data order and sampling.")

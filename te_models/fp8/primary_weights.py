@@ -200,6 +200,30 @@ def load_codes(model: nn.Module, codes: Mapping[str, Tensor]) -> None:
         fp8 = quantized(parameter)
         if f"{name}.data" in codes:
             _transpose_again(fp8)
+        if f"{name}.rowwise_scale_inv" in codes:
+            _keep_kind_of_scales(fp8)
+
+
+@torch.no_grad()
+def set_scale(parameter: Any, inverse: Tensor) -> None:
+    """Make `inverse`, a positive FP32 number, the inverse scale that delayed scaling quantizes this FP8 weight with next."""
+    quantizer = quantized(parameter)._quantizer
+    if _delayed(quantizer):
+        quantizer.scale.fill_(1.0 / inverse.item())
+        quantizer.amax.zero_()
+
+
+def _keep_kind_of_scales(fp8: Any) -> None:
+    """Have a weight with FP32 scales, from a checkpoint of another library, quantized with such again.
+
+    The emulated engine also learns from it that products of data and scale are no BF16 numbers.
+    """
+    scales = getattr(fp8, "_rowwise_scale_inv", None)  # weights with one scale have none
+    if scales is None or not scales.is_floating_point():
+        return
+    mantissas = scales[scales > 0].frexp().mantissa
+    if not bool((mantissas == 0.5).all()):
+        fp8._quantizer.force_pow_2_scales = False
 
 
 def _transpose_again(fp8: Any) -> None:
@@ -221,6 +245,7 @@ def relink(model: nn.Module, built: Any) -> None:
         quantizer.set_usage(columnwise=fp8._quantizer.columnwise_usage)
         reduce_amax_over(quantizer, amax_group(fp8._quantizer))
         fp8._quantizer = quantizer
+        _keep_kind_of_scales(fp8)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from typing_extensions import Unpack
@@ -53,7 +53,8 @@ class Conversation:
 
     @system.setter
     def system(self, text: str | None) -> None:
-        self.messages = [{"role": "system", "content": text}] * bool(text) + self.turns()
+        turns = self.turns()
+        self.messages = [{"role": "system", "content": text}, *turns] if text else turns
 
     def turns(self) -> list[dict[str, str]]:
         """Return the messages after the system message."""
@@ -72,7 +73,7 @@ class Conversation:
         del self.messages[asked[-1] :]
         return question
 
-    def answer(self, text: str, max_new_tokens: int = 512, **options: Unpack[GenerationOptions]) -> Iterator[str]:
+    def answer(self, text: str, max_new_tokens: int = 512, **options: Unpack[GenerationOptions]) -> Generator[str]:
         """Ask `text` and yield the answer in pieces; question and answer join the messages.
 
         An answer that the caller stops (by closing the iterator, or by an exception such as KeyboardInterrupt) joins as

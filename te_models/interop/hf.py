@@ -36,7 +36,10 @@ from te_models.files.formats import (
     split_by_size,
 )
 from te_models.fp8.primary_weights import plain, write_weight
-from te_models.interop.hf_families import TOP, Family, Rows, family_for, family_of
+from te_models.interop.hf_families import Family, family_for, family_of
+from te_models.interop.hf_places import TOP, Rows
+from te_models.interop.quantized import CONFIG_KEYS, MODELOPT_FILE, StoredWeights, open_weights, read_scheme
+from te_models.interop.stored_codes import keep_stored_weights
 from te_models.model.decoder import Decoder
 
 Model = TypeVar("Model", bound=Decoder)
@@ -56,7 +59,12 @@ REPLACEABLE = (
     INDEX,
     "manifest.json",
     "recipe.json",
+    MODELOPT_FILE,
 )
+# From the places and values of all parameters and config.json to the tensors and the config.json to write.
+Quantize = Callable[
+    [Mapping[str, "Place"], Mapping[str, Tensor], Mapping[str, Any]], tuple[dict[str, Tensor], dict[str, Any]]
+]
 
 
 @dataclass(frozen=True)
@@ -143,12 +151,27 @@ def is_hugging_face(folder: Path, own_type: str) -> bool:
     return isinstance(config, dict) and config.get("model_type") != own_type
 
 
-def read_hugging_face(
-    build: Callable[..., Model], folder: Path, overrides: Mapping[str, Any], options: Mapping[str, Any]
-) -> tuple[Model, Origin]:
-    """Return the model in `folder`, built by `build(config, **options)` and filled shard by shard, and its origin.
+@dataclass(frozen=True)
+class OpenFolder:
+    """A folder of Hugging Face whose names, shapes and scales are known to fit its config.json.
 
-    Names and shapes of all tensors are checked before the model is built.
+    Attributes:
+        document: config.json without its quantization_config.
+        shards: the safetensors files.
+        stored: the tensors in them.
+        config: the model's shape.
+        places: name of each of their tensors -> its rows in ours.
+    """
+
+    document: dict[str, Any]
+    shards: list[Path]
+    stored: StoredWeights
+    config: ModelConfig
+    places: dict[str, Place]
+
+
+def open_folder(build: Callable[..., Decoder], folder: Path) -> OpenFolder:
+    """Read and check everything in `folder` but the values; `build(config, **options)` makes a model without values.
 
     Raises:
         CheckpointError: something of the folder is missing, damaged, of a wrong shape or not supported; one line.
@@ -156,22 +179,41 @@ def read_hugging_face(
     document, shards = read_json(folder / "config.json"), _shard_files(folder)
     found = _shard_tensors(folder, shards)
     check_sizes(folder / "config.json", document, found, "model.layers.", "model.embed_tokens.weight")
+    stored = open_weights(folder, read_scheme(folder, document), found, shards)
+    document = {key: value for key, value in document.items() if key not in CONFIG_KEYS}
     try:
         family = family_of(document)
         config = family.read(document)
         sketch: Decoder = build(config, device="meta", engine="emulated")
     except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}/config.json: {first_line(error)}") from None
-    wanted = gated(config, overrides)
     places = tensor_places(family, config, {name: p.shape for name, p in sketch.named_parameters()})
-    check_tensors(folder, found, places, optional={"lm_head.weight"} if config.tie_word_embeddings else set())
-    dtype = config_dtype(folder, document)
+    check_tensors(folder, stored.tensors, places, optional={"lm_head.weight"} if config.tie_word_embeddings else set())
+    return OpenFolder(document, shards, stored, config, places)
+
+
+def read_hugging_face(
+    build: Callable[..., Model], folder: Path, overrides: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[Model, Origin]:
+    """Return the model in `folder`, built by `build(config, **options)` and filled shard by shard, and its origin.
+
+    Everything is checked before the model is built. Quantized weights are dequantized; FP8 primary weights keep the
+    stored data and scales where both have the same blocks (te_models.interop.stored_codes).
+
+    Raises:
+        CheckpointError: something of the folder is missing, damaged, of a wrong shape or not supported; one line.
+    """
+    opened = open_folder(build, folder)
+    wanted = gated(opened.config, overrides)
+    dtype = config_dtype(folder, opened.document)
     model = build(wanted, **{"dtype": dtype, **options, "initialize": False})
     generation = folder / "generation_config.json"
-    origin = Origin(folder, document, read_json(generation) if generation.is_file() else None)
-    fill(model, places, shards)
-    if wanted.attention_gate != config.attention_gate:
+    origin = Origin(folder, opened.document, read_json(generation) if generation.is_file() else None)
+    fill(model, opened.places, opened.shards, opened.stored)
+    if wanted.attention_gate != opened.config.attention_gate:
         double_output_projections(model)
+    else:
+        keep_stored_weights(model, opened.places, opened.shards, opened.stored)
     return model, origin
 
 
@@ -293,13 +335,16 @@ def _shard_files(folder: Path) -> list[Path]:
 
 
 @torch.no_grad()
-def fill(model: Decoder, places: Mapping[str, Place], shards: Iterable[Path]) -> None:
-    """Copy every tensor of `shards` into its place; rows that no tensor fills become zero."""
+def fill(model: Decoder, places: Mapping[str, Place], shards: Iterable[Path], stored: StoredWeights) -> None:
+    """Copy every tensor of `shards` into its place, dequantized; rows that no tensor fills become zero."""
     with model.tp.filling_all(model) as parameters:
-        _fill(parameters, places, shards)
+        fill_parameters(parameters, places, shards, stored)
 
 
-def _fill(parameters: dict[str, torch.Tensor], places: Mapping[str, Place], shards: Iterable[Path]) -> None:
+def fill_parameters(
+    parameters: Mapping[str, Tensor], places: Mapping[str, Place], shards: Iterable[Path], stored: StoredWeights
+) -> None:
+    """Copy the tensors of `shards` that have a place into `parameters`, as `fill` does."""
     filled: dict[str, int] = {}
     for place in places.values():
         filled[place.name] = filled.get(place.name, 0) + place.shape[0]
@@ -310,18 +355,19 @@ def _fill(parameters: dict[str, torch.Tensor], places: Mapping[str, Place], shar
     wholes: dict[str, Tensor] = {}  # of parameters that are sharded over ranks, until all their rows are there
     for shard in shards:
         with SafetensorsFile(shard) as file:
-            for name, described in file.tensors.items():
+            for data in file.tensors:
+                name = stored.name(data)
                 if name not in places:
                     continue
-                if tuple(described.shape) != places[name].shape:
+                values = stored.values(data, file.read(data))
+                if tuple(values.shape) != places[name].shape:
                     raise CheckpointError(f"{shard} changed while it was read")
                 target = places[name].name
                 parameter = parameters[target]
                 if local(parameter) is not parameter:
                     parameter = wholes.setdefault(target, torch.zeros(parameter.shape, dtype=parameter.dtype))
-                value = file.read(name)
-                check_finite({name: value}, shard)
-                places[name].load(parameter, value)
+                check_finite({name: values}, shard)
+                places[name].load(parameter, values)
                 left[target] -= 1
                 if not left[target] and target in wholes:
                     put(parameters[target], wholes.pop(target))
@@ -336,6 +382,7 @@ def write_hugging_face(
     parameters: Mapping[str, Tensor],
     tokenizer: Mapping[str, bytes] = MappingProxyType({}),
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    quantize: Quantize | None = None,
 ) -> None:
     """Save `model` as a folder that transformers loads, atomically.
 
@@ -348,6 +395,7 @@ def write_hugging_face(
         parameters: name -> values of the model's parameters, whole.
         tokenizer: file name -> content of the tokenizer to save with it.
         max_shard_bytes: weights larger than this are split into shards.
+        quantize: makes what is written in place of the values and of config.json.
 
     Raises:
         UsageError: no architecture there computes what this model does, or `folder` holds other files.
@@ -358,9 +406,13 @@ def write_hugging_face(
         raise UsageError(f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder")
     family = family_for(model.config, family_of(origin.config) if origin.config else None)
     places = tensor_places(family, model.config, {name: p.shape for name, p in parameters.items()})
-    tensors = {name: place.save(parameters[place.name]) for name, place in places.items()}
+    config = _config_document(model, origin, family)
+    if quantize is None:
+        tensors = {name: place.save(parameters[place.name]) for name, place in places.items()}
+    else:
+        tensors, config = quantize(places, parameters, config)
     files: dict[str, Iterable[bytes | memoryview]] = {
-        "config.json": [render_json(_config_document(model, origin, family), "config.json")],
+        "config.json": [render_json(config, "config.json")],
         "generation_config.json": [render_json(_generation_document(model, origin), "generation_config.json")],
     }
     shards = split_by_size("model", tensors, max_shard_bytes)

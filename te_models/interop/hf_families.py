@@ -8,36 +8,58 @@ transformers 5.23, and modeling_qwen3.py of qiuzh20/gated_attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, unknown
-
-Values = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The place of a tensor of theirs in ours: these blocks of rows of `module`, or all of it.
-
-    Several blocks alternate in their tensor, once per unit of `per` (a count in ModelConfig): for instance, the gate of each
-    head after the queries of that head.
-    """
-
-    module: str
-    blocks: tuple[str, ...] = ()
-    per: str | None = None
-
-
-@dataclass(frozen=True)
-class Part:
-    """Keys of config.json that belong together, with a function to read them and one to write them."""
-
-    keys: tuple[str, ...]
-    read: Callable[[Values], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
+from te_models.interop.hf_parts import (
+    AFMOE_WINDOW,
+    ALL_SLIDE,
+    ATTENTION_MULTIPLIER,
+    DENSE,
+    DENSE_AFMOE,
+    EMBEDDING_ROOT,
+    EXAONE_WINDOW,
+    FIRST_OF_FOUR_IS_FULL,
+    GATE,
+    GEMMA3_ROPE,
+    LAGUNA,
+    LAGUNA_ROPE,
+    NO_ROPE,
+    OLMO3_ROPE,
+    PARTIAL_ROPE,
+    QUERY_SCALAR,
+    QUERY_SCALE_ROPE,
+    ROPE,
+    SECOND_IS_FULL,
+    SU_ROPE,
+    WINDOW,
+    WINDOW_BY_FLAG,
+    WINDOW_WITHOUT_ROPE,
+    Part,
+    Values,
+    activation,
+    biases,
+    same,
+)
+from te_models.interop.hf_places import (
+    AFMOE_LAYER,
+    GATED_BY_GROUP,
+    GATED_BY_HEAD,
+    GEMMA_NORMS,
+    GLM_LAYER,
+    LAGUNA_LAYER,
+    LAYER,
+    NORMED_LAYER,
+    PHI_LAYER,
+    POST_NORMED_LAYER,
+    UNGATED_MLP_LAYER,
+    Rows,
+    both_normed,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +68,7 @@ class Family:
 
     Attributes:
         model_type, architecture: as in config.json.
+        models: what is published under it, for people.
         layer: their name below "model.layers.<i>." -> its place in ours, for weights and biases.
         parts: keys that need more than copying.
         constants: values of our fields that all models of the family share.
@@ -53,10 +76,13 @@ class Family:
         only: their keys -> the values that te-models supports; any other is refused.
         ignored: their keys that change nothing in a model that is accepted.
         marks: keys that distinguish the family from others of its model_type.
+        sign: these marks, for people.
+        note: what sets it apart, for people.
     """
 
     model_type: str
     architecture: str
+    models: str
     layer: Mapping[str, Rows]
     parts: tuple[Part, ...]
     constants: Values = field(default_factory=dict)
@@ -64,6 +90,8 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     marks: tuple[str, ...] = ()
+    sign: str = ""
+    note: str = ""
 
     def read(self, config: Values) -> ModelConfig:
         """Return the ModelConfig of a config.json; a ConfigError names a request that te-models does not support."""
@@ -75,7 +103,7 @@ class Family:
                 )
         stated = {**self.defaults, **config}  # a null among these is a statement, such as having no eos token
         ours = {key: stated[key] for key in COPIED if key in stated}
-        theirs = {**self.defaults, **{key: value for key, value in config.items() if value is not None}}
+        theirs = {**self.defaults, **{k: value for k, value in config.items() if value is not None or k in NULLABLE}}
         for part in self.parts:
             ours |= part.read(theirs)
         return ModelConfig.from_dict({**ours, **self.constants})
@@ -119,6 +147,9 @@ COPIED = (
     "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
+# Keys whose null means that there is none, and not the default.
+NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 # Keys without effect on logits or training: bookkeeping, and defaults of generation and of other heads.
@@ -136,218 +167,219 @@ HARMLESS = frozenset({
 })  # fmt: skip
 
 
-def _read_rope(theirs: Values) -> dict[str, Any]:
-    """Read `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of earlier versions."""
-    values = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
-    if any(isinstance(value, Mapping) for value in values.values()):
-        raise ConfigError("rope_parameters by layer type are not supported: te-models has one RoPE for all layers")
-    found = {key: values.pop(key, theirs.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
-    found = {key: value for key, value in found.items() if value is not None}
-    kinds = [values.pop(key) for key in ("type", "rope_type") if key in values]
-    if kinds and kinds[-1] != "default":
-        found["rope_scaling"] = {"rope_type": kinds[-1], **values}
-    elif values:
-        raise ConfigError(f"rope_scaling with {', '.join(values)} but no rope_type is not supported")
-    return found
-
-
-def _read_whole_rope(theirs: Values) -> dict[str, Any]:
-    """Read the RoPE of families in which transformers always rotates whole heads.
-
-    There it ignores `partial_rotary_factor` under the default RoPE, and fails on it under any other.
-    """
-    found = _read_rope(theirs)
-    share = found.pop("partial_rotary_factor", 1.0)
-    if share != 1.0 and "rope_scaling" in found:
-        kind = found["rope_scaling"]["rope_type"]
-        raise ConfigError(
-            f"partial_rotary_factor={share} with RoPE of type {kind!r} is not supported for this model type"
-        )
-    return found
-
-
-def _write_rope(config: ModelConfig) -> dict[str, Any]:
-    """Return the older form, which every version of transformers reads."""
-    return {"rope_theta": config.rope_theta, "rope_scaling": config.to_dict()["rope_scaling"]}
-
-
-def _write_partial_rope(config: ModelConfig) -> dict[str, Any]:
-    return {**_write_rope(config), "partial_rotary_factor": config.partial_rotary_factor}
-
-
-def _layer_types(theirs: Values) -> list[str]:
-    """Return the default: layers from `max_window_layers` on use a sliding window."""
-    count, full = theirs["num_hidden_layers"], theirs["max_window_layers"]
-    return ["sliding_attention" if layer >= full else "full_attention" for layer in range(count)]
-
-
-def _layer_types_without_rope(theirs: Values) -> list[str]:
-    """Return the default of SmolLM3: layers without RoPE use a sliding window."""
-    rope = _rope_layers(theirs)
-    return ["full_attention" if rope[layer] else "sliding_attention" for layer in range(theirs["num_hidden_layers"])]
-
-
-def _read_window_by_layer(default: Callable[[Values], list[str]]) -> Callable[[Values], dict[str, Any]]:
-    def read(theirs: Values) -> dict[str, Any]:
-        window = theirs.get("sliding_window") if theirs.get("use_sliding_window") else None
-        types = theirs.get("layer_types") or (default(theirs) if window else ["full_attention"])
-        if set(types) == {"full_attention"}:
-            return {}
-        return {"sliding_window": window, "layer_types": None if set(types) == {"sliding_attention"} else types}
-
-    return read
-
-
-def _write_window_by_layer(config: ModelConfig) -> dict[str, Any]:
-    slides = [config.window(layer) is not None for layer in range(config.num_hidden_layers)]
-    types = ["sliding_attention" if slide else "full_attention" for slide in slides]
-    window = config.sliding_window if any(slides) else None
-    return {"use_sliding_window": any(slides), "sliding_window": window, "layer_types": types}
-
-
-def _rope_layers(theirs: Values) -> list[int]:
-    count, interval = theirs["num_hidden_layers"], theirs["no_rope_layer_interval"]
-    return theirs.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(count)]
-
-
-def _read_no_rope(theirs: Values) -> dict[str, Any]:
-    count = theirs["num_hidden_layers"]
-    layers = _rope_layers(theirs)[:count]
-    return {} if layers == [1] * count else {"no_rope_layers": layers}
-
-
-def _write_no_rope(config: ModelConfig) -> dict[str, Any]:
-    return {"no_rope_layers": [int(config.has_rope(layer)) for layer in range(config.num_hidden_layers)]}
-
-
-GATE_FLAGS = {"headwise": "headwise_attn_output_gate", "elementwise": "elementwise_attn_output_gate"}
-
-
-def _read_gate(theirs: Values) -> dict[str, Any]:
-    gates = [gate for gate, flag in GATE_FLAGS.items() if theirs.get(flag)]
-    if len(gates) > 1:
-        raise ConfigError(f"{' and '.join(GATE_FLAGS.values())} together are not supported: set one of them to false")
-    return {"attention_gate": gates[0] if gates else "none", "qk_norm": bool(theirs["use_qk_norm"])}
-
-
-def _write_gate(config: ModelConfig) -> dict[str, Any]:
-    flags = {flag: config.attention_gate == gate for gate, flag in GATE_FLAGS.items()}
-    return {**flags, "use_qk_norm": config.qk_norm}
-
-
-def _read_dense(theirs: Values) -> dict[str, Any]:
-    """Refuse experts and linear attention; te-models supports the dense full-attention layers of Qwen3-Next."""
-    count = theirs["num_hidden_layers"]
-    interval = theirs.get("full_attention_interval", 4)
-    types = theirs.get("layer_types") or [
-        "full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(count)
-    ]
-    for layer, kind in enumerate(types):
-        if kind != "full_attention":
-            raise ConfigError(
-                f"layer_types: layer {layer} is {kind!r}, which is not supported: te-models reads full_attention"
-            )
-    experts, step = theirs["num_experts"], theirs["decoder_sparse_step"]
-    for layer in range(count):
-        if experts and (layer + 1) % step == 0 and layer not in theirs["mlp_only_layers"]:
-            raise ConfigError(f"num_experts={experts} in layer {layer} is not supported: te-models reads dense layers")
-    return {}
-
-
-def _write_dense(config: ModelConfig) -> dict[str, Any]:
-    layers = list(range(config.num_hidden_layers))
-    return {"num_experts": 0, "mlp_only_layers": layers, "layer_types": ["full_attention"] * len(layers)}
-
-
-ROPE = Part(("rope_theta", "rope_scaling", "rope_parameters"), _read_whole_rope, _write_rope)
-PARTIAL_ROPE = Part((*ROPE.keys, "partial_rotary_factor"), _read_rope, _write_partial_rope)
-WINDOW = Part(
-    ("sliding_window",),
-    lambda theirs: {"sliding_window": theirs.get("sliding_window")},
-    lambda config: {"sliding_window": config.sliding_window},
-)
-_WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-WINDOW_BY_LAYER = Part(_WINDOW_KEYS, _read_window_by_layer(_layer_types), _write_window_by_layer)
-WINDOW_WITHOUT_ROPE = Part(_WINDOW_KEYS, _read_window_by_layer(_layer_types_without_rope), _write_window_by_layer)
-NO_ROPE = Part(("no_rope_layers", "no_rope_layer_interval"), _read_no_rope, _write_no_rope)
-GATE = Part((*GATE_FLAGS.values(), "use_qk_norm"), _read_gate, _write_gate)
-DENSE = Part(
-    ("mlp_only_layers", "num_experts", "decoder_sparse_step", "layer_types", "full_attention_interval"),
-    _read_dense,
-    _write_dense,
-)
-
-LAYER = {
-    "input_layernorm": Rows("input_layernorm"),
-    "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q",)),
-    "self_attn.k_proj": Rows("self_attn.qkvg_proj", ("k",)),
-    "self_attn.v_proj": Rows("self_attn.qkvg_proj", ("v",)),
-    "self_attn.o_proj": Rows("self_attn.o_proj"),
-    "post_attention_layernorm": Rows("post_attention_layernorm"),
-    "mlp.gate_proj": Rows("mlp.gate_up_proj", ("gate",)),
-    "mlp.up_proj": Rows("mlp.gate_up_proj", ("up",)),
-    "mlp.down_proj": Rows("mlp.down_proj"),
-}
-NORMED_LAYER = {**LAYER, "self_attn.q_norm": Rows("self_attn.q_norm"), "self_attn.k_norm": Rows("self_attn.k_norm")}
-# The gate comes out of q_proj: after the queries of each group of heads that share a key, or of each head.
-GATED_BY_GROUP = {**NORMED_LAYER, "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_key_value_heads")}
-GATED_BY_HEAD = {**NORMED_LAYER, "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_attention_heads")}
-# Outside the layers: their name -> ours.
-TOP = {"model.embed_tokens": "embed_tokens", "model.norm": "norm", "lm_head": "lm_head"}
-
-SILU = {"hidden_act": ("silu", "swish"), "attention_dropout": (0.0,)}
-NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
+ACT, GELU = activation(), activation("hidden_activation")
+ALL_BIASES = biases(mlp="mlp_bias")
+NO_DROPOUT = {"attention_dropout": (0.0,)}
 UNGATED = {"attention_gate": "none"}
+POST_NORM = {**UNGATED, "qk_norm": True, "norm_position": "post"}
+GEMMA = {**UNGATED, "norm_position": "both", "zero_centered_norm": True}
 _LENGTHS = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
+_LLAMA = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
+_GEMMA = {
+    "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "bos_token_id": 2,
+    "eos_token_id": 1, "pad_token_id": 0, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}  # fmt: skip
+_NO_BIAS = {"attention_bias": (False,)}
+_CAUSAL = {"use_bidirectional_attention": (None, False)}
+_EXPERTS = (
+    "moe_intermediate_size", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
+    "shared_expert_intermediate_size",
+)  # fmt: skip
 
 FAMILIES = (
     Family(
-        model_type="llama", architecture="LlamaForCausalLM", layer=LAYER, parts=(ROPE,), constants=UNGATED,
-        defaults={**_LENGTHS, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
-        only={**SILU, **NO_BIAS},
+        model_type="llama", architecture="LlamaForCausalLM", models="Llama 2, 3, 3.1, 3.2", layer=LAYER,
+        parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED, defaults=_LLAMA, only=NO_DROPOUT,
     ),
     Family(
-        model_type="mistral", architecture="MistralForCausalLM", layer=LAYER, parts=(ROPE, WINDOW), constants=UNGATED,
+        model_type="mistral", architecture="MistralForCausalLM", models="Mistral, Ministral 8B of 2024", layer=LAYER,
+        parts=(ROPE, WINDOW, ACT), constants=UNGATED,
         defaults={**_LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
-                  "eos_token_id": 2},
-        only=SILU,
+                  "eos_token_id": 2, "sliding_window": 4096},
+        only=NO_DROPOUT, note="sliding window in all layers",
     ),
     Family(
-        model_type="qwen2", architecture="Qwen2ForCausalLM", layer=LAYER, parts=(ROPE, WINDOW_BY_LAYER),
-        constants={**UNGATED, "attention_bias": True},
-        defaults={**_LENGTHS, "num_key_value_heads": 32, "max_window_layers": 28}, only=SILU,
+        model_type="qwen2", architecture="Qwen2ForCausalLM", models="Qwen2, Qwen2.5", layer=LAYER,
+        parts=(ROPE, WINDOW_BY_FLAG, ACT), constants={**UNGATED, "attention_bias": True},
+        defaults={**_LENGTHS, "num_key_value_heads": 32, "max_window_layers": 28}, only=NO_DROPOUT,
+        note="bias on q, k, v; sliding window per layer",
     ),
     Family(
-        model_type="qwen3", architecture="Qwen3ForCausalLM", layer=NORMED_LAYER, parts=(ROPE, WINDOW_BY_LAYER),
-        constants={**UNGATED, "qk_norm": True},
+        model_type="qwen3", architecture="Qwen3ForCausalLM", models="Qwen3, dense", layer=NORMED_LAYER,
+        parts=(ROPE, WINDOW_BY_FLAG, ACT, biases()), constants={**UNGATED, "qk_norm": True},
         defaults={**_LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
-        only={**SILU, "attention_bias": (False,)},
+        only=NO_DROPOUT, note="RMSNorm on each head of q and k",
     ),
     Family(
-        model_type="smollm3", architecture="SmolLM3ForCausalLM", layer=LAYER, parts=(ROPE, NO_ROPE, WINDOW_WITHOUT_ROPE),
-        constants=UNGATED,
+        model_type="smollm3", architecture="SmolLM3ForCausalLM", models="SmolLM3", layer=LAYER,
+        parts=(ROPE, NO_ROPE, WINDOW_WITHOUT_ROPE, ACT, ALL_BIASES), constants=UNGATED,
         defaults={**_LENGTHS, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2000000.0,
                   "no_rope_layer_interval": 4, "bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004},
-        only={**SILU, **NO_BIAS},
+        only=NO_DROPOUT, note="layers without RoPE",
     ),
     Family(  # qiuzh20/gated_attention, whose published files say "qwen2"
-        model_type="qwen3", architecture="Qwen3ForCausalLM", layer=GATED_BY_GROUP, parts=(ROPE, GATE),
+        model_type="qwen3", architecture="Qwen3ForCausalLM", models="`QwQZh/gated_attention`", layer=GATED_BY_GROUP,
+        parts=(ROPE, GATE, ACT),
         defaults={**_LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "use_qk_norm": True},
-        only={**SILU, "attention_bias": (False,), "qkv_bias": (False,), "use_sliding_window": (False,)},
+        only={**NO_DROPOUT, **_NO_BIAS, "qkv_bias": (False,), "use_sliding_window": (False,)},
         ignored=frozenset(("auto_map", "sliding_window", "max_window_layers")),
         marks=(*GATE.keys, "qkv_bias"),
+        sign="or `qwen2`, with `headwise_attn_output_gate` or `elementwise_attn_output_gate`",
+        note="the gate's rows are inside q_proj, after the queries of each group of heads that share a key",
     ),
     Family(
-        model_type="qwen3_next", architecture="Qwen3NextForCausalLM", layer=GATED_BY_HEAD, parts=(PARTIAL_ROPE, DENSE),
+        model_type="qwen3_next", architecture="Qwen3NextForCausalLM",
+        models="Qwen3-Next where every layer is dense full attention", layer=GATED_BY_HEAD,
+        parts=(PARTIAL_ROPE, DENSE, ACT),
         constants={"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True},
         defaults={**_LENGTHS, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
                   "num_experts": 512, "decoder_sparse_step": 1, "mlp_only_layers": ()},
-        only={**SILU, "attention_bias": (False,)},
+        only={**NO_DROPOUT, **_NO_BIAS},
         ignored=frozenset((
-            "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
-            "linear_value_head_dim", "moe_intermediate_size", "norm_topk_prob", "num_experts_per_tok",
-            "output_router_logits", "router_aux_loss_coef", "shared_expert_intermediate_size",
+            *_EXPERTS, "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads",
+            "linear_num_value_heads", "linear_value_head_dim", "norm_topk_prob",
         )),
+        note="the gate after the queries of each head, RoPE on a part of each head, norms that store gamma - 1",
+    ),
+    Family(
+        model_type="ministral", architecture="MinistralForCausalLM", models="Ministral", layer=LAYER,
+        parts=(ROPE, ALL_SLIDE, ACT), constants=UNGATED,
+        defaults={**_LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
+                  "eos_token_id": 2, "sliding_window": 4096},
+        only=NO_DROPOUT, note="sliding window per layer",
+    ),
+    Family(
+        model_type="ministral3", architecture="Ministral3ForCausalLM", models="Ministral 3, Devstral 2 (text)",
+        layer=LAYER, parts=(QUERY_SCALE_ROPE, WINDOW, ACT), constants=UNGATED,
+        defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+                  "pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2},
+        only=NO_DROPOUT, note="queries scaled by their position",
+    ),
+    Family(
+        model_type="cwm", architecture="CwmForCausalLM", models="CWM", layer=LAYER,
+        parts=(ROPE, FIRST_OF_FOUR_IS_FULL, ACT), constants=UNGATED,
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+                  "bos_token_id": 128000, "sliding_window": 8192, "eos_token_id": [128001, 128008, 128009],
+                  "rope_theta": 1000000.0},
+        only={**NO_DROPOUT, "mlp_bias": (False,)}, note="sliding window per layer",
+    ),
+    Family(
+        model_type="internlm3", architecture="InternLM3ForCausalLM", models="InternLM3", layer=LAYER,
+        parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED,
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5,
+                  "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2},
+        only=NO_DROPOUT,
+    ),
+    Family(
+        model_type="iquestcoder", architecture="IQuestCoderForCausalLM", models="IQuest-Coder V1", layer=LAYER,
+        parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED,
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+                  "bos_token_id": 1, "eos_token_id": 2},
+        only=NO_DROPOUT,
+    ),
+    Family(
+        model_type="seed_oss", architecture="SeedOssForCausalLM", models="Seed-OSS", layer=LAYER,
+        parts=(ROPE, ACT, biases(out="attention_out_bias", mlp="mlp_bias")), constants=UNGATED,
+        defaults={"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
+                  "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "attention_bias": True},
+        ignored=frozenset(("attention_dropout", "residual_dropout")),
+        note="bias on q, k, v; its dropout is not applied in training",
+    ),
+    Family(
+        model_type="phi3", architecture="Phi3ForCausalLM", models="Phi-3, Phi-3.5, Phi-4, Phi-4-mini", layer=PHI_LAYER,
+        parts=(SU_ROPE, WINDOW, ACT), constants=UNGATED,
+        defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+                  "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
+        only={**NO_DROPOUT, "resid_pdrop": (0.0,), "embd_pdrop": (0.0,), "attention_bias": (False,)},
+        note="fused projections, RoPE on a part of each head",
+    ),
+    Family(
+        model_type="granite", architecture="GraniteForCausalLM", models="Granite 3", layer=LAYER,
+        parts=(ROPE, ACT, ALL_BIASES, ATTENTION_MULTIPLIER,
+               same("embedding_multiplier", "residual_multiplier", "logits_scaling")),
+        constants=UNGATED, defaults={**_LLAMA, "attention_multiplier": 1.0}, only=NO_DROPOUT,
+        note="four multipliers",
+    ),
+    Family(
+        model_type="arcee", architecture="ArceeForCausalLM", models="AFM-4.5B", layer=UNGATED_MLP_LAYER,
+        parts=(ROPE, ACT, ALL_BIASES), constants={**UNGATED, "mlp_gate": False},
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 128000,
+                  "eos_token_id": 128001, "hidden_act": "relu2"},
+        only=NO_DROPOUT, note="MLP without a gate, ReLU squared",
+    ),
+    Family(
+        model_type="olmo2", architecture="Olmo2ForCausalLM", models="OLMo 2", layer=POST_NORMED_LAYER,
+        parts=(ROPE, ACT, biases()), constants={**POST_NORM, "qk_norm_scope": "all_heads"},
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "pad_token_id": 1, "eos_token_id": 50279},
+        only=NO_DROPOUT, note="norms after attention and MLP, one norm over all heads of q and of k",
+    ),
+    Family(
+        model_type="olmo3", architecture="Olmo3ForCausalLM", models="OLMo 3", layer=POST_NORMED_LAYER,
+        parts=(OLMO3_ROPE, ACT, biases()), constants={**POST_NORM, "qk_norm_scope": "all_heads"},
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "pad_token_id": 1, "eos_token_id": 50279,
+                  "rope_theta": 500000.0, "rope_local_base_freq": 500000.0, "sliding_window": 4096},
+        only=NO_DROPOUT, note="as OLMo 2; sliding window per layer, with a RoPE of its own",
+    ),
+    Family(
+        model_type="exaone4", architecture="Exaone4ForCausalLM", models="EXAONE 4.0", layer=POST_NORMED_LAYER,
+        parts=(ROPE, EXAONE_WINDOW, ACT), constants=POST_NORM,
+        defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "bos_token_id": 0,
+                  "eos_token_id": 2, "sliding_window": 4096, "sliding_window_pattern": 4},
+        only=NO_DROPOUT, note="norms after attention and MLP; RoPE in layers with a sliding window only",
+    ),
+    Family(
+        model_type="glm4", architecture="Glm4ForCausalLM", models="GLM-4-0414", layer=GLM_LAYER,
+        parts=(PARTIAL_ROPE, ACT, biases(out=None)),
+        constants={**UNGATED, "norm_position": "both", "rope_interleaved": True},
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
+                  "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "pad_token_id": 151329,
+                  "eos_token_id": [151329, 151336, 151338], "attention_bias": True},
+        only=NO_DROPOUT, note="four norms per layer, RoPE on neighbouring channels of half of each head",
+    ),
+    Family(
+        model_type="gemma2", architecture="Gemma2ForCausalLM", models="Gemma 2",
+        layer=both_normed(LAYER, GEMMA_NORMS),
+        parts=(ROPE, SECOND_IS_FULL, GELU, biases(), QUERY_SCALAR, EMBEDDING_ROOT,
+               same("attn_logit_softcapping", "final_logit_softcapping")),
+        constants=GEMMA,
+        defaults={**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+                  "final_logit_softcapping": 30.0},
+        only={**NO_DROPOUT, **_CAUSAL}, ignored=frozenset(("hidden_act", "cache_implementation")),
+        note="four norms per layer, GELU, capped logits of attention and head",
+    ),
+    Family(
+        model_type="gemma3_text", architecture="Gemma3ForCausalLM", models="Gemma 3 270M, 1B, and the text of others",
+        layer=both_normed(NORMED_LAYER, GEMMA_NORMS),
+        parts=(GEMMA3_ROPE, GELU, biases(), QUERY_SCALAR, EMBEDDING_ROOT, same("final_logit_softcapping")),
+        constants={**GEMMA, "qk_norm": True},
+        defaults={**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
+                  "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
+        only={**NO_DROPOUT, **_CAUSAL, "attn_logit_softcapping": (None,)},
+        ignored=frozenset(("hidden_act", "cache_implementation")),
+        note="as Gemma 2, with norms of q and k instead of caps; layers with a sliding window have a RoPE of their own",
+    ),
+    Family(
+        model_type="afmoe", architecture="AfmoeForCausalLM", models="AFMoE where every layer is dense",
+        layer=AFMOE_LAYER, parts=(ROPE, AFMOE_WINDOW, ACT, DENSE_AFMOE),
+        constants={"attention_gate": "elementwise", "qk_norm": True, "norm_position": "both"},
+        defaults={"max_position_embeddings": 16384, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 1024,
+                  "num_dense_layers": 1, "num_experts": 64, "global_attn_every_n_layers": 4, "mup_enabled": False},
+        only={**NO_DROPOUT, **_NO_BIAS}, ignored=frozenset((*_EXPERTS, "num_shared_experts", "route_scale")),
+        note="a projection for the gate, four norms per layer, RoPE in layers with a sliding window only",
+    ),
+    Family(
+        model_type="laguna", architecture="LagunaForCausalLM", models="Laguna where every layer is dense",
+        layer=LAGUNA_LAYER, parts=(LAGUNA_ROPE, ACT, LAGUNA),
+        constants={"attention_gate_activation": "softplus", "qk_norm": True},
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
+                  "sliding_window": 512, "gating": True, "rope_theta": 500000.0, "rope_local_base_freq": 10000.0},
+        only={**NO_DROPOUT, **_NO_BIAS},
+        ignored=frozenset((
+            *_EXPERTS, "num_experts", "moe_routed_scaling_factor", "moe_apply_router_weight_on_input",
+            "moe_router_logit_softcapping",
+        )),
+        note="a projection for the gate, which is a softplus; one RoPE for each kind of layer",
     ),
 )  # fmt: skip
 
@@ -370,11 +402,16 @@ def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
                 return family
         except ValueError:
             continue
-    features = {name: value for name, value in config.to_dict().items() if name in _FEATURES and value}
+    plain = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
+    features = {name: value for name, value in config.to_dict().items() if name in _FEATURES and value != plain[name]}
+    features.setdefault("attention_gate", config.attention_gate)
     raise ConfigError(f"no architecture of Hugging Face combines {features}: save it with format='te'")
 
 
 _FEATURES = (
-    "attention_gate", "attention_bias", "qk_norm", "rope_scaling", "partial_rotary_factor", "no_rope_layers",
-    "sliding_window", "layer_types", "zero_centered_norm",
+    "rope_scaling", "sliding_rope", "rope_interleaved", "partial_rotary_factor", "no_rope_layers", "sliding_window",
+    "layer_types", "attention_gate", "attention_gate_activation", "attention_bias", "attention_output_bias",
+    "attention_multiplier", "attn_logit_softcapping", "query_scale_beta", "qk_norm", "qk_norm_scope", "norm_position",
+    "zero_centered_norm", "hidden_act", "mlp_gate", "mlp_bias", "embedding_multiplier", "residual_multiplier",
+    "logits_scaling", "final_logit_softcapping",
 )  # fmt: skip

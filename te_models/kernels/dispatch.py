@@ -58,12 +58,15 @@ class Kernels:
 
     rope: Callable[[Tensor, Tensor, Tensor], Tensor] = elementwise.rope
     gate: Callable[[Tensor, Tensor], Tensor] = elementwise.gate
+    softplus_gate: Callable[[Tensor, Tensor], Tensor] = elementwise.softplus_gate
     cross_entropy: Callable[[Tensor, Tensor], Tensor] = elementwise.cross_entropy
     embedding: Callable[[nn.Module, Tensor], Tensor] = elementwise.embedding
     loss_and_gradient: lm_head.Kernel = lm_head.loss_and_gradient
     multiply: lm_head.Multiply | None = None
     norm: Norm = handover.norm
     swiglu: SwiGLU = handover.swiglu
+    mlp_activation: Callable[..., Tensor] = elementwise.mlp_activation
+    mlp_activation_backward: Callable[..., Tensor] = elementwise.mlp_activation_backward
     linear: Linear = handover.linear
     targets: Targets = handover.targets
     attention: gated_attention.Operations | None = None  # None: attention is composed of the operations above
@@ -92,9 +95,12 @@ def compiled_kernels(mode: str) -> Kernels:
     return Kernels(
         rope=fused(elementwise.rope),
         gate=fused(elementwise.gate),
+        softplus_gate=fused(elementwise.softplus_gate),
         cross_entropy=fused(elementwise.cross_entropy),
         loss_and_gradient=fused(lm_head.loss_and_gradient),
         swiglu=functools.partial(handover.swiglu, **both),
+        mlp_activation=fused(elementwise.mlp_activation),
+        mlp_activation_backward=fused(elementwise.mlp_activation_backward),
     )
 
 

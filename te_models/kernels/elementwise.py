@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +25,11 @@ def gate(x: Tensor, logits: Tensor) -> Tensor:
     return x * torch.sigmoid(logits)
 
 
+def softplus_gate(x: Tensor, logits: Tensor) -> Tensor:
+    """x * log(1 + exp(logits)): a gate of attention that is not bounded (Laguna). Shapes broadcast."""
+    return x * F.softplus(logits)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2F] = [gate | up]; returns [..., F] (Shazeer 2020, arXiv 2002.05202)."""
     gate_half, up = gate_up.chunk(2, dim=-1)
@@ -33,6 +41,43 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     gate_half, up = gate_up.chunk(2, dim=-1)
     dgate = torch.ops.aten.silu_backward(dy * up, gate_half)
     return torch.cat((dgate, dy * F.silu(gate_half)), dim=-1)
+
+
+# Activation -> itself, and the gradient of x from that of its output (dy, x).
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "silu": (F.silu, torch.ops.aten.silu_backward),
+    "gelu": (F.gelu, torch.ops.aten.gelu_backward),
+    "gelu_pytorch_tanh": (
+        functools.partial(F.gelu, approximate="tanh"),
+        functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    ),
+    "relu2": (lambda x: F.relu(x).square(), lambda dy, x: 2 * F.relu(x) * dy),
+}
+
+
+def mlp_activation(gate_up: Tensor, activation: str, gated: bool) -> Tensor:
+    """act(gate) * up of gate_up [..., 2F] = [gate | up]; without a gate act(up) of [..., F]. Returns [..., F]."""
+    forward, _ = ACTIVATIONS[activation]
+    if not gated:
+        return forward(gate_up)
+    gate_half, up = gate_up.chunk(2, dim=-1)
+    return forward(gate_half) * up
+
+
+def mlp_activation_backward(dy: Tensor, gate_up: Tensor, activation: str, gated: bool) -> Tensor:
+    """The gradient of mlp_activation's input from that of its output `dy` [..., F]."""
+    forward, backward = ACTIVATIONS[activation]
+    if not gated:
+        return backward(dy, gate_up)
+    gate_half, up = gate_up.chunk(2, dim=-1)
+    return torch.cat((backward(dy * up, gate_half), dy * forward(gate_half)), dim=-1)
+
+
+def scaled_logits(logits: Tensor, divisor: float, cap: float | None) -> Tensor:
+    """logits / divisor, capped to cap * tanh(logits / cap) (Gemma 2, arXiv 2408.00118, section 2), in their dtype."""
+    if divisor != 1:
+        logits = logits / divisor
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def embedding(module: nn.Module, ids: Tensor) -> Tensor:

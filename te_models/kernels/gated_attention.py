@@ -24,9 +24,10 @@ from te_models.kernels.sdpa import suits_cudnn
 def can_fuse(config: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether attention_core computes this model's attention of `tokens` tokens a row.
 
-    Not with QK-norm or RoPE on a part of the channels; and on CUDA devices where cuDNN's kernel is not the one for them.
+    Not with QK-norm, RoPE on a part of the channels and others of ModelConfig.attention_obstacles; and on CUDA devices
+    where cuDNN's kernel is the one for them.
     """
-    if config.qk_norm or config.rotary_size != config.head_dim:
+    if config.attention_obstacles:
         return False
     return device.type != "cuda" or suits_cudnn(tokens, config.head_dim, dtype)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_models.config.chunk_sizes import head_rows
 from te_models.device.cpu_matmul import add_product, matmul
+from te_models.kernels.elementwise import scaled_logits
 
 # loss_and_gradient's signature. It may write the gradient over the logits and return their memory.
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
@@ -78,6 +79,24 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, gradient: 
         return loss, None
     hit = torch.arange(logits.shape[1], device=logits.device) == index  # a comparison fuses, a scatter does not
     return loss, ((logs.exp() - hit.float()) * (counted / count)[:, None]).to(logits.dtype)
+
+
+def with_scaled_logits(kernel: Kernel, divisor: float, cap: float | None) -> Kernel:
+    """Return `kernel` on scaled_logits(logits, divisor, cap), with the gradient for the logits themselves."""
+    if divisor == 1 and cap is None:
+        return kernel
+
+    def scaled(logits: Tensor, targets: Tensor, count: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
+        final = scaled_logits(logits, divisor, cap)
+        # Before the kernel, which may write its gradient over the logits.
+        slope = None if cap is None or not gradient else 1 - (final.float() / cap).square_()
+        loss, dlogits = kernel(final, targets, count, gradient)
+        if dlogits is None:
+            return loss, None
+        change = dlogits.float() if slope is None else slope.mul_(dlogits)
+        return loss, change.div_(divisor).to(logits.dtype)
+
+    return scaled
 
 
 def linear_cross_entropy(

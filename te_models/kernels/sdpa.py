@@ -29,25 +29,28 @@ def suits_cudnn(seq: int, size: int, dtype: torch.dtype, masked: bool = False) -
     return fits and not torch.are_deterministic_algorithms_enabled() and cudnn_is_sound()
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float | None = None
+) -> Tensor:
     """Attention in which query i sees keys 0..i, or what `mask` (bool, or added to the scores) lets it see.
 
-    q [B, N, S, H]; k, v [B, K, M, H] with N a multiple of K and M = S without a mask; returns [B, N, S, H].
+    q [B, N, S, H]; k, v [B, K, M, H] with N a multiple of K and M = S without a mask; returns [B, N, S, H]. `scale` is
+    the factor on q k, None for H ** -0.5.
     """
     if mask is not None and q.shape[-2] == 1:
-        return _decode_attention(q, k, v, mask)
+        return _decode_attention(q, k, v, mask, scale)
     options: dict[str, Any] = dict(
-        attn_mask=mask, is_causal=mask is None and q.shape[-2] > 1, enable_gqa=q.shape[1] != k.shape[1]
+        attn_mask=mask, is_causal=mask is None and q.shape[-2] > 1, enable_gqa=q.shape[1] != k.shape[1], scale=scale
     )
     suits = q.is_cuda and suits_cudnn(q.shape[-2], q.shape[-1], q.dtype, mask is not None)
     order = CUDA_ORDER if suits else SMALL_ORDER
     return _attention(q, k, v, order, options)
 
 
-def _decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def _decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """One query a row. The N/K heads that share a key are taken as queries of one head: no key is copied or read twice."""
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
-    return _attention(grouped, k, v, DECODE_ORDER, dict(attn_mask=mask)).reshape(q.shape)
+    return _attention(grouped, k, v, DECODE_ORDER, dict(attn_mask=mask, scale=scale)).reshape(q.shape)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, order: list[SDPBackend], options: dict[str, Any]) -> Tensor:
@@ -78,6 +81,8 @@ def attention_mask(
     return mask if real is None else (mask & real[:, None, None, :]) | (distance == 0)
 
 
-def attention_kernel(device: torch.device) -> str:
-    """The name of the kernel that runs first on this device, for the summary before training."""
+def attention_kernel(device: torch.device, capped: bool = False) -> str:
+    """The name of the kernel that runs first on this device, for the summary before training; `capped`: its logits are."""
+    if capped:
+        return "composed in FP32, for its capped logits"
     return "cuDNN (PyTorch SDPA)" if device.type == "cuda" else "PyTorch SDPA (CPU)"

@@ -13,6 +13,7 @@ from te_models.config.layout import qkvg_sections, stored_rows
 from te_models.config.model import ModelConfig
 from te_models.kernels.gated_attention import Heads, attention_core, can_fuse
 from te_models.kernels.sdpa import causal_attention
+from te_models.kernels.softcap_attention import softcap_attention
 from te_models.model.forward_context import ForwardContext
 from te_models.model.te_modules import linear, norm_options, pad_rows
 from te_models.model.tensor_parallel import TensorParallel
@@ -33,17 +34,23 @@ class GatedAttention(nn.Module):
         )
         d, column, row = config.hidden_size, tp.linear("column"), tp.linear("row")
         self.qkvg_proj = linear(te, d, tp.size * config.qkvg_size, bias=config.attention_bias, split=column, **factory)
-        self.o_proj = linear(te, tp.size * config.q_size, d, split=row, **factory)
+        self.o_proj = linear(te, tp.size * config.q_size, d, bias=config.attention_output_bias, split=row, **factory)
         if config.qk_norm:
-            self.q_norm = te.RMSNorm(config.head_dim, **norm_options(config), **factory)
-            self.k_norm = te.RMSNorm(config.head_dim, **norm_options(config), **factory)
+            one = config.qk_norm_scope == "head"
+            self.q_norm = te.RMSNorm(config.head_dim if one else config.q_size, **norm_options(config), **factory)
+            self.k_norm = te.RMSNorm(config.head_dim if one else config.kv_size, **norm_options(config), **factory)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x [N, D] -> [N, D]."""
         qkvg = context.linear(self.qkvg_proj, x)
         out = self._fused(qkvg, context) if self._can_fuse(qkvg, context) else self._composed(qkvg, context)
         # Under sequence parallelism qkvg has the rows of all ranks, x only this rank's.
-        return context.linear(self.o_proj, pad_rows(out, len(qkvg)))
+        out = context.linear(self.o_proj, pad_rows(out, len(qkvg)))
+        return context.without_padding(out) if self.config.attention_output_bias else out
+
+    @property
+    def _slides(self) -> bool:
+        return self.config.window(self.layer) is not None
 
     def _can_fuse(self, qkvg: Tensor, context: ForwardContext) -> bool:
         """Whether the model asked for one operation, and these tokens need no mask but the causal one."""
@@ -55,7 +62,7 @@ class GatedAttention(nn.Module):
         """As `_composed`, in one operation."""
         operations = context.kernels.attention
         assert operations is not None
-        cos, sin = (context.cos, context.sin) if self.config.has_rope(self.layer) else (None, None)
+        cos, sin = context.rotary[self._slides] if self.config.has_rope(self.layer) else (None, None)
         targets = context.kernels.targets(self.qkvg_proj, self.o_proj)
         return attention_core(qkvg, cos, sin, context.batch, context.seq, self.heads, operations, targets)
 
@@ -64,30 +71,49 @@ class GatedAttention(nn.Module):
         config = self.config
         qkvg = qkvg[: context.batch * context.seq].unflatten(0, (context.batch, context.seq))
         q, k, v, g = qkvg.split(stored_rows(qkvg_sections(config)), dim=-1)
+        if config.qk_norm_scope == "all_heads":
+            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())  # not saving all of qkvg
         q, k, v = (rearrange(t, "b s (a h) -> b s a h", h=config.head_dim) for t in (q, k, v))
-        if config.qk_norm:
+        if config.qk_norm and config.qk_norm_scope == "head":
             q, k = (self.tp.norm(norm, t, partial=True) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
         if config.has_rope(self.layer):
             q, k = (self._rotated(t, context) for t in (q, k))
+        if context.query_scale is not None:
+            q = q * context.query_scale[..., None, None]
         q, k, v = (rearrange(t, "b s a h -> b a s h") for t in (q, k, v))
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
         mask = context.masks[config.window(self.layer)]
-        out = rearrange(causal_attention(q, k, v, mask), "b a s h -> (b s) a h")
+        out = rearrange(self._attention(q, k, v, mask), "b a s h -> (b s) a h")
         out = self._gated(out, g.flatten(0, 1), context)
         return out if context.real is None else out * context.real
 
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Shapes: te_models.kernels.sdpa.causal_attention."""
+        scale, cap = self.config.attention_multiplier, self.config.attn_logit_softcapping
+        if cap is None:
+            return causal_attention(q, k, v, mask, scale=scale)
+        return softcap_attention(q, k, v, mask, self.config.head_dim**-0.5 if scale is None else scale, cap)
+
     def _rotated(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """x [B, S, heads, H] with RoPE on the first rotary_size channels of each head."""
-        size, rope = self.config.rotary_size, context.kernels.rope
-        if size == self.config.head_dim:
-            return rope(x, context.cos, context.sin)
-        return torch.cat((rope(x[..., :size], context.cos, context.sin), x[..., size:]), dim=-1)
+        """x [B, S, heads, H] with RoPE on the first rotary_size channels of each head.
+
+        Interleaved pairs of channels become halves for good: the products of queries and keys do not depend on the order.
+        """
+        cos, sin = context.rotary[self._slides]
+        size = cos.shape[-1]
+        turned = x if size == self.config.head_dim else x[..., :size]
+        if self.config.rope_interleaved:
+            turned = rearrange(turned, "b s a (r two) -> b s a (two r)", two=2)
+        turned = context.kernels.rope(turned, cos, sin)
+        return turned if size == self.config.head_dim else torch.cat((turned, x[..., size:]), dim=-1)
 
     def _gated(self, out: Tensor, g: Tensor, context: ForwardContext) -> Tensor:
         """out [B*S, A, H], g [B*S, gate_size] -> [B*S, A*H]."""
+        sigmoid = self.config.attention_gate_activation == "sigmoid"
+        gate = context.kernels.gate if sigmoid else context.kernels.softplus_gate
         if self.config.attention_gate == "elementwise":
-            return context.kernels.gate(out.flatten(-2), g)
+            return gate(out.flatten(-2), g)
         if self.config.attention_gate == "headwise":
-            return context.kernels.gate(out, g[:, : self.config.num_attention_heads, None]).flatten(-2)
+            return gate(out, g[:, : self.config.num_attention_heads, None]).flatten(-2)
         return out.flatten(-2)

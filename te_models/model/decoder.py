@@ -30,11 +30,13 @@ from te_models.fp8.primary_weights import check_recipe, clear_states, drop_trans
 from te_models.fp8.region import forward_pass, fp8_layers, preserve_scales_in_backward
 from te_models.fp8.scaling_state import convert_scales, fp8_state, load_fp8_state
 from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
-from te_models.kernels.lm_head import linear_cross_entropy
+from te_models.kernels.elementwise import scaled_logits
+from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
 from te_models.model.block import Block
 from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.kv_cache import KVCache
 from te_models.model.offload import HostMemory, Offload
+from te_models.model.recipe_fit import check_sizes
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
 from te_models.model.targets import nan_if, next_token_targets
 from te_models.model.te_modules import linear, norm_options, pad_rows
@@ -295,8 +297,14 @@ class Decoder(nn.Module):
 
     def _embedded(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
         """input_ids [B, S] -> [B*S, D], zero at padding."""
-        x = self.kernels.embedding(self.embed_tokens, input_ids).flatten(0, 1)
+        x, multiplier = self.kernels.embedding(self.embed_tokens, input_ids).flatten(0, 1), self._embedding_multiplier
+        x = x if multiplier == 1 else x * multiplier
         return x if context.real is None else x * context.real
+
+    @property
+    def _embedding_multiplier(self) -> float:
+        """The factor on embeddings, rounded to the model's dtype as Gemma's was in training."""
+        return torch.tensor(self.config.embedding_multiplier, dtype=self.dtype).item()
 
     def _run(self, layers: range, x: Tensor, context: ForwardContext) -> Tensor:
         """x [N, D] through these blocks."""
@@ -338,13 +346,16 @@ class Decoder(nn.Module):
 
     def _logits(self, h: Tensor, context: ForwardContext) -> Tensor:
         """h [N, D] -> [N, V]."""
-        return self.lm_head(h, is_first_microbatch=context.recompute.first_microbatch)
+        logits = self.lm_head(h, is_first_microbatch=context.recompute.first_microbatch)
+        return scaled_logits(logits, self.config.logits_scaling, self.config.final_logit_softcapping)
 
     def _fused_loss(self, h: Tensor, targets: Tensor) -> Tensor:
         """h [N, D], of which the rows after len(targets) are padding."""
         weight = self.lm_head.get_parameter("weight").to(h.dtype)
         h = h if len(h) == len(targets) else h[: len(targets)]  # the gradient of a slice is a copy
-        return linear_cross_entropy(h, weight, targets, None, self.kernels.loss_and_gradient, self.kernels.multiply)
+        scaling = (self.config.logits_scaling, self.config.final_logit_softcapping)
+        kernel = with_scaled_logits(self.kernels.loss_and_gradient, *scaling)
+        return linear_cross_entropy(h, weight, targets, None, kernel, self.kernels.multiply)
 
     def _newest(self, h: Tensor, context: ForwardContext, count: int) -> Tensor:
         """The rows of h [N, D] of the newest `count` positions of each sequence, padded."""
@@ -425,17 +436,7 @@ class Decoder(nn.Module):
                 " nothing would run in FP8; lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16"
             )
         self.tp.check_recipe(recipe)
-        local = self.local_config
-        sizes = dict(hidden_size=local.hidden_size, intermediate_size=local.intermediate_size)
-        sizes |= {"num_attention_heads * head_dim": local.q_size, "q, k, v and gate": local.qkvg_size}
-        if recipe.lm_head == "fp8":
-            sizes["vocab_size"] = self.config.vocab_size
-        for name, size in sizes.items():
-            if size % recipe.feature_alignment:
-                raise ValueError(
-                    f"{name}={size}{self.tp.each} is not a multiple of {recipe.feature_alignment}, which the GEMMs of recipe "
-                    f"{recipe.name!r} need: change it or use recipe='bf16'"
-                )
+        check_sizes(self.local_config, recipe, self.tp.each)
         return recipe
 
 

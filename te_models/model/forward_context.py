@@ -14,6 +14,7 @@ from te_models.kernels.sdpa import attention_mask
 from te_models.model.kv_cache import KVCache
 from te_models.model.recompute import Recompute
 from te_models.model.rope import rotary_tables
+from te_models.model.te_modules import pad_rows
 
 
 class ForwardContext(NamedTuple):
@@ -21,14 +22,22 @@ class ForwardContext(NamedTuple):
 
     batch: int
     seq: int
-    cos: Tensor  # [S, R] or [B, S, R], R channels rotated, in the dtype of the activations
-    sin: Tensor
+    rotary: dict[bool, tuple[Tensor, Tensor]]  # whether a layer has a window -> cos and sin [S, R] or [B, S, R] for it,
+    # R channels rotated, in the dtype of the activations
+    query_scale: Tensor | None  # [S] or [B, S], of ModelConfig.query_scale_beta
     cache: KVCache | None
     masks: dict[int | None, Tensor | None]  # sliding window -> which keys are seen (kernels.attention.attention_mask)
     real: Tensor | None  # bool [B*S, 1], False at padding inside the batch; None where there is none
     recompute: Recompute  # which activations backward recomputes
     kernels: Kernels
     fp8_layers: range  # the blocks that belong inside the model's autocast
+
+    def without_padding(self, x: Tensor) -> Tensor:
+        """x [N, D], which a bias has made nonzero at padding, with zeros there again."""
+        count = self.batch * self.seq
+        if len(x) != count:
+            x = pad_rows(x[:count], len(x))
+        return x if self.real is None else x * pad_rows(self.real.to(x.dtype), len(x))
 
     def linear(self, module: nn.Module, x: Tensor) -> Tensor:
         """A te.Linear of x [N, I] -> [N, O], which reuses its quantized weight where this pass may."""
@@ -65,9 +74,18 @@ def forward_context(
     else:
         masks = {window: attention_mask(seq, window, padded, documents, ids.device) for window in windows}
         positions = _positions(seq, padded, documents, ids.device)
-    cos, sin = rotary_tables(config, positions, dtype)
+    full = rotary_tables(config, positions, dtype)
+    sliding = full if config.sliding is config else rotary_tables(config.sliding, positions, dtype)
+    scale = None if config.query_scale_beta is None else _query_scale(config, positions, dtype)
     real = None if padded is None else padded.reshape(-1, 1)
-    return ForwardContext(batch, seq, cos, sin, cache, masks, real, recompute, kernels, fp8_layers)
+    tables = {False: full, True: sliding}
+    return ForwardContext(batch, seq, tables, scale, cache, masks, real, recompute, kernels, fp8_layers)
+
+
+def _query_scale(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 + beta * log(1 + position // length) of each position, in `dtype` (Llama 4, Ministral 3)."""
+    assert config.query_scale_beta is not None and config.query_scale_length is not None
+    return (1 + config.query_scale_beta * torch.log(1.0 + positions // config.query_scale_length)).to(dtype)
 
 
 def _positions(seq: int, padded: Tensor | None, documents: Tensor | None, device: torch.device) -> Tensor:

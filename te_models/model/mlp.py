@@ -1,4 +1,4 @@
-"""The MLP of a block: SwiGLU between two te.Linear. Shapes: te_models/model/block.py."""
+"""The MLP, built from te.Linear alone. Shapes: te_models/model/block.py."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from te_models.config.layout import gate_up_sections
 from te_models.config.model import ModelConfig
+from te_models.kernels import handover
 from te_models.model.forward_context import ForwardContext
 from te_models.model.te_modules import linear
 from te_models.model.tensor_parallel import TensorParallel
 
 
-class SwiGLU(nn.Module):
-    """down_proj(silu(gate) * up) with gate and up from one GEMM (Shazeer 2020, arXiv 2002.05202).
+class MLP(nn.Module):
+    """down_proj(act(gate) * up) with gate and up from one GEMM (Shazeer 2020, arXiv 2002.05202), or down_proj(act(up)).
 
     The rows of `gate_up_proj.weight` are those of te_models.config.layout.
     """
@@ -22,19 +24,33 @@ class SwiGLU(nn.Module):
     def __init__(self, config: ModelConfig, te: ModuleType, tp: TensorParallel, **factory: Any) -> None:
         super().__init__()
         self.config = config
-        d, f = config.hidden_size, tp.size * config.intermediate_size
-        self.gate_up_proj = linear(te, d, 2 * f, split=tp.linear("column"), **factory)
-        self.down_proj = linear(te, f, d, split=tp.linear("row"), **factory)
+        d, f, bias = config.hidden_size, tp.size * config.intermediate_size, config.mlp_bias
+        rows = len(gate_up_sections(config)) * f
+        self.gate_up_proj = linear(te, d, rows, bias=bias, split=tp.linear("column"), **factory)
+        self.down_proj = linear(te, f, d, bias=bias, split=tp.linear("row"), **factory)
 
     def hidden(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x [N, D] -> the input of down_proj [N, F]."""
         gate_up = context.linear(self.gate_up_proj, x)
-        return context.kernels.swiglu(gate_up, self.gate_up_proj, self.down_proj)
+        if not self.config.mlp_obstacles:
+            return context.kernels.swiglu(gate_up, self.gate_up_proj, self.down_proj)
+        kernels, how = context.kernels, (self.config.hidden_act, self.config.mlp_gate)
+
+        def forward(gate_up: Tensor) -> Tensor:
+            hidden = kernels.mlp_activation(gate_up, *how)
+            return context.without_padding(hidden) if self.config.mlp_bias else hidden
+
+        def backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+            dy = context.without_padding(dy) if self.config.mlp_bias else dy
+            return kernels.mlp_activation_backward(dy, gate_up, *how)
+
+        return handover.swiglu(gate_up, self.gate_up_proj, self.down_proj, forward, backward)
 
     def output(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """hidden [N, F] -> [N, D]. Apart from `hidden`, since recompute may discard what lies between."""
         with context.recompute.discarding(hidden):
-            return context.linear(self.down_proj, hidden)
+            out = context.linear(self.down_proj, hidden)
+        return context.without_padding(out) if self.config.mlp_bias else out
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x [N, D] -> [N, D]."""

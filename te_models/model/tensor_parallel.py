@@ -94,6 +94,12 @@ class TensorParallel:
         """
         if self.size == 1:
             return config
+        if config.qk_norm_scope == "all_heads":
+            raise ValueError("qk_norm_scope='all_heads' needs the heads of all ranks: build the model without tp_mesh")
+        if self.sequence and (config.attention_output_bias or config.mlp_bias):
+            raise ValueError(
+                "sequence_parallel=True does not support attention_output_bias and mlp_bias: use sequence_parallel=False"
+            )
         names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
         counts = {name: getattr(config, name) for name in names}
         common = math.gcd(*counts.values())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from te_models.config.layout import gate_up_sections, qkvg_sections
 from te_models.errors import UsageError
 from te_models.model.attention import GatedAttention
-from te_models.model.mlp import SwiGLU
+from te_models.model.mlp import MLP
 
 # The roles of parts. Muon and GaLore update the first; AdamW updates all others.
 ROLES = (
@@ -88,7 +88,7 @@ def _structure(module: nn.Module) -> Iterator[tuple[Any, list[tuple[str, int]]]]
         sections = [section for section in qkvg_sections(module.config) if section.stored]
         yield module.qkvg_proj.weight, [(gate if s.name == "g" else "hidden", s.stored) for s in sections]
         yield module.o_proj.weight, [("hidden", module.config.hidden_size)]
-    elif isinstance(module, SwiGLU):
+    elif isinstance(module, MLP):
         yield module.gate_up_proj.weight, [("hidden", s.stored) for s in gate_up_sections(module.config)]
         yield module.down_proj.weight, [("hidden", len(module.down_proj.weight))]
 

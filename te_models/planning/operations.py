@@ -141,7 +141,7 @@ class Tape:
     def fuses(self, layer: int) -> bool:
         """Whether attention, RoPE and gate are one operation, as kernels/gated_attention.py decides on CUDA devices."""
         c, training, window = self.config, self.training, self.config.window(layer)
-        plain = not c.qk_norm and c.rotary_size == c.head_dim and (window is None or window >= training.seq_len)
+        plain = not c.attention_obstacles and (window is None or window >= training.seq_len)
         cudnn = c.head_dim in (64, 128) and training.seq_len >= 128 and self.element == 2
         return training.fused and training.cuda and not training.activation_offload and plain and cudnn
 
@@ -156,8 +156,25 @@ class Tape:
         weights = self.config.hidden_size * self.element
         return Step(name, saved, consumes=self.stream, scratch=self.stream, weights=weights)
 
+    def output_norm(self, name: str) -> list[Step]:
+        """What follows attention or the MLP before the residual sum: a te.RMSNorm, a multiplication, both or neither."""
+        c, multiplied = self.config, self.config.residual_multiplier != 1
+        steps = [Step("residual_multiplier", produces=self.stream)] if multiplied else []
+        if c.norm_position == "pre":
+            return steps
+        norm = self.norm(name)._replace(consumes=self.stream * multiplied, produces=self.stream, scratch=0)
+        return [norm, *steps]
+
     def linear(
-        self, name: str, inputs: int, outputs: int, fp8: bool, *, shared: bool = False, last: bool = False
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        fp8: bool,
+        *,
+        shared: bool = False,
+        last: bool = False,
+        bias: bool = False,
     ) -> Step:
         """te.Linear saves its input (in FP8 the columnwise copy) and the FP8 copies of its weight.
 
@@ -167,6 +184,7 @@ class Tape:
         Args:
             shared: whether another operation already saves the unquantized input.
             last: whether the output gradient is the residual's, which outlives this backward.
+            bias: whether it has one.
         """
         rows, element, override = self.rows, self.element, self.recipe.fields.get("backward_override", "none")
         step = Step(
@@ -174,7 +192,7 @@ class Tape:
             saved=0 if shared else rows * inputs * element,
             consumes=0 if last else rows * outputs * element,
             produces=rows * inputs * element,
-            weights=outputs * inputs * element,
+            weights=outputs * (inputs + bias) * element,
         )
         if not fp8 or override == "high_precision":
             return step
@@ -195,29 +213,35 @@ class Tape:
 
     def block(self, layer: int) -> tuple[list[Step], list[Step], list[Step]]:
         """Return a block in three parts: attention, the MLP up to the input of down_proj, and down_proj."""
-        config, fp8, F = self.config, self.fp8(layer), self.rows * self.config.intermediate_size * self.element
-        ungated = config.attention_gate == "none"
+        config, fp8 = self.config, self.fp8(layer)
+        ungated, capped = config.attention_gate == "none", config.attn_logit_softcapping is not None
         # Without a gate the input of o_proj is attention's output, unless rows are padded in between.
-        shared = ungated and self.rows == self.tokens and not self.copies_for_attention
-        sizes = linear_sizes(config)
+        shared = ungated and self.rows == self.tokens and not self.copies_for_attention and not capped
+        sizes, last = linear_sizes(config), config.norm_position == "pre" and config.residual_multiplier == 1
+        F, width = (self.rows * size * self.element for size in (config.intermediate_size, sizes["gate_up_proj"][1]))
+        qkvg = self.linear("qkvg_proj", *sizes["qkvg_proj"], fp8, bias=config.attention_bias)
+        gate_up = self.linear("gate_up_proj", *sizes["gate_up_proj"], fp8, bias=config.mlp_bias)
+        out = dict(shared=shared, last=last, bias=config.attention_output_bias)
         attention = [
-            self.norm("input_layernorm"),
-            self.linear("qkvg_proj", *sizes["qkvg_proj"], fp8),
+            *self._after_norm("input_layernorm", qkvg),
             *([self.fused_attention()] if self.fuses(layer) else self.attention(layer)),
             *([] if ungated or self.fuses(layer) else [self.gate()]),
-            self.linear("o_proj", *sizes["o_proj"], fp8, shared=shared, last=True),
+            self.linear("o_proj", *sizes["o_proj"], fp8, **out),
+            *self.output_norm("attention_output_norm"),
         ]
         hidden = [
-            self.norm("post_attention_layernorm"),
-            self.linear("gate_up_proj", *sizes["gate_up_proj"], fp8),
+            *self._after_norm("post_attention_layernorm", gate_up),
             # Uncompiled, backward holds the gradients of both halves before it concatenates them.
-            Step("swiglu", 2 * F, consumes=F, produces=2 * F, scratch=0 if self.training.compile else 2 * F),
+            Step("swiglu", width, consumes=F, produces=width, scratch=0 if self.training.compile else width),
         ]
-        return (
-            attention,
-            hidden,
-            [self.linear("down_proj", *sizes["down_proj"], fp8, last=True)],
-        )
+        down = self.linear("down_proj", *sizes["down_proj"], fp8, last=last, bias=config.mlp_bias)
+        return attention, hidden, [down, *self.output_norm("mlp_output_norm")]
+
+    def _after_norm(self, name: str, linear: Step) -> list[Step]:
+        """A linear after its norm; without one, the gradient of its input is added to the residual's at once."""
+        if self.config.norm_position != "post":
+            return [self.norm(name), linear]
+        return [linear._replace(produces=0, scratch=linear.scratch + linear.produces)]
 
     def fused_attention(self) -> Step:
         """kernels/gated_attention.py saves the rotated projection, attention's output and one FP32 per query and head."""
@@ -240,18 +264,23 @@ class Tape:
         q, kv, gate = (T * size * self.element for size in (c.q_size, c.kv_size, c.gate_size))
         whole = self.rows * c.qkvg_size * self.element
         split = [Step("split of q, k, v, gate", consumes=q + 2 * kv + gate, produces=whole)]
-        norms = T * (c.num_attention_heads + c.num_key_value_heads) * FP32
+        normed = c.num_attention_heads + c.num_key_value_heads if c.qk_norm_scope == "head" else 2
+        norms = T * normed * FP32
         if c.qk_norm:  # te.RMSNorm makes the heads contiguous and saves those
             split.append(Step("q_norm, k_norm", q + kv + norms, consumes=q + kv, produces=q + kv))
         if c.has_rope(layer):  # linear in its input: saves only the tables, which all layers share
             split.append(Step("rope", consumes=q + kv, produces=q + kv))
         statistics = T * c.num_attention_heads * FP32
         grads = dict(consumes=q, produces=q + 2 * kv, scratch=T * c.q_size * FP32)  # dq is summed in FP32
+        own = q + kv if c.has_rope(layer) or c.qk_norm else q if c.query_scale_beta is not None else 0
+        if c.attn_logit_softcapping is not None:  # saves q, k and v; of one row of the batch it makes FP32 scores
+            square = c.num_attention_heads * training.seq_len**2 * FP32
+            return [*split, Step("attention", whole + own, **grads)._replace(scratch=4 * square)]
         if not self.copies_for_attention:
-            own = q + kv if c.has_rope(layer) or c.qk_norm else 0
             saved = whole + own + q + statistics
         else:  # FP32 copies of q, k and v; only the gate may still need the output of qkvg_proj
-            gate_saves_projection = c.attention_gate != "none" and training.compile
+            softplus = c.attention_gate_activation == "softplus"
+            gate_saves_projection = c.attention_gate != "none" and (training.compile or softplus)
             saved = T * 2 * (c.q_size + c.kv_size) * FP32 + statistics + gate_saves_projection * whole
         return [*split, Step("attention", saved + self._mask(layer), **grads)]
 
@@ -268,7 +297,8 @@ class Tape:
         saved = 0
         if not self.training.compile:
             saved += q if c.attention_gate == "elementwise" else T * c.num_attention_heads * self.element
-        saved += q if self.copies_for_attention else 0  # attention's output, rounded from FP32
+        if self.copies_for_attention or c.attn_logit_softcapping is not None:
+            saved += q  # attention's output, which attention itself does not save, or not in this dtype
         return Step("gate", saved, consumes=self.rows * c.q_size * self.element, produces=q + g)
 
     def head(self) -> list[Step]:
@@ -284,11 +314,14 @@ class Tape:
             loss = Step(
                 "loss", fp32 + self.tokens * INT64 + INT64 + FP32, produces=logits, scratch=2 * fp32, of_logits=True
             )
+        capped = c.final_logit_softcapping is not None  # saves the output of tanh
         cut = self.rows * c.vocab_size * self.element
+        cap = [Step("logit cap", cut, consumes=cut, produces=cut, of_logits=True)] if capped else []
         padding = [Step("removal of padding", consumes=logits, produces=cut)] if self.rows > self.tokens else []
         return [
             self.norm("norm")._replace(produces=self.stream, scratch=0),
             self.linear("lm_head", c.hidden_size, c.vocab_size, self.recipe.quantized and self.recipe.lm_head == "fp8"),
+            *cap,
             *padding,
             loss,
         ]
@@ -308,19 +341,27 @@ class Tape:
         beside = self.element + (0 if self.training.compile else 3 * FP32)
         if self.training.cuda and self.training.fused and not self.training.activation_offload:
             beside = 0
+        if c.final_logit_softcapping is not None or c.logits_scaling != 1:  # the scaled logits, and two of FP32
+            beside += self.element + 2 * FP32
         forward = sums * FP32 * size + chunk * (self.element + beside)
         return Step(
             "head and loss", own + weight, produces=self.stream, weights=weight, of_logits=True,
             scratch=max(0, forward - self.stream - weight),
         )  # fmt: skip
 
+    def rotary_tables(self) -> int:
+        """Bytes of cos and sin for each kind of layer that has RoPE, and of the scale of queries."""
+        c, size = self.config, self.training.seq_len * self.element
+        layers = [layer for layer in range(c.num_hidden_layers) if c.has_rope(layer)]
+        kinds = {c.sliding if c.window(layer) is not None else c for layer in layers}
+        return sum(2 * size * kind.rotary_size for kind in kinds) + size * (c.query_scale_beta is not None)
+
     def regions(self) -> Iterator[Region]:
         """Yield the whole forward pass; te_models/config/recompute_modes.py decides what is recomputed."""
         mode, c, fp8_weights = self.training.activation_checkpointing, self.config, self.training.fp8_params
         # Where SwiGLU writes the FP8 input of down_proj itself, it can also recompute it.
         hands_over = fp8_weights and self.training.fused and self.training.cuda and self.recipe.scheme in PER_TENSOR
-        tables = 2 * self.training.seq_len * c.rotary_size * self.element
-        rotary = tables if any(c.has_rope(layer) for layer in range(c.num_hidden_layers)) else 0
+        rotary = self.rotary_tables()
         table = c.vocab_size * c.hidden_size * self.element
         tied = c.tie_word_embeddings  # then its gradient is added to lm_head's
         embedding = Step("embedding", self.tokens * INT64 + rotary, consumes=self.stream)
@@ -329,15 +370,19 @@ class Tape:
             attention, hidden, down = self.block(layer)
             # Storages of up to 1 MiB, which te_models/model/offload.py leaves on the device, are not counted.
             place = (layer, self.training.activation_offload and layer < c.num_hidden_layers - 1)
+            fp8 = self.fp8(layer)
+            # After no norm, only a linear in high precision saves what a recompute starts from.
+            first = [Step("input", self.stream)] if c.norm_position == "post" and fp8 else []
             if recomputes_block(mode, layer):
-                yield Region(attention + hidden + down, self.stream, *place)
+                yield Region([*first, *attention, *hidden, *down], self.stream, *place)
                 continue
             yield Region(attention, None, *place)
-            fp8 = self.fp8(layer)
             mlp_input = self.stream if recomputes_mlp(mode, layer, c.num_hidden_layers, fp8, fp8_weights) else None
+            hidden = hidden if mlp_input is None else [*first, *hidden]
             if recomputes_product(mode, fp8, hands_over):  # the backward of down_proj starts the recompute
                 recomputed = down[0]._replace(saved=0, scratch=down[0].scratch + down[0].saved)
                 yield Region([*hidden, recomputed], mlp_input, *place)
+                yield Region(down[1:], None, *place)
             else:
                 yield Region(hidden, mlp_input, *place)
                 yield Region(down, None, *place)

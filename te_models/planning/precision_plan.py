@@ -33,6 +33,7 @@ class PrecisionPlan(Printable):
 
     title: str
     rows: tuple[PlanRow, ...]
+    notes: tuple[str, ...] = ()  # operations that fused kernels do not compute for this model
 
     def __iter__(self) -> Iterator[PlanRow]:
         return iter(self.rows)
@@ -47,6 +48,7 @@ class PrecisionPlan(Printable):
 
     def __rich__(self) -> Table:
         table = Table(title=self.title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        table.caption, table.caption_justify = "\n".join(self.notes) or None, "left"
         for column in COLUMNS:
             table.add_column(column, overflow="fold")
         for row in self.folded():

@@ -52,6 +52,7 @@ Model = TypeVar("Model", bound=Decoder)
 
 MODEL_TYPE = "te_models"
 FORMATS = ("te", "hf")
+ADAPTERS = "adapter_config.json"
 
 
 def model_content(
@@ -126,6 +127,11 @@ def _read_pretrained(
         return read_hugging_face(build, folder, shape, options)
     if (folder / "config.json").is_file() and not (folder / MANIFEST).exists() and te_files(folder):
         return read_te_model(build, folder, shape, options), Origin()
+    if (folder / ADAPTERS).is_file() and not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{folder} holds adapters and not a model: load the model that {ADAPTERS} names, then "
+            "te_models.load_lora(model, folder); a run with --merge has both in its folder merged/"
+        )
     if folder.is_dir() and not any((folder / name).exists() for name in ("config.json", MANIFEST)):
         raise CheckpointError(f"{folder} has no config.json: it holds no model, or only a part of one")
     extras = ["fp8_state", "fp8_weights", "hf_config", "generation_config"]
@@ -251,6 +257,12 @@ def saved_folder(folder: str | Path) -> Path:
     if runs.is_dir() and not (Path(folder) / "config.json").exists():
         return Checkpoints(runs).latest() or Path(folder)
     return Path(folder)
+
+
+def adapter_folder(folder: str | Path) -> Path | None:
+    """Return the folder with LoRA adapters that `folder` is, or that is its newest checkpoint; None if there are none."""
+    found = saved_folder(folder)
+    return found if (found / ADAPTERS).is_file() and not (found / "config.json").exists() else None
 
 
 def _tokenizer_documents(files: Mapping[str, bytes]) -> dict[str, Any]:

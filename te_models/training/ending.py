@@ -38,6 +38,8 @@ def print_outcome(console: Console, result: Result, settings: RunSettings, folde
     }
     if result.peak_memory is not None:
         rows["peak memory"] = f"{result.peak_memory / 2**30:.2f} GiB"
+    if result.best_step not in (0, result.step):
+        rows["best eval loss"] = f"{result.best_eval_loss:.4f} at step {result.best_step}"
     rows |= {
         "checkpoint": str(result.checkpoint),
         "metrics": str(folder / "metrics.jsonl"),
@@ -73,9 +75,9 @@ def print_next(console: Console, folder: Path, tokenizer: Tokenizer, prompts: li
         pass
     else:
         first = ["te-models", "chat", "--model", str(folder)]
-    export = ["te-models", "convert", "--model", str(folder), "--out", str(folder / "export")]
+    export = ["te-models", "export", "--model", str(folder), "--out", str(folder / "export")]
     console.print(Text("\nnext", "bold"))
-    for command, purpose in ((first, "try the model"), (export, "export it in Hugging Face's format")):
+    for command, purpose in ((first, "try the model"), (export, "write it for vLLM, SGLang or transformers, in FP8")):
         console.print(
             f"  {shlex.join(command)}", Text(f"  # {purpose}", "dim"), highlight=False, soft_wrap=True, sep=""
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -20,6 +20,8 @@ from te_models.engine import auto_recipe
 from te_models.errors import UsageError
 from te_models.generation.options import GenerationOptions
 from te_models.optim import resolve_options
+from te_models.saving.folder import save_folder
+from te_models.saving.pretrained import model_content
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.ending import draw_run, print_next, print_outcome
 from te_models.training.evaluation import Batch
@@ -30,8 +32,11 @@ from te_models.training.report import progress, summary
 from te_models.training.resume import resumed_options, run_folder, saved_choices, starting_step
 from te_models.training.run_file import commands, run_document
 from te_models.training.samples import Prompt, Sampler, held_out_prompts
-from te_models.training.settings import RUN_FILE, RunSettings, changed_settings, read_run_file
+from te_models.training.settings import RUN_FILE, RunSettings, changed_settings, read_run_file, resolved_path
 from te_models.training.trainer import Result, Trainer
+
+if TYPE_CHECKING:
+    from te_models.training.lora_run import LoraRun
 
 
 def finetune(settings: RunSettings, resume: bool = False) -> Result:
@@ -48,9 +53,11 @@ def finetune(settings: RunSettings, resume: bool = False) -> Result:
         Diverged: the loss became NaN or infinite.
         LostPeer: another process of the run died.
     """
-    config = choose_parallel(settings.train, recorded=settings.file is not None and "parallel" not in settings.given)
+    recorded = settings.file is not None and "parallel" not in settings.given
+    config = choose_parallel(settings.train, recorded, lora=settings.lora is not None)
     resolve_options(config.optimizer, config.optimizer_options)  # fail before reading data
     with parallel(config, settings.build.get("device")) as shared:
+        shared.frozen = settings.lora is not None
         console = Console(markup=False, emoji=False, quiet=not shared.ranks.first)
         settings = settings if resume else _with_recipe(settings, console)
         folder, newest = _place(settings, shared, resume)
@@ -61,6 +68,7 @@ def finetune(settings: RunSettings, resume: bool = False) -> Result:
         torch.manual_seed(config.seed)
         model = _build(settings, shared, newest)
         _check_model(model, words, config)
+        adapters = _adapters(settings, model)
         start = starting_step(folder, resume, config)
         for line in _changes(settings, folder, resume):
             console.print(line, highlight=False)
@@ -84,6 +92,7 @@ def finetune(settings: RunSettings, resume: bool = False) -> Result:
                     run_file=run_file,
                     on_step=show,
                     parallel=shared,
+                    saved=adapters,
                 )
                 result = trainer.run(resume=resume)
         finally:
@@ -92,6 +101,8 @@ def finetune(settings: RunSettings, resume: bool = False) -> Result:
         curve = draw_run(result, settings, folder, model, config.tokens_per_step) if shared.ranks.first else ""
         print_outcome(console, result, settings, folder, curve)
         if not result.interrupted:
+            if adapters is not None and shared.ranks.first:
+                _save_adapters(console, settings, adapters, folder, words)
             if sampler:
                 sampler.show(console)
             print_next(console, folder, words, sampler.prompts if sampler else [])
@@ -151,10 +162,37 @@ def _build(settings: RunSettings, shared: Parallel, newest: Path | None) -> Caus
     if settings.preset is not None:
         return CausalLM.from_preset(settings.preset, build=shared.build, **options)
     assert settings.model is not None
-    if newest is None:
+    if newest is None or settings.lora is not None:
         return CausalLM.from_pretrained(settings.model, build=shared.build, **options)
     options = {name: value for name, value in options.items() if name not in config_fields()}  # the checkpoint has them
     return CausalLM.from_pretrained(newest, build=shared.build, **options)
+
+
+def _adapters(settings: RunSettings, model: CausalLM) -> LoraRun | None:
+    """Freeze the model and add the adapters that the settings ask for, if any."""
+    if settings.lora is None:
+        return None
+    from te_models.training.lora_run import LoraRun  # noqa: PLC0415  needs peft
+
+    torch.manual_seed(settings.train.seed)
+    return LoraRun(model, settings.lora, resolved_path(settings.model))
+
+
+def _save_adapters(console: Console, settings: RunSettings, adapters: LoraRun, folder: Path, words: Tokenizer) -> None:
+    """Save the adapters in the folder adapter/ and, with --merge, the model that has them in its weights in merged/."""
+    from te_models.training.lora_run import load_merged  # noqa: PLC0415  needs peft
+
+    tensors, documents = adapters.content(live=False)
+    save_folder(folder / "adapter", tensors, {**documents, **words.documents()})
+    console.print(f" adapters   {folder / 'adapter'}", highlight=False)
+    if settings.lora is None or not settings.lora.merge:
+        return
+    model = adapters.model
+    options: dict[str, Any] = dict(recipe=model.recipe, engine="emulated", device="cpu", dtype=model.dtype)
+    merged = load_merged(folder / "adapter", base=settings.model, **options)  # into weights that FP8 has not rounded
+    tensors, documents = model_content(merged, merged.origin)
+    save_folder(folder / "merged", tensors, {**documents, **words.documents()})
+    console.print(f" merged     {folder / 'merged'}", highlight=False)
 
 
 def _changes(settings: RunSettings, folder: Path, resume: bool) -> list[str]:

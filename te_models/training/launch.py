@@ -69,8 +69,8 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
     dist.destroy_process_group()
 
 
-def choose_parallel(config: TrainConfig, recorded: bool = False) -> TrainConfig:
-    """Return `config` with parallel="auto" resolved: fsdp or, where the optimizer needs whole parameters, ddp.
+def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = False) -> TrainConfig:
+    """Return `config` with parallel="auto" resolved: fsdp or, where the optimizer or `lora` needs whole parameters, ddp.
 
     With `recorded` the value comes from a file of another number of processes: where they are too few or too many for it,
     it counts as "auto", so that one file serves any number.
@@ -78,9 +78,11 @@ def choose_parallel(config: TrainConfig, recorded: bool = False) -> TrainConfig:
     world = int(os.environ.get("WORLD_SIZE", 0))
     if recorded and (config.parallel == "none") == (world > 1):
         config = dataclasses.replace(config, parallel="auto", tensor_parallel_size=0, sequence_parallel=False)
+    if lora and config.parallel not in ("auto", "none", "ddp"):
+        raise UsageError(f"--lora needs the whole model on each process: use --parallel ddp, not {config.parallel}")
     if config.parallel != "auto":
         return config
-    whole = config.optimizer == "te-adam" or config.optimizer_offload
+    whole = lora or config.optimizer == "te-adam" or config.optimizer_offload
     return dataclasses.replace(config, parallel="none" if world <= 1 else "ddp" if whole else "fsdp")
 
 

@@ -1,11 +1,8 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685) on te.Linear through `peft`, on either engine, with merge and unmerge.
+"""LoRA (Hu et al. 2021, arXiv 2106.09685) on te.Linear through `peft`, in files that peft and transformers read.
 
-peft has adapters for Transformer Engine's layers, but cannot merge them and does not know the emulated engine's.
-`LoraLinear` does both; it is registered with peft as a custom module. The frozen te.Linear runs under the model's recipe,
-FP8 included; the two low-rank products run in high precision, since a rank such as 8 is no multiple of the alignment that
-FP8 GEMMs need.
-
-Our projections are fused, so an adapter on `qkvg_proj` is one low-rank update of q, k, v and the gate together.
+Our projections are fused: an adapter on `qkvg_proj` is one low-rank update of q, k, v and the gate together, one on `q_proj`
+updates the rows of q. Files have one adapter for each linear of transformers in both cases
+(te_models.training.lora_targets).
 """
 
 from __future__ import annotations
@@ -13,225 +10,381 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import re
+import os
+import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs
 from te_models.files.atomic import first_line
-from te_models.fp8.primary_weights import plain, restore_weight, saved_weight, write_weight
+from te_models.fp8.primary_weights import plain
 from te_models.fp8.scaling_state import check_fp8_state, fp8_state
 from te_models.interop.hf import local_folder
-from te_models.saving.folder import MANIFEST, load_folder, match, save_folder
+from te_models.saving.folder import MANIFEST, Folder, load_folder, match, save_folder
 from te_models.saving.pretrained import read_recipe
+from te_models.training.lora_config import check_fields, read_config, wanted_adapters, whole_modules
+from te_models.training.lora_layer import LoraLinear
+from te_models.training.lora_targets import (
+    Fused,
+    Modules,
+    Wanted,
+    adaptable_modules,
+    alpha_of,
+    fuse,
+    join,
+    share_a,
+    split,
+)
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):
-    from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-    from peft.tuners.lora import LoraLayer
-    from peft.tuners.tuners_utils import check_adapters_to_merge
+    from peft import LoraConfig, PeftConfig, PeftModel
+    from peft.utils import ModulesToSaveWrapper
 
 WEIGHTS = "adapter_model.safetensors"
-MAX_PATTERN, MAX_REPEATS = 1000, 3  # of a regular expression, whose time grows as the length of a name to this power
+PREFIX = "base_model.model."  # of every name in an adapter's file
+# What peft 0.21 takes for experts in any model of an architecture that can have them (its convert_peft_config_moe).
+EXPERT_TARGETS = {"qwen3_next": ("gate_proj", "up_proj", "down_proj")}
 PROJECTIONS = ("qkvg_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
-def add_lora(model: CausalLM, config: LoraConfig | None = None, **fields: Any) -> PeftModel:
+class AdaptedModel(PeftModel):
+    """peft's PeftModel around a CausalLM: its configs may name the linears of transformers, and its files do."""
+
+    def __init__(
+        self, model: CausalLM, peft_config: PeftConfig, adapter_name: str = "default",
+        fused: Mapping[str, Fused] | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """Freeze `model` and add adapters to it; `fused` are those of each te.Linear, None: what `peft_config` targets."""
+        config, fused = _resolved(model, peft_config, fused)
+        super().__init__(model, config, adapter_name, **options)
+        _divide(self, adapter_name, config, fused)
+
+    def get_base_model(self) -> CausalLM:
+        """Return the model inside, with the adapters in it."""
+        model = super().get_base_model()
+        assert isinstance(model, CausalLM)
+        return model
+
+    def add_adapter(
+        self, adapter_name: str, peft_config: PeftConfig, low_cpu_mem_usage: bool = False,
+        autocast_adapter_dtype: bool = True, fused: Mapping[str, Fused] | None = None,
+    ) -> None:  # fmt: skip
+        """Add a further adapter, which starts at zero and is not active until `set_adapter`."""
+        config, fused = _resolved(self.get_base_model(), peft_config, fused)
+        super().add_adapter(adapter_name, config, low_cpu_mem_usage, autocast_adapter_dtype)
+        _divide(self, adapter_name, config, fused)
+
+    # The methods below take fewer options than peft's: the others say how it reads files, and these are read here.
+    def load_adapter(  # type: ignore[override]
+        self, model_id: str | Path, adapter_name: str, is_trainable: bool = False
+    ) -> None:
+        """Load a further adapter, or new values of one that is there; see `load_lora`. Scales are left as they are.
+
+        Raises:
+            CheckpointError: the folder is damaged, does not fit the model, or has other modules or ranks than the adapter
+                of that name.
+        """
+        adapter = _read_adapter(self.get_base_model(), local_folder(model_id), is_trainable)
+        if adapter_name not in self.peft_config:
+            self.add_adapter(adapter_name, adapter.config, fused=adapter.fused)
+        elif adapter.fused != _adapters(self, adapter_name):
+            raise CheckpointError(
+                f"{model_id} has other modules or ranks than adapter {adapter_name!r}: load it by another name"
+            )
+        _fill(self, adapter_name, adapter)
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | Path, safe_serialization: bool = True, selected_adapters: list[str] | None = None,
+        is_main_process: bool = True, **options: Any,
+    ) -> None:  # fmt: skip
+        """Save each adapter as `save_lora` does, beside other files that `save_directory` may hold.
+
+        Args:
+            save_directory: for the adapter "default"; others are saved in a folder of their name in it.
+            safe_serialization: False is refused.
+            selected_adapters: their names; None: all.
+            is_main_process: False saves nothing.
+            options: others of peft, which have no meaning here.
+        """
+        if not safe_serialization:
+            raise UsageError("safe_serialization=False would write a pickle, which can run code: leave it out")
+        for name in selected_adapters or list(self.peft_config) if is_main_process else ():
+            folder = Path(save_directory) / name if name != "default" else Path(save_directory)
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".adapter-") as temp:
+                save_lora(self, Path(temp) / "new", name)
+                for file in sorted((Path(temp) / "new").iterdir(), key=lambda path: path.name == MANIFEST):
+                    os.replace(file, folder / file.name)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, model: CausalLM, model_id: str | Path, adapter_name: str = "default", is_trainable: bool = False
+    ) -> AdaptedModel:
+        """Return `load_lora(model, model_id, is_trainable)`, as PeftModel.from_pretrained does for models of transformers."""
+        return load_lora(model, model_id, is_trainable, adapter_name)
+
+
+def add_lora(model: CausalLM, config: LoraConfig | None = None, **fields: Any) -> AdaptedModel:
     """Freeze `model` and add adapters to it, which start at zero and change no output.
+
+    Targets are our linears (`qkvg_proj`, `o_proj`, `gate_up_proj`, `down_proj`, `lm_head`) or those of transformers
+    (`q_proj`, `k_proj`, `v_proj`, `gate_proj`, `up_proj` ..., or "all-linear" for all of these in the blocks), each with a rank
+    of its own, under any of LoraConfig's ways of naming them.
 
     Args:
         model: changed in place.
         config: peft's LoraConfig; None: made of `fields`.
         fields: fields of LoraConfig, such as r=8, lora_alpha=16, target_modules=["o_proj"]. Without target_modules, all
             four projections of every block get adapters.
+
+    Raises:
+        UsageError: a field that is not supported (DoRA and other kinds), or a target that matches nothing.
     """
+    if isinstance(model, PeftModel):
+        raise UsageError("the model has adapters already: add another with its add_adapter(name, config)")
     if config is None:
         fields.setdefault("target_modules", list(PROJECTIONS))
         config = LoraConfig(**fields)
-    return get_peft_model(model, _registered(model, config))  # type: ignore[arg-type]
+    elif isinstance(config, LoraConfig) and config.target_modules is None:
+        config = dataclasses.replace(config, target_modules=list(PROJECTIONS))
+    return AdaptedModel(model, config)
 
 
-def save_lora(adapted: PeftModel, folder: str | Path) -> None:
-    """Save the adapters of a model into `folder`, atomically, with the FP8 scales that a stateful recipe needs to continue.
+def save_lora(adapted: AdaptedModel, folder: str | Path, adapter_name: str | None = None) -> None:
+    """Save an adapter into `folder`, atomically, with the FP8 scales that a stateful recipe needs to continue.
 
-    peft reads the folder as one of its own; `load_lora` also restores the scales.
+    It has the names and shapes of transformers' linears: `PeftModel.from_pretrained(model, folder)` of peft reads it for the
+    same model in transformers, and `load_lora` here, which also restores the scales.
+
+    Args:
+        adapted: the model with adapters.
+        folder: where; what an earlier save left there is replaced.
+        adapter_name: None: the active adapter.
 
     Raises:
         SaveError: writing failed; the previous content of `folder` is intact.
     """
-    model: Any = adapted.get_base_model()
-    config = {**adapted.peft_config[adapted.active_adapter].to_dict(), "inference_mode": True}
-    config.pop("runtime_config", None)
-    weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    tensors = {"adapter_model": {name: tensor.contiguous() for name, tensor in weights.items()}}
+    save_folder(folder, *adapter_content(adapted, adapter_name))
+
+
+def adapter_content(
+    adapted: AdaptedModel, adapter_name: str | None = None
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Return the tensors and documents of a saved adapter, as te_models.saving.folder.save_folder takes them."""
+    name = adapter_name or adapted.active_adapter
+    model = adapted.get_base_model()
+    tensors, config = _file_content(adapted, name)
+    groups = {"adapter_model": tensors}
     if model.recipe.stateful and (state := fp8_state(model)):
-        tensors["fp8_state"] = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items()}
-    plain = json.loads(json.dumps(config, default=list))  # peft has sets and enums there
-    save_folder(folder, tensors, {"adapter_config": plain, "recipe": model.recipe.to_dict()})
+        groups["fp8_state"] = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items()}
+    return groups, {"adapter_config": config, "recipe": model.recipe.to_dict()}
 
 
-def load_lora(model: CausalLM, folder: str | Path, trainable: bool = False) -> PeftModel:
-    """Add the adapters to `model` that `save_lora` or `PeftModel.save_pretrained` wrote into `folder`.
+def load_lora(
+    model: CausalLM, folder: str | Path, trainable: bool = False, adapter_name: str = "default"
+) -> AdaptedModel:
+    """Add the adapters to `model` that `save_lora`, or `save_pretrained` of a PeftModel in transformers, wrote into `folder`.
 
     Everything is read and checked before the model is changed: safetensors alone, exactly the tensors that the config asks
     for, of their shapes, and finite. Scales that `save_lora` saved replace the model's own.
 
+    Args:
+        model: changed in place.
+        folder: the folder, or the name of an adapter on the Hugging Face hub.
+        trainable: whether the adapters are to be trained further; else the model is returned in eval mode.
+        adapter_name: the name that the adapter gets.
+
     Raises:
-        CheckpointError: the folder is damaged, or does not fit the model.
+        CheckpointError: the folder is damaged, does not fit the model, or is of a kind that is not supported.
     """
-    folder = local_folder(folder)
+    if isinstance(model, PeftModel):
+        raise UsageError("the model has adapters already: load another with its load_adapter(folder, name)")
+    adapter = _read_adapter(model, local_folder(folder), trainable)
+    state = adapter.saved.tensors.get("fp8_state", {})
+    check_fp8_state(model, state)
+    recipe = read_recipe(adapter.saved) if state else model.recipe
+    model.take_fp8_state(state, recipe)
+    adapted = AdaptedModel(model, adapter.config, adapter_name, adapter.fused)
+    _fill(adapted, adapter_name, adapter)
+    return adapted if trainable else adapted.eval()
+
+
+class _Adapter(NamedTuple):
+    """An adapter as read: the config, te.Linear -> its adapter, and parameter of ours below the adapter -> its values."""
+
+    saved: Folder
+    config: LoraConfig
+    fused: dict[str, Fused]
+    values: dict[str, Tensor]
+
+
+def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
+    """Read and check an adapter for `model`, which stays as it is."""
     if folder.is_dir() and not (folder / WEIGHTS).exists() and list(folder.glob("*.bin")):
         raise CheckpointError(f"{folder} holds its adapters as a pickle, which can run code: save them as safetensors")
     listed = (folder / MANIFEST).exists()
     names = ["adapter_config", "adapter_model"]
     saved = load_folder(folder, names, optional=["fp8_state", "recipe"] if listed else [], require_manifest=listed)
-    tensors, values = saved.tensors["adapter_model"], saved.documents["adapter_config"]
-    config = _checked_config(folder, values, tensors, trainable)
-    sketch = type(model)(model.config, device="meta", engine="emulated")
+    tensors, path = saved.tensors["adapter_model"], folder / "adapter_config.json"
+    config = read_config(path, saved.documents["adapter_config"], tensors)
+    config.inference_mode = not trainable
+    modules = adaptable_modules(model)
+    headless = not any(name.startswith((f"{PREFIX}model.", f"{PREFIX}lm_head.")) for name in tensors)
     try:
-        expected = get_peft_model_state_dict(
-            get_peft_model(sketch, _registered(sketch, copy.deepcopy(config))), save_embedding_layers=False
-        )
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'adapter_config.json'}: {first_line(error)}") from None
-    match(expected, tensors, check_dtype=False)
+        wanted = wanted_adapters(config, modules, headless)
+        whole = whole_modules(config, modules, model)
+        fused = fuse(wanted.values(), modules)
+    except UsageError as error:
+        raise CheckpointError(f"{path}: {first_line(error)}") from None
+    tensors = _without_head(model, tensors, folder)
+    match(_expected(model, wanted, whole), tensors, check_dtype=False)
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{folder}: {name} has values that are not finite numbers")
-    state = saved.tensors.get("fp8_state", {})
-    check_fp8_state(model, state)
-    recipe = read_recipe(saved) if state else model.recipe
-    model.take_fp8_state(state, recipe)
-    adapted = get_peft_model(model, _registered(model, config))
-    set_peft_model_state_dict(adapted, tensors)
-    return adapted if trainable else adapted.eval()
+    pairs = {
+        one.place: (tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"])
+        for name, one in wanted.items()
+    }
+    values = {f"{ours}.weight": tensors[f"{PREFIX}{name}.weight"] for name, ours in whole.items()}
+    for module, one in fused.items():
+        theirs = modules.parts_of(module)
+        fused[module] = one = share_a(one, theirs, pairs)
+        mine = {place: pair for place, pair in pairs.items() if place.name == f"{module}.weight"}
+        values[f"{module}.lora_A"], values[f"{module}.lora_B"] = join(one, modules.ours[module], mine)
+    return _Adapter(saved, config, fused, values)
 
 
-def _checked_config(folder: Path, values: Any, tensors: Mapping[str, Tensor], trainable: bool) -> LoraConfig:
-    """Return peft's config of an adapter whose patterns end and whose ranks are those of its tensors."""
-    path = folder / "adapter_config.json"
-    if not isinstance(values, dict) or values.get("peft_type") != "LORA":
-        raise CheckpointError(f"{path} is not the config of a LoRA adapter")
-    rank, ranks = values.get("r"), values.get("rank_pattern") or {}
-    alphas = values.get("alpha_pattern") or {}
-    if not isinstance(ranks, dict) or not isinstance(alphas, dict):
-        raise CheckpointError(f"{path}: rank_pattern and alpha_pattern are objects")
-    largest = max((t.shape[0] for name, t in tensors.items() if "lora_A" in name and t.dim() == 2), default=0)
-    for number in (rank, *ranks.values()):
-        if type(number) is not int or not 1 <= number <= largest:
-            raise CheckpointError(f"{path}: rank {str(number)[:40]!r}, and the adapter's tensors have {largest}")
-    for number in (values.get("lora_alpha", 8), values.get("lora_dropout", 0.0), *alphas.values()):
-        if type(number) not in (int, float) or not abs(number) < 1e9:
-            raise CheckpointError(f"{path}: {str(number)[:40]!r} is neither an alpha nor a dropout")
-    for field in ("target_modules", "exclude_modules", "layers_pattern"):
-        _check_patterns(path, values.get(field))
-    _check_patterns(path, [*ranks, *alphas])
-    known = {field.name for field in dataclasses.fields(LoraConfig)}
-    try:
-        config = LoraConfig(**{name: value for name, value in values.items() if name in known})
-    except (LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: {first_line(error)}") from None
-    config.inference_mode = not trainable
-    return config
-
-
-def _check_patterns(path: Path, patterns: Any) -> None:
-    """Raise CheckpointError unless regular expressions are short and cannot backtrack without end on a module's name."""
-    if not isinstance(patterns, str | list | None):
-        raise CheckpointError(f"{path}: a list of modules is a {type(patterns).__name__}")
-    for pattern in [patterns] if isinstance(patterns, str) else patterns or []:
-        if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN:
-            raise CheckpointError(f"{path}: a pattern must be text of at most {MAX_PATTERN} characters")
-        repeats = len(re.findall(r"[*+{]", pattern))
-        if re.search(r"\)[*+?{]", pattern) or repeats > MAX_REPEATS:
+def _without_head(model: CausalLM, tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Return the tensors without the copy of the frozen head that peft saves with an adapter on it."""
+    left, name = dict(tensors), f"{PREFIX}lm_head.base_layer.weight"
+    if (head := left.pop(name, None)) is not None:
+        own = plain(model.lm_head.get_parameter("weight")).cpu()
+        if own.shape != head.shape or not torch.equal(head.to(own.dtype), own):
             raise CheckpointError(
-                f"{path}: the pattern {pattern[:80]!r} repeats a group or more than {MAX_REPEATS} parts: list the modules"
+                f"{folder}: {name} is not the model's head: load the model that the adapter was trained on"
             )
+    return left
 
 
-def _registered(model: CausalLM, config: Any) -> Any:
-    """Return peft's config with LoraLinear registered for the model's te.Linear."""
+def _expected(model: CausalLM, wanted: Mapping[str, Wanted], whole: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the names and shapes in the file of an adapter, on the meta device."""
+    expected = {f"{PREFIX}{name}.weight": (model.config.vocab_size, model.config.hidden_size) for name in whole}
+    for name, one in wanted.items():
+        rows, inputs = one.place.shape
+        expected[f"{PREFIX}{name}.lora_A.weight"] = (one.rank, inputs)
+        expected[f"{PREFIX}{name}.lora_B.weight"] = (rows, one.rank)
+    return {name: torch.empty(shape, device="meta") for name, shape in expected.items()}
+
+
+def _resolved(
+    model: CausalLM, config: PeftConfig, fused: Mapping[str, Fused] | None
+) -> tuple[LoraConfig, Mapping[str, Fused]]:
+    """Return peft's config with the names of ours that it targets and their ranks, and te.Linear -> its adapter."""
     if model.tp.size > 1:
         raise UsageError("LoRA on a tensor-parallel model is not supported: load it without tp_mesh")
+    config = copy.deepcopy(config)
+    check_fields(config.to_dict(), init=fused is None)
+    assert isinstance(config, LoraConfig)
+    modules = adaptable_modules(model)
+    whole = whole_modules(config, modules, model)
+    if fused is None:
+        fused = fuse(wanted_adapters(config, modules).values(), modules)
+    alphas = {name: alpha_of(one.scaling, one.rank, config.use_rslora) for name, one in fused.items()}
+    config.target_modules = list(fused)
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    config.modules_to_save = list(whole.values()) or None
+    config.rank_pattern = {name: one.rank for name, one in fused.items() if one.rank != config.r}
+    config.alpha_pattern = {name: alpha for name, alpha in alphas.items() if alpha != config.lora_alpha}
+    if config.base_model_name_or_path is None and model.origin.config is not None:
+        config.base_model_name_or_path = str(model.origin.folder)
     # A task type would wrap the model in a class that passes it arguments that only models of transformers take.
     config.task_type = None
     config._register_custom_module({model.te.Linear: LoraLinear})
-    return config
+    return config, fused
 
 
-class LoraLinear(nn.Module, LoraLayer):
-    """A frozen te.Linear with low-rank updates: base(x) + B(A(dropout(x))) * scaling."""
+def _layers(adapted: AdaptedModel, adapter_name: str) -> dict[str, LoraLinear]:
+    """Return te.Linear -> its layer that has the adapter."""
+    modules = adapted.get_base_model().named_modules()
+    return {name: m for name, m in modules if isinstance(m, LoraLinear) and adapter_name in m.lora_A}
 
-    def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, r: int = 0, lora_alpha: int = 1,
-                 **options: Any) -> None:  # fmt: skip
-        """Called by peft; raise a ValueError for DoRA."""
-        if config.use_dora:
-            raise UsageError("use_dora=True is not supported on te.Linear: leave it out")
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Unsupported layer type")  # the emulated engine's, which has both sizes
-            LoraLayer.__init__(self, base_layer, **options)
-        self._active_adapter = adapter_name
-        self._before_merge: dict[str, Tensor] | None = None
-        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Map x [N, in] to [N, out], in the dtype of the base layer's output."""
-        if self.disable_adapters and self.merged:
-            self.unmerge()
-        result = self.base_layer(x, *args, **kwargs)
-        if self.disable_adapters or self.merged:
-            return result
-        for name in self._active():
-            a: Any = self.lora_A[name]
-            b: Any = self.lora_B[name]
-            update = b(a(self.lora_dropout[name](x.to(a.weight.dtype)))) * self.scaling[name]
-            result = result + update.to(result.dtype)
-        return result
+def _adapters(adapted: AdaptedModel, adapter_name: str) -> dict[str, Fused]:
+    return {name: layer.fused[adapter_name] for name, layer in _layers(adapted, adapter_name).items()}
 
-    def _active(self) -> list[str]:
-        return [name for name in self.active_adapters if name in self.lora_A]
 
-    def get_delta_weight(self, adapter: str) -> Tensor:
-        """Return the adapter's update of the weight, FP32 [out, in]."""
-        a: Any = self.lora_A[adapter]
-        b: Any = self.lora_B[adapter]
-        return self.scaling[adapter] * (b.weight.float() @ a.weight.float())
+def _divide(adapted: AdaptedModel, adapter_name: str, config: LoraConfig, fused: Mapping[str, Fused]) -> None:
+    """Divide the new adapter of each te.Linear into its parts."""
+    for name, layer in _layers(adapted, adapter_name).items():
+        layer.fuse(adapter_name, fused[name], config.init_lora_weights)
 
-    @torch.no_grad()
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add the adapters to the weight, rounding once; the old weight is stored for `unmerge`.
 
-        Args:
-            safe_merge: check that the sum is finite.
-            adapter_names: the adapters to merge; None: all active ones.
+def _parameters(adapted: AdaptedModel, adapter_name: str) -> dict[str, Tensor]:
+    """Return the adapter's parameters: "<te.Linear>.lora_A" and ".lora_B", and those of modules that are trained whole."""
+    found: dict[str, Tensor] = {}
+    for name, layer in _layers(adapted, adapter_name).items():
+        found[f"{name}.lora_A"] = layer.lora_A[adapter_name].get_parameter("weight")
+        found[f"{name}.lora_B"] = layer.lora_B[adapter_name].get_parameter("weight")
+    for name, module in adapted.get_base_model().named_modules():
+        if isinstance(module, ModulesToSaveWrapper) and adapter_name in module.modules_to_save:
+            found[f"{name}.weight"] = module.modules_to_save[adapter_name].get_parameter("weight")
+    return found
 
-        Raises:
-            ValueError: with `safe_merge`, the sum is not finite; the weight is then unchanged.
-        """
-        names = [name for name in check_adapters_to_merge(self, adapter_names) or () if name in self.lora_A]
-        if not names:
-            return
-        weight: Any = self.base_layer.weight
-        merged: Any = plain(weight).float() + sum(self.get_delta_weight(name) for name in names)
-        if safe_merge and not bool(merged.isfinite().all()):
-            raise UsageError(f"merging {', '.join(names)} gives values that are not finite: the adapter is broken")
-        if self._before_merge is None:
-            self._before_merge = saved_weight(weight)
-        write_weight(weight, merged, for_master=False)
-        self.merged_adapters += names
 
-    @torch.no_grad()
-    def unmerge(self) -> None:
-        """Restore the weight from before the first merge, bit for bit."""
-        if self._before_merge is None:
-            return
-        weight: Any = self.base_layer.weight
-        restore_weight(weight, self._before_merge)
-        self._before_merge = None
-        self.merged_adapters.clear()
+@torch.no_grad()
+def _fill(adapted: AdaptedModel, adapter_name: str, adapter: _Adapter) -> None:
+    for name, parameter in _parameters(adapted, adapter_name).items():
+        parameter.copy_(adapter.values[name])
+
+
+def _file_content(adapted: AdaptedModel, adapter_name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the config of an adapter as peft saves them for the model of transformers."""
+    modules, own = adaptable_modules(adapted.get_base_model()), adapted.peft_config[adapter_name]
+    assert isinstance(own, LoraConfig)
+    parameters = {name: p.detach() for name, p in _parameters(adapted, adapter_name).items()}
+    tensors, wanted = {}, {}
+    for module, fused in _adapters(adapted, adapter_name).items():
+        a, b = parameters[f"{module}.lora_A"], parameters[f"{module}.lora_B"]
+        for name, (one, their_a, their_b) in split(fused, modules.parts_of(module), a, b).items():
+            wanted[name] = one
+            tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"] = their_a, their_b
+    whole = {theirs: ours for theirs, ours in modules.whole.items() if f"{ours}.weight" in parameters}
+    tensors |= {f"{PREFIX}{theirs}.weight": parameters[f"{ours}.weight"].clone() for theirs, ours in whole.items()}
+    values = {**own.to_dict(), "task_type": "CAUSAL_LM", "inference_mode": True, "init_lora_weights": True}
+    values.pop("runtime_config", None)
+    experts = EXPERT_TARGETS.get(modules.architecture, ())
+    if any(name.endswith(experts) for name in wanted if experts):
+        warnings.warn(
+            f"peft has no adapters on {', '.join(experts)} of {modules.architecture} in transformers and drops them there: "
+            "load_lora reads them; for transformers merge them, or target the attention alone",
+            stacklevel=3,
+        )
+    values |= _their_targets(wanted, modules, own.use_rslora) | {"modules_to_save": list(whole) or None}
+    return tensors, json.loads(json.dumps(values, default=list))  # peft has sets and enums there
+
+
+def _their_targets(wanted: Mapping[str, Wanted], modules: Modules, rslora: bool) -> dict[str, Any]:
+    """Return the fields of LoraConfig that describe these adapters of transformers' modules, as short as they can be."""
+    leaves: dict[str, list[str]] = {}
+    for name in modules.theirs:
+        leaves.setdefault(name.rsplit(".", 1)[-1], []).append(name)
+    targets: list[str] = []
+    for leaf, names in leaves.items():
+        present = [name for name in names if name in wanted]
+        targets += [leaf] if len(present) == len(names) else present
+    alphas = {name: alpha_of(one.scaling, one.rank, rslora) for name, one in wanted.items()}
+    rank = Counter(one.rank for one in wanted.values()).most_common(1)[0][0]
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
+    return {
+        "target_modules": targets, "exclude_modules": None, "layers_to_transform": None, "layers_pattern": None,
+        "r": rank, "lora_alpha": alpha,
+        "rank_pattern": {name: one.rank for name, one in wanted.items() if one.rank != rank},
+        "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
+    }  # fmt: skip

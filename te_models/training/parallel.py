@@ -53,6 +53,7 @@ class Parallel:
         dp: the ranks that split each batch.
         tp: the ranks that split each layer.
         config: the run's options; `parallel` and the fields after it are used.
+        frozen: whether the model's weights are not trained (LoRA).
     """
 
     kind: str = "none"
@@ -61,6 +62,7 @@ class Parallel:
     dp: DeviceMesh | None = None
     tp: DeviceMesh | None = None
     config: TrainConfig = field(default_factory=TrainConfig)
+    frozen: bool = False
 
     @property
     def sharded(self) -> bool:
@@ -116,7 +118,7 @@ class Parallel:
         """Build a CausalLM, with CausalLM's arguments, split over the processes."""
         if self.device is not None:
             options["device"] = self.device
-        if self.ranks.world > 1 and options.get("fp8_params") and self.kind != "fsdp":
+        if self.ranks.world > 1 and options.get("fp8_params") and self.kind != "fsdp" and not self.frozen:
             raise UsageError(
                 f"FP8 primary weights are for one process or --parallel fsdp, not {self.kind}: leave out --fp8-params"
             )
@@ -160,6 +162,9 @@ class Parallel:
         """Return what a training step calls in place of `model`; `GradientSums` reduce gradients themselves."""
         if self.kind != "ddp" or isinstance(gradients, GradientSums):
             return model
+        if self.frozen:  # loaded alike everywhere; torch would broadcast them, which FP8 weights do not take
+            names = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         return DistributedDataParallel(model, process_group=self.data_group, gradient_as_bucket_view=True)
 
     def prepare_micro_batch(self, model: Callable[..., Any], last: bool) -> None:

@@ -55,7 +55,7 @@ class MemoryCheck:
 
 
 def check_memory(
-    settings: RunSettings, config: TrainConfig, shared: Parallel, newest: Path | None, lora: bool = False
+    settings: RunSettings, config: TrainConfig, shared: Parallel, newest: Path | None
 ) -> MemoryCheck | None:
     """Return the memory that a run needs and that there is; None if the plan does not know the run's kind.
 
@@ -64,7 +64,6 @@ def check_memory(
         config: its training loop, with the kind of parallelism resolved.
         shared: how the processes share it.
         newest: the checkpoint that it resumes, if any.
-        lora: whether it trains adapters alone.
 
     Raises:
         UsageError: the memory will not do; one line with the smallest change that does.
@@ -83,7 +82,7 @@ def check_memory(
         gradient_accumulation=config.gradient_accumulation,
         optimizer=config.optimizer,
         optimizer_offload=config.optimizer_offload,
-        frozen=lora,
+        frozen=settings.lora is not None,
     )
 
     def plan(**changes: Any) -> MemoryPlan:
@@ -123,7 +122,8 @@ def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Rec
     if settings.preset is not None:
         shape = get_preset(settings.preset, **fields)
     else:
-        saved = read_shape(newest or settings.model or "", {} if newest else fields)
+        trained = newest if settings.lora is None else None  # a checkpoint of adapters has no model
+        saved = read_shape(trained or settings.model or "", {} if trained else fields)
         if saved is None:
             return None
         shape, dtype = saved.config, saved.dtype

@@ -43,7 +43,7 @@ def summary(
     plan = model.plan()
     recipe = ", ".join(f"{k}={v}" for k, v in model.recipe.to_dict().items() if k not in ("name", "scheme"))
     rows = {
-        "parameters": f"{sum(p.numel() for p in model.parameters()):,} in {str(model.dtype).removeprefix('torch.')}",
+        "parameters": _parameters(model),
         "device": str(model.device),
         "engine": f"{model.engine} ({model.engine_reason})",
         "recipe": f"{model.recipe.name} ({model.recipe.scheme}: {recipe})",
@@ -72,6 +72,13 @@ def _tokens(dataset: TokenDataset | StreamingDataset, config: TrainConfig, start
     tokens = (config.steps - start) * config.tokens_per_step
     epochs = f", {tokens / dataset.num_tokens:.2g} epochs" if isinstance(dataset, TokenDataset) else ""
     return f"{tokens:,}{epochs}"
+
+
+def _parameters(model: CausalLM) -> str:
+    """Return the number of parameters and, if only some are trained, of those."""
+    all, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
+    part = f", {trained:,} of them trained" if trained < all else ""
+    return f"{all:,} in {str(model.dtype).removeprefix('torch.')}{part}"
 
 
 def speed_rows(model: CausalLM, config: TrainConfig) -> dict[str, str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from te_models.errors import CheckpointError
 
 COUNT_LIMIT = 2**62
+LATER = {"best_eval_loss", "best_step", "evaluations_since_best", "stopped_early"}
 
 
 def check_random_state(state: Any, rank: int, generator: torch.Generator, name: str) -> Tensor:
@@ -60,11 +61,14 @@ def check_data_position(saved: Any, live: Any, name: str = "dataset") -> None:
 
 
 def check_result(saved: Any, live: dict[str, Any]) -> None:
-    """Raise CheckpointError unless `saved` has the fields of `live`, a Result as a dict, with values of their types."""
+    """Raise CheckpointError unless `saved` has the fields of `live`, a Result as a dict, with values of their types.
+
+    Checkpoints of earlier versions lack LATER ones.
+    """
     optional: dict[str, tuple[type, ...]] = {"peak_memory": (int, type(None)), "checkpoint": (str, type(None))}
-    if not isinstance(saved, dict) or saved.keys() != live.keys():
+    if not isinstance(saved, dict) or not live.keys() - LATER <= saved.keys() <= live.keys():
         raise CheckpointError(f"training.json: result must have {', '.join(live)}")
-    for name, value in live.items():
+    for name, value in ((name, live[name]) for name in saved):
         kinds = optional.get(name, (float, int) if isinstance(value, float) else (type(value),))
         if type(saved[name]) not in kinds:
             raise CheckpointError(f"training.json: result.{name} is a {type(saved[name]).__name__}")

@@ -63,13 +63,16 @@ def run_choices(model: CausalLM) -> dict[str, Any]:
 def saved_choices(newest: Path) -> dict[str, Any]:
     """Return the recipe, dtype, engine, kind of weights and recompute mode of a checkpoint, as keywords of CausalLM."""
     with offering_older(newest):
-        saved = load_folder(newest, ["config", "recipe"], optional=["run"])
+        saved = load_folder(newest, ["recipe"], optional=["config", "run"])
     fp8_params = any(readable(newest).glob("fp8_weights*"))  # checkpoints before "run" was part of them
-    config, run = saved.documents["config"], saved.documents.get("run", {})
+    # A checkpoint of adapters has no config: their model is loaded in its own dtype.
+    config, run = saved.documents.get("config", {}), saved.documents.get("run", {})
     if not isinstance(run, dict) or not run.keys() <= {*RUN_CHOICES} or not isinstance(config, dict):
         raise CheckpointError(f"{newest / 'run.json'} must have some of {', '.join(RUN_CHOICES)}")
-    dtype = DTYPES.get(str(config.get("dtype")), torch.bfloat16)  # checked when the weights are loaded
-    return {"recipe": read_recipe(saved), "dtype": dtype, "fp8_params": fp8_params, **run}
+    dtype = (
+        {"dtype": DTYPES.get(str(config.get("dtype")), torch.bfloat16)} if config else {}
+    )  # checked with the weights
+    return {"recipe": read_recipe(saved), **dtype, "fp8_params": fp8_params, **run}
 
 
 def starting_step(folder: Path, resume: bool, config: TrainConfig) -> int:

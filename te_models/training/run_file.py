@@ -8,6 +8,7 @@ import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,6 +60,7 @@ def run_document(
         "shape": {**shape, **own},
         "data": {name: resolved_path(value) for name, value in data.items()},
         "training": asdict(settings.train),
+        "lora": _lora_table(settings),
         RECORD: {
             "commands": [*before, settings.called[:MAX_COMMAND]],
             "device": _device(model),
@@ -70,6 +72,14 @@ def run_document(
         },
     }
     return render_toml(sections, COMMENT.format(command=settings.command))
+
+
+def _lora_table(settings: RunSettings) -> dict[str, Any]:
+    lora = settings.lora
+    if lora is None:
+        return {}
+    values = dict(lora=lora.rank, lora_targets=",".join(lora.targets), lora_alpha=lora.alpha, lora_dropout=lora.dropout)
+    return {**values, "merge": lora.merge}
 
 
 def commands(folder: Path) -> list[str]:

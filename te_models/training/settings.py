@@ -7,6 +7,7 @@ one flat mapping; `recipe` is a name, a path or a table of a recipe's fields.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -22,6 +23,7 @@ from te_models.errors import ConfigError, NamedFields, UsageError, unknown
 from te_models.files.toml import read_toml
 
 RUN_FILE = "run.toml"
+COMMANDS = ("pretrain", "finetune")
 RECORD = "record"  # table of run.toml that holds facts of the run and no settings
 TRAINING = {f.name: type(f.default) for f in fields(TrainConfig)}
 RUN = dict(command=str, preset=str, model=str, out=str, sample_tokens=int)
@@ -31,6 +33,7 @@ MODEL = dict(
 # Settings of the data: keywords of te_models.data.training_data.open_data, and the tokenizer; object: of several types.
 DATA = dict(data=object, streaming=bool, packing=str, data_workers=int, tokenizer=str)
 DATA_DEFAULTS = dict(packing="stream", data_workers=2)
+LORA = dict(lora=int, lora_targets=str, lora_alpha=float, lora_dropout=float, merge=bool)
 TABLES: dict[str, Mapping[str, Any]] = {
     "run": RUN,
     "model": MODEL,
@@ -38,16 +41,47 @@ TABLES: dict[str, Mapping[str, Any]] = {
     "shape": dict.fromkeys(config_fields(), object),
     "data": DATA,
     "training": TRAINING,
+    "lora": LORA,
 }
 SETTINGS = {name: kind for table in TABLES.values() for name, kind in table.items()}
-LEARNING_RATE = {"pretrain": 1e-3, "finetune": 2e-5}
+LEARNING_RATE = {"pretrain": 1e-3, "finetune": 2e-5, "lora": 2e-4}
 # A resumed run keeps these: with others it would be another run.
 FIXED = (
     "command", "preset", "model", *config_fields(), "seed", "batch_size", "seq_len", "gradient_accumulation", "streaming",
-    "packing", "optimizer",
+    "packing", "optimizer", "lora", "lora_targets", "lora_alpha", "lora_dropout",
 )  # fmt: skip
 PATHS = ("model", "data", "tokenizer")  # settings that may be paths
 SAID = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings(NamedFields):
+    """Low-rank adapters of a fine-tuning run.
+
+    Attributes:
+        rank: of every adapter.
+        targets: names of modules, as te_models.training.lora.add_lora takes them; empty: all linears of every block.
+        alpha: updates are multiplied by alpha / rank.
+        dropout: probability with which an adapter's input is dropped.
+        merge: save the model with the adapters in its weights at the end, in the folder merged/.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    rank: int
+    targets: tuple[str, ...] = ()
+    alpha: float = 16.0
+    dropout: float = 0.0
+    merge: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"--lora {self.rank}: a rank is 1 or more, such as 16")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"--lora-dropout {self.dropout}: give a probability from 0 to below 1")
+        if not 0 < self.alpha < math.inf:
+            raise ConfigError(f"--lora-alpha {self.alpha}: give a positive number, such as {2 * self.rank}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +96,7 @@ class RunSettings(NamedFields):
         build: other keywords of CausalLM: how it is built and run, fields of the recipe and of the config.
         data: keywords of te_models.data.training_data.open_data, and `tokenizer`.
         train: the training loop.
+        lora: adapters to train in place of the model's weights, if any.
         sample_tokens: length of the sample printed at the end; 0: none.
         out: the run's folder; None: runs/<model>-<recipe>.
         given: names of the settings that were given on the command line, over those of a file.
@@ -76,6 +111,7 @@ class RunSettings(NamedFields):
     build: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraSettings | None = None
     sample_tokens: int = 200
     out: str | None = None
     given: frozenset[str] = frozenset()
@@ -98,8 +134,8 @@ def run_settings(command: str, given: Mapping[str, Any], file: Path | None = Non
     command = saved.get("command", command)
     flat = _over(saved, given)
     preset, model = flat.get("preset"), flat.get("model")
-    if command not in LEARNING_RATE:
-        raise unknown("command", command, LEARNING_RATE)
+    if command not in COMMANDS:
+        raise unknown("command", command, COMMANDS)
     if command == "pretrain" and (model is not None or preset is None):
         raise UsageError(
             "pretrain starts from random weights: give --preset NAME (to start from a model: finetune --model)"
@@ -108,7 +144,8 @@ def run_settings(command: str, given: Mapping[str, Any], file: Path | None = Non
         raise UsageError(no_weights(preset)) if preset in PRESETS else unknown("preset", preset, PRESETS)
     if command == "finetune" and model is None:
         raise UsageError("give --model: a folder, a name on the Hugging Face hub, or a model that ships with te-models")
-    training = {"learning_rate": LEARNING_RATE[command], "parallel": "auto"}
+    lora = _lora(command, flat)
+    training = {"learning_rate": LEARNING_RATE["lora" if lora else command], "parallel": "auto"}
     training |= {name: flat[name] for name in TRAINING if name in flat}
     build = {n: v for table in ("model", "recipe", "shape") for n, v in flat.items() if n in TABLES[table]}
     recipe = build.pop("recipe", "auto")
@@ -120,6 +157,7 @@ def run_settings(command: str, given: Mapping[str, Any], file: Path | None = Non
         build=build,
         data=own,
         train=TrainConfig(**training),
+        lora=lora,
         given=frozenset(given),
         file=file,
     )
@@ -228,6 +266,22 @@ def _over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     if {"preset", "model"} & given.keys():
         gone |= {"preset", "model", *config_fields()}
     return {name: value for name, value in flat.items() if name not in gone} | dict(given)
+
+
+def _lora(command: str, flat: Mapping[str, Any]) -> LoraSettings | None:
+    """Return the adapters that the settings ask for; alpha is twice the rank by default."""
+    rank, others = flat.get("lora", 0), [name for name in LORA if name != "lora" and flat.get(name)]
+    if not rank:
+        if others:
+            raise UsageError(
+                f"--{others[0].replace('_', '-')} is for adapters: give --lora RANK too, such as --lora 16"
+            )
+        return None
+    if command == "pretrain":
+        raise UsageError("--lora adapts a model that has weights: use finetune --model")
+    targets = tuple(filter(None, (name.strip() for name in flat.get("lora_targets", "").split(","))))
+    alpha, dropout = flat.get("lora_alpha", 2.0 * rank), flat.get("lora_dropout", 0.0)
+    return LoraSettings(rank=rank, targets=targets, alpha=alpha, dropout=dropout, merge=flat.get("merge", False))
 
 
 def _recipe(values: Mapping[str, Any]) -> Recipe:

@@ -12,10 +12,10 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from te_models.fp8.primary_weights import drop_initial_values
 from te_models.model.targets import invalid_label
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
-from te_models.saving.pretrained import model_content, read_training_state
+from te_models.saving.pretrained import TrainingState, model_content, read_training_state
 from te_models.saving.run_folder import Checkpoints
 from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
@@ -41,6 +41,7 @@ from te_models.training.evaluation import Batch, count_targets, evaluate, first_
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.restore import check_data_position, check_random_state, check_result
+from te_models.training.result import Result
 from te_models.training.resume import run_choices
 from te_models.training.settings import RUN_FILE
 from te_models.training.stop_signals import stop_signals
@@ -53,29 +54,33 @@ SAVE_RETRY_PAUSES = (1.0, 5.0)  # seconds before a failed save is tried again
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Result:
-    """The outcome of a run.
+class Saved(Protocol):
+    """The part of a model that a run saves, where that is not all of it (te_models.training.lora_run)."""
 
-    Attributes:
-        step: optimizer steps completed, those before a resume included.
-        first_eval_loss: evaluation loss before the first step, in nats per token, as all losses here.
-        eval_loss: the last evaluation loss.
-        loss: training loss of the last step.
-        tokens_per_second: median over the last RECENT steps, over all processes.
-        peak_memory: bytes allocated on the device at most; None on a CPU.
-        interrupted: True if the run was stopped before its last step.
-        checkpoint: path of the last checkpoint.
+    def content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Return the tensors and documents of a checkpoint, beside the training state."""
+        ...
+
+    def read(self, folder: Path) -> TrainingState:
+        """Read and check a checkpoint for the live model, which stays as it is."""
+        ...
+
+
+class Callback:
+    """What a run calls as it goes, on every process; a subclass overrides what it needs, which here does nothing.
+
+    On a GPU the next step is already queued when `on_step` is called, except before an evaluation or a save: a change of
+    the model takes effect in the step after it. `trainer.stop()` ends the run after the step under way.
     """
 
-    step: int = 0
-    first_eval_loss: float = math.nan
-    eval_loss: float = math.nan
-    loss: float = math.nan
-    tokens_per_second: float = math.nan
-    peak_memory: int | None = None
-    interrupted: bool = False
-    checkpoint: str | None = None
+    def on_step(self, trainer: Trainer, row: Row) -> None:
+        """Take the metrics of a finished step, as in metrics.jsonl."""
+
+    def on_eval(self, trainer: Trainer, row: Row) -> None:
+        """Take the metrics of a step after which the model was evaluated: "eval_loss" is among them."""
+
+    def on_save(self, trainer: Trainer, folder: Path) -> None:
+        """Take the folder of a checkpoint; with several steps between checkpoints it may still be written."""
 
 
 @dataclass
@@ -107,8 +112,10 @@ class Trainer(NamedFields):
         out: the run's folder, for metrics.jsonl and checkpoints.
         documents: further JSON values for each checkpoint, such as the tokenizer.
         run_file: the content of run.toml, which is written when the run starts; empty: none is.
-        on_step: called with the metrics of every finished step.
+        on_step: called with the metrics of every finished step, on every process.
+        callbacks: called as the run goes, in this order.
         parallel: how processes share the run.
+        saved: what checkpoints hold of the model, and how it is read back; None: all of it.
 
     Raises:
         ValueError: an unknown argument (the message names the nearest), optimizer or option.
@@ -122,7 +129,9 @@ class Trainer(NamedFields):
     documents: dict[str, Any] = field(default_factory=dict)
     run_file: str = ""
     on_step: Callable[[Row], None] = lambda row: None
+    callbacks: Sequence[Callback] = ()
     parallel: Parallel = field(default_factory=Parallel)
+    saved: Saved | None = None
 
     def __post_init__(self) -> None:
         config, parallel = self.config, self.parallel
@@ -143,7 +152,8 @@ class Trainer(NamedFields):
         # Read the loss of a step when the next one is queued: only if the device itself can skip the update of a bad step.
         self.ahead = self.model.device.type == "cuda" and self.optimizer.can_skip
         self.seconds: deque[float] = deque(maxlen=RECENT)  # per step
-        self.checkpoints = self._checkpoints()
+        self.checkpoints = self._checkpoints(self.out / "checkpoints", self.config.keep_last)
+        self.best = self._checkpoints(self.out / "best" / "checkpoints", keep_last=1)
         # A tokenizer takes a second to serialize: do it once.
         self.documents = {name: render_json(document, name) for name, document in self.documents.items()}
         self.stop_requested: Callable[[], bool] = lambda: False  # of this process
@@ -183,11 +193,38 @@ class Trainer(NamedFields):
             for row in self.steps(iter(self.dataset)):
                 metrics.write(row)
                 self.on_step(row)
+                for callback in self.callbacks:
+                    callback.on_step(self, row)
+                if "eval_loss" in row:
+                    self._evaluated(row)
                 if self._due(self.config.save_every, row["step"]):
                     self.save(blocking=False)
-            self.result.interrupted = self.result.step < self.config.steps
+            self.result.interrupted = self.result.step < self.config.steps and not self.result.stopped_early
             self.save()
         return self.result
+
+    def stop(self) -> None:
+        """End the run after the step under way, with a checkpoint, as Ctrl-C does; any process may call it."""
+        self.stop_requested = lambda: True
+
+    def _evaluated(self, row: Row) -> None:
+        """Note whether an evaluation was the best so far, save the model if so, and end a run that no longer improves."""
+        result, config = self.result, self.config
+        (loss, *_) = self.parallel.ranks.gather(row["eval_loss"])  # all processes decide by one number
+        first = not result.best_step
+        if loss < result.best_eval_loss:
+            result.best_eval_loss, result.best_step, result.evaluations_since_best = loss, row["step"], 0
+            only = first and row["step"] == config.steps  # a run with one evaluation has no choice
+            if config.keep_best and config.eval_every and not only:
+                tensors, documents = self._model_content()
+                blocking = self.parallel.ranks.world > 1
+                self.best.save(row["step"], tensors, {**documents, **self.documents}, blocking=blocking)
+        else:
+            result.evaluations_since_best += 1
+            if config.patience and result.evaluations_since_best >= config.patience and row["step"] < config.steps:
+                self.stopping = result.stopped_early = True
+        for callback in self.callbacks:
+            callback.on_eval(self, row)
 
     @contextlib.contextmanager
     def _background_saves(self) -> Iterator[None]:
@@ -195,10 +232,12 @@ class Trainer(NamedFields):
         try:
             yield
         except BaseException:
-            with contextlib.suppress(SaveError):  # logged when it happened
-                self.checkpoints.wait()
+            for checkpoints in (self.checkpoints, self.best):
+                with contextlib.suppress(SaveError):  # logged when it happened
+                    checkpoints.wait()
             raise
         self.checkpoints.wait()
+        self.best.wait()
 
     def steps(self, batches: Iterator[Batch]) -> Iterator[Row]:
         """Take steps until the run ends; yield the metrics of each, with the evaluation loss where one is due.
@@ -251,11 +290,18 @@ class Trainer(NamedFields):
         queued.end = timestamp(device)
         return queued
 
+    def _follow_recipe(self) -> None:
+        """Make a new CUDA graph of the step if a callback has changed the model's recipe."""
+        if self.graphed is not None and self.graphed.recipe is not self.model.recipe:
+            self.graphed = None  # frees the memory of the old graph first
+            self.graphed = self._graphed()
+
     def _forward_backward(self, micro_batches: list[Batch]) -> Tensor:
         """Compute the gradients of the mean loss per counted token of the step; return this process's part of it."""
         self.model.train()
         device, last = self.model.device, len(micro_batches) - 1
         weights = self.parallel.loss_weights([count_targets(batch) for batch in micro_batches], device)
+        self._follow_recipe()
         if self.graphed is not None:
             return self.graphed(weight=weights[0], **to_device(micro_batches[0], device))
         reuse = self.config.cache_fp8_weights and last > 0 and self.parallel.retains_weights
@@ -312,10 +358,10 @@ class Trainer(NamedFields):
     def _evaluate(self) -> float:
         return evaluate(self.model, self.eval_batches, self.parallel.sum)
 
-    def _checkpoints(self) -> Checkpoints:
-        """Return the writer of this run's checkpoints."""
-        folder, ranks = self.out / "checkpoints", self.parallel.ranks
-        options: dict[str, Any] = dict(keep_last=self.config.keep_last, retry_pauses=SAVE_RETRY_PAUSES)
+    def _checkpoints(self, folder: Path, keep_last: int) -> Checkpoints:
+        """Return a writer of checkpoints of this run in `folder`."""
+        ranks = self.parallel.ranks
+        options: dict[str, Any] = dict(keep_last=keep_last, retry_pauses=SAVE_RETRY_PAUSES)
         if ranks.world == 1:
             return Checkpoints(folder, **options)
         whose = dict(ranks=ranks, model=self.model, names=self._optimizer_names(), fetch=self.optimizer.fetch)
@@ -328,15 +374,22 @@ class Trainer(NamedFields):
         """
         later = not blocking and self.parallel.ranks.world == 1
         options = dict(blocking=False, copy_later=True) if later else {}
-        self.result.checkpoint = str(self.checkpoints.save(self.result.step, *self._content(), **options))
+        folder = self.checkpoints.save(self.result.step, *self._content(), **options)
+        self.result.checkpoint = str(folder)
+        for callback in self.callbacks:
+            callback.on_save(self, folder)
+
+    def _model_content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Return the part of a checkpoint that is a saved model."""
+        reshard(self.model)
+        shared_amaxes(self.model, self.parallel.ranks.world)
+        if self.saved is not None:
+            return self.saved.content()
+        return model_content(self.model, self.model.origin, self.optimizer.masters_by_id(), parts=self.parallel.sharded)
 
     def _content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Return the tensors and documents of a checkpoint."""
-        reshard(self.model)
-        shared_amaxes(self.model, self.parallel.ranks.world)
-        tensors, documents = model_content(
-            self.model, self.model.origin, self.optimizer.masters_by_id(), parts=self.parallel.sharded
-        )
+        tensors, documents = self._model_content()
         cuda = self.model.device.type == "cuda"
         state = {
             "optimizer": self.optimizer.state_dict(),
@@ -357,7 +410,7 @@ class Trainer(NamedFields):
         newest = self.checkpoints.latest()
         if newest is None:
             raise UsageError(f"nothing to resume: {self.out} has no checkpoint; start without --resume")
-        found = read_training_state(self.model, newest)
+        found = read_training_state(self.model, newest) if self.saved is None else self.saved.read(newest)
         state, optimizer = found.state, found.state["optimizer"]
         if self.parallel.sharded and self.parallel.owners() is None:
             assert isinstance(self.optimizer, MasterWeights)
@@ -368,6 +421,7 @@ class Trainer(NamedFields):
         if state["cuda_rng"] is not None and device.type == "cuda":
             cuda = check_random_state(state["cuda_rng"], rank, torch.Generator(device), f"{newest}: cuda_rng")
         check_result(state["result"], asdict(self.result))
+        self._refuse_to_wait_on(state["result"])
         check_data_position(state["dataset"], self.dataset.state_dict())
         self.dataset.load_state_dict(state["dataset"])  # the last that may refuse, before it changes anything
         found.write()
@@ -376,7 +430,16 @@ class Trainer(NamedFields):
         torch.set_rng_state(random)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
-        self.result = Result(**state["result"])
+        self.result = Result(**{**state["result"], "stopped_early": False})
+
+    def _refuse_to_wait_on(self, result: dict[str, Any]) -> None:
+        """Raise UsageError if the saved run ended early and nothing has changed that would let it go on."""
+        since, patience = result.get("evaluations_since_best", 0), self.config.patience
+        if result.get("stopped_early") and patience and since >= patience:
+            raise UsageError(
+                f"the run stopped early at step {result['step']}: {since} evaluations brought no lower loss; give a larger "
+                "--patience, or 0"
+            )
 
     def _optimizer_names(self) -> list[str]:
         """Return the names of the optimizer's parameters, in its order."""

@@ -313,9 +313,9 @@ def test_a_gated_model_is_given_back_as_the_gated_release(
         ("llama2", dict(model_type="lama"), "did you mean 'llama'"),
         ("llama2", dict(model_type="mixtral"), "'mixtral'"),
         ("llama2", dict(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
-        ("llama2", dict(attention_bias=True), "attention_bias=True"),
-        ("llama2", dict(mlp_bias=True), "mlp_bias=True"),
-        ("llama2", dict(hidden_act="gelu"), "hidden_act='gelu'"),
+        ("llama2", dict(attention_bias=True), "missing: model.layers.0.self_attn.k_proj.bias"),
+        ("llama2", dict(mlp_bias=True), "missing: model.layers.0.mlp.down_proj.bias"),
+        ("llama2", dict(hidden_act="quick_gelu"), "hidden_act='quick_gelu'"),
         ("llama2", dict(attention_dropout=0.1), "attention_dropout=0.1"),
         ("llama2", dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config="),
         ("llama2", dict(rope_parameters=dict(rope_type="proportional", factor=4.0)), "'proportional' is not supp"),
@@ -331,9 +331,9 @@ def test_a_gated_model_is_given_back_as_the_gated_release(
         ("llama2", dict(auto_map=dict(AutoModel="code.Model")), "auto_map="),
         ("llama2", dict(head_dim="16"), "head_dim='16'"),
         ("llama2", dict(dtype="int8"), "dtype 'int8'"),
-        ("qwen3", dict(attention_bias=True), "attention_bias=True"),
+        ("qwen3", dict(attention_bias=True), "missing: model.layers.0.self_attn.k_proj.bias"),
         ("qwen3", dict(layer_types=["full_attention"] * 3 + ["linear_attention"]), "'linear_attention'"),
-        ("smollm3", dict(mlp_bias=True), "mlp_bias=True"),
+        ("smollm3", dict(mlp_bias=True), "missing: model.layers.0.mlp.down_proj.bias"),
         ("headwise", dict(qkv_bias=True), "qkv_bias=True"),
         ("headwise", dict(use_sliding_window=True), "use_sliding_window=True"),
         ("headwise", dict(elementwise_attn_output_gate=True), "together are not supported"),
@@ -481,6 +481,8 @@ def test_a_table_reads_what_it_writes(family: Any) -> None:
         "num_key_value_heads": 2,
         "layer_types": ["full_attention"] * 2,
         "num_experts": 0,
+        "num_dense_layers": 2,
+        "mlp_layer_types": ["dense"] * 2,
     }
     allowed = family.known() | {"model_type"}
     config = family.read({key: value for key, value in theirs.items() if key in allowed})

@@ -122,7 +122,7 @@ def test_positions_count_from_the_start_of_each_document() -> None:
 
     together = described(ids, documents)
     for row, place, own in alone(ids):
-        assert torch.equal(together.cos[row, place], described(own).cos)
+        assert torch.equal(together.rotary[False][0][row, place], described(own).rotary[False][0])
     assert described(ids).masks == {None: None}, "without documents: the causal kernel"
 
 

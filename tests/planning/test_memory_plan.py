@@ -36,6 +36,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "SmolLM3": dict(no_rope_layers=(1, 0, 1)),
     "partial RoPE": dict(partial_rotary_factor=0.5),
     "window": dict(sliding_window=8),
+    "Granite": dict(residual_multiplier=0.5, attention_multiplier=0.1, logits_scaling=2.0, embedding_multiplier=3.0),
+    "OLMo": dict(attention_gate="none", norm_position="post", qk_norm=True, qk_norm_scope="all_heads"),
+    "post-norm": dict(norm_position="post", residual_multiplier=0.5),
+    "Gemma 2": dict(
+        attention_gate="none",
+        norm_position="both",
+        hidden_act="gelu_pytorch_tanh",
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
+        sliding_window=8,
+        layer_types=("sliding_attention", "full_attention") * 1 + ("sliding_attention",),
+    ),
+    "gated and capped": dict(attn_logit_softcapping=5.0, no_rope_layers=(1, 0, 1)),
+    "Gemma 3": dict(
+        qk_norm=True,
+        sliding_window=8,
+        layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+        sliding_rope=dict(rope_theta=100.0, partial_rotary_factor=0.5),
+    ),
+    "Arcee": dict(hidden_act="relu2", mlp_gate=False),
+    "biases": dict(attention_bias=True, attention_output_bias=True, mlp_bias=True),
+    "Laguna": dict(attention_gate="headwise", attention_gate_activation="softplus"),
+    "GLM": dict(rope_interleaved=True, partial_rotary_factor=0.5, norm_position="both"),
+    "Ministral 3": dict(query_scale_beta=0.1, query_scale_length=5),
     "FP32": dict(dtype=torch.float32),
     "FP32 Llama": dict(dtype=torch.float32, attention_gate="none"),
 }
@@ -50,6 +74,12 @@ CASES: list[tuple[str, str | int, dict[str, Any]]] = [
     ("bf16", "selective", VARIANTS["FP32"]),
     ("mxfp8", "selective", dict(backward_override="high_precision")),
     *((recipe, "none", fields) for recipe in ("bf16", "current") for fields in VARIANTS.values()),
+    *(
+        (recipe, mode, VARIANTS[name])
+        for recipe in ("bf16", "current")
+        for name in ("OLMo", "Gemma 2", "biases")
+        for mode in ("selective", "full")
+    ),
     *(("mxfp8", "none", dict(backward_override=how)) for how in ("high_precision", "dequantized")),
     ("blockwise", "none", dict(x_block_scaling_dim=2, w_block_scaling_dim=1)),
     ("current", "none", dict(lm_head="fp8", num_layers_at_end_in_bf16=0)),
@@ -95,7 +125,7 @@ def test_activations_are_what_autograd_keeps(
     )  # fmt: skip
     expected = saved_bytes(model.config, model.recipe, training)
     if mode == "full":  # the rotary tables are held by the recomputes, not by autograd
-        expected -= 2 * rows[1] * model.config.rotary_size * model.dtype.itemsize
+        expected -= Tape(model.config, model.recipe, training).rotary_tables()
     with exact_gemm(0):  # only the sizes matter here
         assert autograd_bytes(model, torch.randint(0, 288, rows)) == expected
 

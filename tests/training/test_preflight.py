@@ -19,7 +19,7 @@ from te_models.saving.shape import read_shape
 from te_models.training import preflight
 from te_models.training.parallel import Parallel
 from te_models.training.preflight import available_memory, check_memory
-from te_models.training.settings import RunSettings, run_settings
+from te_models.training.settings import LoraSettings, RunSettings, run_settings
 
 TINY: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2)
 TINY |= dict(num_key_value_heads=1)
@@ -29,8 +29,8 @@ def settings(**given: Any) -> RunSettings:
     return run_settings("pretrain", {"preset": "gated-1b", "recipe": "current", "device": "cpu", **given})
 
 
-def check(own: RunSettings, **options: Any) -> Any:
-    return check_memory(own, own.train, Parallel(config=own.train), None, **options)
+def check(own: RunSettings) -> Any:
+    return check_memory(own, own.train, Parallel(config=own.train), None)
 
 
 @pytest.fixture
@@ -52,7 +52,8 @@ def test_the_plan_is_that_of_the_run(there: Any) -> None:
     on_cpu = dataclasses.replace(expected, training=dataclasses.replace(expected.training, cuda=False))
     assert found.needed == on_cpu.peak.total
     assert found.plan.recipe == get_recipe("current") and found.available == 500 * 2**30
-    assert check(own, lora=True).needed < found.needed
+    lora = dataclasses.replace(own, lora=LoraSettings(rank=8))
+    assert check(lora).needed < found.needed and not check(lora).plan.peak.optimizer
     assert "500.0 GiB free on cpu" in str(found)
 
 

@@ -100,7 +100,7 @@ def test_next_commands(tmp_path: Path) -> None:
     print_next(Console(file=out, width=200), tmp_path / "my run", WORDS, [Prompt(tuple(b"\n def f(it's):\n  pass"))])
     first, second = out.getvalue().splitlines()[-2:]
     assert first.startswith(f"  te-models generate --model '{tmp_path}/my run' --prompt 'def f(it'\"'\"'s):'  #")
-    assert second.startswith(f"  te-models convert --model '{tmp_path}/my run' --out ")
+    assert second.startswith(f"  te-models export --model '{tmp_path}/my run' --out ")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_run_shows_the_same_prompts_before_and_after(tmp_path: Path, capsys: p
     for part in (
         "memory", "tokens", "epochs", "estimated time: ", "eval loss before", "eval loss after",
         "sample 3 of 3", "\nprompt\nnumber ", "\nanswer in the data\nwritten ", "\nbefore\n", "\nafter\n", "metrics.jsonl",
-        "run.toml", "loss.png", "te-models generate --model", "te-models convert --model",
+        "run.toml", "loss.png", "te-models generate --model", "te-models export --model",
     ):  # fmt: skip
         assert part in out, part
     assert "free on cpu" in " ".join(out.split())

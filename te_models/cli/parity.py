@@ -1,0 +1,43 @@
+"""`te-models parity`: the difference between a model as trained and as served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from te_models.cli.options import Command, build_model, json_option, model_options, option, show, tokenizer_option
+
+
+@click.command(cls=Command)
+@option(
+    "--export",
+    "exports",
+    multiple=True,
+    metavar="FORMAT|DIR",
+    help="Format of `te-models export`, or an exported folder; may be repeated; default: every format.",
+)
+@option("--data", metavar="PATH", required=True, help="Text to compare on: a file, folder or glob.")
+@option("--batches", default=8, help="Sequences of --data.")
+@option("--seq-len", default=512, help="Tokens per sequence.")
+@json_option
+@model_options
+@tokenizer_option
+def parity(
+    preset: str | None,
+    model: str | None,
+    exports: tuple[str, ...],
+    data: str,
+    batches: int,
+    seq_len: int,
+    as_json: bool,
+    tokenizer: str | None,
+    **options: Any,
+) -> None:
+    """Measure how far the probabilities of a served model are from those of the trained one; serving is emulated."""
+    from te_models.serving.parity import parity as run  # noqa: PLC0415  imports torch
+    from te_models.serving.text import read_batches  # noqa: PLC0415
+
+    built = build_model(preset, model, options)
+    read = read_batches(built, data, tokenizer or model, batches, seq_len)
+    show(run(built, built.origin, exports, read), as_json)

@@ -1,0 +1,452 @@
+"""Keys of config.json that need more than copying: parts that the rows of hf_families are made of.
+
+No torch. Facts: the configuration and modeling files of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config.model import CHOICES, ModelConfig
+from te_models.errors import ConfigError
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Keys of config.json that belong together, with a function to read them and one to write them."""
+
+    keys: tuple[str, ...]
+    read: Callable[[Values], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]]
+
+
+def _read_rope(theirs: Values) -> dict[str, Any]:
+    """Read `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of earlier versions."""
+    values = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
+    if any(isinstance(value, Mapping) for value in values.values()):
+        raise ConfigError("rope_parameters by layer type are not supported for this model type")
+    found = {key: values.pop(key, theirs.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
+    found = {key: value for key, value in found.items() if value is not None}
+    kinds = [values.pop(key) for key in ("type", "rope_type") if key in values]
+    if kinds and kinds[-1] != "default":
+        found["rope_scaling"] = {"rope_type": kinds[-1], **values}
+    elif values:
+        raise ConfigError(f"rope_scaling with {', '.join(values)} but no rope_type is not supported")
+    return found
+
+
+def _read_whole_rope(theirs: Values) -> dict[str, Any]:
+    """Read the RoPE of families in which transformers always rotates whole heads.
+
+    There it ignores `partial_rotary_factor` under the default RoPE, and fails on it under any other.
+    """
+    found = _read_rope(theirs)
+    share = found.pop("partial_rotary_factor", 1.0)
+    if share != 1.0 and "rope_scaling" in found:
+        kind = found["rope_scaling"]["rope_type"]
+        raise ConfigError(
+            f"partial_rotary_factor={share} with RoPE of type {kind!r} is not supported for this model type"
+        )
+    return found
+
+
+def _write_rope(config: ModelConfig) -> dict[str, Any]:
+    """Return the older form, which every version of transformers reads."""
+    return {"rope_theta": config.rope_theta, "rope_scaling": config.to_dict()["rope_scaling"]}
+
+
+def _write_partial_rope(config: ModelConfig) -> dict[str, Any]:
+    return {**_write_rope(config), "partial_rotary_factor": config.partial_rotary_factor}
+
+
+def _layer_types(theirs: Values) -> list[str]:
+    """Return the default: layers from `max_window_layers` on use a sliding window."""
+    count, full = theirs["num_hidden_layers"], theirs["max_window_layers"]
+    return ["sliding_attention" if layer >= full else "full_attention" for layer in range(count)]
+
+
+def _layer_types_without_rope(theirs: Values) -> list[str]:
+    """Return the default of SmolLM3: layers without RoPE use a sliding window."""
+    rope = _rope_layers(theirs)
+    return ["full_attention" if rope[layer] else "sliding_attention" for layer in range(theirs["num_hidden_layers"])]
+
+
+def _every(period: int, first: int = 0) -> Callable[[Values], list[str]]:
+    """Return the default of families in which one layer of `period` sees all keys, starting with number `first`."""
+
+    def types(theirs: Values) -> list[str]:
+        return _full_if(theirs, [layer % period == first for layer in range(theirs["num_hidden_layers"])])
+
+    return types
+
+
+def _full_if(theirs: Values, full: list[bool]) -> list[str]:
+    return ["full_attention" if one else "sliding_attention" for one in full]
+
+
+def _all_slide(theirs: Values) -> list[str]:
+    return _full_if(theirs, [theirs.get("sliding_window") is None] * theirs["num_hidden_layers"])
+
+
+def _by_pattern(key: str) -> Callable[[Values], list[str]]:
+    """Return the default of families whose key says after how many layers one sees all keys (or "LLLG")."""
+
+    def types(theirs: Values) -> list[str]:
+        period, count = theirs[key], theirs["num_hidden_layers"]
+        period = len(period) if isinstance(period, str) else period
+        none = not period or theirs.get("sliding_window") is None
+        return _full_if(theirs, [none or (layer + 1) % period == 0 for layer in range(count)])
+
+    return types
+
+
+def _types(theirs: Values, default: Callable[[Values], list[str]]) -> list[str]:
+    return list(theirs.get("layer_types") or default(theirs))
+
+
+def _window(types: list[str], window: int | None) -> dict[str, Any]:
+    """Return our fields for these layers, which are None where all layers are alike."""
+    if set(types) == {"full_attention"}:
+        return {}
+    return {"sliding_window": window, "layer_types": None if set(types) == {"sliding_attention"} else types}
+
+
+def _write_types(config: ModelConfig) -> list[str]:
+    slides = [config.window(layer) is not None for layer in range(config.num_hidden_layers)]
+    return ["sliding_attention" if slide else "full_attention" for slide in slides]
+
+
+def _read_window_by_flag(default: Callable[[Values], list[str]]) -> Callable[[Values], dict[str, Any]]:
+    def read(theirs: Values) -> dict[str, Any]:
+        window = theirs.get("sliding_window") if theirs.get("use_sliding_window") else None
+        return _window(list(theirs.get("layer_types") or (default(theirs) if window else ["full_attention"])), window)
+
+    return read
+
+
+def _write_window_by_flag(config: ModelConfig) -> dict[str, Any]:
+    types = _write_types(config)
+    slides = "sliding_attention" in types
+    return {
+        "use_sliding_window": slides,
+        "sliding_window": config.sliding_window if slides else None,
+        "layer_types": types,
+    }
+
+
+def _write_window(config: ModelConfig) -> dict[str, Any]:
+    """Return a window also where no layer has one, since transformers makes the mask of the others all the same."""
+    window = config.sliding_window or config.max_position_embeddings
+    return {"sliding_window": window, "layer_types": _write_types(config)}
+
+
+def window_by_layer(default: Callable[[Values], list[str]], *keys: str) -> Part:
+    """Return the part of families with `layer_types`, which `default` makes where they are absent from `keys`."""
+    return Part(
+        ("sliding_window", "layer_types", *keys),
+        lambda theirs: _window(_types(theirs, default), theirs.get("sliding_window")),
+        _write_window,
+    )
+
+
+def _only_sliding_has_rope(types: list[str]) -> dict[str, Any]:
+    """Return our fields of a model whose layers without a window have no RoPE."""
+    rope = [int(kind == "sliding_attention") for kind in types]
+    return {} if all(rope) else {"no_rope_layers": rope}
+
+
+def window_with_rope(default: Callable[[Values], list[str]], *keys: str, unless_none: bool = False) -> Part:
+    """As `window_by_layer`, of families in which layers without a window have no RoPE.
+
+    With `unless_none`, all layers of a model without any window have it.
+    """
+
+    def read(theirs: Values) -> dict[str, Any]:
+        types, window = _types(theirs, default), theirs.get("sliding_window")
+        if window is None and unless_none:
+            return _window(types, window)
+        return {**_window(types, window), **_only_sliding_has_rope(types)}
+
+    def write(config: ModelConfig) -> dict[str, Any]:
+        found = _write_window(config)
+        if unless_none and config.sliding_window is None and config.no_rope_layers is None:
+            found |= {"sliding_window": None}
+        return {**dict.fromkeys(keys), **found}
+
+    return Part(("sliding_window", "layer_types", *keys), read, write)
+
+
+def rope_by_type(default: Callable[[Values], list[str]], *keys: str, partial: bool = False) -> Part:
+    """Return the part of families whose layers with a window have a RoPE of their own.
+
+    `rope_parameters` has one entry for each kind of layer. In older files `rope_theta` and `rope_scaling` are those of
+    the layers without a window, and the default `rope_local_base_freq` is the base of the others.
+    """
+    one = _read_rope if partial else _read_whole_rope
+
+    def read(theirs: Values) -> dict[str, Any]:
+        types, given = _types(theirs, default), theirs.get("rope_parameters") or {}
+        local = {"rope_theta": theirs["rope_local_base_freq"]}
+        full = {"rope_theta": theirs["rope_theta"], **(theirs.get("rope_scaling") or {})}
+        if any(isinstance(value, Mapping) for value in given.values()):
+            full, local = ({**full, **(given.get("full_attention") or {})},
+                           {**local, **(given.get("sliding_attention") or {})})  # fmt: skip
+        elif given:
+            full |= given
+        found, sliding = (one({"rope_parameters": values}) for values in (full, local))
+        ours = {**_window(types, theirs.get("sliding_window")), **found}
+        if "sliding_attention" in types and sliding != found:
+            scaling = sliding.pop("rope_scaling", {})
+            ours["sliding_rope"] = {**sliding, **scaling}
+        return ours
+
+    def write(config: ModelConfig) -> dict[str, Any]:
+        both = {"full_attention": config, "sliding_attention": config.sliding}
+        ropes = {kind: _rope_parameters(own, partial) for kind, own in both.items()}
+        return {**_write_window(config), "rope_parameters": ropes}
+
+    known = ("sliding_window", "layer_types", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq")
+    return Part((*known, *keys), read, write)
+
+
+def _rope_parameters(config: ModelConfig, partial: bool = False) -> dict[str, Any]:
+    """Return RoPE in the form of transformers 5."""
+    share = {"partial_rotary_factor": config.partial_rotary_factor} if partial else {}
+    scaling = config.to_dict()["rope_scaling"] or {"rope_type": "default"}
+    return {"rope_theta": config.rope_theta, **share, **scaling}
+
+
+def _rope_layers(theirs: Values) -> list[int]:
+    count, interval = theirs["num_hidden_layers"], theirs["no_rope_layer_interval"]
+    return theirs.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(count)]
+
+
+def _read_no_rope(theirs: Values) -> dict[str, Any]:
+    count = theirs["num_hidden_layers"]
+    layers = _rope_layers(theirs)[:count]
+    return {} if layers == [1] * count else {"no_rope_layers": layers}
+
+
+def _write_no_rope(config: ModelConfig) -> dict[str, Any]:
+    return {"no_rope_layers": [int(config.has_rope(layer)) for layer in range(config.num_hidden_layers)]}
+
+
+GATE_FLAGS = {"headwise": "headwise_attn_output_gate", "elementwise": "elementwise_attn_output_gate"}
+
+
+def _read_gate(theirs: Values) -> dict[str, Any]:
+    gates = [gate for gate, flag in GATE_FLAGS.items() if theirs.get(flag)]
+    if len(gates) > 1:
+        raise ConfigError(f"{' and '.join(GATE_FLAGS.values())} together are not supported: set one of them to false")
+    return {"attention_gate": gates[0] if gates else "none", "qk_norm": bool(theirs["use_qk_norm"])}
+
+
+def _write_gate(config: ModelConfig) -> dict[str, Any]:
+    flags = {flag: config.attention_gate == gate for gate, flag in GATE_FLAGS.items()}
+    return {**flags, "use_qk_norm": config.qk_norm}
+
+
+def _read_dense(theirs: Values) -> dict[str, Any]:
+    """Refuse experts and linear attention; te-models supports the dense full-attention layers of Qwen3-Next."""
+    count = theirs["num_hidden_layers"]
+    interval = theirs.get("full_attention_interval", 4)
+    types = theirs.get("layer_types") or [
+        "full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(count)
+    ]
+    for layer, kind in enumerate(types):
+        if kind != "full_attention":
+            raise ConfigError(
+                f"layer_types: layer {layer} is {kind!r}, which is not supported: te-models reads full_attention"
+            )
+    experts, step = theirs["num_experts"], theirs["decoder_sparse_step"]
+    for layer in range(count):
+        if experts and (layer + 1) % step == 0 and layer not in theirs["mlp_only_layers"]:
+            raise ConfigError(f"num_experts={experts} in layer {layer} is not supported: te-models reads dense layers")
+    return {}
+
+
+def _write_dense(config: ModelConfig) -> dict[str, Any]:
+    layers = list(range(config.num_hidden_layers))
+    return {"num_experts": 0, "mlp_only_layers": layers, "layer_types": ["full_attention"] * len(layers)}
+
+
+# What transformers takes where a config.json has no RoPE.
+_MINISTRAL3 = dict(
+    rope_type="yarn", rope_theta=1000000.0, factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
+    beta_slow=1.0, mscale_all_dim=1.0, mscale=1.0, llama_4_scaling_beta=0.1,
+)  # fmt: skip
+
+
+def _read_query_scale(theirs: Values) -> dict[str, Any]:
+    """Read the RoPE of Ministral 3, among whose parameters is the scale of queries."""
+    values = {**(theirs.get("rope_scaling") or theirs.get("rope_parameters") or _MINISTRAL3)}
+    beta, length = values.pop("llama_4_scaling_beta", None), values.get("original_max_position_embeddings")
+    values.pop("max_position_embeddings", None)
+    if values.get("rope_type", values.get("type")) in ("default", "linear", "dynamic"):
+        values.pop("original_max_position_embeddings", None)
+    found = _read_whole_rope({**theirs, "rope_scaling": None, "rope_parameters": values})
+    return {**found, "query_scale_beta": beta, "query_scale_length": length} if beta else found
+
+
+def _write_query_scale(config: ModelConfig) -> dict[str, Any]:
+    scaling = _rope_parameters(config)
+    length = config.query_scale_length or scaling.get(
+        "original_max_position_embeddings", config.max_position_embeddings
+    )
+    scaling |= {"llama_4_scaling_beta": config.query_scale_beta or 0.0, "original_max_position_embeddings": length}
+    return {"rope_parameters": scaling}
+
+
+def _read_su_rope(theirs: Values) -> dict[str, Any]:
+    """Read the RoPE of Phi-3, whose LongRoPE has had two other names and its original context in a key of its own."""
+    values = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
+    kind = values.pop("type", "default")
+    values.setdefault("rope_type", kind)
+    if values["rope_type"] in ("su", "yarn", "longrope"):
+        values |= {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": theirs["original_max_position_embeddings"],
+        }
+    else:
+        values.pop("original_max_position_embeddings", None)
+    return _read_rope({**theirs, "rope_scaling": None, "rope_parameters": values})
+
+
+def _write_su_rope(config: ModelConfig) -> dict[str, Any]:
+    found = _write_partial_rope(config)
+    original = (config.rope_scaling or {}).get("original_max_position_embeddings", config.max_position_embeddings)
+    return {**found, "original_max_position_embeddings": original}
+
+
+def same(*names: str) -> Part:
+    """Return the part of keys that have the names of our fields."""
+    return Part(
+        names,
+        lambda theirs: {name: theirs[name] for name in names if name in theirs},
+        lambda config: {name: config.to_dict()[name] for name in names},
+    )
+
+
+def biases(qkv: str | None = "attention_bias", out: str | None = "attention_bias", mlp: str | None = None) -> Part:
+    """Return the part of the keys that say which projections have a bias; None: there is none on those."""
+    fields = {"attention_bias": qkv, "attention_output_bias": out, "mlp_bias": mlp}
+    named = {ours: key for ours, key in fields.items() if key is not None}
+    return Part(
+        tuple(dict.fromkeys(named.values())),
+        lambda theirs: {ours: theirs.get(key, False) for ours, key in named.items()},
+        lambda config: {key: config.to_dict()[ours] for ours, key in named.items()},
+    )
+
+
+ALIASES = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}  # other names of transformers for the same function
+
+
+def activation(key: str = "hidden_act") -> Part:
+    """Return the part of the key that names the MLP's activation."""
+
+    def read(theirs: Values) -> dict[str, Any]:
+        name = theirs.get(key, "silu")
+        name = ALIASES.get(name, name)
+        if name not in CHOICES["hidden_act"]:
+            wanted = " or ".join(map(repr, CHOICES["hidden_act"]))
+            raise ConfigError(f"{key}={name!r} is not supported: te-models computes {wanted}")
+        return {"hidden_act": name}
+
+    return Part((key,), read, lambda config: {key: config.hidden_act})
+
+
+def _head_dim(theirs: Values) -> float:
+    return theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
+
+
+def _multiplier(theirs: Values, value: float) -> dict[str, Any]:
+    return {} if value == _head_dim(theirs) ** -0.5 else {"attention_multiplier": value}
+
+
+def _write_multiplier(config: ModelConfig) -> float:
+    return config.head_dim**-0.5 if config.attention_multiplier is None else config.attention_multiplier
+
+
+def _read_dense_afmoe(theirs: Values) -> dict[str, Any]:
+    """Refuse layers with experts."""
+    dense, count = theirs["num_dense_layers"], theirs["num_hidden_layers"]
+    if dense < count:
+        raise ConfigError(
+            f"num_experts={theirs['num_experts']} in layer {dense} is not supported: te-models reads dense layers"
+        )
+    return {"embedding_multiplier": theirs["hidden_size"] ** 0.5 if theirs["mup_enabled"] else 1.0}
+
+
+def _read_laguna(theirs: Values) -> dict[str, Any]:
+    """Read the gate; refuse layers with experts, and layers with different numbers of heads."""
+    count, heads = theirs["num_hidden_layers"], theirs["num_attention_heads"]
+    for layer, kind in enumerate(theirs.get("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)):
+        if kind != "dense":
+            raise ConfigError(
+                f"mlp_layer_types: layer {layer} is {kind!r}, which is not supported: te-models reads dense"
+            )
+    if any(own != heads for own in theirs.get("num_attention_heads_per_layer") or ()):
+        raise ConfigError("num_attention_heads_per_layer with different numbers is not supported")
+    gates = {True: "headwise", "per-head": "headwise", "per-element": "elementwise"}
+    if theirs["gating"] not in gates:
+        raise ConfigError(f"gating={theirs['gating']!r} is not supported: te-models reads 'per-head' or 'per-element'")
+    return {"attention_gate": gates[theirs["gating"]]}
+
+
+def _write_laguna(config: ModelConfig) -> dict[str, Any]:
+    count = config.num_hidden_layers
+    gates = {"headwise": "per-head", "elementwise": "per-element"}
+    heads = [config.num_attention_heads] * count
+    gating = gates.get(config.attention_gate, False)
+    return {"gating": gating, "mlp_layer_types": ["dense"] * count, "num_attention_heads_per_layer": heads}
+
+
+ROPE = Part(("rope_theta", "rope_scaling", "rope_parameters"), _read_whole_rope, _write_rope)
+PARTIAL_ROPE = Part((*ROPE.keys, "partial_rotary_factor"), _read_rope, _write_partial_rope)
+SU_ROPE = Part((*PARTIAL_ROPE.keys, "original_max_position_embeddings"), _read_su_rope, _write_su_rope)
+QUERY_SCALE_ROPE = Part(ROPE.keys, _read_query_scale, _write_query_scale)
+WINDOW = Part(
+    ("sliding_window",),
+    lambda theirs: {"sliding_window": theirs.get("sliding_window")},
+    lambda config: {"sliding_window": config.sliding_window},
+)
+_WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+WINDOW_BY_FLAG = Part(_WINDOW_KEYS, _read_window_by_flag(_layer_types), _write_window_by_flag)
+WINDOW_WITHOUT_ROPE = Part(_WINDOW_KEYS, _read_window_by_flag(_layer_types_without_rope), _write_window_by_flag)
+ALL_SLIDE = window_by_layer(_all_slide)
+FIRST_OF_FOUR_IS_FULL = window_by_layer(_every(4))
+SECOND_IS_FULL = window_by_layer(_every(2, 1))
+OLMO3_ROPE = rope_by_type(_every(4, 3))
+GEMMA3_ROPE = rope_by_type(_by_pattern("sliding_window_pattern"), "sliding_window_pattern")
+LAGUNA_ROPE = rope_by_type(lambda theirs: ["full_attention"] * theirs["num_hidden_layers"], partial=True)
+EXAONE_WINDOW = window_with_rope(_by_pattern("sliding_window_pattern"), "sliding_window_pattern", unless_none=True)
+AFMOE_WINDOW = window_with_rope(_by_pattern("global_attn_every_n_layers"), "global_attn_every_n_layers")
+NO_ROPE = Part(("no_rope_layers", "no_rope_layer_interval"), _read_no_rope, _write_no_rope)
+GATE = Part((*GATE_FLAGS.values(), "use_qk_norm"), _read_gate, _write_gate)
+DENSE = Part(
+    ("mlp_only_layers", "num_experts", "decoder_sparse_step", "layer_types", "full_attention_interval"),
+    _read_dense,
+    _write_dense,
+)
+DENSE_AFMOE = Part(
+    ("num_dense_layers", "num_experts", "mup_enabled"),
+    _read_dense_afmoe,
+    lambda config: {"num_dense_layers": config.num_hidden_layers, "mup_enabled": config.embedding_multiplier != 1},
+)
+LAGUNA = Part(("gating", "mlp_layer_types", "num_attention_heads_per_layer"), _read_laguna, _write_laguna)
+ATTENTION_MULTIPLIER = Part(
+    ("attention_multiplier",),
+    lambda theirs: _multiplier(theirs, theirs["attention_multiplier"]),
+    lambda config: {"attention_multiplier": _write_multiplier(config)},
+)
+QUERY_SCALAR = Part(
+    ("query_pre_attn_scalar",),
+    lambda theirs: _multiplier(theirs, theirs["query_pre_attn_scalar"] ** -0.5),
+    lambda config: {"query_pre_attn_scalar": round(_write_multiplier(config) ** -2)},
+)
+# Gemma scales embeddings by the root of their width, and has no key for it.
+EMBEDDING_ROOT = Part((), lambda theirs: {"embedding_multiplier": theirs["hidden_size"] ** 0.5}, lambda config: {})

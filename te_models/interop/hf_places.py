@@ -1,0 +1,74 @@
+"""The places of Hugging Face's tensors in ours, per layer, for the rows of hf_families. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The place of a tensor of theirs in ours: these blocks of rows of `module`, or all of it.
+
+    Several blocks alternate in their tensor, once per unit of `per` (a count in ModelConfig): for instance, the gate of each
+    head after the queries of that head.
+    """
+
+    module: str
+    blocks: tuple[str, ...] = ()
+    per: str | None = None
+
+
+LAYER = {
+    "input_layernorm": Rows("input_layernorm"),
+    "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q",)),
+    "self_attn.k_proj": Rows("self_attn.qkvg_proj", ("k",)),
+    "self_attn.v_proj": Rows("self_attn.qkvg_proj", ("v",)),
+    "self_attn.o_proj": Rows("self_attn.o_proj"),
+    "post_attention_layernorm": Rows("post_attention_layernorm"),
+    "mlp.gate_proj": Rows("mlp.gate_up_proj", ("gate",)),
+    "mlp.up_proj": Rows("mlp.gate_up_proj", ("up",)),
+    "mlp.down_proj": Rows("mlp.down_proj"),
+}
+NORMED_LAYER = {**LAYER, "self_attn.q_norm": Rows("self_attn.q_norm"), "self_attn.k_norm": Rows("self_attn.k_norm")}
+POST_NORMED_LAYER = {
+    **{name: rows for name, rows in NORMED_LAYER.items() if "layernorm" not in name},
+    "post_attention_layernorm": Rows("attention_output_norm"),
+    "post_feedforward_layernorm": Rows("mlp_output_norm"),
+}
+# Norms before and after attention and MLP, whose names differ: (after attention, before the MLP, after it).
+GEMMA_NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+AFMOE_NORMS = ("post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
+GLM_NORMS = ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+
+
+def both_normed(layer: Mapping[str, Rows], names: tuple[str, str, str]) -> dict[str, Rows]:
+    """Return the places of a layer with four norms."""
+    ours = ("attention_output_norm", "post_attention_layernorm", "mlp_output_norm")
+    norms = {theirs: Rows(name) for theirs, name in zip(names, ours, strict=True)}
+    return {**{name: rows for name, rows in layer.items() if name != "post_attention_layernorm"}, **norms}
+
+
+def _fused_layer(*fused: str) -> dict[str, Rows]:
+    """Return the places of a layer in which q, k and v, or gate and up, are one tensor."""
+    rows = {
+        "self_attn.qkv_proj": (("q", "k", "v"), Rows("self_attn.qkvg_proj", ("q", "k", "v"))),
+        "mlp.gate_up_proj": (("gate", "up"), Rows("mlp.gate_up_proj", ("gate", "up"))),
+    }
+    inside = {block for name in fused for block in rows[name][0]}
+    return {name: place for name, place in LAYER.items() if not inside & set(place.blocks)} | {
+        name: rows[name][1] for name in fused
+    }
+
+
+PHI_LAYER = _fused_layer("self_attn.qkv_proj", "mlp.gate_up_proj")
+GLM_LAYER = both_normed(_fused_layer("mlp.gate_up_proj"), GLM_NORMS)
+# A gate from a projection of its own.
+AFMOE_LAYER = {**both_normed(NORMED_LAYER, AFMOE_NORMS), "self_attn.gate_proj": Rows("self_attn.qkvg_proj", ("g",))}
+LAGUNA_LAYER = {**NORMED_LAYER, "self_attn.g_proj": Rows("self_attn.qkvg_proj", ("g",))}
+UNGATED_MLP_LAYER = {name: rows for name, rows in LAYER.items() if name != "mlp.gate_proj"}
+# The gate comes out of q_proj: after the queries of each group of heads that share a key, or of each head.
+GATED_BY_GROUP = {**NORMED_LAYER, "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_key_value_heads")}
+GATED_BY_HEAD = {**NORMED_LAYER, "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_attention_heads")}
+# Outside the layers: their name -> ours.
+TOP = {"model.embed_tokens": "embed_tokens", "model.norm": "norm", "lm_head": "lm_head"}

@@ -1,0 +1,346 @@
+"""Quantized weights in Hugging Face folders: which scheme a config.json describes, its checks, and the values.
+
+A scheme says how a weight [out, in] is stored: E4M3 (or two E2M1 per byte) and one scale per block of elements. Four
+kinds of config are read: `fp8` (DeepSeek, Qwen, vLLM and transformers), `compressed-tensors` with floating-point
+weights, and ModelOpt's, in hf_quant_config.json or config.json. Sources: transformers 5.23
+(quantizers/quantizer_finegrained_fp8.py), compressed-tensors 0.20 (compressors), vLLM
+(model_executor/layers/quantization/modelopt.py at 00155cde).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.engine.emulated import numerics, nvfp4
+from te_models.engine.emulated.numerics import DType
+from te_models.errors import CheckpointError
+from te_models.files.formats import SafetensorsFile, list_some, read_json
+
+E4M3 = torch.float8_e4m3fn
+MODELOPT_FILE = "hf_quant_config.json"
+CONFIG_KEYS = ("quantization_config", "compression_config")  # the second is of compressed-tensors before 0.8
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The storage of a quantized weight [out, in].
+
+    Attributes:
+        block: rows and columns that share a scale; 0 means all of them.
+        data: the last part of the name of the tensor with the weight's data.
+        scales: names that the tensor with its scales may have.
+        scale_dtypes: dtypes that it may have.
+        activations: how a server quantizes the input of the linear: "static" (one scale per tensor, stored), "token",
+            "block" (per token and 128 channels), "mxfp8", "nvfp4", or "none".
+    """
+
+    block: tuple[int, int]
+    activations: str
+    data: str = "weight"
+    scales: tuple[str, ...] = ("weight_scale",)
+    scale_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+
+    @property
+    def packed(self) -> bool:
+        """Two values per byte."""
+        return self.data == "weight_packed"
+
+    def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return the number of scales along each dimension of a weight [out, in]."""
+        rows, columns = (math.ceil(size / (step or size)) for size, step in zip(shape, self.block, strict=True))
+        return rows, columns
+
+
+BOTH = ("weight_scale_inv", "weight_scale")
+BLOCK = Scheme((128, 128), "block", scales=BOTH)
+TENSOR = Scheme((0, 0), "static", scales=BOTH)
+CHANNEL = Scheme((1, 0), "token")
+MXFP8 = Scheme((1, 32), "mxfp8", scale_dtypes=(torch.uint8,))
+NVFP4 = Scheme((1, 16), "nvfp4", data="weight_packed", scale_dtypes=(E4M3,))
+GLOBAL_SCALE, INPUT_GLOBAL_SCALE = "weight_global_scale", "input_global_scale"
+INPUT_SCALES = ("input_scale", "activation_scale")
+UNREAD = ("k_scale", "v_scale", "q_scale", "output_scale")  # of a quantized cache of keys and values
+
+
+def read_scheme(folder: Path, config: Mapping[str, Any]) -> Scheme | None:
+    """Return the scheme of the quantized weights in a folder with this config.json; None if there are none.
+
+    Raises:
+        CheckpointError: the weights are quantized in another way; one line that names it.
+    """
+    values = next((config[key] for key in CONFIG_KEYS if config.get(key)), None)
+    source = folder / "config.json"
+    if values is None and (folder / MODELOPT_FILE).is_file():
+        source = folder / MODELOPT_FILE
+        values = read_json(source)
+        values = values.get("quantization") if isinstance(values, dict) else None
+        values = {**values, "quant_method": "modelopt"} if isinstance(values, dict) else values
+    if values is None and source.name == "config.json":
+        return None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{source}: the description of the quantized weights is not an object")
+    readers = {"fp8": _fp8_scheme, "compressed-tensors": _compressed_scheme, "modelopt": _modelopt_scheme}
+    method = values.get("quant_method")
+    if not isinstance(method, str) or method not in readers:
+        raise CheckpointError(
+            f"{source}: quantization_config={_shown(values)} is not supported: te-models reads {', '.join(readers)}"
+        )
+    try:
+        return readers[method](values)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = str(error) if isinstance(error, ValueError) else f"it lacks or misuses {error}"
+        raise CheckpointError(f"{source}: quantization_config of {method!r} is not supported: {reason}") from None
+
+
+def _shown(values: Any) -> str:
+    text = repr(values)
+    return text if len(text) < 100 else f"{text[:97]}..."
+
+
+def _refuse_unknown(values: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise a ValueError for a key that is not known and says something."""
+    for name, value in values.items():
+        if name not in known and value not in (None, False, [], {}):
+            raise ValueError(f"{name}={_shown(value)} is not known")
+
+
+def _require(values: Mapping[str, Any], name: str, *allowed: Any) -> Any:
+    """Return values[name]; raise a ValueError unless it is one of `allowed`."""
+    value = values.get(name)
+    if not any(type(value) is type(choice) and value == choice for choice in allowed):
+        raise ValueError(f"{name}={_shown(value)}, and te-models reads {' or '.join(map(repr, allowed))}")
+    return value
+
+
+def _block_size(value: Any) -> tuple[int, int]:
+    """Return the rows and columns of a block."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ValueError(f"the block size {_shown(value)} is not a pair of numbers")
+    for size in value:
+        if type(size) is not int or not 1 <= size <= 2**16:
+            raise ValueError(f"the block size {_shown(value)} is not a pair of positive numbers")
+    return value[0], value[1]
+
+
+def _fp8_scheme(values: Mapping[str, Any]) -> Scheme:
+    known = ("quant_method", "activation_scheme", "weight_block_size", "ignored_layers", "modules_to_not_convert", "fmt",
+             "scale_fmt", "dequantize", "expert_dtype", "kv_cache_scheme", "provider")  # fmt: skip
+    _refuse_unknown(values, known)
+    _require(values, "fmt", None, "e4m3", "float8_e4m3fn")
+    scheme = _require(values, "activation_scheme", "static", "dynamic", None)
+    if (block := values.get("weight_block_size")) is not None:
+        return dataclasses.replace(BLOCK, block=_block_size(block))
+    return dataclasses.replace(TENSOR, activations="static" if scheme == "static" else "token")
+
+
+def _compressed_scheme(values: Mapping[str, Any]) -> Scheme:
+    known = ("quant_method", "format", "config_groups", "ignore", "quantization_status", "global_compression_ratio",
+             "kv_cache_scheme", "version")  # fmt: skip
+    _refuse_unknown(values, known)
+    groups = values["config_groups"]
+    if not isinstance(groups, dict) or not groups:
+        raise ValueError("config_groups names no weights")
+    schemes = {_compressed_group(group, values.get("format")) for group in groups.values()}
+    if len(schemes) > 1:
+        raise ValueError("config_groups quantizes weights in several ways")
+    return schemes.pop()
+
+
+def _compressed_group(group: Mapping[str, Any], format: Any) -> Scheme:
+    _refuse_unknown(group, ("targets", "weights", "input_activations", "format"))
+    weights, inputs = group["weights"], group.get("input_activations")
+    _require(weights, "type", "float")
+    _require(weights, "symmetric", True, None)
+    _require(weights, "dynamic", False, None)
+    format = group.get("format") or format
+    activations = "none" if not inputs else "token" if inputs.get("dynamic") else "static"
+    if format in ("nvfp4-pack-quantized", "mxfp8-quantized"):
+        bits, size, scheme = (4, 16, NVFP4) if format.startswith("nv") else (8, 32, MXFP8)
+        _require(weights, "num_bits", bits)
+        _require(weights, "group_size", size)
+        return scheme if inputs else dataclasses.replace(scheme, activations="none")
+    if format not in ("float-quantized", "naive-quantized"):
+        raise ValueError(f"format={_shown(format)} is not known")
+    _require(weights, "num_bits", 8)
+    strategy = _require(weights, "strategy", "tensor", "channel", "block")
+    if strategy == "block":
+        block = _block_size(weights["block_structure"])
+        activations = "block" if inputs and inputs.get("strategy") == "group" else activations
+        return dataclasses.replace(BLOCK, block=block, activations=activations)
+    return dataclasses.replace(TENSOR if strategy == "tensor" else CHANNEL, activations=activations)
+
+
+def _modelopt_scheme(values: Mapping[str, Any]) -> Scheme:
+    known = ("quant_method", "quant_algo", "kv_cache_quant_algo", "kv_cache_scheme", "exclude_modules", "ignore",
+             "producer", "config_groups", "group_size", "quantized_layers")  # fmt: skip
+    _refuse_unknown({k: v for k, v in values.items() if k != "quantized_layers"}, known)
+    algorithm = str(values["quant_algo"]).upper()
+    schemes = {"FP8": TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "FP8_PB_WO": BLOCK}
+    if algorithm not in schemes:
+        raise ValueError(f"quant_algo={values['quant_algo']!r}, and te-models reads {', '.join(schemes)}")
+    return schemes[algorithm]
+
+
+@dataclass
+class StoredWeights:
+    """The tensors of a folder as a model takes them: names and shapes of weights, whatever they are stored as.
+
+    Attributes:
+        scheme: of the quantized weights; None if there are none.
+        tensors: name -> tensor on the meta device; a quantized weight has its own name, its shape and dtype BF16.
+        scales: name of a quantized weight -> its scales, FP32 [rows, columns of the grid].
+        inputs: name of a quantized weight -> static scale of the linear's input, FP32 []; for NVFP4, the divisor.
+        data: name of the stored data -> name of the weight.
+    """
+
+    scheme: Scheme | None
+    tensors: dict[str, Tensor]
+    scales: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    data: dict[str, str] = field(default_factory=dict)
+
+    def name(self, stored: str) -> str:
+        """Return the name of the tensor that the stored one holds the data of."""
+        return self.data.get(stored, stored)
+
+    def values(self, stored: str, tensor: Tensor) -> Tensor:
+        """Return a tensor of the model from the stored data: FP32 where it is quantized, else as it is."""
+        name = self.data.get(stored)
+        if name is None or self.scheme is None:
+            return tensor
+        return dequantize(self.scheme, tensor, self.scales[name])
+
+
+def dequantize(scheme: Scheme, data: Tensor, scales: Tensor) -> Tensor:
+    """Return the FP32 values of a quantized weight: data times scale, rounded once.
+
+    Args:
+        scheme: how it is stored.
+        data: E4M3 [out, in], or uint8 [out, in / 2] with two E2M1 values per byte.
+        scales: FP32, as StoredWeights has them.
+    """
+    raw = data.view(torch.uint8)
+    values = nvfp4.unpack(raw) if scheme.packed else numerics.decode_fp8(raw, DType.kFloat8E4M3)
+    rows, columns = values.shape
+    return numerics.scale_blocks_(values.contiguous(), scales, (scheme.block[0] or rows, scheme.block[1] or columns))
+
+
+def open_weights(
+    folder: Path, scheme: Scheme | None, found: Mapping[str, Tensor], shards: Iterable[Path]
+) -> StoredWeights:
+    """Return the tensors of a folder, with the scales of quantized weights read and checked.
+
+    Args:
+        folder: for errors.
+        scheme: from `read_scheme`.
+        found: name -> tensor on the meta device of everything stored.
+        shards: the safetensors files.
+
+    Raises:
+        CheckpointError: a quantized weight lacks its scales, or they have a wrong shape or dtype, or are negative or not
+            finite.
+    """
+    narrow = [name for name, tensor in found.items() if tensor.dtype in (E4M3, torch.float8_e5m2)]
+    if scheme is None:
+        if narrow:
+            raise CheckpointError(
+                f"{folder}: {list_some(narrow[:1])} is FP8, and config.json has no quantization_config with its scales"
+            )
+        return StoredWeights(None, dict(found))
+    weights = _Weights(folder, scheme, found)
+    read = _read(shards, weights.wanted())
+    return weights.checked(read)
+
+
+class _Weights:
+    """The quantized weights among the tensors of a folder, by their names and shapes."""
+
+    def __init__(self, folder: Path, scheme: Scheme, found: Mapping[str, Tensor]) -> None:
+        self.folder, self.scheme, self.found = folder, scheme, found
+        dtype = torch.uint8 if scheme.packed else E4M3
+        suffix = f".{scheme.data}"
+        self.modules = [n.removesuffix(suffix) for n, t in found.items() if n.endswith(suffix) and t.dtype == dtype]
+        self.scale_names = {module: self._scale_name(module) for module in self.modules}
+
+    def _scale_name(self, module: str) -> str:
+        """Return the name of the tensor with a weight's scales, whose shape and dtype are right."""
+        data = self.found[f"{module}.{self.scheme.data}"]
+        names = [f"{module}.{name}" for name in self.scheme.scales if f"{module}.{name}" in self.found]
+        if len(names) != 1 or data.dim() != 2:
+            raise CheckpointError(
+                f"{self.folder}: {module} is quantized {list(data.shape)} and has {len(names)} of {self.scheme.scales}"
+            )
+        scale, shape = self.found[names[0]], self.shape(module)
+        grid = self.scheme.grid(shape)
+        squeezed = [size for size in scale.shape if size != 1]
+        if squeezed != [size for size in grid if size != 1] or scale.dim() > 4:
+            raise CheckpointError(
+                f"{self.folder}: {names[0]} has shape {list(scale.shape)}, and a weight {list(shape)} has scales {list(grid)}"
+            )
+        if scale.dtype not in self.scheme.scale_dtypes:
+            raise CheckpointError(f"{self.folder}: {names[0]} is {scale.dtype}, which is no scale of this format")
+        return names[0]
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """Return the shape of a weight."""
+        rows, columns = self.found[f"{module}.{self.scheme.data}"].shape
+        return rows, columns * (2 if self.scheme.packed else 1)
+
+    def wanted(self) -> set[str]:
+        """Return the names of the scales to read: of the weights, and static ones of their inputs."""
+        small = (*INPUT_SCALES, GLOBAL_SCALE, INPUT_GLOBAL_SCALE)
+        singles = {f"{module}.{name}" for module in self.modules for name in small} & self.found.keys()
+        for name in singles:
+            if self.found[name].numel() != 1 or not self.found[name].is_floating_point():
+                raise CheckpointError(f"{self.folder}: {name} is {list(self.found[name].shape)}, not one number")
+        return singles | set(self.scale_names.values())
+
+    def checked(self, read: Mapping[str, Tensor]) -> StoredWeights:
+        """Return the weights with their scales, once all of these are known to be numbers."""
+        stored = StoredWeights(self.scheme, dict(self.found))
+        for module in self.modules:
+            weight, shape = f"{module}.weight", self.shape(module)
+            stored.data[f"{module}.{self.scheme.data}"] = weight
+            scales = self._numbers(self.scale_names[module], read).reshape(self.scheme.grid(shape))
+            if self.scheme.packed:
+                whole = self._numbers(f"{module}.{GLOBAL_SCALE}", read, positive=True)
+                scales = scales / whole.reshape(())
+            stored.scales[weight] = scales
+            for name in (*INPUT_SCALES, INPUT_GLOBAL_SCALE):
+                if f"{module}.{name}" in read:
+                    stored.inputs[weight] = self._numbers(f"{module}.{name}", read, positive=True).reshape(())
+            for name in (self.scheme.data, *self.scheme.scales, *INPUT_SCALES, GLOBAL_SCALE, INPUT_GLOBAL_SCALE):
+                stored.tensors.pop(f"{module}.{name}", None)
+            stored.tensors[weight] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for name in list(stored.tensors):
+            if name.endswith(UNREAD):
+                del stored.tensors[name]
+        return stored
+
+    def _numbers(self, name: str, read: Mapping[str, Tensor], positive: bool = False) -> Tensor:
+        """Return scales in FP32."""
+        if name not in read:
+            raise CheckpointError(f"{self.folder} lacks {name}")
+        tensor = read[name]
+        values = numerics.e8m0_to_float(tensor) if tensor.dtype == torch.uint8 else tensor.float()
+        good = values.isfinite() & ((values > 0) if positive else (values >= 0))
+        if not bool(good.all()):
+            raise CheckpointError(f"{self.folder}: {name} has a scale that is negative or not finite")
+        return values
+
+
+def _read(shards: Iterable[Path], names: set[str]) -> dict[str, Tensor]:
+    """Return the tensors of these names."""
+    found = {}
+    for shard in shards:
+        with SafetensorsFile(shard) as file:
+            found |= {name: file.read(name) for name in names & file.tensors.keys()}
+    return found

@@ -1,0 +1,166 @@
+"""FP8 weights of a folder as FP8 primary weights of a model, with the folder's own data and scales.
+
+That is possible where both have the same blocks: one scale per fused weight (DelayedScaling, Float8CurrentScaling), or
+one per 128 x 128 elements (Float8BlockScaling). Where scales differ inside a block of ours, such as those of q and k
+under one scale per weight, the weight stays as the loader made it: quantized from the dequantized values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from te_models.files.formats import SafetensorsFile
+from te_models.fp8.primary_weights import SHARDED_SCHEMES, load_codes, quantized, set_scale, weight_codes
+from te_models.interop.quantized import E4M3, StoredWeights
+
+BLOCK = 128
+
+
+class Place(Protocol):
+    """The rows of a parameter that hold one tensor of theirs: te_models.interop.hf.Place."""
+
+    @property
+    def name(self) -> str:
+        """The parameter."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of their tensor."""
+        ...
+
+    def load(self, parameter: Tensor, tensor: Tensor) -> None:
+        """Copy their tensor into its rows."""
+        ...
+
+    def save(self, parameter: Tensor) -> Tensor:
+        """Return their tensor."""
+        ...
+
+
+def blocks_of(recipe: Any) -> tuple[int, int] | None:
+    """Return the rows and columns that share a scale in a recipe's FP8 weights, 0 for all; None if not in FP32."""
+    if recipe.scheme in SHARDED_SCHEMES:
+        return 0, 0
+    square = recipe.scheme == "Float8BlockScaling" and recipe.fields.get("w_block_scaling_dim", 2) == 2
+    return (BLOCK, BLOCK) if square else None
+
+
+def spread(scales: Tensor, block: tuple[int, int], shape: tuple[int, int], columns: int) -> Tensor:
+    """Return one scale per row and `columns` columns (0: all), [rows, n], of a weight with one scale per `block`.
+
+    Blocks must be at least `columns` wide.
+    """
+    rows, width = shape
+    by_row = scales.repeat_interleave(block[0] or rows, 0)[:rows]
+    if not columns:
+        return by_row
+    starts = torch.arange(0, width, columns, device=scales.device)
+    return by_row[:, starts // (block[1] or width)]
+
+
+def collapse(by_row: Tensor, used: Tensor, rows: int) -> Tensor | None:
+    """Return one scale per `rows` rows (0: all), [n, columns]; None if they differ inside a block.
+
+    Args:
+        by_row: one scale per row and column, [rows, columns].
+        used: bool [rows], False for rows that hold nothing and fit any scale.
+        rows: rows per block.
+    """
+    parts = zip(by_row.split(rows or len(by_row)), used.split(rows or len(by_row)), strict=True)
+    found = []
+    for part, real in parts:
+        part = part[real] if bool(real.any()) else part.new_ones(1, part.shape[1])
+        if not bool((part == part[0]).all()):
+            return None
+        found.append(part[0])
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def keep_stored_weights(model: Any, places: Mapping[str, Place], shards: Iterable[Path], stored: StoredWeights) -> int:
+    """Give FP8 primary weights the data and scales of a folder where both have the same blocks.
+
+    Args:
+        model: a Decoder, already filled.
+        places: name of their tensor -> its rows.
+        shards: the safetensors files.
+        stored: the weights in them.
+
+    Returns:
+        the number of weights that now have the folder's data and scales.
+    """
+    block = blocks_of(model.recipe)
+    if block is None or model.tp.size > 1 or stored.scheme is None or stored.scheme.packed:
+        return 0
+    if block[1] and (stored.scheme.block[1] or block[1]) % block[1]:
+        return 0  # narrower blocks than ours
+    live = {name: p for name, p in model.named_parameters() if quantized(p) is not None}
+    members: dict[str, list[str]] = {}
+    for name, place in places.items():
+        if place.name in live:
+            members.setdefault(place.name, []).append(name)
+    sources = {weight: data for data, weight in stored.data.items()}
+    count = 0
+    for name, parts in members.items():
+        scales = _fused_scales(name, parts, places, stored, live[name].shape, block)
+        if scales is not None:
+            data = torch.zeros(live[name].shape, dtype=torch.uint8)
+            for part, tensor in _read({sources[part]: part for part in parts}, shards):
+                places[part].load(data, tensor.view(torch.uint8))
+            _write(model, name, data, scales, live[name])
+            count += 1
+    return count
+
+
+def _fused_scales(
+    name: str, parts: list[str], places: Mapping[str, Place], stored: StoredWeights, shape: torch.Size, block: Any
+) -> Tensor | None:
+    """Return the scales of one parameter in its own blocks; None if it cannot have the stored ones."""
+    assert stored.scheme is not None
+    if not all(part in stored.scales and stored.tensors[part].dtype != E4M3 for part in parts):
+        return None
+    rows, columns = shape
+    grid = -(-columns // block[1]) if block[1] else None
+    by_row, used = None, torch.zeros(rows, 1)
+    for part in parts:
+        own = (places[part].shape[0], places[part].shape[1])
+        values = spread(stored.scales[part], stored.scheme.block, own, block[1])
+        if not block[1] and not bool((values == values[:1, :1]).all()):
+            return None
+        values = values if grid else values[:, :1]
+        by_row = torch.ones(rows, values.shape[1]) if by_row is None else by_row
+        places[part].load(by_row, values)
+        places[part].load(used, torch.ones(own[0], 1))
+    scales = None if by_row is None else collapse(by_row, used[:, 0] > 0, block[0])
+    return None if scales is None or not bool((scales > 0).all()) else scales
+
+
+def _read(wanted: Mapping[str, str], shards: Iterable[Path]) -> Iterable[tuple[str, Tensor]]:
+    for shard in shards:
+        with SafetensorsFile(shard) as file:
+            for data in wanted.keys() & file.tensors.keys():
+                yield wanted[data], file.read(data)
+
+
+def _write(model: nn.Module, name: str, data: Tensor, scales: Tensor, parameter: Tensor) -> None:
+    """Overwrite the data and scales of one FP8 weight."""
+    live = {key: tensor for key, tensor in weight_codes(model).items() if key.rsplit(".", 1)[0] == name}
+    if f"{name}.data" in live:
+        set_scale(parameter, scales.reshape(()))
+        load_codes(model, {f"{name}.data": data, f"{name}.scale_inv": scales.reshape(1)})
+        return
+    made = {"rowwise_data": data, "columnwise_data": data.t().contiguous()}
+    made |= {"rowwise_scale_inv": scales, "columnwise_scale_inv": scales.t()}
+    codes = {}
+    for part, tensor in made.items():
+        if f"{name}.{part}" in live:
+            padded = torch.zeros(live[f"{name}.{part}"].shape, dtype=tensor.dtype)
+            padded[tuple(slice(size) for size in tensor.shape)] = tensor
+            codes[f"{name}.{part}"] = padded
+    load_codes(model, codes)

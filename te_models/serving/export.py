@@ -1,0 +1,287 @@
+"""Write a model as a quantized Hugging Face folder for vLLM, SGLang, transformers and compressed-tensors.
+
+The linears of the layers that the model's recipe runs in FP8 are quantized; embedding, norms, head and the layers that
+the recipe keeps in BF16 are not, and the config lists their linears. Tensors that vLLM and SGLang fuse (q, k and v; gate
+and up) are one weight here too, so their per-tensor scales are one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_models.distributed.dtensor import local
+from te_models.errors import UsageError, unknown
+from te_models.files.formats import list_some
+from te_models.fp8.primary_weights import weight_codes
+from te_models.fp8.scaling_state import fp8_state
+from te_models.interop.hf import TOKENIZER_FILES, Origin, Place, write_hugging_face
+from te_models.interop.quantized import BLOCK, E4M3
+from te_models.interop.stored_codes import collapse, spread
+from te_models.model.decoder import Decoder
+from te_models.model.tensor_parallel import gather_state
+from te_models.saving.folder import read_listed
+from te_models.saving.pretrained import weights
+from te_models.serving.formats import E4M3_MAX, FORMATS, Format, Options, Parts, encode_blocks, static_scale
+
+# Without data, NVFP4's divisor comes from random tokens, with this much room for larger inputs.
+RANDOM_TOKENS, HEADROOM = (4, 256), 4.0
+
+
+@dataclass(frozen=True)
+class Export:
+    """A written folder.
+
+    Attributes:
+        folder: where.
+        format: its format.
+        quantized: Hugging Face's names of the quantized modules.
+        ignored: those of the linears that are not quantized.
+        notes: what a reader of the folder should know, one line each.
+    """
+
+    folder: Path
+    format: str
+    quantized: tuple[str, ...]
+    ignored: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def export(
+    model: Decoder,
+    origin: Origin,
+    folder: str | Path,
+    format: str,
+    calibration: Tensor | Iterable[Tensor] | None = None,
+) -> Export:
+    """Write `model` into `folder`, atomically; see te_models.causal_lm.CausalLM.export for arguments and errors."""
+    if format not in FORMATS:
+        raise unknown("format", format, FORMATS)
+    if any(local(p) is not p for p in model.parameters()):
+        raise UsageError("a sharded model cannot be exported: save it, and export the saved folder")
+    writer = _Writer(model, format, calibration)
+    parameters = gather_state(model, weights(model))
+    if model.tp.rank == 0:
+        tokenizer = read_listed(origin.folder, TOKENIZER_FILES) if origin.folder is not None else {}
+        write_hugging_face(model, origin, folder, parameters, tokenizer, quantize=writer.quantize)
+    model.tp.wait()
+    notes = (*writer.notes, *_size_notes(format, writer.shapes))
+    return Export(Path(folder), format, tuple(writer.quantized), tuple(writer.ignored), notes)
+
+
+def quantized_modules(model: Decoder) -> dict[str, nn.Module]:
+    """Return name -> te.Linear of the layers that an export quantizes: those that the recipe does not keep in BF16."""
+    recipe = model.recipe
+    layers = range(recipe.num_layers_at_start_in_bf16, len(model.layers) - recipe.num_layers_at_end_in_bf16)
+    inside = tuple(f"layers.{layer}." for layer in layers)
+    return {name: m for name, m in model.named_modules() if name.startswith(inside) and isinstance(m, model.te.Linear)}
+
+
+class _Writer:
+    """Makes the tensors and the config of an export."""
+
+    def __init__(self, model: Decoder, format: str, calibration: Tensor | Iterable[Tensor] | None) -> None:
+        self.model, self.name, self.format = model, format, FORMATS[format]
+        self.modules = quantized_modules(model) if self.format.scheme else {}
+        for name, module in self.modules.items():
+            if (size := module.get_parameter("weight").shape[1]) % self.format.columns:
+                raise UsageError(
+                    f"{name} has {size} inputs, no multiple of {self.format.columns}, which {format} needs: choose "
+                    "another format"
+                )
+        self.inputs, self.notes = _input_scales(model, self.format, self.modules, calibration)
+        self.options = _options(model)
+        self.codes = weight_codes(model) if model.tp.size == 1 else {}
+        self.quantized: list[str] = []
+        self.ignored: list[str] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def quantize(
+        self, places: Mapping[str, Place], parameters: Mapping[str, Tensor], config: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors of the folder by name, and its config.json."""
+        groups: dict[str, list[str]] = {}
+        for theirs, place in places.items():
+            groups.setdefault(place.name, []).append(theirs)
+        tensors: dict[str, Tensor] = {}
+        done: set[str] = set()
+        for theirs, place in places.items():
+            module, _, kind = place.name.rpartition(".")
+            if kind == "weight" and module in self.modules:
+                if module not in done:
+                    done.add(module)
+                    tensors |= self._encoded(groups[place.name], places, parameters[place.name])
+                continue
+            tensors[theirs] = self._plain(place.save(parameters[place.name]))
+            if kind == "weight" and isinstance(self.model.get_submodule(module), self.model.te.Linear):
+                self.ignored.append(theirs.removesuffix(".weight"))
+        return tensors, self._config(config)
+
+    def _plain(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that is not quantized, in the dtype to write."""
+        return tensor.to(torch.bfloat16) if self.format.scheme is None else tensor
+
+    def _config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        if self.format.scheme is None:
+            return {key: "bfloat16" if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
+        if "lm_head" not in self.ignored:  # tied: it has no tensor, and servers have the module
+            self.ignored.append("lm_head")
+        return {**config, "quantization_config": self.format.config(self.ignored)}
+
+    def _encoded(self, names: list[str], places: Mapping[str, Place], parameter: Tensor) -> dict[str, Tensor]:
+        """Return the stored tensors of their weights `names`, of which one of our parameters consists."""
+        ours = places[names[0]].name
+        static = {self.format.static: self.inputs[ours.removesuffix(".weight")]} if self.format.static else {}
+        shared = self._shared_parts(ours, names, places, parameter)
+        found = {}
+        for name in names:
+            place, module = places[name], name.removesuffix(".weight")
+            parts = self._block_parts(ours, place, place.save(parameter)) if shared is None else _rows(shared, place)
+            found |= {f"{module}.{part}": tensor for part, tensor in {**parts, **static}.items()}
+            self.quantized.append(module)
+            self.shapes[module] = place.shape
+        return found
+
+    def _shared_parts(
+        self, ours: str, names: list[str], places: Mapping[str, Place], parameter: Tensor
+    ) -> Parts | None:
+        """Return one of our weights quantized as a whole; None for a format with blocks of several rows."""
+        if self.format.encode is None:
+            return None
+        if self.name == "fp8-tensor" and f"{ours}.data" in self.codes:
+            scale = self.codes[f"{ours}.scale_inv"]
+            return {"weight": self.codes[f"{ours}.data"].view(E4M3), "weight_scale": scale.reshape(())}
+        whole = torch.zeros_like(parameter)  # without the rows that pad a headwise gate, which nobody reads
+        for name in names:
+            places[name].load(whole, places[name].save(parameter))
+        return self.format.encode(whole, self.options)
+
+    def _block_parts(self, ours: str, place: Place, values: Tensor) -> Parts:
+        """Return one of their weights in 128 x 128 blocks: those of an FP8 primary weight where they coincide."""
+        rows, columns = values.shape
+        aligned = not (rows % BLOCK.block[0] or columns % BLOCK.block[1])
+        scale_inv = self.codes.get(f"{ours}.rowwise_scale_inv")
+        if aligned and scale_inv is not None and scale_inv.is_floating_point():
+            data = self.codes[f"{ours}.rowwise_data"]
+            by_row = spread(
+                scale_inv[:, : columns // BLOCK.block[1]], BLOCK.block, (len(data), columns), BLOCK.block[1]
+            )
+            scales = collapse(place.save(by_row), torch.ones(rows, dtype=torch.bool), BLOCK.block[0])
+            if scales is not None:
+                return {"weight": place.save(data).contiguous().view(E4M3), "weight_scale_inv": scales}
+        return encode_blocks(values, self.options)
+
+
+def _rows(parts: Parts, place: Place) -> Parts:
+    """Return the rows of one of their weights; a scale of the whole weight is everyone's."""
+    found = {}
+    for name, tensor in parts.items():
+        if tensor.dim() < 2:
+            found[name] = tensor
+            continue
+        narrow = tensor.dtype == E4M3
+        rows = place.save(tensor.view(torch.uint8) if narrow else tensor)
+        found[name] = rows.contiguous().view(E4M3) if narrow else rows
+    return found
+
+
+def _options(model: Decoder) -> Options:
+    """Return how the model's recipe quantizes weights."""
+    recipe, fields = model.recipe, model.recipe.fields
+    blockwise = recipe.scheme == "Float8BlockScaling"
+    square = {
+        "MXFP8BlockScaling": bool(fields.get("enable_2d_quantization", False)),
+        "NVFP4BlockScaling": not fields.get("disable_2d_quantization", False),
+    }
+    power_of_2 = blockwise and not fields.get("use_f32_scales", False)
+    return Options(recipe.scheme, power_of_2, square.get(recipe.scheme, False))
+
+
+def _input_scales(
+    model: Decoder, format: Format, modules: Mapping[str, nn.Module], calibration: Tensor | Iterable[Tensor] | None
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the static scale of the input of each module, and notes on where they come from."""
+    if not format.static:
+        return {}, []
+    if calibration is not None:
+        amaxes = input_amaxes(model, modules, [calibration] if isinstance(calibration, Tensor) else calibration)
+        return {name: static_scale(format, amax) for name, amax in amaxes.items()}, []
+    trained = trained_scales(model, modules)
+    if trained.keys() == modules.keys():
+        if format.static == "input_scale":
+            return {name: scale.reciprocal() for name, scale in trained.items()}, []
+        largest = E4M3_MAX * 2.0 ** -model.recipe.fields.get("margin", 0)
+        return {name: static_scale(format, largest / scale.item()) for name, scale in trained.items()}, []
+    if format.static == "input_scale":
+        why = f"under recipe {model.recipe.name!r} has none" if not model.recipe.stateful else "has not trained"
+        raise UsageError(
+            "fp8-tensor stores one scale per input, which recipe 'delayed' learns in training, and this model "
+            f"{why}: give calibration=token ids (--data PATH), or choose fp8-channel"
+        )
+    batch, length = RANDOM_TOKENS[0], min(RANDOM_TOKENS[1], model.config.longest_sequence)
+    tokens = torch.randint(model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
+    amaxes = input_amaxes(model, modules, [tokens])
+    note = (
+        "input_global_scale was measured on random tokens: give calibration=token ids (--data PATH) for your own data"
+    )
+    return {name: static_scale(format, HEADROOM * amax) for name, amax in amaxes.items()}, [note]
+
+
+def trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return the scales of the inputs of `modules` that delayed scaling has learned, FP32 [] each."""
+    state = fp8_state(model)
+    found = {}
+    for name in modules:
+        scale, history = (state.get(f"{name}.scaling_fwd.{part}") for part in ("scale", "amax_history"))
+        if scale is not None and history is not None and (bool(history[:, 0].any()) or bool(scale[0] != 1)):
+            found[name] = scale[0].detach().cpu().clone()
+    return found
+
+
+@torch.no_grad()
+def input_amaxes(model: Decoder, modules: Mapping[str, nn.Module], batches: Iterable[Tensor]) -> dict[str, float]:
+    """Return the largest magnitude of each module's input over `batches` of token ids, int64 [B, S].
+
+    Leaves the model's mode, scales and histories as they are.
+    """
+    found: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            amax = inputs[0].detach().abs().amax().float()
+            found[name] = amax if name not in found else torch.maximum(found[name], amax)
+
+        return hook
+
+    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in modules.items()]
+    was_training = model.training
+    try:
+        model.eval()
+        with model.unfused():
+            for batch in batches:
+                model(batch.to(model.device))
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    if not found and modules:
+        raise UsageError("calibration has no batches: give token ids, int64 [B, S]")
+    return {name: amax.item() for name, amax in found.items()}
+
+
+def _size_notes(format: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return a note on weights that servers refuse in blocks of 128."""
+    if format != "fp8-block":
+        return []
+    odd = [f"{name} {list(shape)}" for name, shape in shapes.items() if any(size % 128 for size in shape)]
+    if not odd:
+        return []
+    return [
+        f"{len(odd)} weights have sizes that are no multiples of 128 ({list_some(odd, limit=2)}): vLLM and SGLang refuse "
+        "such rows in q, k, v, gate and up, and transformers some of them; fp8-channel has no such limit"
+    ]

@@ -1,0 +1,178 @@
+"""The difference between a model as it was trained and as a server computes it, on text.
+
+The trained model runs under its own recipe and engine; the served one is emulated (te_models.serving.served). Both give
+the probabilities of the next token; the Kullback-Leibler divergence is that of the served ones from the trained ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from te_models.data.dataset import IGNORED
+from te_models.errors import UsageError
+from te_models.interop.hf import Origin, local_folder
+from te_models.model.decoder import Decoder
+from te_models.planning.printable import Printable
+from te_models.serving.export import export, quantized_modules, trained_scales
+from te_models.serving.formats import FORMATS
+from te_models.serving.served import read_served
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How the next-token probabilities of a served model differ from those of the trained one.
+
+    Attributes:
+        export: the format, or the folder.
+        kl: mean Kullback-Leibler divergence, nats per token.
+        largest_kl: of one token.
+        largest: the largest difference of a log-probability, over all tokens and the whole vocabulary, in nats.
+        agreement: share of tokens whose likeliest next token is the same.
+        trained_loss: mean cross-entropy of the trained model, nats per token.
+        served_loss: of the served one.
+        reason: why there are no numbers; "" if there are.
+    """
+
+    export: str
+    kl: float = 0.0
+    largest_kl: float = 0.0
+    largest: float = 0.0
+    agreement: float = 0.0
+    trained_loss: float = 0.0
+    served_loss: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Parity(Printable):
+    """The differences of several exports of one model. Print it for a table; `to_dict` returns plain JSON values."""
+
+    width: ClassVar[int] = 120
+    title: str
+    tokens: int
+    rows: tuple[Difference, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as plain JSON values."""
+        return {"title": self.title, "tokens": self.tokens, "exports": [dataclasses.asdict(row) for row in self.rows]}
+
+    def __rich__(self) -> Group:
+        """Return the table, and a line for each export without numbers."""
+        table = Table(title=self.title, title_justify="left", box=None)
+        for column in (
+            "served as",
+            "KL (nats/token)",
+            "largest KL",
+            "largest log-prob",
+            "same top-1",
+            "loss",
+            "served",
+        ):
+            table.add_column(column, justify="left" if column == "served as" else "right")
+        for row in self.rows:
+            if row.reason:
+                continue
+            values = (f"{row.kl:.2e}", f"{row.largest_kl:.2e}", f"{row.largest:.3f}", f"{100 * row.agreement:.2f} %",
+                      f"{row.trained_loss:.4f}", f"{row.served_loss:.4f}")  # fmt: skip
+            table.add_row(row.export, *values)
+        return Group(table, *(Text(f"{row.export}: {row.reason}") for row in self.rows if row.reason))
+
+
+def parity(model: Decoder, origin: Origin, exports: Iterable[str | Path], batches: list[dict[str, Tensor]]) -> Parity:
+    """Compare `model` with its exports.
+
+    Args:
+        model: as trained; its scales and mode stay as they are.
+        origin: where it came from.
+        exports: names of formats, which are written to a temporary folder with `batches` as calibration where the
+            recipe has no scales, and folders of quantized checkpoints. None at all: every format, and those that the
+            model's sizes do not allow with the reason.
+        batches: {"input_ids", "labels"}, int64 [B, S] each; targets whose label is -100 are not compared.
+
+    Raises:
+        UsageError: a name that is neither a format nor a folder, a format that the model's sizes do not allow, or a
+            folder with another vocabulary.
+    """
+    names = [str(name) for name in exports]
+    rows = [_row(model, origin, name, batches, required=bool(names)) for name in names or FORMATS]
+    title = f"recipe {model.recipe.name}, engine {model.engine}, trained against served"
+    return Parity(title, sum(int(_counted(batch).sum()) for batch in batches), tuple(rows))
+
+
+def _row(model: Decoder, origin: Origin, name: str, batches: list[dict[str, Tensor]], required: bool) -> Difference:
+    """Return the difference of one export."""
+    if name not in FORMATS:
+        return dataclasses.replace(compare(model, read_served(_folder(name), model.device), batches), export=name)
+    tokens = [batch["input_ids"] for batch in batches]
+    with tempfile.TemporaryDirectory() as temp:
+        folder = Path(temp) / "export"
+        modules = quantized_modules(model)
+        calibration = None if trained_scales(model, modules).keys() == modules.keys() else tokens
+        try:
+            export(model, origin, folder, name, calibration)
+        except UsageError as error:
+            if required:
+                raise
+            return Difference(name, reason=str(error))
+        return dataclasses.replace(compare(model, read_served(folder, model.device), batches), export=name)
+
+
+def _folder(name: str) -> Path:
+    folder = local_folder(name)
+    if not folder.is_dir():
+        raise UsageError(f"--export {name} is neither a format ({', '.join(FORMATS)}) nor a folder")
+    return folder
+
+
+def _counted(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return which positions predict a target that counts, bool [B, S - 1]."""
+    return batch["labels"][:, 1:] != IGNORED
+
+
+@torch.no_grad()
+def compare(trained: Decoder, served: Decoder, batches: Iterable[Mapping[str, Tensor]]) -> Difference:
+    """Compare the next-token probabilities of two models of one vocabulary, in FP32."""
+    if trained.config.vocab_size != served.config.vocab_size:
+        raise UsageError(
+            f"the served model has vocab_size={served.config.vocab_size}, the trained one {trained.config.vocab_size}: "
+            "they are two models"
+        )
+    sums, count = torch.zeros(4, dtype=torch.float64), 0
+    largest = torch.zeros(2, dtype=torch.float64)
+    was_training = trained.training
+    trained.eval()
+    for batch in batches:
+        for row in range(len(batch["input_ids"])):  # the logits of one sequence at a time
+            ids, counted = batch["input_ids"][row : row + 1].to(trained.device), _counted(batch)[row]
+            if not bool(counted.any()):
+                continue
+            targets = batch["labels"][row, 1:][counted].to(trained.device)
+            p, q = (_log_probabilities(model, ids, counted) for model in (trained, served))
+            divergence = (p.exp() * (p - q)).sum(-1)
+            same = (p.argmax(-1) == q.argmax(-1)).float()
+            losses = [-values.gather(1, targets[:, None]).sum() for values in (p, q)]
+            sums += torch.stack([divergence.sum(), same.sum(), *losses]).double().cpu()
+            largest = torch.maximum(largest, torch.stack([divergence.amax(), (p - q).abs().amax()]).double().cpu())
+            count += len(targets)
+    trained.train(was_training)
+    if not count:
+        raise UsageError("the text has no token to predict: give more data")
+    kl, agreement, trained_loss, served_loss = (sums / count).tolist()
+    return Difference("", kl, largest[0].item(), largest[1].item(), agreement, trained_loss, served_loss)
+
+
+def _log_probabilities(model: Decoder, ids: Tensor, counted: Tensor) -> Tensor:
+    """Return the log-probabilities of the next token at the positions that count, FP32 [n, V]."""
+    logits = model(ids).logits[0, :-1]
+    return logits[counted.to(logits.device)].float().log_softmax(-1)

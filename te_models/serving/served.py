@@ -1,0 +1,129 @@
+"""A quantized checkpoint as a server computes it, on any device: dequantized weights, inputs quantized per forward.
+
+A linear multiplies the products of data and scales in FP32 and rounds its result once, as the scaled GEMMs of servers do.
+Inputs are quantized as the format's kernels in vLLM do: per token (`scaled_fp8_quant`), per token and 128 channels
+(`per_token_group_quant_fp8`), per 32 channels with E8M0 scales, per 16 with E4M3 scales under a static divisor, or with a
+static scale. Everything else is the model in its own dtype, under recipe "bf16".
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from te_models.engine.emulated import numerics
+from te_models.engine.emulated.numerics import DType
+from te_models.interop.hf import OpenFolder, fill_parameters, open_folder, read_hugging_face
+from te_models.interop.quantized import CHANNEL, GLOBAL_SCALE, MXFP8, NVFP4, Scheme, dequantize
+from te_models.model.decoder import Decoder
+from te_models.serving.formats import E4M3_MAX, Options, encode_channels, encode_mxfp8, encode_nvfp4, scale_of
+
+
+class ServedLinear(nn.Module):
+    """A linear with the dequantized weight of a checkpoint, which quantizes its input as a server does.
+
+    Args:
+        weight: FP32 [out, in].
+        bias: [out], or None.
+        scheme: of the checkpoint.
+        static: the static scale of the input; None if it has none.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme, static: Tensor | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.quantize = INPUTS[scheme.activations]
+        self.static = static
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """x [N, in] -> [N, out], in the dtype of x; `options` are te.Linear's and change nothing."""
+        inputs = self.quantize(x.float(), self.static)
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(inputs, self.weight, bias).to(x.dtype)
+
+
+def _as_it_is(x: Tensor, static: Tensor | None) -> Tensor:
+    return x
+
+
+def _static(x: Tensor, static: Tensor | None) -> Tensor:
+    """Quantize with one stored scale, of which vLLM takes the reciprocal; larger values saturate."""
+    assert static is not None
+    return numerics.decode_fp8(numerics.cast_fp8(x, static.reciprocal(), DType.kFloat8E4M3), DType.kFloat8E4M3) * static
+
+
+def _per_token(x: Tensor, static: Tensor | None) -> Tensor:
+    made = encode_channels(x, Options())
+    return dequantize(CHANNEL, made["weight"], made["weight_scale"])
+
+
+def _per_group(x: Tensor, static: Tensor | None) -> Tensor:
+    """Quantize with one FP32 scale per token and 128 channels."""
+    block = (1, 128)
+    scale = scale_of(numerics.block_amax(x, block))
+    values = numerics.split_blocks(x, block) / scale[:, None, :, None]
+    values = values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale[:, None, :, None]
+    return numerics.merge_blocks(values, *x.shape)
+
+
+def _mxfp8(x: Tensor, static: Tensor | None) -> Tensor:
+    made = encode_mxfp8(x, Options("MXFP8BlockScaling"))
+    return dequantize(MXFP8, made["weight"], numerics.e8m0_to_float(made["weight_scale"]))
+
+
+def _nvfp4(x: Tensor, static: Tensor | None) -> Tensor:
+    made = encode_nvfp4(x, Options(), whole=static)
+    return dequantize(NVFP4, made["weight_packed"], made["weight_scale"].float() / made[GLOBAL_SCALE])
+
+
+# Scheme.activations -> a function of x, FP32 [N, in], and the static scale, that returns the dequantized input.
+INPUTS = {
+    "none": _as_it_is,
+    "static": _static,
+    "token": _per_token,
+    "block": _per_group,
+    "mxfp8": _mxfp8,
+    "nvfp4": _nvfp4,
+}
+
+
+@torch.no_grad()
+def read_served(folder: str | Path, device: torch.device | str) -> Decoder:
+    """Return the model of a quantized Hugging Face folder with its linears as a server computes them.
+
+    Raises:
+        CheckpointError: the folder is damaged or not supported.
+    """
+    folder = Path(folder)
+    opened = open_folder(Decoder, folder)
+    options = dict(recipe="bf16", engine="emulated", device=device, compile=False, fused=False)
+    model, _ = read_hugging_face(Decoder, folder, {}, options)
+    if opened.stored.scheme is not None:
+        _replace_linears(model, opened, opened.stored.scheme)
+    return model.eval()
+
+
+def _replace_linears(model: Decoder, opened: OpenFolder, scheme: Scheme) -> None:
+    """Replace the linears of quantized weights."""
+    places = {name: place for name, place in opened.places.items() if name in opened.stored.scales}
+    owners = {place.name: model.get_parameter(place.name) for place in places.values()}
+    weights = {name: torch.zeros(p.shape, dtype=torch.float32) for name, p in owners.items()}
+    fill_parameters(weights, places, opened.shards, opened.stored)
+    for name, weight in weights.items():
+        # A server takes the largest static scale of the weights that it fuses.
+        static = [
+            opened.stored.inputs[theirs]
+            for theirs, place in places.items()
+            if place.name == name and theirs in opened.stored.inputs
+        ]
+        largest = torch.stack(static).amax().to(model.device) if static else None
+        path = name.removesuffix(".weight")
+        parent, _, last = path.rpartition(".")
+        bias = dict(model.get_submodule(path).named_parameters()).get("bias")
+        served = ServedLinear(weight.to(model.device), bias, scheme, largest)
+        setattr(model.get_submodule(parent), last, served)

@@ -1,0 +1,209 @@
+"""peft's LoraConfig: the fields that te-models supports, and the modules that a config targets."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from te_models.causal_lm import CausalLM
+from te_models.errors import CheckpointError, UsageError, needs, unknown
+from te_models.files.atomic import first_line
+from te_models.interop.hf import Place
+from te_models.training.lora_targets import Modules, Wanted
+
+with needs("te_models.training.lora", "peft", "0.19", "lora"):
+    from peft import LoraConfig, PeftType
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+MAX_PATTERN, MAX_REPEATS = 1000, 3  # of a regular expression, whose time grows as the length of a name to this power
+ALL_LINEAR = "all-linear"
+SUPPORTED = frozenset((
+    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "modules_to_save",
+    "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
+))  # fmt: skip
+# Fields without effect on an adapter: bookkeeping, and settings of features that other fields switch on.
+HARMLESS = frozenset((
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "runtime_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "qalora_group_size", "ensure_weight_tying",
+))  # fmt: skip
+INITS = (True, False, "gaussian")  # the others of peft change the base weights
+
+
+def check_fields(values: Mapping[str, Any], init: bool = True) -> None:
+    """Raise UsageError for a field of LoraConfig that te-models does not support, unless it has its default or is off.
+
+    Args:
+        values: field -> value.
+        init: check `init_lora_weights` as for a new adapter; False: as for one that has been trained.
+    """
+    kind = values.get("peft_type", PeftType.LORA)
+    if kind != PeftType.LORA:
+        name = kind.value if isinstance(kind, PeftType) else str(kind)[:40]
+        raise UsageError(f"an adapter of type {name} is not supported: te-models has LORA")
+    defaults = {
+        field.name: field.default_factory() if callable(field.default_factory) else field.default
+        for field in dataclasses.fields(LoraConfig)
+    }
+    for name, value in values.items():
+        off = value is None or value is False or value in ("none", {}, [], defaults.get(name))
+        if name not in SUPPORTED | HARMLESS and not off:
+            raise UsageError(f"{name}={str(value)[:60]} is not supported on te.Linear: leave it out")
+    given = values.get("init_lora_weights", True)
+    if given not in INITS and not (given == "orthogonal" and not init):
+        raise UsageError(f"init_lora_weights={str(given)[:40]!r} is not supported: choose True, False or 'gaussian'")
+
+
+def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None = None) -> dict[str, Wanted]:
+    """Return the name of each module that `config` targets -> its adapter.
+
+    Args:
+        config: with names of transformers or of ours.
+        modules: the adaptable modules of the model.
+        headless: of what the config's names are (`Modules.named`); None: of any, and names that match nothing are refused.
+
+    Raises:
+        UsageError: a target, or a key of rank_pattern or alpha_pattern, matches nothing.
+    """
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == ALL_LINEAR:
+        config.target_modules = sorted({name.rsplit(".", 1)[1] for name in modules.theirs if name != "lm_head"})
+    names = modules.named(False) | modules.named(True) if headless is None else modules.named(headless)
+    found: dict[Place, str] = {}
+    for name, place in names.items():
+        if _is_target(config, name):
+            found.setdefault(place, name)
+    if headless is None and not isinstance(config.target_modules, str):
+        for target in config.target_modules or ():
+            if not any(name == target or name.endswith(f".{target}") for name in names):
+                raise unknown("target module", target, {name.rsplit(".", 1)[-1] for name in names})
+    if not found:
+        raise UsageError(f"target_modules={str(config.target_modules)[:120]} matches no linear of the model")
+    for field, patterns in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
+        for key in patterns or ():
+            if not any(re.match(rf"(.*\.)?({key})$", name) for name in found.values()):
+                raise UsageError(f"{field}: {key[:80]!r} matches no module that has an adapter")
+    return {name: Wanted(place, *_rank_and_scaling(config, name)) for place, name in found.items()}
+
+
+def _is_target(config: LoraConfig, name: str) -> bool:
+    try:
+        return bool(check_target_module_exists(config, name))
+    except re.error as error:
+        raise UsageError(f"target_modules and exclude_modules: {error} in a regular expression") from None
+
+
+def _rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:
+    """Return the rank and the scaling of the adapter of one module, as peft computes them."""
+    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
+    rank = ranks.get(get_pattern_key(list(ranks), name), config.r)
+    alpha = alphas.get(get_pattern_key(list(alphas), name), config.lora_alpha)
+    if type(rank) is not int or rank < 1:
+        raise UsageError(f"{name}: rank {rank!r} is not a positive whole number")
+    return rank, alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+
+def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict[str, str]:
+    """Return their name -> ours of the modules that are trained whole, `modules_to_save`.
+
+    Raises:
+        UsageError: one of them is not the embedding or the head of a model that does not tie them.
+    """
+    found = {}
+    for wanted in config.modules_to_save or ():
+        names = [name for name in modules.whole if name.endswith(wanted) or modules.whole[name].endswith(wanted)]
+        if not names:
+            able = ", ".join(modules.whole) or "none of a model with tied embeddings"
+            raise UsageError(f"modules_to_save={wanted!r} is not supported; te-models trains whole: {able}")
+        found |= {name: modules.whole[name] for name in names}
+    if "lm_head" in found.values() and model.recipe.lm_head == "fp8":
+        raise UsageError("modules_to_save='lm_head' needs a recipe with lm_head='bf16'")
+    return found
+
+
+def read_config(path: Path, values: Any, tensors: Mapping[str, Tensor]) -> LoraConfig:
+    """Return peft's config of a saved adapter, whose patterns end and whose ranks are those of its tensors.
+
+    Args:
+        path: of adapter_config.json, for errors.
+        values: its content.
+        tensors: those of the adapter.
+
+    Raises:
+        CheckpointError: it is damaged, or asks for what te-models does not support; one line.
+    """
+    if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
+        raise CheckpointError(f"{path} is not the config of an adapter")
+    try:
+        values = _without_experts(values)
+        check_fields(values, init=False)
+        _check_values(values, tensors)
+        known = {field.name for field in dataclasses.fields(LoraConfig)}
+        config = LoraConfig(**{name: value for name, value in values.items() if name in known and value is not None})
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {first_line(error)}") from None
+    config.init_lora_weights = True
+    return config
+
+
+def _without_experts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config without the parameters of experts that peft targets in any model of an architecture that can have them.
+
+    A model without experts has none of those, and an adapter that does have tensors for them is refused for the tensors.
+    """
+    experts = values.get("target_parameters")
+    if not isinstance(experts, list) or not all(isinstance(name, str) for name in experts):
+        return dict(values)
+    left = {name: value for name, value in values.items() if name != "target_parameters"}
+    for field in ("rank_pattern", "alpha_pattern"):
+        if isinstance(patterns := values.get(field), dict):
+            left[field] = {key: number for key, number in patterns.items() if not key.endswith(tuple(experts))}
+    return left
+
+
+def _check_values(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raise UsageError for a value that would make peft run without end or take memory without limit."""
+    ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
+    if not isinstance(ranks, dict) or not isinstance(alphas, dict):
+        raise UsageError("rank_pattern and alpha_pattern are objects")
+    largest = max((t.shape[0] for name, t in tensors.items() if "lora_A" in name and t.dim() == 2), default=0)
+    for number in ranks.values():
+        if type(number) is not int or not 1 <= number <= largest:
+            raise UsageError(f"rank {str(number)[:40]!r}, and the adapter's tensors have {largest}")
+    if type(values.get("r")) is not int or not 1 <= values["r"] < 2**16:  # the rank of no module if patterns have all
+        raise UsageError(f"rank {str(values.get('r'))[:40]!r}, and the adapter's tensors have {largest}")
+    for number in (values.get("lora_alpha", 8), values.get("lora_dropout", 0.0), *alphas.values()):
+        if type(number) not in (int, float) or not abs(number) < 1e9:
+            raise UsageError(f"{str(number)[:40]!r} is neither an alpha nor a dropout")
+    for field in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
+        _check_patterns(values.get(field))
+    _check_patterns([*ranks, *alphas])
+
+
+def _check_patterns(patterns: Any) -> None:
+    """Raise UsageError unless regular expressions are short and cannot backtrack without end on a module's name."""
+    if not isinstance(patterns, str | list | None):
+        raise UsageError(f"a list of modules is a {type(patterns).__name__}")
+    for pattern in _texts([patterns] if isinstance(patterns, str) else patterns):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UsageError(f"the pattern {pattern[:80]!r} is not a regular expression: {error}") from None
+        repeats = len(re.findall(r"[*+{]", pattern))
+        if re.search(r"\)[*+?{]", pattern) or repeats > MAX_REPEATS:
+            raise UsageError(
+                f"the pattern {pattern[:80]!r} repeats a group or more than {MAX_REPEATS} parts: list the modules"
+            )
+
+
+def _texts(patterns: Iterable[Any] | None) -> list[str]:
+    texts = list(patterns or ())
+    if any(not isinstance(text, str) or len(text) > MAX_PATTERN for text in texts):
+        raise UsageError(f"a pattern must be text of at most {MAX_PATTERN} characters")
+    return texts

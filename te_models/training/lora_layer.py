@@ -1,0 +1,136 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685) on one te.Linear: peft's layer, with merge and unmerge, on either engine.
+
+peft has adapters for Transformer Engine's layers, but cannot merge them and does not know the emulated engine's. The frozen
+te.Linear runs under the model's recipe, FP8 included; the two low-rank products run in high precision, since a rank such as
+8 is no multiple of the alignment that FP8 GEMMs need.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_models.errors import UsageError, needs
+from te_models.fp8.primary_weights import plain, restore_weight, saved_weight, write_weight
+from te_models.training.lora_targets import Fused
+
+with needs("te_models.training.lora", "peft", "0.19", "lora"):
+    from peft import LoraConfig
+    from peft.tuners._buffer_dict import BufferDict
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import check_adapters_to_merge
+
+
+class LoraLinear(nn.Module, LoraLayer):
+    """A frozen te.Linear with low-rank updates: base(x) + B(A(dropout(x))) * scaling.
+
+    An adapter of parts of the rows (`fuse`) has a B with zeros outside its parts' rows and ranks. Its factors keep them
+    zero in training, and scale each part by its own alpha and rank.
+    """
+
+    other_param_names = (*LoraLayer.other_param_names, "fused", "factors")
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, r: int = 0, lora_alpha: int = 1,
+                 **options: Any) -> None:  # fmt: skip
+        """Called by peft."""
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Unsupported layer type")  # the emulated engine's, which has both sizes
+            LoraLayer.__init__(self, base_layer, **options)
+        self.fused: dict[str, Fused] = {}
+        self.factors = BufferDict({}, persistent=False)  # FP32 [out, rank], of adapters that have parts
+        self._active_adapter = adapter_name
+        self._before_merge: dict[str, Tensor] | None = None
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Map x [N, in] to [N, out], in the dtype of the base layer's output."""
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        result = self.base_layer(x, *args, **kwargs)
+        if self.disable_adapters or self.merged:
+            return result
+        for name in self._active():
+            a: Any = self.lora_A[name]
+            low = a(self.lora_dropout[name](x.to(a.weight.dtype)))
+            update = F.linear(low, self._b(name)) * self.scaling[name]
+            result = result + update.to(result.dtype)
+        return result
+
+    def _active(self) -> list[str]:
+        return [name for name in self.active_adapters if name in self.lora_A]
+
+    def _b(self, adapter: str) -> Tensor:
+        """Return B [out, rank] of an adapter, its parts scaled relative to `scaling`."""
+        b: Any = self.lora_B[adapter]
+        if adapter not in self.factors:
+            return b.weight
+        factors: Any = self.factors[adapter]
+        return b.weight * factors.to(b.weight.dtype)
+
+    @torch.no_grad()
+    def fuse(self, adapter: str, fused: Fused, init: bool | str) -> None:
+        """Divide a new adapter into the parts of `fused`.
+
+        Args:
+            adapter: its name.
+            fused: its rank, and its parts.
+            init: LoraConfig.init_lora_weights, by which peft has just given it values.
+        """
+        self.fused[adapter] = fused
+        if not fused.parts:
+            return
+        a: Any = self.lora_A[adapter]
+        b: Any = self.lora_B[adapter]
+        self.scaling[adapter] = fused.scaling
+        factors = fused.factors(len(b.weight)).to(b.weight.device)
+        self.factors[adapter] = factors
+        b.weight.mul_(factors != 0)
+        for part in fused.parts:  # peft's standard deviations depend on the rank, of which each part has its own
+            if init == "gaussian":
+                a.weight[part.ranks] *= fused.rank / part.rank
+            elif init is False:
+                b.weight[:, part.ranks] *= math.sqrt(fused.rank / part.rank)
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """Return the adapter's update of the weight, FP32 [out, in]."""
+        a: Any = self.lora_A[adapter]
+        return self.scaling[adapter] * (self._b(adapter).float() @ a.weight.float())
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add the adapters to the weight, rounding once; the old weight is stored for `unmerge`.
+
+        Args:
+            safe_merge: check that the sum is finite.
+            adapter_names: the adapters to merge; None: all active ones.
+
+        Raises:
+            ValueError: with `safe_merge`, the sum is not finite; the weight is then unchanged.
+        """
+        names = [name for name in check_adapters_to_merge(self, adapter_names) or () if name in self.lora_A]
+        if not names:
+            return
+        weight: Any = self.base_layer.weight
+        merged: Any = plain(weight).float() + sum(self.get_delta_weight(name) for name in names)
+        if safe_merge and not bool(merged.isfinite().all()):
+            raise UsageError(f"merging {', '.join(names)} gives values that are not finite: the adapter is broken")
+        if self._before_merge is None:
+            self._before_merge = saved_weight(weight)
+        write_weight(weight, merged, for_master=False)
+        self.merged_adapters += names
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Restore the weight from before the first merge, bit for bit."""
+        if self._before_merge is None:
+            return
+        weight: Any = self.base_layer.weight
+        restore_weight(weight, self._before_merge)
+        self._before_merge = None
+        self.merged_adapters.clear()

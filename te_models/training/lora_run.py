@@ -1,0 +1,127 @@
+"""A training run with LoRA adapters: what its checkpoints hold, how it resumes, and the merged model at its end.
+
+A checkpoint has the adapters twice: as peft's files, which peft and `load_lora` read, and as the live tensors that are
+trained, from which a run resumes with the same bits. The frozen model is not in it: `adapter_config.json` names it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_models.causal_lm import CausalLM
+from te_models.config.recipe import Recipe
+from te_models.errors import CheckpointError
+from te_models.files.formats import read_json, unflatten_state
+from te_models.fp8.primary_weights import drop_initial_values
+from te_models.fp8.scaling_state import check_fp8_state
+from te_models.saving.folder import load_folder, match
+from te_models.saving.pretrained import ADAPTERS, TrainingState, read_recipe
+from te_models.saving.run_folder import offering_older
+from te_models.training.lora import adapter_content, add_lora, load_lora
+from te_models.training.settings import LoraSettings
+
+LIVE = "adapters"  # the group of tensors that are trained
+BASE = ".base_layer"  # of the name of a te.Linear with adapters
+
+
+class LoraRun:
+    """The adapters of a model that a Trainer trains, as its `saved` argument.
+
+    Args:
+        model: the model; gets adapters in place, in its own dtype, over which the optimizer has FP32 masters.
+        settings: rank, targets, alpha and dropout.
+        base: the name or folder of the model, for adapter_config.json.
+    """
+
+    def __init__(self, model: CausalLM, settings: LoraSettings, base: str | None = None) -> None:
+        fields: dict[str, Any] = dict(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout)
+        if settings.targets:
+            fields["target_modules"] = list(settings.targets)
+        self.model = model
+        self.adapted = add_lora(model, **fields)
+        self.adapted.peft_config["default"].base_model_name_or_path = base
+        for parameter in trained(model).values():
+            parameter.data = parameter.data.to(model.dtype)
+        drop_initial_values(model)  # no optimizer starts from the weights before their rounding to FP8
+
+    def content(self, live: bool = True) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Return the tensors and documents of a checkpoint, beside the training state.
+
+        Without `live` they are only those that peft and `load_lora` read.
+        """
+        tensors, documents = adapter_content(self.adapted)
+        if live:
+            tensors[LIVE] = {name: parameter.detach() for name, parameter in trained(self.model).items()}
+        return tensors, documents
+
+    def read(self, folder: Path) -> TrainingState:
+        """Read and check a checkpoint of these adapters; see te_models.saving.pretrained.read_training_state.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or of other adapters.
+        """
+        with offering_older(folder):
+            saved = load_folder(folder, ["recipe", "training", LIVE], optional=["fp8_state"])
+        live = trained(self.model)
+        match(live, saved.tensors[LIVE])
+        state = unflatten_state(saved.tensors.get("training", {}), saved.documents["training"])
+        names = ("optimizer", "dataset", "rng", "cuda_rng", "result")
+        if not isinstance(state, dict) or any(name not in state for name in names):
+            raise CheckpointError(f"{folder}/training.json lacks some of {', '.join(names)}")
+        scales = self._live_names(saved.tensors.get("fp8_state", {}))
+        check_fp8_state(self.model, scales)
+        recipe = read_recipe(saved)
+        if recipe.to_dict() != self.model.recipe.to_dict():
+            new = self.model.recipe.name
+            warnings.warn(f"{folder} was trained under recipe {recipe.name!r}; it goes on with {new!r}", stacklevel=3)
+        return TrainingState(state, lambda: self._write(saved.tensors[LIVE], scales, recipe))
+
+    @torch.no_grad()
+    def _write(self, tensors: Mapping[str, Tensor], scales: dict[str, Tensor], recipe: Recipe) -> None:
+        for name, parameter in trained(self.model).items():
+            parameter.copy_(tensors[name])
+        self.model.take_fp8_state(scales, recipe)
+
+    def _live_names(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return saved FP8 state under the names that te.Linears with adapters have."""
+        wrapped = {name.removesuffix(BASE) for name, _ in self.model.named_modules() if name.endswith(BASE)}
+        parts = {name: name.rsplit(".", 2) for name in state}
+        return {
+            ".".join((f"{owner}{BASE}" if owner in wrapped else owner, *rest)): state[name]
+            for name, (owner, *rest) in parts.items()
+        }
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return name -> parameter of those that a run trains."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def load_merged(
+    folder: Path, *, build: Callable[..., CausalLM] | None = None, base: str | None = None, **options: Any
+) -> CausalLM:
+    """Return the model that the adapters in `folder` were trained on, with them merged into its weights.
+
+    Args:
+        folder: with adapter_config.json.
+        build: as CausalLM.from_pretrained takes it.
+        base: the model; None: the one that adapter_config.json names.
+        options: keywords of CausalLM.from_pretrained.
+
+    Raises:
+        CheckpointError: the adapters name no model, or do not fit it.
+    """
+    if base is None:
+        config = read_json(folder / ADAPTERS)
+        base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    if not base:
+        raise CheckpointError(f"{folder / ADAPTERS} does not name the model that the adapters are for")
+    model = load_lora(CausalLM.from_pretrained(base, build=build, **options), folder).merge_and_unload()
+    assert isinstance(model, CausalLM)
+    return model

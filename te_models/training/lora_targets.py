@@ -1,0 +1,201 @@
+"""The modules that an adapter names, and the rows of our fused weights that they are.
+
+transformers has a linear for each of q, k, v, gate and up, and an adapter of peft names those. Here several of them are rows
+of one te.Linear. Their adapters become one adapter of it: the A's stacked, each B in its own rows and columns. An adapter of
+the whole te.Linear becomes one of each of theirs with the same A and its rows of B. Both are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from te_models.causal_lm import CausalLM
+from te_models.errors import UsageError
+from te_models.interop.hf import Place, tensor_places
+from te_models.interop.hf_families import family_for, family_of
+from te_models.model.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An adapter of one module: B(A(x)) * scaling, with A [rank, in] and B [rows of `place`, rank]."""
+
+    place: Place
+    rank: int
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the adapters that form the adapter of a fused te.Linear: `rank` ranks from `first` on."""
+
+    place: Place
+    first: int
+    rank: int
+    scaling: float
+
+    @property
+    def ranks(self) -> slice:
+        return slice(self.first, self.first + self.rank)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The adapter of one te.Linear [out, in]; `parts` is empty if it has all rows of the weight under all ranks."""
+
+    rank: int
+    scaling: float
+    parts: tuple[Part, ...]
+
+    def factors(self, rows: int) -> Tensor:
+        """Return FP32 [rows, rank]: the factor of each element of B, 0 outside the parts."""
+        factors = torch.zeros(rows, self.rank)
+        for part in self.parts:
+            values = torch.full((part.place.shape[0], part.rank), part.scaling / self.scaling)
+            part.place.load(factors[:, part.ranks], values)
+        return factors
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The adaptable modules of a model by name, each with its rows.
+
+    Attributes:
+        theirs: those of transformers, with the names that they have in its model with a head ("model.layers.0...").
+        ours: the te.Linear, whole.
+        whole: their modules that may be trained whole (`modules_to_save`) -> the name of ours.
+        architecture: the model_type of transformers that the names are of.
+    """
+
+    theirs: Mapping[str, Place]
+    ours: Mapping[str, Place]
+    whole: Mapping[str, str]
+    architecture: str
+
+    def named(self, headless: bool) -> dict[str, Place]:
+        """Return the names in an adapter of transformers' model with a head, or of one without, which ours are like."""
+        if not headless:
+            return dict(self.theirs)
+        return {name.removeprefix("model."): place for name, place in self.theirs.items()} | dict(self.ours)
+
+    def parts_of(self, module: str) -> dict[str, Place]:
+        """Return their names of the rows of our te.Linear `module`."""
+        return {name: place for name, place in self.theirs.items() if module_of(place) == module}
+
+
+def module_of(place: Place) -> str:
+    """Return the name of our te.Linear that a place is in."""
+    return place.name.removesuffix(".weight")
+
+
+def adaptable_modules(model: CausalLM) -> Modules:
+    """Return the names under which adapters know the modules of `model`, which may have adapters already."""
+    sketch = Decoder(model.config, device="meta", engine="emulated")
+    shapes = {name: parameter.shape for name, parameter in sketch.named_parameters()}
+    linears = [name for name, module in sketch.named_modules() if isinstance(module, sketch.te.Linear)]
+    if model.config.tie_word_embeddings:
+        linears.remove("lm_head")  # an update of it would be one of the embedding too
+    config = model.origin.config
+    family = family_for(model.config, family_of(config) if config else None)
+    places = tensor_places(family, model.config, shapes)
+    theirs = {
+        name.removesuffix(".weight"): place
+        for name, place in places.items()
+        if name.endswith(".weight") and module_of(place) in linears
+    }
+    ours = {
+        name: Place(f"{name}.weight", ((0, shapes[f"{name}.weight"][0]),), 1, tuple(shapes[f"{name}.weight"]))
+        for name in linears
+    }
+    tops = () if model.config.tie_word_embeddings else ("embed_tokens.weight", "lm_head.weight")
+    whole = {name.removesuffix(".weight"): place.name for name, place in places.items() if place.name in tops}
+    return Modules(
+        theirs, ours, {name: ours.removesuffix(".weight") for name, ours in whole.items()}, family.model_type
+    )
+
+
+def fuse(wanted: Iterable[Wanted], modules: Modules) -> dict[str, Fused]:
+    """Return our te.Linear -> the adapter that is the sum of those of `wanted` in it.
+
+    Raises:
+        UsageError: an adapter of a whole fused linear and one of a part of it.
+    """
+    groups: dict[str, list[Wanted]] = {}
+    for one in wanted:
+        groups.setdefault(module_of(one.place), []).append(one)
+    return {module: _fused(members, modules.ours[module], module) for module, members in groups.items()}
+
+
+def _fused(members: Sequence[Wanted], whole: Place, module: str) -> Fused:
+    if members[0].place == whole and len(members) == 1:
+        return Fused(members[0].rank, members[0].scaling, ())
+    if any(member.place == whole for member in members):
+        raise UsageError(f"the targets have {module} and a part of it: choose one of the two")
+    parts, first = [], 0
+    for member in sorted(members, key=lambda member: member.place.blocks):
+        parts.append(Part(member.place, first, member.rank, member.scaling))
+        first += member.rank
+    return Fused(first, next((part.scaling for part in parts if part.scaling), 1.0), tuple(parts))
+
+
+def alpha_of(scaling: float, rank: int, rslora: bool) -> float:
+    """Return the lora_alpha with which peft scales an adapter of this rank so, as a whole number where it is one."""
+    alpha = scaling * (math.sqrt(rank) if rslora else rank)
+    return round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha
+
+
+def split(fused: Fused, theirs: Mapping[str, Place], a: Tensor, b: Tensor) -> dict[str, tuple[Wanted, Tensor, Tensor]]:
+    """Return their name -> its rank and scaling, A and B, for the adapter `fused` of a te.Linear.
+
+    Args:
+        fused: the adapter.
+        theirs: their names of the rows of the te.Linear.
+        a: [rank, in].
+        b: [out, rank].
+    """
+    names = {place: name for name, place in theirs.items()}
+    parts = fused.parts or tuple(Part(place, 0, fused.rank, fused.scaling) for place in names)
+    return {
+        names[part.place]: (
+            Wanted(part.place, part.rank, part.scaling),
+            a[part.ranks].clone(),
+            part.place.save(b[:, part.ranks]).clone().contiguous(),
+        )
+        for part in parts
+    }
+
+
+def join(fused: Fused, whole: Place, tensors: Mapping[Place, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return A [rank, in] and B [out, rank] of an adapter whose parts have these A and B; the inverse of `split`."""
+    if not fused.parts:
+        if whole in tensors:
+            return tensors[whole]
+        first = next(iter(tensors.values()))
+        b = torch.zeros(whole.shape[0], fused.rank, dtype=first[1].dtype)
+        for place, (_, rows) in tensors.items():
+            place.load(b, rows)
+        return first[0], b
+    a = torch.cat([tensors[part.place][0] for part in fused.parts])
+    b = torch.zeros(whole.shape[0], fused.rank, dtype=a.dtype)
+    for part in fused.parts:
+        part.place.load(b[:, part.ranks], tensors[part.place][1])
+    return a, b
+
+
+def share_a(fused: Fused, theirs: Mapping[str, Place], tensors: Mapping[Place, tuple[Tensor, Tensor]]) -> Fused:
+    """Return the adapter of the whole te.Linear if `fused` is one that `split` took apart: all its parts have one A."""
+    parts = fused.parts
+    if not parts or {part.place for part in parts} != set(theirs.values()) or len(parts) == 1:
+        return fused
+    first = parts[0]
+    same = all(
+        (part.rank, part.scaling) == (first.rank, first.scaling)
+        and torch.equal(tensors[part.place][0], tensors[first.place][0])
+        for part in parts
+    )
+    return Fused(first.rank, first.scaling, ()) if same else fused

@@ -1,0 +1,209 @@
+"""Ten odd shapes of each family of decoders, as transformers' configs: what the tests of families run over."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+SIZES: dict[str, Any] = dict(vocab_size=131, hidden_size=48, intermediate_size=72, num_hidden_layers=3)
+SIZES |= dict(num_attention_heads=6, num_key_value_heads=2, head_dim=16, max_position_embeddings=40)
+SIZES |= dict(rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=10000.0)
+LLAMA3 |= dict(original_max_position_embeddings=16)
+LINEAR = dict(rope_type="linear", factor=4.0, rope_theta=500.0)
+DYNAMIC = dict(rope_type="dynamic", factor=2.0, rope_theta=1000.0)
+YARN = dict(rope_type="yarn", factor=4.0, rope_theta=10000.0, original_max_position_embeddings=10, beta_fast=8.0)
+DEFAULT = dict(rope_type="default", rope_theta=10000.0)
+LONG = [1.0 + pair / 3 for pair in range(8)]
+LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=LONG[::-1], long_factor=LONG)
+HALF = dict(partial_rotary_factor=0.5, rope_theta=10000.0)
+
+# What any family can have: shapes and RoPE.
+SHAPES: dict[str, dict[str, Any]] = {
+    "odd": dict(num_attention_heads=3, num_key_value_heads=3, head_dim=10, hidden_size=30, intermediate_size=17),
+    "one-key": dict(num_key_value_heads=1, head_dim=8),
+    "all-keys": dict(num_attention_heads=4, num_key_value_heads=4, head_dim=12),
+    "tied": dict(tie_word_embeddings=True, num_hidden_layers=1),
+    "untied": dict(tie_word_embeddings=False, rms_norm_eps=1e-6),
+    "linear": dict(rope_parameters=LINEAR),
+    "llama3": dict(rope_parameters=LLAMA3, num_attention_heads=2, num_key_value_heads=1),
+    "yarn": dict(rope_parameters=YARN),
+    "dynamic": dict(rope_parameters=DYNAMIC),
+    "gelu": dict(hidden_act="gelu", tie_word_embeddings=True),
+}
+PAIRS = dict(full_attention=LINEAR, sliding_attention=DEFAULT)
+
+
+def _shapes(*names: str, drop: tuple[str, ...] = (), **common: Any) -> dict[str, dict[str, Any]]:
+    """The shapes of these names (all: of none), without the fields that a family does not have."""
+    found = {name: SHAPES[name] for name in names or SHAPES}
+    return {n: {k: v for k, v in {**common, **shape}.items() if k not in drop} for n, shape in found.items()}
+
+
+EIGHT = ("odd", "one-key", "all-keys", "tied", "linear", "llama3", "yarn", "gelu")
+SIX = ("odd", "one-key", "all-keys", "tied", "untied", "gelu")
+GEMMA_SIX = {
+    name: {("hidden_activation" if k == "hidden_act" else k): v for k, v in shape.items()}
+    for name, shape in _shapes(*SIX).items()
+}
+BIASED = dict(attention_bias=True, mlp_bias=True)
+WINDOWS = {
+    "window": dict(sliding_window=5, layer_types=[SLIDING, FULL, SLIDING]),
+    "all-slide": dict(sliding_window=4, layer_types=[SLIDING] * 3, num_key_value_heads=6),
+}
+# DEFAULT with the scale of queries, which Ministral 3 always has.
+SCALED = dict(llama_4_scaling_beta=0.3, original_max_position_embeddings=7)
+DENSE_AFMOE = dict(num_dense_layers=9, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8)
+DENSE_LAGUNA = dict(mlp_layer_types=["dense"] * 3, num_experts=2, num_experts_per_tok=1)
+
+
+def _laguna(full: dict[str, Any], sliding: dict[str, Any] = DEFAULT) -> dict[str, Any]:
+    return dict(full_attention=full, sliding_attention=sliding)
+
+
+FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        "biases": BIASED,
+        "attention-bias": dict(attention_bias=True, num_key_value_heads=1),
+        "mlp-bias": dict(mlp_bias=True, hidden_act="gelu_pytorch_tanh"),
+        "relu2": dict(hidden_act="relu2", rope_parameters=DYNAMIC),
+    },
+    "qwen3": {"biases": dict(attention_bias=True), "gelu": dict(hidden_act="gelu_new")},
+    "smollm3": {"biases": dict(**BIASED, no_rope_layers=[1, 0, 1])},
+    "ministral": {**_shapes(*EIGHT, sliding_window=6), **WINDOWS},
+    "ministral3": {
+        **{
+            name: {**shape, "rope_parameters": {**shape.get("rope_parameters", DEFAULT), **SCALED}}
+            for name, shape in SHAPES.items()
+        },
+        "window": dict(sliding_window=5, rope_parameters={**YARN, **SCALED, "mscale": 1.0, "mscale_all_dim": 0.0}),
+        "no-scale": dict(rope_parameters={**YARN, **SCALED, "llama_4_scaling_beta": 0.0}),
+        "mscale": dict(rope_parameters={**YARN, **SCALED, "mscale": 0.7, "mscale_all_dim": 1.2}),
+    },
+    "cwm": {**_shapes(*EIGHT, sliding_window=6), **WINDOWS},
+    "internlm3": {**_shapes(*EIGHT, "dynamic"), "biases": BIASED},
+    "iquestcoder": {**_shapes(*EIGHT, "dynamic"), "biases": BIASED},
+    "seed_oss": {
+        **_shapes(*EIGHT),
+        "biases": dict(attention_out_bias=True, mlp_bias=True),
+        "no-bias": dict(attention_bias=False, residual_dropout=0.2),
+    },
+    "phi3": {
+        "odd": dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=30, intermediate_size=17),
+        "one-key": dict(num_key_value_heads=1, rope_parameters=HALF),
+        "all-keys": dict(num_attention_heads=4, num_key_value_heads=4),
+        "tied": dict(tie_word_embeddings=True, rope_parameters=HALF),
+        "window": dict(sliding_window=5),
+        "longrope": dict(
+            num_attention_heads=3, num_key_value_heads=1, rope_parameters=LONGROPE, original_max_position_embeddings=12
+        ),
+        "longrope-half": dict(
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            original_max_position_embeddings=20,
+            rope_parameters={
+                **LONGROPE,
+                "partial_rotary_factor": 0.5,
+                "short_factor": LONG[:4],
+                "long_factor": LONG[4:],
+            },
+        ),
+        "half-window": dict(rope_parameters=HALF, sliding_window=4),
+        "gelu": dict(hidden_act="gelu"),
+        "quarter": dict(
+            rope_parameters={**HALF, "partial_rotary_factor": 0.25}, num_attention_heads=3, num_key_value_heads=3
+        ),
+    },
+    "granite": {
+        name: {
+            **shape,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 3.0,
+            "attention_multiplier": 0.1,
+        }
+        for name, shape in {**_shapes(*EIGHT), "biases": BIASED, "mlp-bias": dict(mlp_bias=True)}.items()
+    },
+    "arcee": {**_shapes(*EIGHT), "biases": BIASED, "mlp-bias": dict(mlp_bias=True, hidden_act="silu")},
+    "olmo2": {**_shapes(*EIGHT, "dynamic"), "biases": dict(attention_bias=True)},
+    "olmo3": {
+        **_shapes(*SIX, sliding_window=6),
+        **WINDOWS,
+        "yarn": dict(sliding_window=5, rope_parameters=dict(full_attention=YARN, sliding_attention=DEFAULT)),
+        "both-scaled": dict(
+            attention_bias=True,
+            sliding_window=5,
+            layer_types=[FULL, SLIDING, FULL],
+            rope_parameters=dict(full_attention=LLAMA3, sliding_attention=LINEAR),
+        ),
+    },
+    "exaone4": {
+        **_shapes(*EIGHT, sliding_window=None, layer_types=[FULL] * 3),
+        "tied": dict(tie_word_embeddings=True, num_hidden_layers=1, sliding_window=None, layer_types=[FULL]),
+        **WINDOWS,
+        "pattern": dict(sliding_window=6, sliding_window_pattern=2),
+        "no-rope": dict(sliding_window=6, layer_types=[FULL] * 3),
+    },
+    "glm4": {
+        **_shapes(*EIGHT),
+        "odd": {**SHAPES["odd"], "head_dim": 12},
+        "no-bias": dict(attention_bias=False),
+        "whole": dict(rope_parameters=dict(rope_theta=10000.0, partial_rotary_factor=1.0)),
+    },
+    "gemma2": {
+        **{name: {"sliding_window": 6, "query_pre_attn_scalar": 11, **shape} for name, shape in GEMMA_SIX.items()},
+        "no-caps": dict(attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=7),
+        "tight-caps": dict(attn_logit_softcapping=1.5, final_logit_softcapping=2.0, attention_bias=True),
+        "llama3": dict(rope_parameters=LLAMA3, query_pre_attn_scalar=16),
+        **WINDOWS,
+    },
+    "gemma3_text": {
+        **{name: {"sliding_window": 6, "query_pre_attn_scalar": 11, **shape} for name, shape in GEMMA_SIX.items()},
+        **WINDOWS,
+        "linear": dict(rope_parameters=PAIRS, sliding_window=5, layer_types=[SLIDING, FULL, SLIDING]),
+        "capped": dict(final_logit_softcapping=2.0, attention_bias=True, layer_types=[FULL] * 3),
+        "pattern": dict(sliding_window_pattern=2, sliding_window=5),
+    },
+    "afmoe": {
+        **{name: {**DENSE_AFMOE, "sliding_window": 6, **shape} for name, shape in _shapes(*EIGHT).items()},
+        "mup": dict(**DENSE_AFMOE, mup_enabled=True, global_attn_every_n_layers=2, sliding_window=4),
+        "no-rope": dict(**DENSE_AFMOE, layer_types=[FULL] * 3),
+    },
+    "laguna": {
+        **{
+            name: {**DENSE_LAGUNA, "sliding_window": 6, **shape}
+            for name, shape in _shapes("one-key", "all-keys", "untied", "gelu").items()
+        },
+        "odd": {**DENSE_LAGUNA, **SHAPES["odd"], "head_dim": 12},
+        "tied": dict(**DENSE_LAGUNA | dict(mlp_layer_types=["dense"]), tie_word_embeddings=True, num_hidden_layers=1),
+        "elements": dict(**DENSE_LAGUNA, gating="per-element"),
+        "window": dict(**DENSE_LAGUNA, gating="per-head", **WINDOWS["window"]),
+        "ropes": dict(
+            **DENSE_LAGUNA,
+            **WINDOWS["window"],
+            rope_parameters=_laguna({**YARN, "partial_rotary_factor": 0.5}, {**DEFAULT, "partial_rotary_factor": 1.0}),
+        ),
+        "all-slide": dict(
+            **DENSE_LAGUNA, **WINDOWS["all-slide"], gating="per-element", rope_parameters=_laguna(HALF, LLAMA3)
+        ),
+    },
+}
+CASES = {f"{family}-{name}": (family, case) for family, cases in FAMILY_CASES.items() for name, case in cases.items()}
+
+
+def make_config(case: str) -> Any:
+    """The transformers config of a case."""
+    import transformers  # noqa: PLC0415  takes seconds, and only some tests need it
+
+    family, changes = CASES[case]
+    fields = copy.deepcopy({**SIZES, **changes})  # transformers changes what it is given
+    if family == "phi3":  # takes no other head_dim
+        del fields["head_dim"]
+    if family == "cwm":
+        fields["bos_token_id"] = 1
+    if family == "laguna":
+        fields.setdefault("rope_parameters", _laguna({**HALF, "rope_type": "default"}))
+        fields["mlp_layer_types"] = ["dense"] * fields["num_hidden_layers"]
+    return transformers.AutoConfig.for_model(family, **fields)

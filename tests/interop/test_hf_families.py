@@ -1,0 +1,128 @@
+"""Every family of decoders in ten odd shapes: transformers' own models, small and random, are the judge."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CASES, FAMILY_CASES, make_config
+from safetensors.torch import load_file
+from torch import Tensor
+
+from te_models import CausalLM
+from te_models.interop.hf import Origin
+from te_models.interop.hf_families import FAMILIES
+from te_models.model.kv_cache import KVCache
+
+pytest.importorskip("transformers")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+Pair = tuple[Any, Path]
+TOLERANCE = 2e-5  # of FP32 rounding, relative to the size of the logits
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module) -> None:
+    """Values of a trained model's size, norms and biases included."""
+    for name, parameter in model.named_parameters():
+        centre = 0.0 if parameter.ndim > 1 or "bias" in name or parameter.abs().max() == 0 else 1.0
+        parameter.copy_(centre + torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """A function that gives transformers' model of a case, every parameter random, and the folder it is saved in."""
+    made: dict[str, Pair] = {}
+
+    def make(case: str) -> Pair:
+        if case not in made:
+            torch.manual_seed(len(case))
+            model = AutoModelForCausalLM.from_config(make_config(case), attn_implementation="eager").eval()
+            randomize(model)
+            folder = tmp_path_factory.mktemp("families") / case
+            model.save_pretrained(folder)
+            made[case] = model, folder
+        return made[case]
+
+    return make
+
+
+def load(folder: Path, **options: Any) -> CausalLM:
+    return CausalLM.from_pretrained(folder, **{"device": "cpu", "engine": "emulated", **options}).eval()
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def close(ours: Tensor, reference: Tensor) -> None:
+    size = reference.abs().max().item()
+    assert size > 0.05, "a comparison of zeros would prove nothing"
+    torch.testing.assert_close(ours, reference, atol=TOLERANCE * max(size, 1.0), rtol=0)
+
+
+def test_every_new_family_has_ten_shapes() -> None:
+    few = {family for family, cases in FAMILY_CASES.items() if len(cases) < 10}
+    assert few == {"llama", "qwen3", "smollm3"}, "these have others in test_hf.py"
+    others = {"mistral", "qwen2", "qwen3_next"}
+    assert set(FAMILY_CASES) | others == {family.model_type for family in FAMILIES}
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_logits_are_those_of_transformers(case: str, theirs: Callable[[str], Pair]) -> None:
+    judge, folder = theirs(case)
+    model = load(folder)
+    vocabulary = model.config.vocab_size
+    for length in (1, 13, model.config.longest_sequence):
+        ids = torch.randint(1, vocabulary, (2, length))
+        close(model(ids).logits, judge(ids).logits)
+    ids, mask = torch.randint(1, vocabulary, (3, 13)), torch.ones(3, 13, dtype=torch.long)
+    mask[1, :8] = mask[2, :3] = 0
+    reference = judge(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+    close(model(ids, attention_mask=mask).logits[mask.bool()], reference[mask.bool()])
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_token_by_token_with_a_cache(case: str, theirs: Callable[[str], Pair]) -> None:
+    judge, folder = theirs(case)
+    model = load(folder)
+    ids = torch.randint(1, model.config.vocab_size, (2, 20))
+    cache = KVCache(model.config, 2, 20, torch.device("cpu"), torch.float32)
+    other, found, wanted = DynamicCache(config=judge.config), [], []
+    for part in (ids[:, :9], *ids[:, 9:].split(1, dim=1)):
+        found.append(model(part, cache=cache).logits)
+        wanted.append(judge(part, past_key_values=other, use_cache=True).logits)
+    close(torch.cat(found, 1), torch.cat(wanted, 1))
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_given_back_it_is_equal_in_every_bit(case: str, theirs: Callable[[str], Pair], tmp_path: Path) -> None:
+    judge, folder = theirs(case)
+    model = load(folder)
+    assert model.config.num_parameters == sum(p.numel() for p in judge.parameters())
+    model.save_pretrained(tmp_path / "back", format="hf")
+    ours, original = tensors_of(tmp_path / "back"), tensors_of(folder)
+    assert ours.keys() == original.keys() and all(torch.equal(ours[name], original[name]) for name in ours)
+    configs = [json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "back")]
+    assert configs[0] == configs[1]
+    model.origin = Origin()  # as if it had begun here: the first family that can express it is written
+    model.save_pretrained(tmp_path / "own", format="hf")
+    again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "own", output_loading_info=True)
+    assert not any(report.values()), report
+    ids = torch.randint(1, model.config.vocab_size, (2, 17))
+    close(again.eval()(ids).logits, model(ids).logits)
+    assert load(tmp_path / "own").config == model.config

@@ -1,0 +1,379 @@
+"""Exports for servers: transformers and compressed-tensors read the same weights, and make the same tensors of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bits import assert_same_bits
+from safetensors.torch import load_file
+from torch import Tensor
+
+from te_models import CausalLM, ModelConfig
+from te_models.cli import main
+from te_models.errors import UsageError
+from te_models.serving.formats import FORMATS
+
+pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+SIZES: dict[str, Any] = dict(vocab_size=96, hidden_size=256, intermediate_size=384, num_hidden_layers=3)
+SIZES |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=128, max_position_embeddings=128)
+SIZES |= dict(attention_gate="none")
+ODD = dict(hidden_size=192, intermediate_size=160, num_attention_heads=6, num_key_value_heads=2, head_dim=32)
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": dict(attention_bias=True, tie_word_embeddings=True),
+    "qwen3": dict(qk_norm=True, **ODD),  # sizes that are no multiples of 128
+}
+QUANTIZED = [name for name in FORMATS if name != "bf16"]
+COMPRESSED = ["fp8-channel", "mxfp8", "nvfp4"]
+IDS = torch.arange(2 * 24).reshape(2, 24) % 89
+
+
+def build(recipe: str = "delayed", steps: int = 1, dtype: torch.dtype = torch.float32, **changes: Any) -> CausalLM:
+    """A small model that has trained for some steps."""
+    options = {name: changes.pop(name) for name in list(changes) if name not in ModelConfig.__dataclass_fields__}
+    model = CausalLM(ModelConfig(**{**SIZES, **changes}), recipe=recipe, device="cpu", dtype=dtype, **options)
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.linspace(-0.1, 0.1, parameter.numel()) * (number % 3 + 1))
+    for _ in range(steps):
+        model(IDS, labels=IDS).loss.backward()
+    return model.eval()
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def theirs(folder: Path, format: str, dtype: torch.dtype = torch.float32) -> Any:
+    config = (
+        FineGrainedFP8Config(dequantize=True) if format == "fp8-block" else CompressedTensorsConfig(dequantize=True)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config)
+    return model.eval()
+
+
+def scheme_of(folder: Path) -> Any:
+    return QuantizationConfig.model_validate(config_of(folder)["quantization_config"]).config_groups["group_0"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("format", ["fp8-block", *COMPRESSED])
+def test_transformers_computes_the_same_logits(format: str, shape: str, tmp_path: Path) -> None:
+    build("delayed", **SHAPES[shape]).export(tmp_path / "out", format=format)
+    ours = CausalLM.from_pretrained(tmp_path / "out", device="cpu", dtype=torch.float32)
+    other = theirs(tmp_path / "out", format)
+    if format == "nvfp4":  # compressed-tensors rounds its dequantized weights to BF16
+        other.save_pretrained(tmp_path / "plain")
+        ours = CausalLM.from_pretrained(tmp_path / "plain", device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        found, expected = ours(IDS).logits, other(IDS).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("format", COMPRESSED)
+def test_compressed_tensors_makes_the_same_tensors(format: str, tmp_path: Path) -> None:
+    model = build("bf16", dtype=torch.bfloat16, **ODD)
+    exported = model.export(tmp_path / "out", format=format)
+    model.save_pretrained(tmp_path / "plain", format="hf")
+    stored, plain = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "plain")
+    scheme, compressor = (
+        scheme_of(tmp_path / "out"),
+        BaseCompressor.get_value_from_registry(config_of(tmp_path / "out")["quantization_config"]["format"]),
+    )
+    assert len(exported.quantized) == 7 * SIZES["num_hidden_layers"]
+    for module in exported.quantized:
+        weight = plain[f"{module}.weight"]
+        own = {n.removeprefix(f"{module}."): t for n, t in stored.items() if n.startswith(f"{module}.")}
+        scale = own["weight_scale"]
+        given = {"weight": weight.float(), "weight_scale": scale.float()}
+        if format == "mxfp8":
+            given["weight_scale"] = torch.exp2(scale.float() - 127)
+        if format == "nvfp4":
+            given["weight_global_scale"] = own["weight_global_scale"]
+        for name, tensor in compressor.compress(given, scheme).items():
+            assert_same_bits(f"{module}.{name}", own[name], tensor.to(own[name].dtype).reshape(own[name].shape))
+
+
+def test_scales_are_those_of_compressed_tensors(tmp_path: Path) -> None:
+    model = build("bf16", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "plain", format="hf")
+    plain = tensors_of(tmp_path / "plain")
+    for format in COMPRESSED:
+        model.export(tmp_path / format, format=format)
+        stored, args = tensors_of(tmp_path / format), scheme_of(tmp_path / format).weights
+        weight = plain["model.layers.1.mlp.down_proj.weight"].float()
+        blocks = weight if args.group_size is None else weight.unflatten(1, (-1, args.group_size))
+        low, high = blocks.amin(-1), blocks.amax(-1)
+        found = stored["model.layers.1.mlp.down_proj.weight_scale"]
+        if format == "nvfp4":
+            whole = generate_gparam(low.min(), high.max())
+            assert_same_bits("global", stored["model.layers.1.mlp.down_proj.weight_global_scale"], whole)
+            expected = calculate_qparams(low, high, args, global_scale=whole)[0]
+        elif format == "mxfp8":
+            expected = torch.log2(calculate_qparams(low, high, args)[0]) + 127
+        else:
+            expected = calculate_qparams(low, high, args)[0]
+        assert_same_bits(format, found.float().reshape(expected.shape), expected.float())
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "blockwise"])
+def test_blocks_are_those_of_transformers(recipe: str, tmp_path: Path) -> None:
+    model = build(recipe, dtype=torch.bfloat16)
+    exported = model.export(tmp_path / "out")
+    model.save_pretrained(tmp_path / "plain", format="hf")
+    stored, plain = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "plain")
+
+    class Quantizer:
+        quantization_config = FineGrainedFP8Config(scale_fmt="float" if recipe == "bf16" else "ue8m0")
+
+    for module in exported.quantized:
+        name = f"{module}.weight"
+        for key, tensor in Fp8Quantize(Quantizer())._quantize_one(name, plain[name]).items():
+            assert_same_bits(key, stored[key], tensor.float() if key.endswith("_inv") else tensor)
+
+
+# What the loaders register for a linear [out, in]: vLLM's layers/quantization/fp8.py (0071b24b),
+# compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py (00cb05c3), _w8a8_mxfp8.py (109f2f21), _w4a4_nvfp4.py
+# (0094cb9b); SGLang's srt/layers/quantization/fp8.py (00563d36). Per-tensor scales are loaded from [] or [1].
+F8, F32, U8 = torch.float8_e4m3fn, torch.float32, torch.uint8
+LOADED: dict[str, dict[str, tuple[torch.dtype, Any]]] = {
+    "fp8-block": {
+        "weight": (F8, lambda o, i: (o, i)),
+        "weight_scale_inv": (F32, lambda o, i: (math.ceil(o / 128), math.ceil(i / 128))),
+    },
+    "fp8-tensor": {
+        "weight": (F8, lambda o, i: (o, i)),
+        "weight_scale": (F32, lambda o, i: ()),
+        "input_scale": (F32, lambda o, i: ()),
+    },
+    "fp8-channel": {"weight": (F8, lambda o, i: (o, i)), "weight_scale": (F32, lambda o, i: (o, 1))},
+    "mxfp8": {"weight": (F8, lambda o, i: (o, i)), "weight_scale": (U8, lambda o, i: (o, i // 32))},
+    "nvfp4": {
+        "weight_packed": (U8, lambda o, i: (o, i // 2)),
+        "weight_scale": (F8, lambda o, i: (o, i // 16)),
+        "weight_global_scale": (F32, lambda o, i: (1,)),
+        "input_global_scale": (F32, lambda o, i: (1,)),
+    },
+}
+NUMBER8 = dict(num_bits=8, type="float", symmetric=True)
+NUMBER4 = dict(num_bits=4, type="float", symmetric=True)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "fp8-block": dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128]),
+    "fp8-tensor": dict(quant_method="fp8", activation_scheme="static"),
+    "fp8-channel": dict(
+        format="float-quantized",
+        weights=dict(NUMBER8, strategy="channel", dynamic=False),
+        input_activations=dict(NUMBER8, strategy="token", dynamic=True),
+    ),
+    "mxfp8": dict(
+        format="mxfp8-quantized",
+        weights=dict(NUMBER8, strategy="group", group_size=32, dynamic=False),
+        input_activations=dict(NUMBER8, strategy="group", group_size=32, dynamic=True),
+    ),
+    "nvfp4": dict(
+        format="nvfp4-pack-quantized",
+        weights=dict(NUMBER4, strategy="tensor_group", group_size=16, dynamic=False),
+        input_activations=dict(NUMBER4, strategy="tensor_group", group_size=16, dynamic="local"),
+    ),
+}
+
+
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_loaders_find_the_names_shapes_and_dtypes_that_they_read(format: str, tmp_path: Path) -> None:
+    model = build("delayed", attention_bias=True, num_hidden_layers=4, num_layers_at_end_in_bf16=2)
+    exported = model.export(tmp_path / "out", format=format)
+    model.save_pretrained(tmp_path / "plain", format="hf")
+    stored, plain = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "plain")
+    inside = [f"model.layers.1.{name}" for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+              "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]  # fmt: skip
+    assert list(exported.quantized) == inside
+    expected = {f"{module}.{part}" for module in inside for part in LOADED[format]}
+    expected |= {name for name in plain if name.removesuffix(".weight") not in inside}
+    assert stored.keys() == expected
+    for module in inside:
+        out, width = plain[f"{module}.weight"].shape
+        for part, (dtype, shape) in LOADED[format].items():
+            tensor = stored[f"{module}.{part}"]
+            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape(out, width)), f"{module}.{part}"
+    for name in plain.keys() & stored.keys() - {f"{module}.weight" for module in inside}:
+        assert_same_bits(name, stored[name], plain[name])
+    if format in ("fp8-tensor", "nvfp4"):
+        for group in (inside[:3], inside[4:6]):  # vLLM fuses them and takes the largest scale
+            for part in ("weight_scale", "input_scale", "weight_global_scale", "input_global_scale"):
+                values = [stored[f"{m}.{part}"] for m in group if stored.get(f"{m}.{part}", torch.ones(2)).numel() == 1]
+                assert all(torch.equal(values[0], value) for value in values)
+
+
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_the_config_says_what_loaders_read(format: str, tmp_path: Path) -> None:
+    model = build("delayed", num_hidden_layers=4, num_layers_at_end_in_bf16=2)
+    exported = model.export(tmp_path / "out", format=format)
+    model.save_pretrained(tmp_path / "plain", format="hf")
+    config = config_of(tmp_path / "out")
+    quantization = config.pop("quantization_config")
+    assert config == config_of(tmp_path / "plain")
+    linears = {n.removesuffix(".weight") for n in tensors_of(tmp_path / "plain") if "_proj" in n} | {"lm_head"}
+    ignored = sorted(linears - set(exported.quantized))
+    assert len(ignored) == 3 * 7 + 1
+    wanted = CONFIGS[format]
+    if "format" not in wanted:
+        assert {key: quantization[key] for key in wanted} == wanted
+        assert sorted(quantization["ignored_layers"]) == ignored
+        assert sorted(quantization.get("modules_to_not_convert", ignored)) == ignored
+        return
+    assert quantization["quant_method"] == "compressed-tensors" and quantization["format"] == wanted["format"]
+    assert sorted(quantization["ignore"]) == ignored and quantization["quantization_status"] == "compressed"
+    (group,) = quantization["config_groups"].values()
+    assert group["targets"] == ["Linear"]
+    for part in ("weights", "input_activations"):
+        assert {key: group[part][key] for key in wanted[part]} == wanted[part]
+    QuantizationConfig.model_validate(quantization)
+
+
+def test_static_scales_are_the_trained_ones(tmp_path: Path) -> None:
+    model = build("delayed", steps=3, amax_history_len=4, amax_compute_algo="max", margin=1)
+    for format, part in (("fp8-tensor", "input_scale"), ("nvfp4", "input_global_scale")):
+        model.export(tmp_path / format, format=format)
+        for ours, module in (("qkvg_proj", "self_attn.v_proj"), ("o_proj", "self_attn.o_proj")):
+            scale = model.layers[1].self_attn.get_submodule(ours).fp8_meta["scaling_fwd"].scale[0]  # type: ignore
+            stored = tensors_of(tmp_path / format)[f"model.layers.1.{module}.{part}"].reshape(())
+            expected = 1 / scale if part == "input_scale" else 448 * 6 / (448 / 2 / scale)
+            torch.testing.assert_close(stored, expected, rtol=1e-6, atol=0)
+
+
+def test_calibration_measures_the_inputs(tmp_path: Path) -> None:
+    model = build("bf16")
+    with pytest.raises(UsageError, match="recipe 'delayed' learns.*calibration"):
+        model.export(tmp_path / "out", format="fp8-tensor")
+    with pytest.raises(UsageError, match="has not trained"):
+        build("delayed", steps=0).export(tmp_path / "out", format="fp8-tensor")
+    assert not (tmp_path / "out").exists()
+    seen: list[Tensor] = []
+    module = model.layers[0].mlp.down_proj
+    hook = module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].abs().amax()))
+    with torch.no_grad():
+        model(IDS)
+    hook.remove()
+    assert model.export(tmp_path / "out", format="fp8-tensor", calibration=IDS).notes == ()
+    stored = tensors_of(tmp_path / "out")["model.layers.0.mlp.down_proj.input_scale"]
+    torch.testing.assert_close(stored, seen[0] / 448, rtol=1e-6, atol=0)
+    assert "random tokens" in model.export(tmp_path / "four", format="nvfp4").notes[0]
+
+
+@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize("gate", ["elementwise", "headwise"])
+def test_gated_models_have_the_names_of_the_gated_release(gate: str, format: str, tmp_path: Path) -> None:
+    model = build("delayed", attention_gate=gate, dtype=torch.bfloat16, num_attention_heads=4, head_dim=64)
+    exported = model.export(tmp_path / "out", format=format)
+    model.save_pretrained(tmp_path / "plain", format="hf")
+    plain, values = tensors_of(tmp_path / "plain"), CausalLM.from_pretrained(tmp_path / "out", device="cpu")
+    values.save_pretrained(tmp_path / "again", format="hf")
+    again = tensors_of(tmp_path / "again")
+    assert again.keys() == plain.keys() and "model.layers.1.self_attn.q_proj" in exported.quantized
+    for module in exported.quantized:
+        one, other = plain[f"{module}.weight"].float(), again[f"{module}.weight"].float()
+        # Half a step of E4M3 or E2M1, below the smallest normal number half of that one's.
+        limit = one.abs() * 2**-4 + one.abs().amax() * 2**-15
+        if format == "nvfp4":
+            limit = one.abs() * 2**-2 + one.abs().amax() * 2**-3
+        assert bool(((one - other).abs() <= limit).all()) and not torch.equal(one, other), module
+
+
+@pytest.mark.parametrize(("recipe", "format"), [("current", "fp8-tensor"), ("delayed", "fp8-tensor"),
+                                                ("blockwise", "fp8-block"), ("mxfp8", "mxfp8")])  # fmt: skip
+def test_fp8_primary_weights_are_served_as_they_are(recipe: str, format: str, tmp_path: Path) -> None:
+    more = dict(use_f32_scales=True) if recipe == "blockwise" else {}
+    model = build(recipe, steps=2, dtype=torch.bfloat16, fp8_params=True, **more)
+    model.export(tmp_path / "out", format=format, calibration=IDS)
+    back = CausalLM.from_pretrained(tmp_path / "out", device="cpu", dtype=torch.float32)
+    for name in ("self_attn.qkvg_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+        weight = model.layers[1].get_submodule(name).weight.dequantize(dtype=torch.float32)  # type: ignore
+        assert_same_bits(name, back.layers[1].get_submodule(name).weight.detach(), weight.detach())  # type: ignore
+
+
+@pytest.mark.parametrize(
+    ("recipe", "format", "options"),
+    [
+        ("blockwise", "fp8-block", {}),
+        ("blockwise", "fp8-block", dict(use_f32_scales=True)),
+        ("mxfp8", "mxfp8", {}),
+        ("mxfp8", "mxfp8", dict(enable_2d_quantization=True)),
+        ("nvfp4", "nvfp4", {}),
+        ("nvfp4", "nvfp4", dict(disable_2d_quantization=True)),
+    ],
+)
+def test_a_model_is_served_with_the_weights_it_trained_with(
+    recipe: str, format: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = build(recipe, dtype=torch.bfloat16, **options)
+    model.export(tmp_path / "out", format=format)
+    back = CausalLM.from_pretrained(tmp_path / "out", device="cpu", dtype=torch.float32)
+    for name in ("self_attn.qkvg_proj", "mlp.gate_up_proj"):
+        module: Any = model.layers[1].get_submodule(name)
+        quantizer = module.quantizers["scaling_fwd"][1]
+        quantizer.set_usage(rowwise=True, columnwise=False)
+        trained = quantizer(module.weight.detach()).dequantize(dtype=torch.float32)
+        served: Any = back.layers[1].get_submodule(name).weight
+        # NVFP4 has two factors, whose product is rounded in another order.
+        torch.testing.assert_close(served.detach(), trained, rtol=3e-7 if format == "nvfp4" else 0, atol=0)
+
+
+def test_bf16_is_the_plain_folder(tmp_path: Path) -> None:
+    model = build("delayed")
+    assert model.export(tmp_path / "out", format="bf16").quantized == ()
+    model.save_pretrained(tmp_path / "plain", format="hf")
+    plain = tensors_of(tmp_path / "plain")
+    assert {n: t.to(torch.bfloat16) for n, t in plain.items()}.keys() == tensors_of(tmp_path / "out").keys()
+    for name, tensor in tensors_of(tmp_path / "out").items():
+        assert_same_bits(name, tensor, plain[name].to(torch.bfloat16))
+    config = config_of(tmp_path / "out")
+    assert config["torch_dtype"] == "bfloat16" and "quantization_config" not in config
+
+
+def test_what_cannot_be_exported_is_said_in_one_line(tmp_path: Path) -> None:
+    model = build("bf16", intermediate_size=176)
+    with pytest.raises(UsageError, match="unknown format 'fp8-blocks'.*fp8-block"):
+        model.export(tmp_path / "out", format="fp8-blocks")
+    with pytest.raises(UsageError, match="down_proj has 176 inputs, no multiple of 32, which mxfp8 needs"):
+        model.export(tmp_path / "out", format="mxfp8")
+    assert not (tmp_path / "out").exists()
+    (note,) = model.export(tmp_path / "out", format="fp8-block").notes
+    assert "no multiples of 128" in note and "fp8-channel" in note
+
+
+def test_the_command_exports_with_text_to_measure_on(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    build("bf16", vocab_size=288).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("Ten green bottles, hanging on the wall. " * 40)
+    line = ["export", "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert main([*line, "--format", "fp8-tensor"]) == 2
+    assert "--data PATH" in capsys.readouterr().err
+    assert main([*line, "--format", "fp8-tensor", "--data", str(tmp_path / "text.txt"), "--seq-len", "64"]) == 0
+    assert "fp8-tensor, 21 linears quantized, 1 not" in capsys.readouterr().out
+    assert config_of(tmp_path / "out")["quantization_config"]["activation_scheme"] == "static"

@@ -1,0 +1,180 @@
+"""Emulated serving: linears compute what compressed-tensors computes, and a format served as trained differs nowhere."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from te_models import CausalLM, ModelConfig
+from te_models.cli import main
+from te_models.errors import UsageError
+from te_models.model.decoder import Decoder
+from te_models.serving.formats import FORMATS
+from te_models.serving.parity import compare, parity
+from te_models.serving.served import INPUTS, ServedLinear, read_served
+
+pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+SIZES: dict[str, Any] = dict(vocab_size=96, hidden_size=256, intermediate_size=384, num_hidden_layers=3)
+SIZES |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=128, max_position_embeddings=128)
+SIZES |= dict(attention_gate="none")
+IDS = torch.arange(4 * 16).reshape(4, 16) % 89
+BATCHES = [{"input_ids": IDS[:2], "labels": IDS[:2]}, {"input_ids": IDS[2:], "labels": IDS[2:]}]
+
+
+def build(recipe: str, steps: int = 2, dtype: torch.dtype = torch.bfloat16, **options: Any) -> CausalLM:
+    config = {name: options.pop(name) for name in list(options) if name in ModelConfig.__dataclass_fields__}
+    torch.manual_seed(1)
+    model = CausalLM(ModelConfig(**{**SIZES, **config}), recipe=recipe, device="cpu", dtype=dtype, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4)  # so that the probabilities are far from uniform
+    for _ in range(steps):
+        model(IDS, labels=IDS).loss.backward()
+    return model.eval()
+
+
+@pytest.mark.parametrize("format", ["fp8-channel", "mxfp8", "nvfp4"])
+def test_linears_compute_what_compressed_tensors_computes(format: str, tmp_path: Path) -> None:
+    build("delayed", dtype=torch.float32, attention_bias=True).export(tmp_path / "out", format=format)
+    served = read_served(tmp_path / "out", "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dtype = torch.float32 if format == "fp8-channel" else torch.bfloat16  # that of its dequantized weights
+        other = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype).eval()
+        with torch.no_grad():
+            other(IDS)  # which decompresses the weights
+    ours: Any = served.layers[1].self_attn.qkvg_proj
+    theirs: Any = nn.Module.float(other.model.layers[1].self_attn)
+    x = torch.randn(1, 24, SIZES["hidden_size"]) * 3
+    x[0, 0] = 0
+    with torch.no_grad():
+        found = ours(x[0])
+        expected = torch.cat([getattr(theirs, f"{name}_proj")(x)[0] for name in "qkv"], -1)
+    assert isinstance(ours, ServedLinear) and not isinstance(served.layers[0].mlp.down_proj, ServedLinear)
+    # The product of code and two scales of NVFP4 is no BF16 number.
+    limit = 2**-8 if format == "nvfp4" else 1e-5
+    assert (found - expected).norm() <= limit * expected.norm()
+    exact = nn.functional.linear(x[0], ours.weight, ours.bias)
+    assert (found - exact).norm() > 0.01 * exact.norm(), "the input was not quantized"
+
+
+def test_inputs_are_quantized_per_group_and_with_static_scales() -> None:
+    x = torch.randn(5, 320) * torch.logspace(-3, 3, 320)
+    groups = INPUTS["block"](x, None)
+    for start, stop in ((0, 128), (128, 256), (256, 320)):
+        part = x[:, start:stop]
+        scale = part.abs().amax(1, keepdim=True) / 448
+        expected = (part / scale).to(torch.float8_e4m3fn).float() * scale
+        torch.testing.assert_close(groups[:, start:stop], expected, rtol=1e-6, atol=0)
+    static = INPUTS["static"](x, torch.tensor(0.5))
+    assert static.abs().max() == 448 * 0.5
+    torch.testing.assert_close(static, (x / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn).float() * 0.5)
+    assert INPUTS["none"](x, None) is x
+
+
+@pytest.mark.parametrize(("recipe", "format"), [("bf16", "bf16"), ("mxfp8", "mxfp8")])
+def test_a_model_served_as_it_trained_has_the_same_bits(recipe: str, format: str) -> None:
+    model = build(recipe)
+    rows = parity(model, model.origin, [format, "nvfp4"], BATCHES).rows
+    assert [row.export for row in rows] == [format, "nvfp4"] and rows[0].trained_loss > 1
+    assert rows[0].kl == rows[0].largest == 0 and rows[0].agreement == 1
+    assert rows[1].kl > 1e-4 and rows[1].largest > 0.01
+
+
+@pytest.mark.parametrize(("recipe", "format"), [("blockwise", "fp8-block"), ("delayed", "fp8-tensor")])
+def test_the_format_of_the_recipe_differs_least(recipe: str, format: str) -> None:
+    more = dict(use_f32_scales=True) if recipe == "blockwise" else {}
+    model = build(recipe, dtype=torch.float32, **more)
+    rows = {row.export: row.kl for row in parity(model, model.origin, [], BATCHES).rows}
+    assert rows.pop(format) < min(rows.values()) / 3
+
+
+def test_divergence_is_that_of_torch(tmp_path: Path) -> None:
+    one, other = build("bf16", dtype=torch.float32), build("bf16", dtype=torch.float32)
+    with torch.no_grad():
+        other.layers[1].mlp.down_proj.weight.mul_(1.5)  # type: ignore
+    labels = IDS.clone()
+    labels[:, :4] = -100
+    found = compare(one, other, [{"input_ids": IDS, "labels": labels}])
+    with torch.no_grad():
+        p, q = (model(IDS).logits[:, 3:-1].log_softmax(-1).flatten(0, 1) for model in (one, other))
+    assert len(p) == 4 * 12
+    divergence = nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    loss = nn.functional.nll_loss(q, IDS[:, 4:].flatten())
+    expected = (divergence.mean(), divergence.max(), (p - q).abs().max(), (p.argmax(-1) == q.argmax(-1)).float().mean())
+    values = (found.kl, found.largest_kl, found.largest, found.agreement)
+    torch.testing.assert_close(torch.tensor(values), torch.stack(expected), rtol=1e-4, atol=1e-7)
+    assert found.served_loss == pytest.approx(loss.item(), rel=1e-5) and found.kl > 1e-3
+
+
+def test_parity_leaves_the_model_as_it_was() -> None:
+    model = build("delayed").train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    scale = model.layers[1].mlp.down_proj.fp8_meta["scaling_fwd"].scale.clone()  # type: ignore
+    result = parity(model, model.origin, [], BATCHES)
+    assert [row.export for row in result.rows] == list(FORMATS) and not any(row.reason for row in result.rows)
+    assert result.tokens == 4 * 15 and "nvfp4" in str(result)
+    assert model.training and torch.equal(scale, model.layers[1].mlp.down_proj.fp8_meta["scaling_fwd"].scale)  # type: ignore
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    nvfp4, channel = result.rows[4], result.rows[2]
+    assert nvfp4.kl > channel.kl > 0, "four bits differ more than eight"
+
+
+def test_sizes_that_a_format_does_not_allow_have_a_reason() -> None:
+    model = build("bf16", steps=0, intermediate_size=176)
+    rows = {row.export: row for row in parity(model, model.origin, [], BATCHES).rows}
+    assert "no multiple of 32" in rows["mxfp8"].reason and rows["fp8-tensor"].reason == ""
+    assert "no multiple of 32" in str(parity(model, model.origin, [], BATCHES))
+    with pytest.raises(UsageError, match="no multiple of 32"):
+        parity(model, model.origin, ["mxfp8"], BATCHES)
+
+
+def test_static_scales_of_fused_weights_are_the_largest(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file  # noqa: PLC0415
+
+    build("delayed").export(tmp_path / "out", format="fp8-tensor")
+    file = tmp_path / "out/model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.self_attn.k_proj.input_scale"] = torch.tensor(7.0)
+    save_file(tensors, file, metadata={"format": "pt"})
+    served: Decoder = read_served(tmp_path / "out", "cpu")
+    linear: Any = served.layers[1].self_attn.qkvg_proj
+    static: Tensor = linear.static
+    assert static.item() == 7.0
+
+
+def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    build("current", vocab_size=288).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("Ten green bottles, hanging on the wall. " * 40)
+    line = ["parity", "--model", str(tmp_path / "model"), "--data", str(tmp_path / "text.txt"), "--device", "cpu"]
+    line += ["--seq-len", "32", "--batches", "2"]
+    assert main(["export", "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
+    capsys.readouterr()
+    assert main([*line, "--export", str(tmp_path / "out"), "--export", "fp8-block", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    folder, format = result["exports"]
+    assert result["tokens"] == 62 and folder["export"] == str(tmp_path / "out")
+    assert {**folder, "export": ""} == {**format, "export": ""} and format["kl"] > 0
+    assert main([*line, "--export", "fp8-block"]) == 0
+    assert "KL (nats/token)" in capsys.readouterr().out
+    assert main([*line, "--export", "fp9"]) == 2
+    assert "fp9 is neither a format" in capsys.readouterr().err
+    build("current", vocab_size=320).export(tmp_path / "other", format="bf16")
+    assert main([*line, "--export", str(tmp_path / "other")]) == 2
+    assert "they are two models" in capsys.readouterr().err

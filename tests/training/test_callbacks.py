@@ -1,0 +1,152 @@
+"""Callbacks, early stopping and the best checkpoint of a run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import Document
+from te_models.errors import UsageError
+from te_models.fp8.scaling_state import fp8_state
+from te_models.saving.run_folder import Checkpoints
+from te_models.training.metrics import read_metrics
+from te_models.training.trainer import Callback
+
+TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
+TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(20)]
+
+
+def trainer(out: Path, recipe: str = "bf16", **fields: Any) -> Trainer:
+    torch.manual_seed(5)
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **TINY)
+    config = TrainConfig(**{**dict(steps=8, batch_size=1, seq_len=16, warmup_steps=1, eval_every=1), **fields})
+    words = load_tokenizer(None)
+    data = TokenDataset(TEXT[:15], words, config.seq_len, batch_size=1, seed=config.seed)
+    held_out = TokenDataset(TEXT[15:], words, config.seq_len, batch_size=2, seed=0, shuffle=False)
+    return Trainer(model, data, held_out.eval_batches(1), config, out)
+
+
+def evaluating(run: Trainer, losses: list[float], monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    """Have the run's evaluations return these losses, the first before the first step."""
+    left = iter(losses)
+    monkeypatch.setattr(run, "_evaluate", lambda: next(left))
+    return run
+
+
+class Recorder(Callback):
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def on_step(self, trainer: Trainer, row: dict[str, Any]) -> None:
+        self.calls.append(("step", row["step"]))
+        assert trainer.result.step == row["step"]
+
+    def on_eval(self, trainer: Trainer, row: dict[str, Any]) -> None:
+        self.calls.append(("eval", (row["step"], row["eval_loss"])))
+
+    def on_save(self, trainer: Trainer, folder: Path) -> None:
+        self.calls.append(("save", folder.name))
+
+
+def test_callbacks_are_called_in_order(tmp_path: Path) -> None:
+    run, recorder = trainer(tmp_path, steps=5, eval_every=2, save_every=4), Recorder()
+    run.callbacks = [Callback(), recorder]
+    result = run.run()
+    evals = {row["step"]: row["eval_loss"] for row in read_metrics(tmp_path / "metrics.jsonl") if "eval_loss" in row}
+    assert list(evals) == [2, 4, 5] and result.eval_loss == evals[5]
+    assert recorder.calls == [
+        ("step", 1), ("step", 2), ("eval", (2, evals[2])), ("step", 3), ("step", 4), ("eval", (4, evals[4])),
+        ("save", "step-00000004"), ("step", 5), ("eval", (5, evals[5])), ("save", "step-00000005"),
+    ]  # fmt: skip
+
+
+def test_a_callback_stops_the_run_as_ctrl_c_does(tmp_path: Path) -> None:
+    class Stop(Callback):
+        def on_step(self, trainer: Trainer, row: dict[str, Any]) -> None:
+            if row["step"] == 3:
+                trainer.stop()
+
+    run = trainer(tmp_path, steps=8)
+    run.callbacks = [Stop()]
+    result = run.run()
+    assert (result.step, result.interrupted, result.stopped_early) == (4, True, False)
+    assert trainer(tmp_path).run(resume=True).step == 8
+
+
+def test_a_callback_changes_the_recipe_in_the_middle(tmp_path: Path) -> None:
+    """Steps after the change have the numbers of the new recipe, from the same weights."""
+
+    class Swap(Callback):
+        def on_step(self, trainer: Trainer, row: dict[str, Any]) -> None:
+            if row["step"] == 2:
+                trainer.model.set_recipe("delayed")
+
+    losses = {}
+    for name, recipe, callbacks in (("bf16", "bf16", []), ("swap", "bf16", [Swap()])):
+        run = trainer(tmp_path / name, recipe, steps=5)
+        run.callbacks = callbacks
+        run.run()
+        losses[name] = [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")]
+    assert losses["swap"][:2] == losses["bf16"][:2] and losses["swap"][2:] != losses["bf16"][2:]
+    assert losses["swap"] == pytest.approx(losses["bf16"], rel=0.05)
+    saved = CausalLM.from_pretrained(tmp_path / "swap", device="cpu")
+    assert saved.recipe.name == "delayed" and fp8_state(saved)
+
+
+@pytest.mark.parametrize(
+    "patience, losses, last, best",
+    [
+        (1, [9, 3, 4, 1, 1, 1, 1, 1, 1], 2, 1),
+        (2, [9, 3, 4, 2, 2, 5, 1, 1, 1], 5, 3),  # an equal loss is no lower one
+        (2, [9, 3, math.nan, math.nan, 1, 1, 1, 1, 1], 3, 1),
+        (3, [1, 9, 8, 7, 6, 5, 4, 3, 2], 8, 8),  # the one before the first step does not count
+        (0, [9, 1, 2, 3, 4, 5, 6, 7, 8], 8, 1),
+        (1, [9, 8, 7, 6, 5, 4, 3, 2, 3], 8, 7),  # the last step ends the run anyway
+    ],
+)
+def test_a_run_ends_after_evaluations_without_a_lower_loss(
+    patience: int, losses: list[float], last: int, best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = evaluating(trainer(tmp_path, patience=patience), losses, monkeypatch).run()
+    assert (result.step, result.best_step, result.best_eval_loss) == (last, best, losses[best])
+    assert result.stopped_early == (last < 8) and not result.interrupted
+    newest, kept = (Checkpoints(tmp_path / name).latest() for name in ("checkpoints", "best/checkpoints"))
+    assert newest is not None and newest.name == f"step-{last:08d}"
+    assert kept is not None and kept.name == f"step-{best:08d}" and len(Checkpoints(kept.parent).all()) == 1
+
+
+def test_patience_is_counted_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluating(trainer(tmp_path, steps=4, patience=3), [9, 3, 4, 4, 2.5], monkeypatch).run()
+    result = evaluating(trainer(tmp_path, patience=3), [5, 5, 5, 5], monkeypatch).run(resume=True)
+    assert (result.step, result.best_step, result.stopped_early) == (7, 4, True)
+    with pytest.raises(UsageError, match="stopped early at step 7: 3 evaluations brought no lower loss; give a larger"):
+        trainer(tmp_path, patience=3).run(resume=True)
+    assert evaluating(trainer(tmp_path, patience=4), [5], monkeypatch).run(resume=True).step == 8
+
+
+def test_the_best_model_is_that_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights: dict[int, torch.Tensor] = {}
+
+    class Weights(Callback):
+        def on_step(self, trainer: Trainer, row: dict[str, Any]) -> None:
+            weights[row["step"]] = trainer.model.embed_tokens.weight.detach().clone()
+
+    run = evaluating(trainer(tmp_path, "delayed", steps=4), [9, 5, 2, 3, 4], monkeypatch)
+    run.callbacks = [Weights()]
+    run.run()
+    best = CausalLM.from_pretrained(tmp_path / "best", device="cpu")
+    assert torch.equal(best.embed_tokens.weight, weights[2]) and not torch.equal(weights[2], weights[4])
+    assert best.recipe.name == "delayed" and fp8_state(best)
+    assert torch.equal(CausalLM.from_pretrained(tmp_path, device="cpu").embed_tokens.weight, weights[4])
+
+
+@pytest.mark.parametrize("fields", [dict(keep_best=False), dict(eval_every=0), dict(steps=2, eval_every=2)])
+def test_no_best_model_is_saved_without_a_choice(fields: dict[str, Any], tmp_path: Path) -> None:
+    trainer(tmp_path, **{"steps": 3, **fields}).run()
+    assert not (tmp_path / "best").exists() and (tmp_path / "checkpoints").exists()

@@ -1,0 +1,380 @@
+"""Adapters to and from transformers: peft on small random models of every architecture is the judge."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bits import assert_same_bits
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from te_models import CausalLM
+from te_models.errors import CheckpointError, UsageError
+
+for package in ("peft", "transformers"):
+    pytest.importorskip(package)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import peft
+    import transformers
+    from peft import LoraConfig, PeftModel
+
+    from te_models.training.lora import AdaptedModel, add_lora, load_lora, save_lora
+    from te_models.training.lora_layer import LoraLinear
+
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SIZES: dict[str, Any] = dict(vocab_size=131, hidden_size=64, intermediate_size=96, num_hidden_layers=3)
+SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+SIZES |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": dict(num_key_value_heads=4),
+    "mistral": dict(sliding_window=6),
+    "qwen2": {},
+    "qwen3": dict(head_dim=32),
+    "smollm3": dict(no_rope_layers=[1, 0, 1], tie_word_embeddings=False),
+    "qwen3_next": dict(head_dim=32, layer_types=["full_attention"] * 3, mlp_only_layers=[0, 1, 2]),
+}
+TARGETS: dict[str, dict[str, Any]] = {
+    "all-linear": dict(target_modules="all-linear", r=4),
+    "q and v": dict(target_modules=["q_proj", "v_proj"], r=4, lora_alpha=16),
+    "patterns": dict(
+        target_modules=r".*layers\.(0|2)\..*(k_proj|q_proj|o_proj)", r=3, lora_alpha=7, use_rslora=True,
+        rank_pattern={"k_proj": 5, "layers.2.self_attn.o_proj": 2}, alpha_pattern={"q_proj": 3},
+    ),
+    "one layer": dict(target_modules=["k_proj"], layers_to_transform=[1], r=2),
+    "head": dict(target_modules=["v_proj", "lm_head"], modules_to_save=["embed_tokens"], r=2),
+    "whole": dict(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], r=2),
+}  # fmt: skip
+LEAVES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def token_ids() -> Tensor:
+    """Ids int64 [2, 12] without 0: transformers does not train the embedding of the padding."""
+    return torch.randint(1, 131, (2, 12), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that gives the folder of transformers' random model of an architecture."""
+    root = tmp_path_factory.mktemp("base")
+
+    def make(kind: str) -> Path:
+        if not (root / kind).exists():
+            torch.manual_seed(len(kind))
+            config = transformers.AutoConfig.for_model(kind, **{**SIZES, **ARCHITECTURES[kind]})
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(root / kind)
+        return root / kind
+
+    return make
+
+
+def theirs(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def ours(folder: Path, **options: Any) -> CausalLM:
+    return CausalLM.from_pretrained(
+        folder, **{"dtype": torch.float32, "device": "cpu", "engine": "emulated", **options}
+    )
+
+
+def train(model: Any, steps: int = 3) -> None:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=0.2)
+    for _ in range(steps):
+        model.train()(token_ids(), labels=token_ids()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model.eval()(token_ids()).logits
+
+
+def assert_equal_but_for_rounding(found: Tensor, wanted: Tensor) -> None:
+    """FP32 values of a few layers, relative to the largest."""
+    error = (found - wanted).abs().max() / wanted.abs().max()
+    assert error < 1e-5, f"{error:.1e}"
+
+
+@torch.no_grad()
+def randomize(adapted: Any) -> None:
+    """Give every adapter values, of which B has none at first; what a part of a fused linear has not stays zero."""
+    torch.manual_seed(7)
+    for name, p in adapted.named_parameters():
+        if "lora_B" in name:
+            p.copy_(torch.randn_like(p) * 0.3)
+        elif "modules_to_save" in name:
+            p.add_(torch.randn_like(p) * 0.02)
+
+
+def trained_by_transformers(folder: Path, out: Path, **fields: Any) -> Any:
+    """Transformers' model with an adapter of random values, saved in `out`."""
+    adapted = peft.get_peft_model(theirs(folder), LoraConfig(task_type="CAUSAL_LM", **fields))
+    randomize(adapted)
+    adapted.save_pretrained(out)
+    return adapted
+
+
+def assert_same_files(first: Path, second: Path) -> None:
+    a, b = (load_file(folder / "adapter_model.safetensors") for folder in (first, second))
+    a.pop("base_model.model.lm_head.base_layer.weight", None)  # peft saves a frozen head that has an adapter
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert_same_bits(name, tensor, b[name])
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_an_adapter_of_transformers_computes_the_same_here(
+    kind: str, targets: str, base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    judge = trained_by_transformers(base(kind), tmp_path / "theirs", **TARGETS[targets])
+    wanted = logits(judge)
+    model = ours(base(kind))
+    before = logits(model)
+    adapted = load_lora(model, tmp_path / "theirs")
+    assert (wanted - before).abs().max() > 0.01
+    assert_equal_but_for_rounding(logits(adapted), wanted)
+    save_lora(adapted, tmp_path / "ours")
+    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
+    back = PeftModel.from_pretrained(theirs(base(kind)), tmp_path / "ours")
+    torch.testing.assert_close(logits(back), wanted, atol=0, rtol=0)
+    adapted.merge_and_unload()
+    assert_equal_but_for_rounding(logits(model), wanted)
+    model.save_pretrained(tmp_path / "merged", format="hf")
+    assert_equal_but_for_rounding(logits(theirs(tmp_path / "merged")), wanted)
+
+
+OURS: dict[str, dict[str, Any]] = {
+    "fused": {},
+    "all-linear": dict(target_modules="all-linear"),
+    "gate": dict(target_modules=["gate_up_proj", "q_proj", "down_proj"], rank_pattern={"gate_up_proj": 6}),
+    "by name": dict(target_modules=["layers.1.self_attn.qkvg_proj", "model.layers.2.mlp.up_proj"], use_rslora=True),
+    "whole": dict(target_modules=["up_proj", "lm_head"], modules_to_save=["embed_tokens"], lora_alpha=3),
+}
+
+
+@pytest.mark.parametrize("targets", OURS)
+@pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if kind != "qwen3_next"])
+def test_an_adapter_trained_here_computes_the_same_in_transformers(
+    kind: str, targets: str, base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    adapted = add_lora(ours(base(kind)), **{"r": 4, "lora_alpha": 8, **OURS[targets]})
+    train(adapted)
+    wanted = logits(adapted)
+    save_lora(adapted, tmp_path / "adapter")
+    judge = PeftModel.from_pretrained(theirs(base(kind)), tmp_path / "adapter")
+    assert_equal_but_for_rounding(logits(judge), wanted)
+    again = load_lora(ours(base(kind)), tmp_path / "adapter", trainable=True)
+    mine = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    found = {name: p for name, p in again.named_parameters() if p.requires_grad}
+    assert mine.keys() == found.keys(), "an adapter of a fused linear comes back as one"
+    for name, p in mine.items():
+        assert_same_bits(name, p, found[name])
+    assert torch.equal(logits(again), wanted)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_targets(seed: int, base: Callable[[str], Path], tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    leaves = draw.sample(LEAVES, draw.randint(1, 7))
+    fields: dict[str, Any] = dict(target_modules=leaves, r=draw.randint(1, 6), lora_alpha=draw.choice([1, 2, 4, 0.5]))
+    fields |= dict(use_rslora=draw.random() < 0.5, lora_dropout=draw.choice([0.0, 0.3]))
+    fields["rank_pattern"] = {leaf: draw.randint(1, 8) for leaf in leaves if draw.random() < 0.4}
+    fields["alpha_pattern"] = {f"layers.{draw.randint(0, 2)}.*{leaf}": 5 for leaf in leaves if draw.random() < 0.4}
+    kind = draw.choice(["llama", "qwen2", "qwen3", "mistral"])
+    wanted = logits(trained_by_transformers(base(kind), tmp_path / "theirs", **fields))
+    adapted = load_lora(ours(base(kind)), tmp_path / "theirs")
+    assert_equal_but_for_rounding(logits(adapted), wanted)
+    save_lora(adapted, tmp_path / "ours")
+    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
+    back = PeftModel.from_pretrained(theirs(base(kind)), tmp_path / "ours")
+    assert_equal_but_for_rounding(logits(back), wanted)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "patterns", "whole"])
+def test_parts_of_a_fused_linear_train_as_in_transformers(
+    targets: str, base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    judge = trained_by_transformers(base("qwen3"), tmp_path / "start", **TARGETS[targets])
+    adapted = load_lora(ours(base("qwen3")), tmp_path / "start", trainable=True)
+    assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) >= judge.get_nb_trainable_parameters()[0]
+    train(judge)
+    train(adapted)
+    judge.save_pretrained(tmp_path / "theirs")
+    save_lora(adapted, tmp_path / "ours")
+    start, wanted, found = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("start", "theirs", "ours")
+    )
+    for name, tensor in wanted.items():
+        assert (tensor - start[name]).abs().max() > 3e-4, name
+        torch.testing.assert_close(
+            found[name], tensor, atol=2e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    for layer in (module for module in adapted.modules() if isinstance(module, LoraLinear)):
+        if "default" in layer.factors:
+            assert layer.lora_B["default"].weight[layer.factors["default"] == 0].abs().sum() == 0
+
+
+def test_values_of_a_new_adapter_depend_on_the_rank_of_its_part(base: Callable[[str], Path]) -> None:
+    for init, name, std in (("gaussian", "lora_A", 1 / 64), (False, "lora_B", (3 * 64) ** -0.5)):
+        torch.manual_seed(1)
+        adapted = add_lora(
+            ours(base("llama")), r=64, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=init
+        )
+        weight = adapted.get_base_model().layers[0].self_attn.qkvg_proj.get_submodule(name)["default"].weight
+        assert weight[weight != 0].std().item() == pytest.approx(std, rel=0.05), init
+
+
+def test_several_adapters_in_one_folder_beside_other_files(base: Callable[[str], Path], tmp_path: Path) -> None:
+    adapted = add_lora(ours(base("qwen3")), r=2, target_modules=["q_proj"])
+    adapted.add_adapter("other", LoraConfig(r=3, target_modules="all-linear"))
+    randomize(adapted)
+    first = logits(adapted)
+    adapted.set_adapter("other")
+    second = logits(adapted)
+    (tmp_path / "notes.txt").write_text("mine")
+    for _ in range(2):
+        adapted.save_pretrained(tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {
+        "notes.txt",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "manifest.json",
+        "recipe.json",
+        "other",
+    }
+    again = AdaptedModel.from_pretrained(ours(base("qwen3")), tmp_path)
+    assert torch.equal(logits(again), first)
+    again.load_adapter(tmp_path / "other", "second")
+    again.set_adapter("second")
+    assert torch.equal(logits(again), second)
+    with pytest.raises(CheckpointError, match="other modules or ranks"):
+        again.load_adapter(tmp_path, "second")
+    with torch.no_grad():
+        again.get_base_model().layers[0].mlp.down_proj.lora_B["second"].weight.zero_()
+    again.load_adapter(tmp_path / "other", "second")
+    assert torch.equal(logits(again), second)
+    again.delete_adapter("second")
+    again.set_adapter("default")
+    assert torch.equal(logits(again), first)
+    with pytest.raises(UsageError, match="add_adapter"):
+        add_lora(again)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="pickle"):
+        again.save_pretrained(tmp_path, safe_serialization=False)
+
+
+def test_an_adapter_of_fused_names_is_read(base: Callable[[str], Path], tmp_path: Path) -> None:
+    """Such as te-models wrote before its files had the names of transformers."""
+    adapted = add_lora(ours(base("qwen3")), r=2, lora_alpha=6, target_modules=["qkvg_proj", "down_proj"])
+    randomize(adapted)
+    tensors = {
+        name.replace(".default", ""): p.detach().clone() for name, p in adapted.named_parameters() if "lora_" in name
+    }
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = LoraConfig(r=2, lora_alpha=6, target_modules=["qkvg_proj", "down_proj"])
+    config.save_pretrained(tmp_path)
+    assert torch.equal(logits(load_lora(ours(base("qwen3")), tmp_path)), logits(adapted))
+
+
+def test_adapters_on_fp8_layers_and_their_scales_come_back(base: Callable[[str], Path], tmp_path: Path) -> None:
+    model = ours(base("llama"), recipe="delayed", amax_history_len=4, dtype=torch.bfloat16)
+    adapted = add_lora(model, r=4, target_modules=["q_proj", "up_proj"])
+    train(adapted)
+    save_lora(adapted, tmp_path / "adapter")
+    again = load_lora(
+        ours(base("llama"), recipe="delayed", amax_history_len=4, dtype=torch.bfloat16), tmp_path / "adapter"
+    )
+    assert torch.equal(logits(again), logits(adapted))
+    assert (tmp_path / "adapter/fp8_state.safetensors").exists()
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "typo": (dict(target_modules=["q_prj"]), "did you mean 'q_proj'"),
+    "twice": (dict(target_modules=["q_proj", "qkvg_proj"]), "choose one of the two"),
+    "nothing": (dict(target_modules=".*z"), "matches no linear"),
+    "no expression": (dict(target_modules="(z"), "regular expression"),
+    "rank pattern": (dict(target_modules=["q_proj"], rank_pattern={"v_proj": 2}), "rank_pattern: 'v_proj' matches no"),
+    "alpha pattern": (dict(target_modules=["q_proj"], alpha_pattern={"zz": 2}), "alpha_pattern: 'zz' matches no"),
+    "dora": (dict(use_dora=True), "use_dora=True is not supported"),
+    "bias": (dict(bias="lora_only"), "bias=lora_only is not supported"),
+    "tokens": (dict(trainable_token_indices=[1]), "trainable_token_indices"),
+    "pissa": (dict(init_lora_weights="pissa"), "init_lora_weights='pissa' is not supported"),
+    "a norm": (dict(modules_to_save=["norm"]), "modules_to_save='norm' is not supported"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_not_supported_is_one_line(case: str, base: Callable[[str], Path]) -> None:
+    model = ours(base("llama"))
+    names = [name for name, _ in model.named_modules()]
+    fields, message = WRONG[case]
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        add_lora(model, **fields)
+    assert "\n" not in str(caught.value)
+    assert [name for name, _ in model.named_modules()] == names
+    with pytest.raises(UsageError, match="IA3 is not supported"):
+        add_lora(model, peft.IA3Config(target_modules=["o_proj"], feedforward_modules=[]))  # type: ignore[arg-type]
+
+
+def head_of_another_model(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    tensors["base_model.model.lm_head.base_layer.weight"] = torch.ones(131, 64)
+
+
+DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str]] = {
+    "another layer": (
+        lambda t, c: t.update({"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.ones(4, 64)}),
+        r"unexpected: .*layers\.7",
+    ),
+    "an untargeted module": (lambda t, c: c.update(target_modules=["q_proj"]), "unexpected: .*v_proj"),
+    "a module without tensors": (lambda t, c: c["target_modules"].append("up_proj"), "missing: .*up_proj"),
+    "a magnitude": (
+        lambda t, c: t.update(
+            {"base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": torch.ones(64)}
+        ),
+        "unexpected: .*lora_magnitude",
+    ),
+    "dora": (lambda t, c: c.update(use_dora=True), "use_dora=True is not supported"),
+    "another method": (lambda t, c: c.update(peft_type="LOHA"), "type LOHA is not supported"),
+    "a newer field": (lambda t, c: c.update(from_the_future=[1]), "from_the_future"),
+    "a pattern for nothing": (lambda t, c: c.update(alpha_pattern={"down_proj": 2}), "'down_proj' matches no"),
+    "another head": (head_of_another_model, "is not the model's head"),
+    "another rank": (lambda t, c: c.update(rank_pattern={"q_proj": 3}), "has shape"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_an_adapter_that_does_not_fit_is_one_line(damage: str, base: Callable[[str], Path], tmp_path: Path) -> None:
+    trained_by_transformers(base("llama"), tmp_path, r=4, target_modules=["q_proj", "v_proj"])
+    tensors, path = load_file(tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    change, message = DAMAGE[damage]
+    change(tensors, config)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    path.write_text(json.dumps(config))
+    model = ours(base("llama"))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_lora(model, tmp_path)
+    assert "\n" not in str(caught.value) and not any(isinstance(m, LoraLinear) for m in model.modules())
+
+
+def test_peft_places_no_adapters_on_the_mlp_of_qwen3_next(base: Callable[[str], Path], tmp_path: Path) -> None:
+    adapted = add_lora(ours(base("qwen3_next")), r=2)
+    with pytest.warns(UserWarning, match="peft has no adapters on gate_proj, up_proj, down_proj of qwen3_next"):
+        save_lora(adapted, tmp_path / "adapter")
+    shutil.rmtree(tmp_path / "adapter")

@@ -1,0 +1,176 @@
+"""Runs with LoRA: exact resume, files, merging, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+
+from te_models import CausalLM, TrainConfig, Trainer, load_lora, load_tokenizer
+from te_models.cli import main
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import Document
+from te_models.errors import CheckpointError, ConfigError, UsageError
+from te_models.files.toml import read_toml
+from te_models.fp8.primary_weights import plain
+from te_models.fp8.scaling_state import fp8_state
+from te_models.training.launch import choose_parallel
+from te_models.training.lora_run import LoraRun, trained
+from te_models.training.metrics import read_metrics
+from te_models.training.settings import LoraSettings, run_settings
+
+TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1)
+TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(20)]
+
+
+def trainer(out: Path, recipe: str = "delayed", lora: dict[str, Any] | None = None, **fields: Any) -> Trainer:
+    torch.manual_seed(5)
+    options = {name: fields.pop(name) for name in ("fp8_params", "activation_checkpointing") if name in fields}
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **TINY, **options)
+    config = TrainConfig(
+        **{**dict(steps=4, batch_size=1, seq_len=16, warmup_steps=1, learning_rate=0.01, eval_every=2), **fields}
+    )
+    words = load_tokenizer(None)
+    data = TokenDataset(TEXT[:15], words, config.seq_len, batch_size=1, seed=config.seed)
+    held_out = TokenDataset(TEXT[15:], words, config.seq_len, batch_size=2, seed=0, shuffle=False)
+    adapters = LoraRun(model, LoraSettings(**{"rank": 4, "alpha": 8.0, **(lora or {})}))
+    return Trainer(model, data, held_out.eval_batches(1), config, out, saved=adapters)
+
+
+def losses(out: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize(
+    "recipe, lora, fields",
+    [
+        ("delayed", {}, {}),
+        ("delayed", {}, dict(fp8_params=True, gradient_accumulation=2)),
+        ("delayed", {"dropout": 0.3}, dict(activation_checkpointing="full")),
+        ("current", {"targets": ("o_proj", "down_proj")}, dict(fp8_params=True, activation_checkpointing="selective")),
+        ("bf16", {"dropout": 0.5}, {}),
+    ],
+)
+def test_a_resumed_run_has_the_same_bits(recipe: str, lora: Any, fields: dict[str, Any], tmp_path: Path) -> None:
+    fields = {**fields, "schedule": "constant"}
+    whole = trainer(tmp_path / "whole", recipe, lora, **fields)
+    frozen = {name: plain(p).clone() for name, p in whole.model.named_parameters() if not p.requires_grad}
+    whole.run()
+    state = {name: tensor.clone() for name, tensor in fp8_state(whole.model).items()}
+    trainer(tmp_path / "parts", recipe, lora, **fields, steps=2).run()
+    resumed = trainer(tmp_path / "parts", recipe, lora, **fields)
+    for parameter in trained(resumed.model).values():
+        torch.nn.init.ones_(parameter)  # the checkpoint's must win
+    torch.manual_seed(99)
+    resumed.run(resume=True)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole") and len(set(losses(tmp_path / "parts"))) == 4
+    assert len(state) == (32 if recipe == "delayed" else 0)
+    again = fp8_state(resumed.model)
+    assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
+    for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(plain(one), plain(other)), name
+        assert one.requires_grad or torch.equal(plain(one), frozen[name]), name
+
+
+def test_recompute_changes_no_number(tmp_path: Path) -> None:
+    """The first block's input needs no gradient, its adapters do."""
+    for mode in ("none", "selective", "full"):
+        trainer(tmp_path / mode, "current", activation_checkpointing=mode).run()
+    trainer(tmp_path / "frozen", "current", learning_rate=0.0).run()
+    assert losses(tmp_path / "none") == losses(tmp_path / "selective") == losses(tmp_path / "full")
+    assert losses(tmp_path / "none") != losses(tmp_path / "frozen")
+
+
+def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
+    trainer(tmp_path, "bf16", steps=1).run()
+    for lora in ({"rank": 8}, {"targets": ("o_proj",)}):
+        with pytest.raises(CheckpointError):
+            trainer(tmp_path, "bf16", lora).run(resume=True)
+    with pytest.warns(UserWarning, match="was trained under recipe 'bf16'; it goes on with 'current'"):
+        trainer(tmp_path, "current").run(resume=True)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The flags of a run from a small saved model on a few texts, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    for name in ("text", "more"):
+        Path(f"texts/{name}.txt").write_text(f"hello {name}, " * 400)
+    torch.manual_seed(3)
+    CausalLM.from_preset("gated-nano", device="cpu", **TINY).save_pretrained("base")
+    flags = "finetune --model base --data texts --device cpu --seq-len 16 --batch-size 1 --steps 3 --sample-tokens 0"
+    return [*flags.split(), "--learning-rate", "0.05", "--lora", "4", "--eval-every", "0"]
+
+
+@pytest.mark.parametrize("choices", [["--recipe", "bf16"], ["--recipe", "current", "--fp8-params"]])
+def test_from_the_command_line_to_a_merged_model(choices: list[str], start: list[str], capsys: Any) -> None:
+    assert main([*start, *choices, "--merge", "--out", "run"]) == 0
+    said = capsys.readouterr().out
+    assert "of them trained" in said and "run/adapter" in said and "run/merged" in said
+    assert read_toml(Path("run/run.toml"))["lora"] == dict(
+        lora=4, lora_targets="", lora_alpha=8.0, lora_dropout=0.0, merge=True
+    )
+    assert json.loads(Path("run/adapter/adapter_config.json").read_text())["base_model_name_or_path"].endswith("/base")
+    ids = torch.arange(16)[None] % 250
+    base, merged = (
+        CausalLM.from_pretrained(name, device="cpu", recipe="bf16").eval() for name in ("base", "run/merged")
+    )
+    adapted = load_lora(CausalLM.from_pretrained("base", device="cpu"), "run/adapter")
+    before, logits = base(ids).logits.float(), merged(ids).logits.float()
+    assert (logits - before).abs().max() > 0.1
+    torch.testing.assert_close(logits, adapted(ids).logits.float(), atol=0.05, rtol=0)
+    assert not any(name.startswith("fp8_weights") for name in map(str, Path("run/merged").iterdir()))
+    capsys.readouterr()
+    said = []
+    for model in ("run", "run/adapter", "run/merged", "base"):
+        options = ["--greedy", "--prompt", "hello", "--max-new-tokens", "8", "--device", "cpu", "--recipe", "bf16"]
+        assert main(["generate", "--model", model, *options]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] == said[2] != said[3]
+    assert main(["finetune", "--resume", "run", "--steps", "4"]) == 0
+    assert len(losses(Path("run"))) == 4
+    assert main(["finetune", "--resume", "run", "--steps", "5", "--lora", "8"]) == 2
+    assert "a resumed run keeps its lora" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command, given, message",
+    [
+        ("finetune", {"lora": -1}, "a rank is 1 or more"),
+        ("finetune", {"lora": 4, "lora_dropout": 1.0}, "give a probability"),
+        ("finetune", {"lora": 4, "lora_alpha": 0.0}, "give a positive number, such as 8"),
+        ("finetune", {"merge": True}, "--merge is for adapters: give --lora RANK"),
+        ("finetune", {"lora_targets": "o_proj"}, "--lora-targets is for adapters"),
+        ("pretrain", {"lora": 4}, "adapts a model that has weights"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(command: str, given: dict[str, Any], message: str) -> None:
+    start = {"preset": "gated-nano"} if command == "pretrain" else {"model": "m"}
+    with pytest.raises((ConfigError, UsageError), match=message):
+        run_settings(command, {**start, **given})
+
+
+def test_defaults_fit_adapters() -> None:
+    settings = run_settings("finetune", {"model": "m", "lora": 8, "lora_targets": "q_proj, v_proj"})
+    assert settings.train.learning_rate == 2e-4
+    assert settings.lora == LoraSettings(rank=8, alpha=16.0, targets=("q_proj", "v_proj"))
+
+
+@pytest.mark.parametrize("kind, world, chosen", [("auto", 4, "ddp"), ("auto", 0, "none"), ("ddp", 4, "ddp")])
+def test_adapters_run_on_whole_models(kind: str, world: int, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    assert choose_parallel(TrainConfig(parallel=kind), lora=True).parallel == chosen
+    with pytest.raises(UsageError, match="--lora needs the whole model on each process: use --parallel ddp, not fsdp"):
+        choose_parallel(TrainConfig(parallel="fsdp"), lora=True)
+
+
+def test_a_folder_of_adapters_says_what_it_is(start: list[str]) -> None:
+    assert main([*start, "--recipe", "bf16", "--out", "run"]) == 0
+    with pytest.raises(CheckpointError, match="holds adapters and not a model: .*load_lora.*merged/"):
+        CausalLM.from_pretrained("run", device="cpu")
