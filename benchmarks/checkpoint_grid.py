@@ -3,8 +3,8 @@
     python benchmarks/checkpoint_grid.py run --out benchmarks/results/checkpoint_grid_h200.json     # on a GPU
 
 Medians of interleaved rounds: every round times each variant of one model once, as a Trainer runs it (a CUDA graph, the
-loss alone, gradients that are made by the backward). `activations` are what the forward leaves for the backward. Each FP8
-recipe runs with BF16 and with FP8 primary weights. All layers run in the recipe.
+loss alone, gradients that are made by the backward). `activations` are what the forward leaves for the backward. Each
+FP8 recipe runs with BF16 and with FP8 primary weights. All layers run in the recipe.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def cli() -> None:
 
 
 def prepared(model: CausalLM, mode: str, ids: torch.Tensor, weights: int) -> tuple[Callable[[], float], int, int]:
-    """What runs a step under `mode` and gives its milliseconds; the peak bytes of one, without other modes' graphs; and the
+    """What runs a step under `mode` and gives its milliseconds; the peak bytes of one, without other modes' graphs;
+    and the
     bytes that its forward leaves for its backward."""
     model.activation_checkpointing = mode
     gc.collect()
@@ -87,7 +88,8 @@ def measure(shape: dict[str, Any], recipe: str, fp8_params: bool, rounds: int) -
     for mode, results in found.items():
         times, (_, peak, kept) = sorted(results), steps[mode]
         median = times[len(times) // 2]
-        rows.append(dict(recipe=recipe, fp8_params=fp8_params, mode=mode, ms=median, fastest=times[0], slowest=times[-1],
+        rows.append(dict(recipe=recipe, fp8_params=fp8_params, mode=mode, ms=median, fastest=times[0],
+        slowest=times[-1],
                          tokens_per_second=batch * seq / median * 1e3, peak=peak, activations=kept))  # fmt: skip
         print(
             preset, recipe, "FP8" if fp8_params else "BF16", mode, f"{median:.1f} ms {peak / 2**30:.2f} GiB", flush=True

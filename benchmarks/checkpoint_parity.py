@@ -3,9 +3,10 @@
     python benchmarks/checkpoint_parity.py --out benchmarks/results/checkpoint_parity_h200.json      # on a GPU
     python benchmarks/checkpoint_parity.py --engine emulated --recipe delayed --steps 3              # anywhere
 
-Four layers, three micro-batches a step, an evaluation every fifth step, one forward that is abandoned and one that ends in
-an exception. Compared are every loss, and after every step gradients, weights, scales and amax histories; counted are the
-scale updates of a step. Attention runs PyTorch's plain kernel: the gradients of the fused ones vary from run to run.
+Four layers, three micro-batches a step, an evaluation every fifth step, one forward that is abandoned and one that ends
+in an exception. Compared are every loss, and after every step gradients, weights, scales and amax histories; counted
+are the scale updates of a step. Attention runs PyTorch's plain kernel: the gradients of the fused ones vary from run to
+run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from te_models import CausalLM
-from te_models.fp8.primary_weights import plain, weight_codes
+from te_models.fp8.primary_weights import plain, quantized_weights
 from te_models.fp8.scaling_state import fp8_state
 from te_models.inspect.environment import environment
 from te_models.kernels import sdpa
@@ -46,7 +47,7 @@ def digest(model: CausalLM) -> str:
     parameters = dict(model.named_parameters())
     values = {name: plain(p) for name, p in parameters.items()}
     values |= {f"{name}.grad": p.grad for name, p in parameters.items() if p.grad is not None}
-    for name, tensor in sorted((values | weight_codes(model) | fp8_state(model)).items()):
+    for name, tensor in sorted((values | quantized_weights(model) | fp8_state(model)).items()):
         found.update(name.encode())
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

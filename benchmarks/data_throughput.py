@@ -2,8 +2,8 @@
 
     python benchmarks/data_throughput.py [--mib 8]
 
-The text is the running Python's documentation and standard library, repeated up to the size asked for; the BPE tokenizer
-of 32,000 ids is trained on it by the `tokenizers` library.
+The text is the running Python's documentation and standard library, repeated up to the size asked for; the BPE
+tokenizer of 32,000 ids is trained on it by the `tokenizers` library.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def main() -> None:
             for label, words in (("bytes", load_tokenizer()), ("BPE 32k", bpe)):
                 speed, packing = measure(file, words, "documents")
                 print(
-                    f"{file.name:16} {file.stat().st_size / 2**20:6.1f} MiB  {label:8} {speed:12,.0f} tokens/s read and encoded"
-                    f"  {packing * 1e3:6.2f} ms a batch of 8 x 2,048 to pack"
+                    f"{file.name:16} {file.stat().st_size / 2**20:6.1f} MiB  {label:8} {speed:12,.0f} tokens/s read "
+                    f"and encoded  {packing * 1e3:6.2f} ms a batch of 8 x 2,048 to pack"
                 )
 
 

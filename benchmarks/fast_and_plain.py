@@ -2,9 +2,9 @@
 
     python benchmarks/fast_and_plain.py --out benchmarks/results/fast_and_plain_h200.json
 
-"fast" is what a GPU runs by default: fused operations, FP8 handed from module to module, the step as a CUDA graph. "plain"
-is each module by itself with plain PyTorch between them. One pair of runs says little, since training magnifies any last
-bit; so pairs are averaged, and the spread between seeds is given for scale.
+"fast" is what a GPU runs by default: fused operations, FP8 handed from module to module, the step as a CUDA graph.
+"plain" is each module by itself with plain PyTorch between them. One pair of runs says little, since training magnifies
+any last bit; so pairs are averaged, and the spread between seeds is given for scale.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def pair(settings: dict[str, Any], seed: int) -> dict[str, dict[str, Any]]:
 
 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """How far "fast" is from "plain", relative, for each seed and in the mean, and how far seeds are from each other."""
+    """How far "fast" is from "plain", relative, for each seed and in the mean,
+    and how far seeds are from each other."""
     numbers = {
         "held_out": {way: [run["eval_loss"] for run in of] for way, of in runs.items()},
         "last_50_steps": {way: [statistics.mean(run["losses"][-50:]) for run in of] for way, of in runs.items()},

@@ -1,11 +1,11 @@
 """Damage saved folders at random and load them: nothing may crash, hang, grow or change a live model.
 
-Every case mutates one file of a copy of a folder (benchmarks/fuzz_kinds.py: models of ours with and without a manifest that
-fits, run folders in shards, Hugging Face's, Transformer Engine's .pt, LoRA adapters, tokenizers, chat templates, data) and
-loads it. A case is refused (one line of te-models), harmless (everything loaded as saved) or accepted although it differs;
-without hashes, changed values of weights cannot be told from others. Anything else is a failure: an exception of another
-type, more than 5 seconds (a template has 10 of its own), more memory than twice the folder plus 256 MiB, the death of the
-process, or a changed live model.
+Every case mutates one file of a copy of a folder (benchmarks/fuzz_kinds.py: models of ours with and without a manifest
+that fits, run folders in shards, Hugging Face's, Transformer Engine's .pt, LoRA adapters, tokenizers, chat templates,
+data) and loads it. A case is refused (one line of te-models), harmless (everything loaded as saved) or accepted
+although it differs; without hashes, changed values of weights cannot be told from others. Anything else is a failure:
+an exception of another type, more than 5 seconds (a template has 10 of its own), more memory than twice the folder plus
+256 MiB, the death of the process, or a changed live model.
 
     python -m benchmarks.fuzz --cases 10000 --seed 0 --out benchmarks/results/fuzz_cpu.json
 """
@@ -39,17 +39,23 @@ from te_models.saving.folder import MANIFEST, _digest
 
 MEMORY = 256 * 2**20
 ODD_VALUES = (
-    None, True, False, 0, -1, 1, 2, 10**6, 10**12, 10**30, -(2**63), 0.5, -0.0, 1e308, "", "x", "../x", "a" * 5000, [], {},
+    None, True, False, 0, -1, 1, 2, 10**6, 10**12, 10**30, -(2**63), 0.5, -0.0, 1e308, "", "x", "../x", "a" * 5000, [],
+    {},
     [[]] * 3, {"$tensor": "x"}, "NaN",
 )  # fmt: skip
 FRAGMENTS = (  # of templates that do harm
     "{{ 1 // 0 }}", "{% include 'x' %}", "{% import 'os' as os %}", "{{ ''.__class__.__mro__ }}", "{{ 'x' * 10**10 }}",
-    "{{ messages | attr('__init__') | attr('__globals__') }}", "{% set x = 'a' %}{% for i in range(60) %}{% set x = x ~ x %}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('a\nb' * 999) }}", "{{ range(10**12) | list }}",
-    "{{ cycler.__init__.__globals__.os.environ }}", "{{ strftime_now('%' * 99999) }}", "{{ lipsum(n=10**6) }}", "{{ self }}",
-    "{{ messages | tojson(indent=10**9) }}", "{{ (messages * 10**7) | length }}", "{{ namespace.__init__ }}", "{% break %}",
+    "{{ messages | attr('__init__') | attr('__globals__') }}",
+    "{% set x = 'a' %}{% for i in range(60) %}{% set x = x ~ x %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('a\nb' * 999) }}",
+    "{{ range(10**12) | list }}",
+    "{{ cycler.__init__.__globals__.os.environ }}", "{{ strftime_now('%' * 99999) }}", "{{ lipsum(n=10**6) }}",
+    "{{ self }}",
+    "{{ messages | tojson(indent=10**9) }}", "{{ (messages * 10**7) | length }}", "{{ namespace.__init__ }}",
+    "{% break %}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "{{ '%999999999d' | format(1) }}",
-    "{{ 9 ** 9 ** 9 }}", "{{ 'a'.__format__('9999999999') }}", "{{ messages | map('attr', 'x') | list }}", "{{ undefined.x }}",
+    "{{ 9 ** 9 ** 9 }}", "{{ 'a'.__format__('9999999999') }}", "{{ messages | map('attr', 'x') | list }}",
+    "{{ undefined.x }}",
 )  # fmt: skip
 
 
@@ -290,7 +296,8 @@ def fuzz(seed: int, cases: int, budget: float) -> dict[str, Any]:
                 os.kill(worker.pid, signal.SIGKILL)
             worker.join()
     return {
-        "seed": seed, "cases": sum(sum(c.values()) for c in counts.values()), "seconds": round(time.monotonic() - begin),
+        "seed": seed, "cases": sum(sum(c.values()) for c in counts.values()),
+        "seconds": round(time.monotonic() - begin),
         "torch": torch.__version__, "python": sys.version.split()[0],
         "counts": {kind: dict(sorted(count.items())) for kind, count in sorted(counts.items())},
         "slowest_s": round(slowest, 2), "largest_mib": round(largest / 2**20), "failures": failures,

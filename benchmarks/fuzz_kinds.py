@@ -221,7 +221,8 @@ def load_data(folder: Path, live: Live) -> Any:
 
 
 class Kind(NamedTuple):
-    """A kind of folder, whether its manifests are made to fit after the damage, its loader, and the loader's time in s."""
+    """A kind of folder, whether its manifests are made to fit after the damage, its loader,
+    and the loader's time in s."""
 
     folder: str
     fits: bool

@@ -272,8 +272,8 @@ def table(result: dict[str, Any]) -> str:
         decode, reference = row["decode_tokens_per_second"], base.get((row["model"], row["batch"]))
         ratio = f"{decode / reference:.1f}x" if reference else "-"
         lines.append(
-            f"| `{row['model']}` | {row['batch']} | {row['who']} | {row['prefill_tokens_per_second']:,.0f} | {decode:,.0f} "
-            f"| {ratio} | {row['peak_device_bytes'] / 2**30:.2f} GiB |"
+            f"| `{row['model']}` | {row['batch']} | {row['who']} | {row['prefill_tokens_per_second']:,.0f} | "
+            f"{decode:,.0f} | {ratio} | {row['peak_device_bytes'] / 2**30:.2f} GiB |"
         )
     lines += ["", "| checkpoint | shards, largest | read by | seconds | peak host memory | peak device memory |"]
     lines.append("|---|---|---|---|---|---|")

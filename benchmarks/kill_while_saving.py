@@ -2,11 +2,11 @@
 
     python benchmarks/kill_while_saving.py --kills 100
 
-Each round forks a child that saves one checkpoint after the other and is killed: three times out of four at a random file
-operation of its first few saves, else after a random time. The parent then demands that `latest()` names a checkpoint
-that loads, that every tensor in it is of one and the same save, and that no save that had returned is lost. Four ways of
-saving take turns: a new folder a step or the same folder again, blocking or in the background.
-Prints a JSON summary to stdout and exits with 1 if any checkpoint was damaged or lost.
+Each round forks a child that saves one checkpoint after the other and is killed: three times out of four at a random
+file operation of its first few saves, else after a random time. The parent then demands that `latest()` names a
+checkpoint that loads, that every tensor in it is of one and the same save, and that no save that had returned is lost.
+Four ways of saving take turns: a new folder a step or the same folder again, blocking or in the background. Prints a
+JSON summary to stdout and exits with 1 if any checkpoint was damaged or lost.
 """
 
 import argparse

@@ -1,11 +1,12 @@
 """Do all lengths give the same losses and gradients, as a CUDA graph, eagerly and with plain kernels?
 
-    python benchmarks/length_sweep.py --out benchmarks/results/length_sweep_h200.json               # every length, 4 minutes
+    python benchmarks/length_sweep.py --out benchmarks/results/length_sweep_h200.json               # every length,
+    4 minutes
     python benchmarks/length_sweep.py --lengths 127,128,129 --batches 3 --heads 64 --processes 2    # a few
     python benchmarks/length_sweep.py --device cpu --lengths 1,16,33 --batches 1 --heads 64 --processes 1
 
-Each case is a two-layer model with a small vocabulary at one length, batch size and head size, with as many key heads as
-query heads or half as many. Its weights stay as they are, so that ways to compute the same can be compared:
+Each case is a two-layer model with a small vocabulary at one length, batch size and head size, with as many key heads
+as query heads or half as many. Its weights stay as they are, so that ways to compute the same can be compared:
 
 * the CUDA graph of the step (its first replay included) with the eager step, five batches one after the other;
 * the eager step with one of plain kernels and FlashAttention, three batches.
@@ -48,9 +49,9 @@ SHAPE: dict[str, Any] = dict(hidden_size=256, intermediate_size=512, num_hidden_
                              max_position_embeddings=4096)  # fmt: skip
 EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
 CALLS, PLAIN_CALLS = WARM_UP + 2, 3  # a capture, and one replay of it with another batch
-# A graph runs the eager step's own kernels: what is left is the order in which cuDNN's backward adds (LOSS and GRADIENT are
-# relative, a gradient's by its norm). Plain kernels round to BF16 elsewhere, and a sum that falls on the other side of a
-# rounding changes an FP8 code, by up to 1/8 of its value.
+# A graph runs the eager step's own kernels: what is left is the order in which cuDNN's backward adds (LOSS and GRADIENT
+# are relative, a gradient's by its norm). Plain kernels round to BF16 elsewhere, and a sum that falls on the other side
+# of a rounding changes an FP8 code, by up to 1/8 of its value.
 GRAPH = dict(loss=1e-5, gradient=2e-2)
 PLAIN = dict(loss=5e-3, gradient=0.25)
 SECONDS = 120  # for a case, the first one of a process (imports, compilers) included
@@ -142,7 +143,8 @@ def differences(name: str, wanted: list[Any], found: list[Any], last: int) -> di
     whole = torch.stack([g.float().norm() for g in wanted[last][1]]).norm()
     gaps = [(a.float() - b.float()).norm() for a, b in zip(wanted[last][1], found[last][1], strict=True)]
     sizes = [a.float().norm() for a in wanted[last][1]]
-    # A gradient that is nothing but rounding errors (of a head's key, where it sees one key alone) is measured by all of them.
+    # A gradient that is nothing but rounding errors (of a head's key, where it sees one key alone) is measured by all
+    # of them.
     ratios = torch.stack([gap / size.clamp(min=1e-3 * whole) for gap, size in zip(gaps, sizes, strict=True)])
     gradient = float(ratios.max().nan_to_num(math.inf, math.inf)) if float(whole) else float(torch.stack(gaps).max())
     finite = all(bool(row[0].isfinite().all()) for row in (*wanted, *found))

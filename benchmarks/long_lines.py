@@ -90,7 +90,8 @@ def main() -> int:
                 bad = said.startswith("failure") or seconds > SECONDS or memory > MEMORY_MIB
                 file_mib = round(path.stat().st_size / MIB, 1)
                 rows.append(
-                    dict(file=name, line_mib=size, file_mib=file_mib, read=read.__name__, seconds=seconds, memory_mib=memory,
+                    dict(file=name, line_mib=size, file_mib=file_mib, read=read.__name__, seconds=seconds,
+                    memory_mib=memory,
                          said=said, ok=not bad)
                 )  # fmt: skip
                 print(json.dumps(rows[-1]), flush=True)

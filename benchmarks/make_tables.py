@@ -3,8 +3,8 @@
     python -m benchmarks.make_tables            # rewrite the tables
     python -m benchmarks.make_tables --plots    # draw the plots of docs/results/ as well
 
-A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`. tests/test_docs.py fails
-if a file differs from what this script writes.
+A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`. tests/test_docs.py
+fails if a file differs from what this script writes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 from benchmarks.planned_memory import load, planned_and_measured
+from benchmarks.soak import draw as draw_soak
 from te_models.interop.hf_families import FAMILIES
 from te_models.planning.parameter_bytes import OPTIMIZERS
 
@@ -35,9 +36,11 @@ VARIANTS = {
     "te-models delayed+no_edges": "te-models `delayed`, eager",
     "te-models bf16+graph": "te-models `bf16`",
     "te-models delayed+no_edges+graph": "**te-models `delayed`**",
+    "te-models delayed": "te-models `delayed`, first and last layer in BF16, eager",
+    "te-models delayed+graph": "**te-models `delayed`, first and last layer in BF16**",
 }
-OURS = "te-models delayed+no_edges+graph"
-RUNS = {"350m": 2, "1b": 0, "8b-width": 1, "454m": 3, "350m-one-sequence": 4}  # place in step_h200.json
+OURS = {"all in FP8": "te-models delayed+no_edges+graph", "first and last in BF16": "te-models delayed+graph"}
+RUNS = {"350m": 5, "1b": 6, "8b-width": 7, "454m": 3, "350m-one-sequence": 4}  # place in step_h200.json
 SHAPES = {"8b-width": "8B width (4 layers)", "454m": "454M (896 wide, 31 layers)"}
 
 
@@ -90,12 +93,13 @@ def readme_speed() -> str:
     lines = []
     for key in ("350m", "1b", "8b-width"):
         shape, rows, _ = step_rows(key)
-        ours, torch = rows[OURS], rows["torch"]
-        others = [f"{ours['speed'] / rows[name]['speed']:.2f}x" for name in ("torch", "torchao", "te-layer")]
-        lines.append([shape, f"{ours['tokens_per_second']:,.0f}", *others, f"{ours['peak_gib']:.1f} GiB",
-                      f"{torch['peak_gib']:.1f} GiB"])  # fmt: skip
-    header = "model, tokens per step | tokens/s | torch BF16 | torchao float8 | te.TransformerLayer | peak memory"
-    return f"{markdown(header + ' | torch BF16', lines)}\n\n{measured_on(load('step_h200')['runs'][0])}"
+        for layers, name in OURS.items():
+            ours, torch = rows[name], rows["torch"]
+            others = [f"{ours['speed'] / rows[peer]['speed']:.2f}x" for peer in ("torch", "torchao", "te-layer")]
+            lines.append([shape, layers, f"{ours['tokens_per_second']:,.0f}", *others, f"{ours['peak_gib']:.1f} GiB",
+                          f"{torch['peak_gib']:.1f} GiB"])  # fmt: skip
+    header = "model, tokens per step | layers | tokens/s | torch | torchao float8 | te.TransformerLayer | peak memory"
+    return f"{markdown(header + ' | torch', lines)}\n\n{measured_on(load('step_h200')['runs'][RUNS['1b']])}"
 
 
 def readme_8b() -> str:
@@ -242,6 +246,22 @@ def recipe_accuracy() -> str:
     return markdown(header, rows)
 
 
+def serving_parity() -> str:
+    """Divergence of the served model from the trained one, by recipe and format."""
+    result = load("serving_parity")
+    recipes = result["recipes"]
+    formats = [row["export"] for row in next(iter(recipes.values()))["exports"]]
+
+    def cell(row: dict[str, Any]) -> str:
+        return row["reason"] or f"{row['kl']:.1e} ({row['largest']:.2f})"
+
+    rows = ([f"`{name}`", *map(cell, recipes[name]["exports"])] for name in recipes)
+    header = "trained under | " + " | ".join(f"`{name}`" for name in formats)
+    tokens = next(iter(recipes.values()))["tokens"]
+    about = f"`{result['model']}` with {result['weights']}, {tokens:,} tokens. {measured_on(result)}"
+    return f"{prose(about)}\n\n{markdown(header, rows)}"
+
+
 def optimizer_bytes() -> str:
     """Bytes per parameter of every optimizer, from the table that the memory plan uses."""
     rows = ([f"`{name}`", o.description, str(o.master) if name != "te-adam" else "2"] for name, o in OPTIMIZERS.items())
@@ -366,11 +386,11 @@ def checkpoint_parity() -> str:
     losses = sum(r["same"]["losses"] for r in rows)
     recipes = ", ".join(f"`{name}`" for name in dict.fromkeys(r["recipe"] for r in rows))
     return prose(
-        f"{len(rows)} runs of {result['steps']} steps on the native engine ({recipes}; modes `selective`, `full` and 2; "
-        f"with and without FP8 primary weights and cached weights), each compared with the run without recomputation. "
-        f"Losses are equal in every bit in {losses} of {len(rows)}; weights, gradients and FP8 state in {equal}. The "
-        f"others are `blockwise` with FP8 primary weights, where the hash included uninitialized padding of the scales. "
-        f"{measured_on(result)}"
+        f"{len(rows)} runs of {result['steps']} steps on the native engine ({recipes}; modes `selective`, `full` and "
+        "2; with and without FP8 primary weights and cached weights), each compared with the run without "
+        f"recomputation. Losses are equal in every bit in {losses} of {len(rows)}; weights, gradients and FP8 state in "
+        f"{equal}. The others are `blockwise` with FP8 primary weights, where the hash included uninitialized padding "
+        f"of the scales. {measured_on(result)}"
     )
 
 
@@ -389,6 +409,71 @@ def save_blocking() -> str:
     return f"{about}\n\n{markdown('save | delay of the step', rows)}"
 
 
+def journeys() -> str:
+    """What a user does at the command line, on one and on two GPUs."""
+    lines = []
+    for name, place in (("journeys_h200", "one"), ("journeys_h200_x2", "two")):
+        result = load(name)
+        rows = result["journeys"].values()
+        fine = sum(not row["problems"] for row in rows)
+        drops = [row["first_loss"] - row["last_loss"] for row in rows if row.get("first_loss")]
+        lines.append([f"{place}, {result['environment']['date']}", f"{fine} of {len(rows)}", f"{min(drops):.2f} nats per token",
+                      ", ".join(f"`{name.removeprefix('two-')}`" for name in result["journeys"])])  # fmt: skip
+    return markdown("GPUs | passed | smallest fall of the loss | journeys", lines)
+
+
+def soak() -> str:
+    """A long run that is killed three times."""
+    result = load("soak_h200")
+    checks, steps = result["checks"], len(result["losses"])
+    most = {kind: max(row["most"] for row in checks["growth"] if row["memory"] == kind) for kind in ("host", "device")}
+    twice = max(row["most"] for row in checks["repeated"])
+    killed = ", ".join(f"{kill['at']:,}" for kill in result["kills"])
+    return prose(
+        f"{steps:,} steps of `gated-124m`, with an evaluation and a save every {result['every']}, killed at steps {killed} and "
+        f"resumed. After the first 100 steps of a process, device memory grew by {most['device']:.0f} MiB and host memory by "
+        f"{most['host']:.1f} MiB. Steps that were done twice have the same loss within {100 * twice:.2g} %. "
+        f"{measured_on(result)}"
+    )
+
+
+def length_sweep() -> str:
+    """The step at every length, as a CUDA graph, eagerly, and with plain kernels."""
+    result = load("length_sweep_h200")
+    found, limits = result["summary"], result["settings"]
+    largest = {name: row["value"] for name, row in found["largest"].items()}
+    rows = (
+        [label, f"{largest[f'{kind}_loss']:.2g}", f"{limits[f'{kind}_tolerances']['loss']:.2g}",
+         f"{largest[f'{kind}_gradient']:.2g}", f"{limits[f'{kind}_tolerances']['gradient']:.2g}"]
+        for kind, label in (("graph", "CUDA graph and eager step"), ("plain", "fused and plain kernels"))
+    )  # fmt: skip
+    bad = "; ".join(f"batch {r['batch']}, length {r['length']}, head_dim {r['head_dim']}: {', '.join(r['wrong'])}"
+                    for r in found["bad"])  # fmt: skip
+    about = prose(
+        f"{found['cases']:,} cases under `delayed`: lengths 1 to 300, 333, 500, 511, 1000, 1001, 2047 and 4095, batch 1, 3 and "
+        f"8, head_dim 64, 96, 128 and 256, with and without grouped queries. None died; {found['same']:,} are within "
+        f"tolerance. Outside: {bad or 'none'}. {measured_on(result)}"
+    )
+    header = "largest relative difference of | loss | tolerance | gradient | tolerance"
+    return f"{about}\n\n{markdown(header, rows)}"
+
+
+def resume_parity() -> str:
+    """Whether a resumed run has the bits of a run in one piece."""
+    result = load("resume_parity_h200")
+    names = {"again": "a second run", "saving": "a run that also saves", "resumed": "a resumed run"}
+    lines = []
+    for title, rows in result["parity"].items():
+        cells = [
+            "equal in every bit" if rows[name]["equal"] else f"{100 * rows[name]['losses']['most']:.2g} %"
+            for name in names
+        ]
+        lines.append([f"`{title.split(',')[0]}`", title.split(", ")[1], *cells])
+    about = prose(f"`{result['settings']['preset']}`, {result['settings']['steps']} steps at default flags, each compared with one "
+                  f"run in one piece; where bits differ, the largest difference of a loss. {measured_on(result)}")  # fmt: skip
+    return f"{about}\n\n{markdown('recipe | mode | ' + ' | '.join(names.values()), lines)}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme-speed": readme_speed,
     "readme-8b": readme_8b,
@@ -401,6 +486,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "generation": generation,
     "loading": loading,
     "recipe-accuracy": recipe_accuracy,
+    "serving-parity": serving_parity,
     "families": families,
     "optimizer-bytes": optimizer_bytes,
     "optimizer-memory": optimizer_memory,
@@ -412,6 +498,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine-parity": engine_parity,
     "checkpoint-parity": checkpoint_parity,
     "save-blocking": save_blocking,
+    "journeys": journeys,
+    "soak": soak,
+    "length-sweep": length_sweep,
+    "resume-parity": resume_parity,
 }
 
 
@@ -438,6 +528,7 @@ def draw_plots(folder: Path) -> None:
     bench = load("step_h200")["runs"][RUNS["1b"]]
     plot_bench(folder / "step_1b_h200.png", bench, f"gated-1b, 8 x 2048 tokens, {gpu}")
     draw_grid(folder / "checkpoint_grid_h200.png")
+    draw_soak(folder / "soak_h200.png", load("soak_h200"))
 
 
 def draw_grid(path: Path) -> None:

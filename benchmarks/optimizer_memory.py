@@ -4,9 +4,9 @@
 
 Bytes are those of the tensors that exist after one step at full size (gated-350m with 18 layers), a step without its
 arithmetic: what is kept does not depend on the values. Times are those of a step at full size on a GPU. On a CPU, where
-orthogonalising 282M parameters takes minutes, they are of one layer with a quarter of the width, in processor seconds of
-one thread, so that other processes do not count; torchao's, which would be compiled first, are left out. All optimizers
-take turns, and the best of the rounds counts.
+orthogonalising 282M parameters takes minutes, they are of one layer with a quarter of the width, in processor seconds
+of one thread, so that other processes do not count; torchao's, which would be compiled first, are left out. All
+optimizers take turns, and the best of the rounds counts.
 """
 
 from __future__ import annotations

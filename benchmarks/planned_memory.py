@@ -46,10 +46,11 @@ def planned_and_measured() -> Iterator[tuple[str, int, int]]:
             if not row["name"].startswith("te-models") or row["name"].endswith("+graph"):
                 continue
             recipe, *ways = row["name"].removeprefix("te-models ").split("+")
-            plan = plan_memory(get_preset(preset, **shapes.get(preset, {})), get_recipe(recipe, **NO_EDGES), **size,
+            edges = NO_EDGES if "no_edges" in ways else {}
+            plan = plan_memory(get_preset(preset, **shapes.get(preset, {})), get_recipe(recipe, **edges), **size,
                                optimizer=None, logits=False, fused="plain" not in ways)  # fmt: skip
             # The benchmark subtracts what earlier variants hold, cuBLAS's workspace among that, and rounds to 0.01 GiB.
             peak = int((row["peak_gib"] + 0.005) * 2**30) + plan.peak.workspace
-            kernels = ", unfused" if "plain" in ways else ""
+            kernels = ", unfused" if "plain" in ways else "" if edges else ", first and last layer in BF16"
             yield f"{run['settings']['preset']}, {recipe}{kernels}, {size['batch_size']} x {size['seq_len']:,}", \
                 plan.peak.total, peak  # fmt: skip

@@ -46,7 +46,8 @@ KINDS: list[tuple[str, tuple[str, ...]]] = [
 
 
 def kind(name: str) -> str:
-    """What kind of kernel this is; cuBLAS's own GEMMs (nvjet_sm90_qqtst_...) say by a letter an operand: q and r are FP8."""
+    """What kind of kernel this is; cuBLAS's own GEMMs (nvjet_sm90_qqtst_...) say by a letter an operand:
+    q and r are FP8."""
     lower = name.lower()
     if lower.startswith("nvjet"):
         return "FP8 GEMM" if lower.split("_")[2].startswith("q") else "BF16 GEMM"

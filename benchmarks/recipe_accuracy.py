@@ -1,4 +1,5 @@
-"""How far each recipe's logits are from FP32's, and what that costs: SQNR and perplexity of one model under all recipes.
+"""How far each recipe's logits are from FP32's, and what that costs:
+SQNR and perplexity of one model under all recipes.
 
     python benchmarks/recipe_accuracy.py --out benchmarks/results/recipe_accuracy_cpu.json     # tunes gated-nano first
     python benchmarks/recipe_accuracy.py --model runs/mine
@@ -6,12 +7,12 @@
 The reference runs the same (BF16) weights with FP32 activations and products. DelayedScaling first sees two training
 forwards, as it would have in training; nothing else is fitted. Perplexity is over held-out text.
 
-What to expect: rounding to m mantissa bits makes an error of mean square 4^-m / 12 times the square of the value's power
-of two. Where a value lies between two powers of two is evenly spread on a logarithmic scale, so the noise is
-4^-m / 12 times the integral of 4^-u for u from 0 to 1, which is 4^-m / (16 ln 4) of the signal: 31.5 dB for an E4M3
-operand, 28.5 dB for a product of two. How a model passes noise on is its own affair, so it is asked: `predicted_db` is
-the SQNR of the FP32 model whose FP8 layers get random noise of this size on their operands instead of any rounding,
-with the measured noise of BF16 on top.
+What to expect: rounding to m mantissa bits makes an error of mean square 4^-m / 12 times the square of the value's
+power of two. Where a value lies between two powers of two is evenly spread on a logarithmic scale, so the noise is 4^-m
+/ 12 times the integral of 4^-u for u from 0 to 1, which is 4^-m / (16 ln 4) of the signal: 31.5 dB for an E4M3 operand,
+28.5 dB for a product of two. How a model passes noise on is its own affair, so it is asked: `predicted_db` is the SQNR
+of the FP32 model whose FP8 layers get random noise of this size on their operands instead of any rounding, with the
+measured noise of BF16 on top.
 """
 
 from __future__ import annotations

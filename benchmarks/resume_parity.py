@@ -3,10 +3,10 @@
     python benchmarks/resume_parity.py --out benchmarks/results/resume_parity_h200.json                      # about 4 minutes
     python benchmarks/resume_parity.py --device cpu --tiny --steps 8 --rounds 2 --out resume_parity.json     # anywhere
 
-Every run has a process of its own. Under the default flags cuDNN's attention adds in an order that varies from run to run, so
-there the question is whether a resumed run is as near to one in a piece as a second run in a piece is; with
-deterministic=True whether they are the same in every bit: losses after the checkpoint, weights, scales and amax histories,
-masters and moments. A third run of 100 steps saves after 50 and goes on, which must change nothing either.
+Every run has a process of its own. Under the default flags cuDNN's attention adds in an order that varies from run to
+run, so there the question is whether a resumed run is as near to one in a piece as a second run in a piece is; with
+deterministic=True whether they are the same in every bit: losses after the checkpoint, weights, scales and amax
+histories, masters and moments. A third run of 100 steps saves after 50 and goes on, which must change nothing either.
 
 And what deterministic=True costs: milliseconds a step of both, in turns, at gated-124m and gated-350m.
 """
@@ -82,7 +82,8 @@ def alone(function: Any, *arguments: Any) -> Any:
 
 
 def compare(one: Path, other: Path, after: int) -> dict[str, Any]:
-    """Losses after step `after`, and each group of tensors of the newest checkpoint: how many differ, and by how much."""
+    """Losses after step `after`, and each group of tensors of the newest checkpoint: how many differ,
+    and by how much."""
     curves = [
         [row["loss"] for row in read_metrics(run / "metrics.jsonl") if row["step"] > after] for run in (one, other)
     ]

@@ -1,13 +1,14 @@
-"""Tokens a second on several GPUs against one, under FSDP2 (or DDP), and what a larger number of GPUs would give on paper.
+"""Tokens a second on several GPUs against one, under FSDP2 (or DDP),
+and what a larger number of GPUs would give on paper.
 
     torchrun --nproc-per-node 2 benchmarks/scaling.py run --preset gated-1b --batch-size 8 --seq-len 2048
     torchrun --nproc-per-node 4 benchmarks/scaling.py run --preset llama-3.1-8b --batch-size 1 --seq-len 8192
     python benchmarks/scaling.py estimate
 
-`run` first times one GPU alone (the same program in a group of one, on every process at once, so that all GPUs are as warm
-as in the second part; skipped with --no-alone where a model does not fit), then all of them together, and adds a row to
-results/scaling_h200.json on GPUs. A step is forward, backward and the optimizer, on random tokens. `estimate` computes the
-table in docs/results/many_gpus.md from measured figures; it measures nothing.
+`run` first times one GPU alone (the same program in a group of one, on every process at once, so that all GPUs are as
+warm as in the second part; skipped with --no-alone where a model does not fit), then all of them together, and adds a
+row to results/scaling_h200.json on GPUs. A step is forward, backward and the optimizer, on random tokens. `estimate`
+computes the table in docs/results/many_gpus.md from measured figures; it measures nothing.
 """
 
 from __future__ import annotations

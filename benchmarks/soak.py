@@ -3,16 +3,17 @@
     python benchmarks/soak.py --out benchmarks/results/soak_h200.json --figure docs/results/soak_h200.png    # about 4 minutes
     python benchmarks/soak.py --tiny --steps 240 --every 20 --out soak.json --figure soak.png        # on a CPU
 
-`te-models pretrain` evaluates and saves every 50 steps. At three random steps (drawn from --seed) it is sent SIGKILL and
-started again with --resume. While it runs, its host memory (VmRSS of its processes) and the device's (nvidia-smi; nothing
-else may run there) are sampled, and kept as the largest of every 50 steps; PyTorch's own peak is in the checkpoints.
+`te-models pretrain` evaluates and saves every 50 steps. At three random steps (drawn from --seed) it is sent SIGKILL
+and started again with --resume. While it runs, its host memory (VmRSS of its processes) and the device's (nvidia-smi;
+nothing else may run there) are sampled, and kept as the largest of every 50 steps; PyTorch's own peak is in the
+checkpoints.
 
 Checked, with exit code 1 if one fails:
 
 * memory: after its first 100 steps no process grows by more than --device-growth and --host-growth;
-* loss: where a process took over, the mean of the 20 steps after differs from that of the 20 before by no more than 4 times
-  as much as at other places of the run; of the steps that were done twice the first one has the same loss within 0.01 %,
-  and all within --repeat;
+* loss: where a process took over, the mean of the 20 steps after differs from that of the 20 before by no more than 4
+  times as much as at other places of the run; of the steps that were done twice the first one has the same loss within
+  0.01 %, and all within --repeat;
 * every step is there once, and nothing is left behind.
 """
 
@@ -41,8 +42,8 @@ from te_models.training.metrics import read_metrics
 ROOT = Path(__file__).parent.parent
 REAL = "--preset gated-124m --recipe delayed --batch-size 8 --seq-len 512"
 TINY = (
-    "--preset gated-nano --hidden-size 64 --intermediate-size 96 --num-hidden-layers 3 --num-attention-heads 2 --device cpu "
-    "--num-key-value-heads 1 --recipe delayed --batch-size 2 --seq-len 32 --eval-batches 2 --data te_models/config"
+    "--preset gated-nano --hidden-size 64 --intermediate-size 96 --num-hidden-layers 3 --num-attention-heads 2 "
+    "--device cpu --num-key-value-heads 1 --recipe delayed --batch-size 2 --seq-len 32 --eval-batches 2 --data te_models/config"
 )
 SETTLED = 100  # steps of a process after which its memory has to stay
 WINDOW = 20  # steps of which a mean is taken
@@ -163,7 +164,8 @@ def note(samples: Samples, step: int, host: int, device: int | None, peak: int |
 
 
 def growth(life: dict[str, Any], name: str) -> dict[str, float] | None:
-    """How many MiB a process grew by after it had settled: at most, and in a thousand steps as a straight line has it."""
+    """How many MiB a process grew by after it had settled: at most,
+    and in a thousand steps as a straight line has it."""
     points = [
         (step, row[name]) for step, row in life["memory"].items() if name in row and step - life["first"] > SETTLED
     ]

@@ -3,22 +3,25 @@
     torchrun --nproc-per-node 2 benchmarks/tp_seeds.py --out benchmarks/results/tp_seeds_h200_x2.json               # two GPUs
     torchrun --nproc-per-node 2 benchmarks/tp_seeds.py --device cpu --seeds 3 --recipes bf16 --out tp_seeds.json    # anywhere
 
-tests/model/test_tensor_parallel.py takes five steps of gradient descent at a rate of 0.1. From each seed of weights and tokens
-they are taken by one GPU with plain kernels (those that tensor parallelism has), by two GPUs with and without sequence
-parallelism, and by one GPU in other ways that differ from the first by a rounding, its twins:
+tests/model/test_tensor_parallel.py takes five steps of gradient descent at a rate of 0.1. From each seed of weights and
+tokens they are taken by one GPU with plain kernels (those that tensor parallelism has), by two GPUs with and without
+sequence parallelism, and by one GPU in other ways that differ from the first by a rounding, its twins:
 
-* "jittered": what o_proj and down_proj give, and the gradients that qkvg_proj and gate_up_proj give back, one rounding up or
-  down: those are the sums that two GPUs divide. A rounding is BF16's; of FP32 results 2^-14 under FP8, where a tensor core cuts
+* "jittered": what o_proj and down_proj give, and the gradients that qkvg_proj and gate_up_proj give back, one rounding
+  up or
+  down: those are the sums that two GPUs divide. A rounding is BF16's; of FP32 results 2^-14 under FP8,
+  where a tensor core cuts
   its sums, and else FP32's;
-* "turned": the hidden channels of every MLP in another order, hence the order of sums (and which elements share a block);
+* "turned": the hidden channels of every MLP in another order, hence the order of sums (and which elements share a
+  block);
 * "tipped": one weight of each projection moved to the next number in its dtype;
 * "fused": with fused operations, a GPU's default, in BF16;
 * "again": nothing is changed; what comes of an order that varies from run to run.
 
-Training magnifies a rounding, so a difference at the fifth step says little by itself. A defect shows in the first steps, as a
-mean signed difference that is several times its standard error, or as differences much larger than the twins'. Reported are,
-for each step, the mean signed relative difference of the loss over the seeds with its standard error, and its root mean
-square; and at the first step that of the gradients, by norm.
+Training magnifies a rounding, so a difference at the fifth step says little by itself. A defect shows in the first
+steps, as a mean signed difference that is several times its standard error, or as differences much larger than the
+twins'. Reported are, for each step, the mean signed relative difference of the loss over the seeds with its standard
+error, and its root mean square; and at the first step that of the gradients, by norm.
 """
 
 from __future__ import annotations
@@ -136,7 +139,8 @@ def train(model: CausalLM, seed: int, rate: float) -> tuple[list[float], dict[st
         loss.backward()
         if step == 0:
             own = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-            gradients = {name: tensor.float().cpu() for name, tensor in gather_state(model, own).items()}
+            whole = gather_state(own, model.config, model.tp)
+            gradients = {name: tensor.float().cpu() for name, tensor in whole.items()}
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= rate * parameter.grad

@@ -9,6 +9,8 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from te_models.huggingface.registration import register_with_transformers as _register_with_transformers
+
 if _TYPE_CHECKING:
     from te_models.causal_lm import CausalLM, plan
     from te_models.config.model import ModelConfig
@@ -19,18 +21,24 @@ if _TYPE_CHECKING:
     from te_models.data.training_data import open_data
     from te_models.engine import get_engine
     from te_models.generation.text import stream_text
+    from te_models.huggingface.config import TEModelsConfig
+    from te_models.huggingface.modeling import TEModelsForCausalLM
     from te_models.model.user_modules import checkpoint, fp8_state, load_fp8_state
     from te_models.saving.pretrained import load_te_checkpoint
     from te_models.training.cuda_graph import GraphedStep
+    from te_models.training.launch import parallel
     from te_models.training.lora import add_lora, load_lora, save_lora
-    from te_models.training.trainer import Trainer
+    from te_models.training.trainer import Callback, Trainer
 
 __version__ = "0.1.0"
 _MODULES = {  # public name -> its module below te_models
+    "Callback": "training.trainer",
     "CausalLM": "causal_lm",
     "GraphedStep": "training.cuda_graph",
     "ModelConfig": "config.model",
     "Recipe": "config.recipe",
+    "TEModelsConfig": "huggingface.config",
+    "TEModelsForCausalLM": "huggingface.modeling",
     "TrainConfig": "config.training",
     "Trainer": "training.trainer",
     "add_lora": "training.lora",
@@ -46,15 +54,19 @@ _MODULES = {  # public name -> its module below te_models
     "load_te_checkpoint": "saving.pretrained",
     "load_tokenizer": "data.tokenizer",
     "open_data": "data.training_data",
+    "parallel": "training.launch",
     "plan": "causal_lm",
     "save_lora": "training.lora",
     "stream_text": "generation.text",
 }
 __all__ = [
+    "Callback",
     "CausalLM",
     "GraphedStep",
     "ModelConfig",
     "Recipe",
+    "TEModelsConfig",
+    "TEModelsForCausalLM",
     "TrainConfig",
     "Trainer",
     "add_lora",
@@ -70,6 +82,7 @@ __all__ = [
     "load_te_checkpoint",
     "load_tokenizer",
     "open_data",
+    "parallel",
     "plan",
     "save_lora",
     "stream_text",
@@ -84,3 +97,6 @@ def __getattr__(name: str) -> _Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+_register_with_transformers()

@@ -16,15 +16,18 @@ from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import get_preset
 from te_models.data.tokenizer import Tokenizer
 from te_models.errors import unknown
+from te_models.files.formats import parse_size
 from te_models.generation.generate import Prompts, generate, stream
 from te_models.generation.options import GenerationOptions
 from te_models.interop.hf import Origin
+from te_models.interop.hub import local_folder, split_options
 from te_models.kernels.sdpa import attention_kernel
 from te_models.model.decoder import Decoder
-from te_models.model.options import BuildOptions, ModelOptions
+from te_models.model.options import BuildOptions, LoadOptions, ModelOptions
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.precision_plan import PlanRow, PrecisionPlan
-from te_models.saving.pretrained import read_pretrained, save_tie_once, write_pretrained
+from te_models.saving.pretrained import read_pretrained, write_pretrained
+from te_models.saving.state_dict import keep_fp8_state, save_tie_once
 from te_models.serving.export import Export, export
 
 
@@ -36,6 +39,7 @@ class CausalLM(Decoder):
     ) -> None:
         super().__init__(config, initialize=initialize, materialize=materialize, **options)
         self.origin = Origin()
+        keep_fp8_state(self)
         if config.tie_word_embeddings:
             save_tie_once(self)
 
@@ -46,6 +50,11 @@ class CausalLM(Decoder):
     def gradient_checkpointing_disable(self) -> None:
         """Hugging Face's name for activation_checkpointing="none"."""
         self.activation_checkpointing = "none"
+
+    def tie_weights(self) -> None:
+        """Hugging Face's name: share the embedding's table with the head again, where a loader has separated them."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of parameters, tied ones once; of a sharded model those of all ranks. transformers.Trainer calls it."""
@@ -156,7 +165,7 @@ class CausalLM(Decoder):
         """Yield the new tokens of all rows, int64 [B], step by step; arguments are those of `generate`."""
         return stream(self, input_ids, max_new_tokens, attention_mask, tokenizer, **options)
 
-    def save_pretrained(self, folder: str | Path, format: str = "te") -> None:
+    def save_pretrained(self, folder: str | Path, format: str = "te", max_shard_size: int | str = "5GB") -> None:
         """Write the model into `folder`, atomically.
 
         Args:
@@ -165,12 +174,13 @@ class CausalLM(Decoder):
                 fp8_state.safetensors. With FP8 primary weights, model.safetensors holds their dequantized values, so that
                 the folder loads under any recipe, and fp8_weights.safetensors the quantized values and scales. "hf" writes
                 what `transformers` loads, with the tokenizer that came along; the recipe has no place there.
+            max_shard_size: weights larger than this are split into files of this size; bytes, or text such as "5GB".
 
         Raises:
             ValueError: an unknown format, or a model or folder that does not allow it.
             SaveError: writing failed; what was there is intact.
         """
-        write_pretrained(self, self.origin, folder, format)
+        write_pretrained(self, self.origin, folder, format, parse_size(max_shard_size))
 
     def export(
         self, folder: str | Path, format: str = "fp8-block", calibration: Tensor | Iterable[Tensor] | None = None
@@ -217,19 +227,20 @@ class CausalLM(Decoder):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, *, build: Callable[..., CausalLM] | None = None, **options: Unpack[ModelOptions]
+        cls, folder: str | Path, *, build: Callable[..., CausalLM] | None = None, **options: Unpack[LoadOptions]
     ) -> CausalLM:
         """Load a model from `folder`, in our format or Hugging Face's, or from the Hugging Face hub by name.
 
         Its own recipe (BF16 for one of Hugging Face) is used unless `recipe=` says another. `attention_gate=` adds a gate
         to an ungated model: zero weights, which halve the output of attention, and a doubled o_proj, so that no output
-        changes and the gate trains from there.
+        changes and the gate trains from there. Keywords of transformers are taken, or refused with the reason.
 
         Raises:
             ValueError: an unknown keyword, or a folder that is damaged or does not fit; it is checked before a model is
                 built.
         """
-        model, model.origin = read_pretrained(build or cls, folder, dict(options))
+        hub, rest = split_options(options)
+        model, model.origin = read_pretrained(build or cls, local_folder(folder, **hub), rest)
         return model
 
 

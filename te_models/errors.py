@@ -14,7 +14,8 @@ class TeModelsError(Exception):
     """Base of every error that te-models raises on purpose. Its message is one line: what is wrong and what to do.
 
     Attributes:
-        exit_code: the exit code of the command line. 2 means that the request or its input is wrong, 1 that the run failed.
+        exit_code: the exit code of the command line. 2 means that the request or its input is wrong, 1 that the run
+            failed.
     """
 
     exit_code = 1

@@ -1,4 +1,5 @@
-"""Run by tests/training/test_parallel.py in each of several processes: the cases one after the other, so that one start serves all."""
+"""Run by tests/training/test_parallel.py in each of several processes: the cases one after the other,
+so that one start serves all."""
 
 from __future__ import annotations
 

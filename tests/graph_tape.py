@@ -1,8 +1,8 @@
 """A CUDA graph on the CPU: records the operations of a captured region and replays them on the same tensors.
 
 Like the real one it bakes in every Python value, writes results where they were at capture, runs nothing of the host
-program on replay, and refuses what a capture refuses: asking for a value, shapes that depend on data, and constants from
-the host's memory. What the recording itself changed is undone, since a capture executes nothing.
+program on replay, and refuses what a capture refuses: asking for a value, shapes that depend on data, and constants
+from the host's memory. What the recording itself changed is undone, since a capture executes nothing.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def pretend_cuda(patch: Any) -> list[Tape]:
-    """Let te_models.generation.decode_loop and te_models.training.cuda_graph capture on the CPU: `patch` is pytest's monkeypatch; returns the tapes that are made."""
+    """Let te_models.generation.decode_loop and te_models.training.cuda_graph capture on the CPU:
+    `patch` is pytest's monkeypatch; returns the tapes that are made."""
     tapes: list[Tape] = []
 
     def graph() -> Tape:

@@ -1,11 +1,12 @@
-"""What a user walks through at the command line, as a table: default flags, real shapes, and what each journey must leave.
+"""What a user walks through at the command line, as a table: default flags, real shapes,
+and what each journey must leave.
 
     python tests/journeys.py --jobs 10                     # the whole table; on two GPUs those for two as well
     python tests/journeys.py delayed resume two-fsdp       # these
     python tests/journeys.py --tiny --jobs 2 delayed kill  # a tiny model on the CPU: does the table itself work?
 
-A journey is a few commands, one after the other, in a folder of its own (`{out}`, `{again}`); several journeys run at a time.
-tests/test_journeys.py asserts what `problems` finds. A new feature adds a row.
+A journey is a few commands, one after the other, in a folder of its own (`{out}`, `{again}`); several journeys run at a
+time. tests/test_journeys.py asserts what `problems` finds. A new feature adds a row.
 """
 
 from __future__ import annotations
@@ -103,12 +104,13 @@ ONE_GPU: dict[str, Journey] = {
         steps=32, falls=0.05,
     ),
     "generate": Journey(
-        (pretrain("--recipe delayed --steps 12"), '-m te_models generate --model {out} --prompt "def f(" --max-new-tokens 40'),
+        (pretrain("--recipe delayed --steps 12"),
+        '-m te_models generate --model {out} --prompt "def f(" --max-new-tokens 40'),
         steps=12, prints="def f(",
     ),
     "lora": Journey(
         (pretrain("--recipe delayed --steps 12"),
-         "examples/finetune_lora.py {out} --recipe delayed --steps 24 --seq-len 512 --batch-size 8 --out {again}"),
+         "examples/finetune_lora.py --model {out} --recipe delayed --steps 24 --seq-len 512 --batch-size 8 --out {again}"),
         falls=0.02, needs=("peft",), prints="adapter and merged model in",
     ),
     # Micro-batches and memory.
@@ -213,7 +215,8 @@ class Walk:
         return [sys.executable, *words]
 
     def environment(self) -> dict[str, str]:
-        """The processes' own folder for temporary files, shared caches of compilers, and a log of what the run decides."""
+        """The processes' own folder for temporary files, shared caches of compilers,
+        and a log of what the run decides."""
         caches = Path(tempfile.gettempdir())
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
         write_texts(Path(self.places["texts"]))

@@ -166,7 +166,6 @@ RUNNABLE = [
     ("docs/guide/recipes.md", 0),
     ("docs/guide/checkpoints.md", 0),
     ("docs/guide/generation.md", 0),
-    ("docs/guide/serving.md", 0),
     ("docs/internals/emulation.md", 0),
 ]
 

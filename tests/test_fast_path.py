@@ -1,11 +1,13 @@
-"""The fast path at shapes that take it: cuDNN's attention, fused operations and a CUDA graph, with sizes as users have them.
+"""The fast path at shapes that take it: cuDNN's attention, fused operations and a CUDA graph,
+with sizes as users have them.
 
-cuDNN's backward adds in an order that varies from run to run, so two runs of one and the same variant differ. How far is
-measured in each case, and two variants may differ by a small multiple of it (SPREAD) plus what would be small anyway (FLOOR).
-Where nothing varies, under deterministic algorithms, every bit has to be the same.
+cuDNN's backward adds in an order that varies from run to run, so two runs of one and the same variant differ. How far
+is measured in each case, and two variants may differ by a small multiple of it (SPREAD) plus what would be small anyway
+(FLOOR). Where nothing varies, under deterministic algorithms, every bit has to be the same.
 
-For fused operations against plain ones, which round to BF16 in other places, the measure is how far two plain variants are
-from each other that round in other places too: eager operations with cuDNN's attention, and compiled ones with FlashAttention.
+For fused operations against plain ones, which round to BF16 in other places, the measure is how far two plain variants
+are from each other that round in other places too: eager operations with cuDNN's attention, and compiled ones with
+FlashAttention.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ SHAPES: dict[int, dict[str, Any]] = {
 ROWS, TOKENS, STEPS = 4, 256, 8
 assert STEPS > WARM_UP + 2  # replays with other batches and other weights than the capture's
 SPREAD = 4.0
-# Relative: of a loss, of the weights' way from where they began (in norm), and of scales and amax histories in the mean of
-# their entries (an amax by itself is one element, which may be anything).
+# Relative: of a loss, of the weights' way from where they began (in norm), and of scales and amax histories in the mean
+# of their entries (an amax by itself is one element, which may be anything).
 FLOOR = {
     "graph": dict(losses=2e-4, weights=0.01, scales=0.02),
     "plain": dict(losses=5e-4, weights=0.02, scales=0.05),

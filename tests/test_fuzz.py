@@ -1,4 +1,5 @@
-"""Saved folders damaged at random: refused in one line, or harmless, and never a crash, a hang, or a changed live model."""
+"""Saved folders damaged at random: refused in one line, or harmless, and never a crash, a hang,
+or a changed live model."""
 
 from __future__ import annotations
 

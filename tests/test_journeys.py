@@ -1,7 +1,7 @@
 """The journeys of a user (tests/journeys.py) end as they should: exit code, steps, a falling loss, nothing left behind.
 
-They are walked several at a time before the first test. TE_MODELS_JOBS says how many; TE_MODELS_RESULTS is a file for the
-results, such as benchmarks/results/journeys_h200.json.
+They are walked several at a time before the first test. TE_MODELS_JOBS says how many; TE_MODELS_RESULTS is a file for
+the results, such as benchmarks/results/journeys_h200.json.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ KEYS = "Ctrl-C stops an answer, Ctrl-D leaves. A line that ends with \\ goes on;
 @click.command(cls=Command)
 @model_options
 @option("--system", metavar="TEXT", help="System message.")
+@option("--chat-template", metavar="FILE", help="Jinja template of the conversation; default: the tokenizer's own.")
 @option(
     "--template-option",
     multiple=True,
@@ -43,16 +44,20 @@ KEYS = "Ctrl-C stops an answer, Ctrl-D leaves. A line that ends with \\ goes on;
 @tokenizer_option
 @sampling_options
 def chat(
-    preset: str | None, model: str | None, system: str | None, template_option: tuple[str, ...],
+    preset: str | None, model: str | None, system: str | None, chat_template: str | None,
+    template_option: tuple[str, ...],
     tokenizer: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Talk to a chat model, with streamed answers, a history and commands such as /reset."""
     from te_models.data.dataset import check_vocabulary  # noqa: PLC0415  imports torch
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415
+    from te_models.data.training_data import read_template  # noqa: PLC0415
     from te_models.generation.conversation import Conversation  # noqa: PLC0415
 
     sampling, variables = take_sampling(options), dict(_variable(text) for text in template_option)
     words = load_tokenizer(tokenizer or model)
+    if chat_template is not None:
+        words.set_chat_template(read_template(chat_template))
     words.chat_template()  # fail before the model is loaded
     network = build_model(preset, model, options)
     check_vocabulary(words, network.config.vocab_size)

@@ -12,12 +12,14 @@ from te_models.cli.options import (
     Command,
     build_model,
     console,
+    data_option,
     json_option,
     model_options,
     option,
     show,
     tokenizer_option,
 )
+from te_models.config.data import DATA_HELP, DataConfig
 from te_models.config.recipe import get_recipe
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ harness_option = functools.partial(option, group="With --tasks")
 @tokenizer_option
 @option("--seq-len", type=int, help="Tokens per sequence; default: 1024, or what the model takes if that is less.")
 @option("--batch-size", default=8, help="Sequences per forward pass.")
+@data_option("--columns", default="", metavar="NAMES", help=DATA_HELP["columns"])
+@data_option("--truncate", default="drop", metavar="WAY", help=DATA_HELP["truncate"])
+@data_option("--chat-template", metavar="FILE", help=DATA_HELP["chat_template"])
 @option("--max-batches", default=0, help="Most batches, spread evenly over the data; 0: all.")
 @harness_option("--limit", type=int, help="Examples per task; default: all.")
 @harness_option("--few-shot", type=int, help="Solved examples before each; default: the task's own number.")
@@ -45,6 +50,7 @@ harness_option = functools.partial(option, group="With --tasks")
 def evaluate(
     preset: str | None, model: str | None, data: str | None, tasks: str | None, recipes: str | None,
     recipe: str | None, tokenizer: str | None, as_json: bool, seq_len: int | None, batch_size: int, max_batches: int,
+    columns: str, truncate: str, chat_template: str | None,
     limit: int | None, few_shot: int | None, **options: Any,
 ) -> int:  # fmt: skip
     """Measure the loss of a model on your data: per token, as perplexity, and in bits per byte.
@@ -58,10 +64,14 @@ def evaluate(
     names = [recipe] if recipes is None else _names(recipes)
     for name in filter(None, names):
         get_recipe(name)  # an unknown name is an error before anything is loaded
+    DataConfig(columns=columns, truncate=truncate)  # checks both
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415  imports torch
+    from te_models.data.training_data import read_template  # noqa: PLC0415
     from te_models.inspect.evaluate import evaluate_recipes  # noqa: PLC0415
 
     words, score = load_tokenizer(tokenizer or model), None
+    if chat_template is not None:
+        words.set_chat_template(read_template(chat_template))
     if tasks is not None:
         from te_models.inspect.harness import find_tasks, score_tasks  # noqa: PLC0415  optional, and slow to import
 
@@ -77,7 +87,7 @@ def evaluate(
         found = evaluate_recipes(
             load, names, words, model=model or str(preset), data=data, score=score,
             progress=lambda line: status.update(Text(line)),
-            seq_len=seq_len, batch_size=batch_size, max_batches=max_batches,
+            seq_len=seq_len, batch_size=batch_size, max_batches=max_batches, columns=columns, truncate=truncate,
         )  # fmt: skip
     show(found, as_json)
     for row in found.refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import click
@@ -38,8 +39,16 @@ def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **o
     if preset is not None:
         options["device"] = options["device"] or "meta"
     built = build_model(preset, model, options)
-    show(built.plan_memory(**training) if memory else built.plan(), as_json)
-    if not (memory or as_json):
-        from te_models.training.report import speed_rows  # noqa: PLC0415  imports torch
+    if memory:
+        show(built.plan_memory(**training), as_json)
+        return
+    from te_models.training.report import speed_rows  # noqa: PLC0415  imports torch
 
-        click.echo("\n" + "\n".join(f"{name}: {text}" for name, text in speed_rows(built, TrainConfig()).items()))
+    precision, speed = built.plan(), speed_rows(built, TrainConfig())
+    if as_json:
+        step = dict(layer="step", gemm=None, precision=None, engine=built.engine)
+        rows = [{**step, "module": name, "reason": text} for name, text in speed.items()]
+        click.echo(json.dumps([*precision.to_dict(), *rows], indent=1))
+        return
+    show(precision, as_json)
+    click.echo("\n" + "\n".join(f"{name}: {text}" for name, text in speed.items()))

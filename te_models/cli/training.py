@@ -24,6 +24,7 @@ from te_models.cli.options import (
     tokenizer_option,
     train_options,
 )
+from te_models.config.data import DATA_HELP
 from te_models.errors import UsageError
 from te_models.training.settings import resumed_settings, run_settings
 
@@ -33,8 +34,7 @@ INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it
 def training_options(learning_rate: str) -> Decorator:
     """Add the options of a run; `learning_rate` is the text of its default."""
     return chained(
-        option("--data", metavar="PATH",
-               help="Text, JSONL or Parquet: a file, folder, glob or URL; default: Python's documentation and sources."),
+        option("--data", multiple=True, metavar="PATH[:WEIGHT]", help=DATA_HELP["data"]),
         out_option("Folder of the run; default: runs/<model>-<recipe>."),
         option("--resume", is_flag=False, flag_value="", metavar="[DIR]",
                help="Continue the run in this folder; without DIR that in --out, or the only one of the model."),
@@ -56,11 +56,16 @@ def training_options(learning_rate: str) -> Decorator:
         tokenizer_option,
         memory_options(group="Training"),
         compile_option,
-        data_option("--streaming/--no-streaming", default=None,
-                    help="Read the data while training; default: if it exceeds 1 GiB, is compressed, or is a glob or URL."),
-        data_option("--packing", default="stream", metavar="NAME",
-                    help="stream, or documents: attend only within each document."),
-        data_option("--data-workers", default=2, help="Processes that encode streamed data ahead."),
+        data_option("--eval-data", multiple=True, metavar="PATH", help=DATA_HELP["eval_data"]),
+        data_option("--eval-split", type=float, metavar="SHARE", help=DATA_HELP["eval_split"]),
+        data_option("--columns", metavar="NAMES", help=DATA_HELP["columns"]),
+        data_option("--truncate", metavar="WAY", help=DATA_HELP["truncate"]),
+        data_option("--packing", metavar="NAME", help=DATA_HELP["packing"]),
+        data_option("--chat-template", metavar="FILE", help=DATA_HELP["chat_template"]),
+        data_option("--streaming/--no-streaming", default=None, help=DATA_HELP["streaming"]),
+        data_option("--data-workers", default=2, help=DATA_HELP["num_workers"]),
+        option("--log", metavar="NAMES", group="Evaluation and checkpoints",
+               help="Send metrics also to tensorboard, wandb or trackio: one or more names, separated by commas."),
         data_option("--sample-tokens", default=200, help="Length of the sample printed at the end; 0: no sample."),
     )  # fmt: skip
 

@@ -32,6 +32,7 @@ class TrainConfig(NamedFields):
     """
 
     steps: int = _field(300, "Optimizer steps.")
+    epochs: float = _field(0.0, "Passes over the data in memory, in place of --steps; 0: --steps decides.")
     batch_size: int = _field(8, "Sequences per micro-batch, over all processes.")
     seq_len: int = _field(256, "Tokens per sequence.")
     gradient_accumulation: int = _field(1, "Micro-batches per step.")

@@ -1,29 +1,26 @@
 """A corpus as chunks: parts of about half a MiB of text that can each be read separately, in any order.
 
 The index of chunks is light and needs no pass over the text: byte ranges of JSONL and text files (a line belongs to the
-range in which it begins), row ranges of Parquet files (from their footers), whole compressed files.
+range in which it begins), row ranges of Parquet files (from their footers) and Hub datasets, whole compressed files,
+JSON arrays and tables.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from te_models.data.documents import (
-    Document,
-    FileRange,
-    file_format,
-    file_ranges,
-    find_files,
-    has_text,
-    hash_document,
-    read_range,
-    readable_errors,
-    text_bytes,
-)
+from te_models.data.documents import has_text, hash_document, refuse_records
+from te_models.data.encoding import Encoded, Fit, encode_documents, fit_records
+from te_models.data.files import HELP, file_format, readable_errors
+from te_models.data.formats import Document
+from te_models.data.packing import RecordEpoch
+from te_models.data.rows import FileRange, file_ranges, read_range
+from te_models.data.sources import Source, open_sources
 from te_models.data.tokenizer import Tokenizer, end_of_text
 from te_models.errors import DataError
 
@@ -35,16 +32,17 @@ TARGET, FIRST = 1, 2  # flags of a token: the loss counts its prediction; it beg
 class Chunks:
     """The index of a corpus: `len` chunks, each a list of file ranges.
 
-    ranges int64 [P, 4]: file, row group, start, stop. Chunk i consists of the ranges bounds[i] to bounds[i + 1] and has
-    about sizes[i] bytes of text. A chunk of one range takes 48 bytes of memory.
+    ranges int64 [P, 4]: file, group, start, stop. Chunk i consists of the ranges bounds[i] to bounds[i + 1], has about
+    sizes[i] bytes of text, and occurs weights[i] times per epoch on average. A chunk of one range takes 56 bytes of
+    memory.
     """
 
-    source: str
-    format: str  # such as "JSONL"
+    sources: list[Source]
     files: list[str]
     ranges: NDArray[np.int64]
     bounds: NDArray[np.int64]
     sizes: NDArray[np.int64]
+    weights: NDArray[np.float64]
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -53,34 +51,44 @@ class Chunks:
         rows = self.ranges[self.bounds[index] : self.bounds[index + 1]].tolist()
         return [FileRange(self.files[file], group, start, stop) for file, group, start, stop in rows]
 
+    @property
+    def source(self) -> str:
+        """The paths of the sources."""
+        return " and ".join(source.path for source in self.sources)
 
-def find_chunks(path: str, chunk_bytes: int = CHUNK_BYTES) -> Chunks:
-    """Index the corpus at `path`; te_models.data.documents.find_files says what that may be.
+    @property
+    def format(self) -> str:
+        """Such as "JSONL"."""
+        return " and ".join(sorted({file_format(file) for file in self.files}))
+
+
+def find_chunks(corpus: str | Sequence[Source], chunk_bytes: int = CHUNK_BYTES) -> Chunks:
+    """Index a corpus: sources, or a path; te_models.data.files.find_files says what that may be.
 
     Raises:
         DataError: there is nothing, or it cannot be read.
     """
-    system, files = find_files(path)
+    sources = open_sources([corpus], {}) if isinstance(corpus, str) else list(corpus)
+    files: list[str] = []
     ranges: list[tuple[int, int, int, int]] = []
-    sizes: list[int] = []
-    for number, file in enumerate(files):
-        with readable_errors(file):
-            for part, size in file_ranges(system, file, chunk_bytes):
-                ranges.append((number, *part[1:]))
-                sizes.append(size)
-    if not ranges:
-        raise DataError(f"{path}: there is no text in it; give a text, JSONL or Parquet file, a folder or a glob")
-    bounds = _grouped(sizes, chunk_bytes)
-    totals = np.add.reduceat(np.array(sizes), bounds[:-1])
-    formats = " and ".join(sorted({file_format(file) for file in files}))
-    return Chunks(path, formats, files, np.array(ranges, dtype=np.int64), np.array(bounds), totals)
-
-
-def corpus_size(path: str) -> int:
-    """Estimate the bytes of text in all files of the corpus at `path`."""
-    system, files = find_files(path)
-    with readable_errors(path):
-        return sum(text_bytes(system, file) for file in files)
+    bounds, totals, weights = [0], [], []
+    for source in sources:
+        sizes: list[int] = []
+        for file in source.files:
+            with readable_errors(file):
+                for part, size in file_ranges(source.system, file, chunk_bytes):
+                    ranges.append((len(files), *part[1:]))
+                    sizes.append(size)
+            files.append(file)
+        if not sizes:
+            raise DataError(f"{source.path}: there is no text in it; {HELP}")
+        grouped = _grouped(sizes, chunk_bytes)
+        totals += np.add.reduceat(np.array(sizes), grouped[:-1]).tolist()
+        weights += [source.weight] * (len(grouped) - 1)
+        bounds += [bounds[-1] + bound for bound in grouped[1:]]
+    return Chunks(
+        sources, files, np.array(ranges, dtype=np.int64), np.array(bounds), np.array(totals), np.array(weights)
+    )
 
 
 @dataclass
@@ -88,7 +96,9 @@ class ChunkReader:
     """Reads chunks and encodes them; each worker process has one.
 
     `side` is "all", or "train" or "eval" for the documents of one side of a split by content: evaluation gets those
-    whose hash of (seed, content) is among the lowest `eval_fraction`, so copies are on one side.
+    whose hash of (seed, content) is among the lowest `eval_fraction`, so copies are on one side. `columns` are those of
+    te_models.config.data.parse_columns. With a `packing` other than "stream", documents that are records are packed
+    whole into windows of `seq_len` tokens (`whole`); `texts_only` refuses them.
     """
 
     source: str
@@ -96,41 +106,68 @@ class ChunkReader:
     seed: int
     eval_fraction: float = 0.0
     side: str = "all"
-    end: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.end = end_of_text(self.tokenizer)
+    columns: Mapping[str, str] = field(default_factory=dict)
+    whole: bool = False
+    seq_len: int = 0
+    packing: str = "stream"
+    truncate: str = "drop"
+    texts_only: bool = False
 
     def documents(self, chunk: list[FileRange]) -> list[Document]:
         """Return the documents of a chunk in file order, without blank ones and those of the other side."""
-        found = chain.from_iterable(read_range(part, self.source) for part in chunk)
-        return [document for document in found if has_text(document) and self._wanted(document)]
+        found = chain.from_iterable(read_range(part, self.source, self.columns) for part in chunk)
+        documents = [document for document in found if has_text(document) and self._wanted(document)]
+        if self.texts_only:
+            refuse_records(documents)
+        return documents
 
     def encode(self, chunk: list[FileRange], order: tuple[int, ...] | None) -> NDArray[np.int32]:
-        """Return int32 [2, tokens]: ids and flags of a chunk's documents, each ended by the end-of-text token.
+        """Return int32 [2, tokens]: ids and flags of a chunk's documents; with `whole`, of windows of whole records.
 
         `order` is the seed of a permutation of the documents; None keeps their order.
         """
         documents = self.documents(chunk)
         if order is not None:
             documents = [documents[i] for i in np.random.default_rng(order).permutation(len(documents))]
-        prompts = self.tokenizer.encode_batch([document.prompt or "" for document in documents])
-        texts = self.tokenizer.encode_batch([document.text for document in documents])
-        encoded = np.empty((2, sum(map(len, prompts)) + sum(map(len, texts)) + len(texts)), dtype=np.int32)
-        at = 0
-        for prompt, text in zip(prompts, texts, strict=True):
-            begin, stop = at + len(prompt), at + len(prompt) + len(text)
-            encoded[0, at:begin], encoded[0, begin:stop], encoded[0, stop] = prompt, text, self.end
-            encoded[1, at:begin], encoded[1, begin : stop + 1] = 0, TARGET
-            encoded[1, at] |= FIRST
-            at = stop + 1
-        return encoded
+        if not documents:
+            return np.empty((2, 0), dtype=np.int32)
+        encoded = encode_documents(documents, self.tokenizer, begin_prompts=self.whole)
+        if self.whole:
+            return self._pack(self.fit(encoded)[0])
+        flags = np.full(encoded.num_tokens, TARGET, dtype=np.int32)
+        if encoded.counted is not None:
+            flags[~encoded.counted] = 0
+        flags[encoded.starts] |= FIRST
+        return np.stack([encoded.tokens, flags])
+
+    def fit(self, encoded: Encoded) -> tuple[Encoded, Fit]:
+        """Leave out, or cut, the records that do not fit a window; say how many."""
+        _, fitted, fit = fit_records(encoded, self.seq_len, self.truncate, self.tokenizer.bos_token_id)
+        return fitted, fit
+
+    def windows(self, encoded: Encoded) -> RecordEpoch:
+        """Return windows of whole records in their order."""
+        end = end_of_text(self.tokenizer)
+        pad = end if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        return RecordEpoch(encoded, np.arange(len(encoded)), self.seq_len, self.packing, pad, None)
+
+    def _pack(self, encoded: Encoded) -> NDArray[np.int32]:
+        epoch = self.windows(encoded)
+        rows = [epoch.marked_window(index) for index in range(epoch.num_windows)]
+        packed = np.empty((2, len(rows) * self.seq_len), dtype=np.int32)
+        for index, (ids, counted, firsts) in enumerate(rows):
+            at = slice(index * self.seq_len, (index + 1) * self.seq_len)
+            packed[0, at], packed[1, at] = ids, counted * TARGET + firsts * FIRST
+        return packed
 
     def _wanted(self, document: Document) -> bool:
         if self.side == "all":
             return True
-        in_eval = int.from_bytes(hash_document(self.seed, document)[:8], "big") < self.eval_fraction * 2**64
-        return in_eval == (self.side == "eval")
+        return (self.place(document) < self.eval_fraction * 2**64) == (self.side == "eval")
+
+    def place(self, document: Document) -> int:
+        """Return a number below 2**64 that depends on seed and content only: evaluation gets the lowest."""
+        return int.from_bytes(hash_document(self.seed, document)[:8], "big")
 
 
 def _grouped(sizes: list[int], chunk_bytes: int) -> list[int]:

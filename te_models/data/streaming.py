@@ -3,7 +3,8 @@
 The chunks of the corpus (te_models.data.corpus_chunks) are permuted by (seed, epoch) and dealt out to L **lanes**. A
 lane reads its chunks one after another, the documents of each permuted by (seed, epoch, chunk), and cuts the tokens
 into windows without end: its next epoch begins where the last one stopped. So in each epoch each document occurs
-exactly once, in one lane.
+exactly once, in one lane; chunks of a source with a weight occur as often as it says. Records that must not be cut are
+packed into whole windows chunk by chunk, so that a chunk ends where a window does.
 
 Window n of the run is the next one of lane n mod L, whatever the number of ranks: rank r of W takes the windows n with
 n mod W = r, and reads only the lanes that these come from. L follows from the data. So the batches of all ranks
@@ -22,9 +23,10 @@ import math
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -33,8 +35,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from te_models.data.corpus_chunks import CHUNK_BYTES, FIRST, TARGET, ChunkReader, Chunks, find_chunks
-from te_models.data.dataset import check_windows, pack_window, stack_windows
-from te_models.data.documents import Document, FileRange
+from te_models.data.encoding import Fit, encode_documents
+from te_models.data.formats import Document
+from te_models.data.packing import check_windows, pack_window, repeats, stack_windows
+from te_models.data.rows import FileRange
+from te_models.data.sources import Source
 from te_models.data.tokenizer import Tokenizer
 from te_models.distributed.control import Ranks
 from te_models.errors import DataError, DataUnavailable, UsageError
@@ -50,12 +55,16 @@ class StreamingDataset:
     """An endless iterator of batches as TokenDataset's, of a corpus that is read while training.
 
     Args:
-        path: a file, folder, glob or URL of JSONL, Parquet or text files (te_models.data.documents.find_files).
+        corpus: sources, or a file, folder, glob or URL (te_models.data.files.find_files).
         tokenizer: must have an end-of-text token.
         seq_len: tokens per window.
         batch_size: windows per batch and rank.
         seed: of the order, together with the epoch.
-        packing: "stream", or "documents" to keep attention inside each document.
+        packing: "stream", "documents" to keep attention inside each document, or "none". Under the last two, documents
+            that are records stay whole if any source has them; "none" gives each a window of its own.
+        truncate: records longer than seq_len are left out ("drop") or their prompts cut from the left ("prompt").
+        columns: your column names -> those of the formats (te_models.config.data.parse_columns).
+        texts_only: refuse records with an answer, which would be cut like texts.
         shuffle: False keeps the order of the files, in one lane.
         eval_fraction: the share of documents, chosen by content, that is reserved for `held_out`.
         num_lanes: number of chunks that are read at a time, over all ranks; None: 64, or fewer where there are fewer
@@ -75,13 +84,16 @@ class StreamingDataset:
 
     def __init__(
         self,
-        path: str,
+        corpus: str | Sequence[Source],
         tokenizer: Tokenizer,
         seq_len: int,
         *,
         batch_size: int,
         seed: int,
         packing: str = "stream",
+        truncate: str = "drop",
+        columns: Mapping[str, str] | None = None,
+        texts_only: bool = False,
         shuffle: bool = True,
         eval_fraction: float = 0.0,
         num_lanes: int | None = None,
@@ -102,11 +114,18 @@ class StreamingDataset:
         self.seq_len, self.batch_size, self.seed, self.packing = seq_len, batch_size, seed, packing
         self.shuffle, self.rank, self.world_size, self.num_workers = shuffle, rank, world_size, num_workers
         self.ranks = ranks or Ranks()
-        self.chunks = find_chunks(path, chunk_bytes)
+        self.chunks = find_chunks(corpus, chunk_bytes)
         self.num_lanes = _count_lanes(self.chunks, num_lanes) if shuffle else 1
         side = "train" if eval_fraction else "all"
-        self.reader = ChunkReader(self.chunks.source, tokenizer, seed, eval_fraction, side)
-        self._fingerprint = self._hash_data(tokenizer)
+        self.whole = packing == "none" or (
+            packing == "documents" and not all(source.is_text for source in self.chunks.sources)
+        )
+        self.reader = ChunkReader(
+            self.chunks.source, tokenizer, seed, eval_fraction, side, columns or {}, self.whole, seq_len, packing, truncate,
+            texts_only,
+        )  # fmt: skip
+        self.remarks: list[str] = []  # lines that `describe` ends with
+        self.fingerprint = self._hash_data(tokenizer)
         self._pool: ProcessPoolExecutor | None = None
         self._lanes: dict[int, Lane] = {}
         self._positions: list[Position] = [[0, 0, 0] for _ in range(self.num_lanes)]
@@ -114,9 +133,30 @@ class StreamingDataset:
         self.order = lru_cache(maxsize=4)(self._order)
 
     def describe(self) -> str:
-        """Describe the corpus in one line."""
+        """Describe the corpus: one line, and one for each remark."""
         chunks, size = self.chunks, f"{int(self.chunks.sizes.sum()) / 2**20:,.1f} MiB of {self.chunks.format}"
-        return f"{size} in {len(chunks.files):,} files, streamed in {self.num_lanes} lanes from {chunks.source}"
+        line = f"{size} in {len(chunks.files):,} files, streamed in {self.num_lanes} lanes from {chunks.source}"
+        return "\n".join([line, *self.remarks])
+
+    def sample(self) -> tuple[int, Fit, float]:
+        """Read the first chunk with text and return its number of documents, which do not fit, and share of padding.
+
+        Raises:
+            DataError: no document of any chunk fits a window.
+        """
+        total = Fit()
+        for chunk in self.order(0).tolist():
+            documents = self.reader.documents(self.chunks[chunk % len(self.chunks)])
+            if not documents:
+                continue
+            fitted, fit = self.reader.fit(encode_documents(documents, self.reader.tokenizer, begin_prompts=True))
+            if len(fitted):
+                return len(documents), fit, self.reader.windows(fitted).padding()
+            total += fit
+        raise DataError(
+            f"{self.chunks.source}: no record fits seq_len={self.seq_len} ({total.too_long:,} are longer, "
+            f"{total.unanswered:,} have no answer to learn): raise --seq-len or give other data"
+        )
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Return the dataset itself: a second iterator continues where the first one stopped."""
@@ -139,7 +179,7 @@ class StreamingDataset:
         Without `ranks` it has only the lanes of this rank.
         """
         positions = {str(lane): self._position(lane) for lane in self._own_lanes}
-        state = {"windows": self._next_window, "fingerprint": self._fingerprint, "lanes": positions}
+        state = {"windows": self._next_window, "fingerprint": self.fingerprint, "lanes": positions}
         return merge_states(self.ranks.gather(state))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -149,7 +189,7 @@ class StreamingDataset:
             UsageError: the state is of other data, another tokenizer, seq_len, packing, seed or number of lanes, or
                 lacks the lanes of some ranks.
         """
-        if state["fingerprint"] != self._fingerprint:
+        if state["fingerprint"] != self.fingerprint:
             raise UsageError(
                 "the saved data position is of other data: resume with the same --data, --tokenizer, --seq-len, "
                 "--packing and --seed, or start a new run"
@@ -163,30 +203,39 @@ class StreamingDataset:
         self._loaded_at = self._next_window = state["windows"]
         self._lanes = {}
 
-    def held_out(self, num_tokens: int) -> list[Document]:
-        """Return documents reserved for evaluation, about `num_tokens` tokens of them or all if there are fewer.
+    def held_out(self, num_tokens: int, at_least_one: bool = False) -> list[Document]:
+        """Return documents reserved for evaluation (without an eval_fraction, any), about `num_tokens` tokens of them or
+        all if there are fewer.
 
         They are the same on every rank. Chunks are read in a separate order until there are enough: 1 / eval_fraction
-        times as much text as is returned.
+        times as much text as is returned. With `at_least_one`, of data so small that the share has no document, the one
+        whose hash is lowest is reserved.
 
         Raises:
             DataError: no document is reserved for evaluation.
         """
-        reader = ChunkReader(
-            self.chunks.source, self.reader.tokenizer, self.seed, self.reader.eval_fraction, side="eval"
-        )
+        share = self.reader.eval_fraction
+        reader = replace(self.reader, side="all")
         found: list[Document] = []
-        size = 0
+        size, lowest, seen = 0, 2**64, set()
         for chunk in np.random.default_rng((self.seed, 0, 0)).permutation(len(self.chunks)):
             for document in reader.documents(self.chunks[chunk]):
-                found.append(document)
-                size += len(document.text) + len(document.prompt or "")
+                place = reader.place(document) if share else 0
+                if place < share * 2**64 or not share:
+                    found.append(document)
+                    size += len(document.text) + len(document.prompt or "") + len(document.conversation or "")
+                elif at_least_one and not found:
+                    lowest = min(lowest, place)
+                    seen.update([place] if len(seen) < 2 else [])
             if size >= 8 * num_tokens:  # a token is seldom longer than 8 characters
                 break
+        if not found and len(seen) == 2:
+            self.reader.eval_fraction = (lowest + 2**12) / 2**64  # more than a double rounds
+            return self.held_out(num_tokens)
         if not found:
             raise DataError(
-                f"{self.chunks.source}: none of its documents is reserved for evaluation (a share of "
-                f"{self.reader.eval_fraction:g}): leave out --streaming or give more data"
+                f"{self.chunks.source}: none of its documents is reserved for evaluation (a share of {share:g}): leave "
+                "out --streaming or give more data"
             )
         return found
 
@@ -217,15 +266,25 @@ class StreamingDataset:
         return [lane.epoch, lane.place, lane.taken]
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the chunks in the order of an epoch; lane l has every num_lanes-th from the l-th on."""
-        if not self.shuffle:
-            return np.arange(len(self.chunks))
-        return np.random.default_rng((self.seed, epoch)).permutation(len(self.chunks))
+        """Return the chunks in the order of an epoch; lane l has every num_lanes-th from the l-th on.
+
+        A chunk that occurs again in the epoch has len(chunks) added to its number each time.
+        """
+        counts, number = repeats(self.chunks.weights, epoch), np.arange(len(self.chunks))
+        again = [number[counts > times] + times * len(number) for times in range(counts.max(initial=0))]
+        chunks = np.concatenate([number[:0], *again])
+        return chunks[np.random.default_rng((self.seed, epoch)).permutation(len(chunks))] if self.shuffle else chunks
+
+    def next_place(self, lane: int, epoch: int, place: int) -> tuple[int, int]:
+        """Return epoch and place of a lane's first chunk at this place of an epoch or later."""
+        while place >= len(self.order(epoch)[lane :: self.num_lanes]):
+            epoch, place = epoch + 1, 0
+        return epoch, place
 
     def request(self, lane: int, epoch: int, place: int) -> Request:
         """Return a function that returns the tokens of a lane's chunk; a worker starts on it at once."""
-        chunk = int(self.order(epoch)[lane :: self.num_lanes][place])
-        order = (self.seed, epoch, chunk) if self.shuffle else None
+        time, chunk = divmod(int(self.order(epoch)[lane :: self.num_lanes][place]), len(self.chunks))
+        order = (self.seed, epoch, chunk, *([time] if time else [])) if self.shuffle else None
         if not self.num_workers:
             return partial(self.reader.encode, self.chunks[chunk], order)
         if self._pool is None:
@@ -246,9 +305,11 @@ class StreamingDataset:
         """Hash everything that a position depends on: files and chunks, tokens, windows and order."""
         chunks = self.chunks
         kind = [self.seq_len, self.packing, self.seed, self.shuffle, self.num_lanes, self.reader.eval_fraction]
+        kind += [self.reader.truncate, dict(self.reader.columns)] if self.whole or self.reader.columns else []
+        kind += [chunks.weights.tolist()] if (chunks.weights != 1).any() else []
         names = [name.rpartition("/")[2] for name in chunks.files]
         digest = hashlib.blake2b(json.dumps([kind, names]).encode(), digest_size=6)  # exact in a JSON double
-        digest.update(json.dumps(tokenizer.documents(), sort_keys=True).encode())
+        digest.update(_render(tokenizer.documents()))
         for array in (chunks.ranges, chunks.bounds, chunks.sizes):
             digest.update(np.ascontiguousarray(array).data)
         return int.from_bytes(digest.digest(), "big")
@@ -260,6 +321,8 @@ class Lane:
     def __init__(self, data: StreamingDataset, number: int, position: Position, windows: int) -> None:
         self.data, self.number, self.windows = data, number, windows
         self.epoch, self.place, self.taken = position
+        if not self.taken:
+            self.epoch, self.place = data.next_place(number, self.epoch, self.place)
         self._chunk: NDArray[np.int32] | None = None
         self.ahead: Request | None = data.request(number, self.epoch, self.place)
 
@@ -293,11 +356,13 @@ class Lane:
             if self.taken < self._chunk.shape[1]:
                 return self._chunk[:, self.taken :]
             (self.epoch, self.place), self.taken, self._chunk = self._next_place(), 0, None
-        raise DataError(f"{self.data.chunks.source}: there is no text in it; give JSONL, Parquet or text with some")
+        raise DataError(
+            f"{self.data.chunks.source}: there is no text in it, or no record fits seq_len={self.data.seq_len}; give "
+            "JSONL, Parquet or text with some"
+        )
 
     def _next_place(self) -> tuple[int, int]:
-        count = len(range(self.number, len(self.data.chunks), self.data.num_lanes))
-        return (self.epoch, self.place + 1) if self.place + 1 < count else (self.epoch + 1, 0)
+        return self.data.next_place(self.number, self.epoch, self.place + 1)
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -306,9 +371,16 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _count_lanes(chunks: Chunks, wanted: int | None) -> int:
+    """Return the number of lanes: no more than there are chunks in an average epoch, so that none stays empty."""
     if wanted is None:
-        wanted = min(MAX_LANES, max(1, LANE_BYTES // int(chunks.sizes.max())))
-    return min(wanted, len(chunks))
+        wanted = min(MAX_LANES, max(1, LANE_BYTES // max(1, int(chunks.sizes.max()))))
+    return min(wanted, len(chunks), max(1, int(chunks.weights.sum())))
+
+
+def _render(documents: Mapping[str, Any]) -> bytes:
+    """Return the files of a tokenizer as bytes to hash."""
+    raw = {name: document.decode() if isinstance(document, bytes) else document for name, document in documents.items()}
+    return json.dumps(raw, sort_keys=True).encode()
 
 
 def _windows_before(window: int, lane: int, num_lanes: int) -> int:

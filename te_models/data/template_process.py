@@ -1,16 +1,21 @@
 """The process that renders a chat template. A template is a program from elsewhere, so its time and memory are bounded.
 
 It reads one JSON object per line from standard input and answers each with one: first {"source"}, answered by {} or
-{"error"}, then {"context", "seconds"}, answered by {"text"} or {"error"}. te_models.data.chat_template starts it.
+{"error"}, then {"contexts": [...], "seconds"}, answered by a list with {"text", "answers"} or {"error"} per context.
+"answers" are the [start, stop] of the text between {% generation %} and {% endgeneration %}, in characters.
+te_models.data.chat_template starts it.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import re
 import resource
+import secrets
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
@@ -21,15 +26,26 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MEMORY_BYTES = 2**30
 TEXT_BYTES = 2**24
 
+# Around each answer in the rendered text, unless a template cuts them apart; no text can contain them by chance.
+_KEY = secrets.token_hex(8)
+_START, _STOP = f"\ue000{_KEY}<", f"\ue000{_KEY}>"
+
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}, which marks the assistant's words for training."""
+    """{% generation %} ... {% endgeneration %}, which marks the assistant's words for training.
+
+    As in transformers, its body is a scope of its own.
+    """
 
     tags = {"generation"}
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        return _START + caller() + _STOP
 
 
 def compile_template(source: str) -> Template:
@@ -43,6 +59,35 @@ def compile_template(source: str) -> Template:
     return environment.from_string(source)
 
 
+def render(template: Template, context: dict[str, Any]) -> dict[str, Any]:
+    """Return the text of a template and where its answers are, or the error."""
+    try:
+        text = template.render(context)
+        if len(text) > TEXT_BYTES:
+            return {"error": f"its text is longer than {TEXT_BYTES >> 20} MiB"}
+        return unmark(text)
+    except MemoryError:
+        return {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
+    except RecursionError:
+        return {"error": "it is nested too deeply"}
+    except Exception as error:  # a template may raise anything
+        return {"error": str(error) or type(error).__name__}
+
+
+def unmark(text: str) -> dict[str, Any]:
+    """Return a rendered text without the marks of its answers, and where these are."""
+    parts, answers, at, start = [], [], 0, -1
+    for part in re.split(f"({_START}|{_STOP})", text):
+        if part == _START:
+            start = at
+        elif part == _STOP:
+            answers.append([start, at])
+        else:
+            parts.append(part)
+            at += len(part)
+    return {"text": "".join(parts), "answers": answers}
+
+
 def main() -> None:
     """Answer requests until standard input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -50,19 +95,14 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         signal.alarm(request["seconds"] + 1)  # ends this process even if its parent is gone
-        try:
-            if template is None:
+        answer: Any
+        if template is None:
+            try:
                 template, answer = compile_template(request["source"]), {}
-            else:
-                answer = {"text": template.render(request["context"])}
-                if len(answer["text"]) > TEXT_BYTES:
-                    answer = {"error": f"its text is longer than {TEXT_BYTES >> 20} MiB"}
-        except MemoryError:
-            answer = {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
-        except RecursionError:
-            answer = {"error": "it is nested too deeply"}
-        except Exception as error:  # a template may raise anything
-            answer = {"error": str(error) or type(error).__name__}
+            except Exception as error:  # also RecursionError, of a source nested too deeply
+                answer = {"error": str(error) or type(error).__name__}
+        else:
+            answer = [render(template, context) for context in request["contexts"]]
         signal.alarm(0)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

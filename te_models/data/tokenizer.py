@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,11 +19,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from te_models.data.chat_template import ChatTemplate, Message
+from te_models.data.chat_template import (
+    BESIDE,
+    PLAIN,
+    PLAIN_WITH_BOS,
+    ChatTemplate,
+    Message,
+    template_source,
+    template_tokens,
+)
 from te_models.data.json_files import read_json_object
 from te_models.errors import DataError, needs
 from te_models.files.atomic import first_line
-from te_models.interop.hf import is_hugging_face, local_folder
+from te_models.interop.hf import is_hugging_face
+from te_models.interop.hub import local_folder
 from te_models.saving.pretrained import MODEL_TYPE, saved_folder
 
 CONTEXT = 16  # tokens before new ones that their text may depend on
@@ -44,6 +54,7 @@ class Tokenizer(ABC):
     pad_token_id: int | None
     folder: Path | None = None
     _template: ChatTemplate | None = None
+    _template_source: str | None = None  # in place of the one in the folder
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_template"}  # it is a process
@@ -61,28 +72,74 @@ class Tokenizer(ABC):
         """Return the ids of each text as a 1-d integer array; faster than one `encode` per text."""
 
     @abstractmethod
+    def encode_rendered(self, texts: Sequence[str]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
+        """Encode conversations that a chat template has rendered, in which special tokens are spelled out.
+
+        Returns:
+            for each text its ids [n], and the first and last character plus one of each token, int64 [n, 2].
+        """
+
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; special and unknown ids are skipped, invalid UTF-8 becomes U+FFFD."""
 
     @abstractmethod
+    def _documents(self) -> dict[str, Any]:
+        """Return the JSON of its files, by name without suffix, with a chat template only if they came with one."""
+
     def documents(self) -> dict[str, Any]:
-        """Return the JSON of its files, by name without suffix: the content that `save` writes."""
+        """Return the content of its files, as `save` writes them: JSON by name without suffix, and a chat template that
+        is not part of tokenizer_config.json as bytes, by its file's name."""
+        documents, source = self._documents(), self.template_source()
+        config = dict(documents["tokenizer_config"])
+        if source is None or (self._template_source is None and "chat_template" in config):
+            return documents
+        config.pop("chat_template", None)
+        return {**documents, "tokenizer_config": config, BESIDE: source.encode()}
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, from which `load_tokenizer` restores it, atomically each."""
+        """Write tokenizer.json, tokenizer_config.json and perhaps chat_template.jinja, from which `load_tokenizer`
+        restores it, atomically each."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, document in self.documents().items():
-            temp = Path(folder) / f".{name}.json.saving"
-            temp.write_bytes(json.dumps(document, ensure_ascii=False, indent=2).encode())
-            os.replace(temp, Path(folder) / f"{name}.json")
+            raw = isinstance(document, bytes)
+            file = name if raw else f"{name}.json"
+            temp = Path(folder) / f".{file}.saving"
+            temp.write_bytes(document if raw else json.dumps(document, ensure_ascii=False, indent=2).encode())
+            os.replace(temp, Path(folder) / file)
+
+    def template_source(self) -> str | None:
+        """Return the Jinja source of the chat template; None where there is none."""
+        if self._template_source is not None or self.folder is None:
+            return self._template_source
+        return template_source(self.folder)
+
+    def set_chat_template(self, source: str | None = None) -> None:
+        """Use, and save, this chat template; None: a plain one that any tokenizer can read (docs/guide/data.md).
+
+        Raises:
+            DataError: it is not valid Jinja.
+        """
+        if source is None:
+            begins = self.bos_token_id is not None and self.encode_prompt("")[:1] == [self.bos_token_id]
+            source = PLAIN_WITH_BOS if begins else PLAIN
+        self._template_source, self._template = source, ChatTemplate(source, self._template_tokens())
 
     def chat_template(self) -> ChatTemplate:
-        """Return the chat template in the tokenizer's folder; a DataError if there is none."""
-        if self.folder is None:
-            raise DataError("bytes have no chat template: give --model or --tokenizer a folder that has one")
+        """Return the tokenizer's chat template; a DataError if there is none."""
         if self._template is None:
-            self._template = ChatTemplate.from_folder(self.folder)
+            source = self.template_source()
+            if source is None and self.folder is None:
+                raise DataError("bytes have no chat template: give --model or --tokenizer a folder that has one")
+            if source is None:
+                raise DataError(
+                    f"{self.folder} has no chat template, so it is no chat model: give --chat-template FILE, or use generate without --chat"
+                )
+            self._template = ChatTemplate(source, self._template_tokens())
         return self._template
+
+    def _template_tokens(self) -> dict[str, str]:
+        return template_tokens(self._documents()["tokenizer_config"])
 
     def apply_chat_template(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Return the ids of a conversation, up to where the assistant speaks next.
@@ -94,7 +151,7 @@ class Tokenizer(ABC):
         Raises:
             DataError: there is no chat template, or it refuses the messages.
         """
-        return self.encode(self.chat_template().render(messages, **variables))
+        return self.encode_rendered([self.chat_template().render(messages, **variables)])[0][0].tolist()
 
 
 def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
@@ -150,6 +207,8 @@ def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) 
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0 to 255, then the special ids bos, eos and pad.
 
+    No text encodes to a special id, except what a chat template renders that was set by `set_chat_template`.
+
     Args:
         folder: where its files are, if it has any.
     """
@@ -159,6 +218,7 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
+        self._config = (read_json_object(folder / "tokenizer_config.json") or {}) if folder is not None else {}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -170,10 +230,32 @@ class ByteTokenizer(Tokenizer):
         """Return the bytes of each text, uint8, without a copy of each."""
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
+    def encode_rendered(self, texts: Sequence[str]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
+        return [self._encode_rendered(text) for text in texts]
+
+    def _encode_rendered(self, text: str) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+        special = {} if self._splits_special() else {f"<{role}>": 256 + i for i, role in enumerate(_ROLES)}
+        ids: list[int] = []
+        places: list[tuple[int, int]] = []
+        at = 0
+        for part in re.split("(" + "|".join(special) + ")", text) if special else [text]:
+            if part in special:
+                ids.append(special[part])
+                places.append((at, at + len(part)))
+            else:
+                ids += part.encode()
+                places += [(at + i, at + i + 1) for i, letter in enumerate(part) for _ in letter.encode()]
+            at += len(part)
+        return np.array(ids, dtype=np.int32), np.array(places, dtype=np.int64).reshape(-1, 2)
+
+    def _splits_special(self) -> bool:
+        """Return whether a special token spelled out in a rendered text is text, as transformers does by the config."""
+        return self._template_source is None and self._config.get("split_special_tokens", True) is not False
+
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
-    def documents(self) -> dict[str, Any]:
+    def _documents(self) -> dict[str, Any]:
         vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
         special = {f"{role}_token": f"<{role}>" for role in _ROLES}
         model = {"type": "BPE", "byte_fallback": True, "merges": []}
@@ -185,8 +267,13 @@ class ByteTokenizer(Tokenizer):
                 "decoder": decoder,
                 "model": {**model, "vocab": vocab | {token: 256 + i for i, token in enumerate(special.values())}},
             },
-            # Without split_special_tokens, transformers would read "<eos>" in a text as the end of it.
-            "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True, **special},
+            "tokenizer_config": {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                # With False, transformers reads "<eos>" in a text as the end of it, as a chat template of ours needs.
+                "split_special_tokens": self._splits_special(),
+                **({"chat_template": self._config["chat_template"]} if "chat_template" in self._config else {}),
+                **special,
+            },
         }
 
 
@@ -239,6 +326,16 @@ class HuggingFaceTokenizer(Tokenizer):
             encoded += [np.array(encoding.ids, dtype=np.int32) for encoding in part]
         return encoded
 
+    def encode_rendered(self, texts: Sequence[str]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
+        encoded = []
+        for start in range(0, len(texts), 256):
+            with self._encoding():
+                part = self._backend.encode_batch(list(texts[start : start + 256]), add_special_tokens=False)
+            encoded += [
+                (np.array(e.ids, dtype=np.int32), np.array(e.offsets, dtype=np.int64).reshape(-1, 2)) for e in part
+            ]
+        return encoded
+
     def _encoding(self) -> contextlib.AbstractContextManager[None]:
         return _library_errors(self._file, "encoding failed")
 
@@ -248,7 +345,7 @@ class HuggingFaceTokenizer(Tokenizer):
         with _library_errors(self._file, "decoding failed"):
             return self._backend.decode([i for i in ids if i not in special], skip_special_tokens=True)
 
-    def documents(self) -> dict[str, Any]:
+    def _documents(self) -> dict[str, Any]:
         """Return tokenizer as it was read, and tokenizer_config with the special tokens in use."""
         ids = {"bos": self.bos_token_id, "eos": self.eos_token_id, "pad": self.pad_token_id}
         special = {f"{role}_token": self._backend.id_to_token(i) for role, i in ids.items() if i is not None}

@@ -2,83 +2,308 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import Unpack
 
+from te_models.config.data import DataConfig, DataOptions, parse_columns
 from te_models.config.training import TrainConfig
-from te_models.data.corpus_chunks import corpus_size
 from te_models.data.dataset import TokenDataset
-from te_models.data.documents import COMPRESSIONS, load_documents, split_documents
+from te_models.data.documents import in_evaluation, load_documents, refuse_records, split_documents
+from te_models.data.encoding import Encoded, encode_documents, fit_records
+from te_models.data.files import COMPRESSIONS
+from te_models.data.formats import Document
+from te_models.data.json_files import read_file
 from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, python_docstrings
+from te_models.data.sources import Source, open_sources
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer
 from te_models.distributed.control import Ranks
-from te_models.errors import UsageError
+from te_models.errors import DataError, UsageError
 
 STREAMED_BYTES = 2**30  # larger corpora are streamed by default
-EVAL_FRACTION = 0.01  # of a streamed corpus; in memory, the default of split_documents
+EVAL_SPLIT = 0.05  # of the documents in memory
+STREAMED_EVAL_SPLIT = 0.01
+
+Data = str | os.PathLike[str] | Sequence[str] | DataConfig | None
 
 
 def open_data(
-    path: str | None,
+    data: Data,
     tokenizer: Tokenizer,
     config: TrainConfig,
     *,
-    streaming: bool | None = None,
-    packing: str = "stream",
-    num_workers: int = 2,
     rank: int = 0,
     world_size: int = 1,
     ranks: Ranks | None = None,
+    **options: Unpack[DataOptions],
 ) -> tuple[TokenDataset | StreamingDataset, list[dict[str, Tensor]]]:
-    """Open a corpus for training.
+    """Open the data of a run. Lines about it are in `describe()` of the dataset.
 
     Args:
-        path: a file, folder, glob or URL of text, JSONL or Parquet; "python-docstrings": functions and docstrings of
-            Python's standard library; None: Python's own documentation and sources.
-        tokenizer: encodes the text.
-        config: seq_len, batch_size, seed and eval_batches.
-        streaming: read the corpus while training; None: if it exceeds 1 GiB, is compressed, or is a glob or URL.
-        packing: "stream", or "documents" to keep attention inside each document.
-        num_workers: processes that encode a streamed corpus ahead.
+        data: a file, folder, glob, URL or Hub dataset, several of them, each perhaps with a weight ("a.jsonl:3"), or a
+            DataConfig; "python-docstrings": functions and docstrings of Python's standard library; None: Python's own
+            documentation and sources.
+        tokenizer: encodes the text. If there are conversations and it has no chat template, it gets a plain one, which
+            it saves (`Tokenizer.set_chat_template`).
+        config: seq_len, batch_size, gradient_accumulation, seed and eval_batches.
         rank: number of this process among those that share the data; the processes of one replica have the same.
         world_size: number of ranks that share the data.
         ranks: the processes that exchange positions of a streamed corpus when a checkpoint is saved.
+        options: fields of DataConfig, if `data` is none.
 
     Returns:
         this rank's dataset of training batches, and its evaluation batches.
 
     Raises:
-        UsageError: an argument is out of range.
-        DataError: the data cannot be read or is too short.
+        UsageError: an argument is out of range, or options contradict each other or the data.
+        DataError: the data cannot be read, is of no known format, or too short.
     """
-    share = dict(batch_size=config.batch_size, seed=config.seed, packing=packing, rank=rank, world_size=world_size)
-    built_in = path in (None, PYTHON_DOCSTRINGS)
+    settings = data if isinstance(data, DataConfig) else DataConfig(data=_paths(data), **_tuples(options))
+    columns = parse_columns(settings.columns)
+    built_in = settings.data in ((), (PYTHON_DOCSTRINGS,))
+    sources = [] if built_in else open_sources(settings.data, columns)
+    evaluated = open_sources(settings.eval_data, columns, required=False)
+    records = settings.data == (PYTHON_DOCSTRINGS,) or not all(source.is_text for source in sources)
+    packing = settings.packing or ("documents" if records else "stream")
+    if packing == "stream" and records:
+        raise UsageError("packing stream would cut answers at the ends of windows: use documents, or none")
+    if settings.chat_template is not None:
+        tokenizer.set_chat_template(read_template(settings.chat_template))
+    streaming = settings.streaming
     if streaming is None:
-        streaming = path is not None and not built_in and _must_stream(path)
-    if not streaming:
-        pairs = path == PYTHON_DOCSTRINGS
-        training, evaluation = python_docstrings() if pairs else split_documents(load_documents(path), seed=config.seed)
-        dataset = TokenDataset(training, tokenizer, config.seq_len, **share)
-    elif path is None or built_in:
+        streaming = not built_in and _must_stream(sources)
+    if streaming and built_in:
         raise UsageError("--streaming needs --data PATH: Python's own documentation and sources are read into memory")
-    else:
-        dataset = StreamingDataset(
-            path,
-            tokenizer,
-            config.seq_len,
-            **share,
-            eval_fraction=EVAL_FRACTION,
-            num_workers=num_workers,
-            ranks=ranks,
+    settings = dataclasses.replace(settings, packing=packing)
+    opening = _Opening(settings, sources, evaluated, columns, tokenizer, config, rank, world_size, ranks)
+    return opening.streamed() if streaming else opening.in_memory()
+
+
+def steps_of(dataset: TokenDataset | StreamingDataset, config: TrainConfig) -> int:
+    """Return the steps of a run: those of the config, or as many as `config.epochs` takes, the last one whole.
+
+    Raises:
+        UsageError: epochs of streamed data, whose size is not known.
+    """
+    if not config.epochs:
+        return config.steps
+    if isinstance(dataset, StreamingDataset):
+        raise UsageError("--epochs needs data in memory, where its size is known: give --steps, or --no-streaming")
+    windows = dataset.batch_size * dataset.world_size * config.gradient_accumulation
+    return max(1, math.ceil(dataset.windows_in(config.epochs) / windows))
+
+
+@dataclasses.dataclass
+class _Opening:
+    """The arguments of open_data, checked, on the way to a dataset."""
+
+    settings: DataConfig
+    sources: list[Source]
+    evaluated: list[Source]
+    columns: Mapping[str, str]
+    tokenizer: Tokenizer
+    config: TrainConfig
+    rank: int
+    world_size: int
+    ranks: Ranks | None
+
+    @property
+    def share(self) -> dict[str, Any]:
+        """The arguments that all datasets of the run have in common."""
+        return dict(
+            batch_size=self.config.batch_size,
+            seed=self.config.seed,
+            packing=self.settings.packing,
+            rank=self.rank,
+            world_size=self.world_size,
         )
-        evaluation = dataset.held_out(config.eval_batches * config.batch_size * config.seq_len * world_size)
-    evaluated = TokenDataset(evaluation, tokenizer, config.seq_len, **share, shuffle=False)
-    return dataset, evaluated.eval_batches(config.eval_batches)
+
+    @property
+    def texts_only(self) -> bool:
+        """True if records are not expected, so that one would be cut like a text."""
+        return self.settings.packing == "stream" or (bool(self.sources) and all(s.is_text for s in self.sources))
+
+    def in_memory(self) -> tuple[TokenDataset, list[dict[str, Tensor]]]:
+        """Read all documents, leave out what does not fit, and split them."""
+        documents, weights, held_out = self._load()
+        remarks = self._describe_sources() + self._template()
+        if self.texts_only:
+            refuse_records(documents)
+        if len(documents) == 1 and not held_out and not documents[0].is_record:
+            documents, held_out = split_documents(documents, self._eval_split(EVAL_SPLIT), self.config.seed)
+        whole = any(document.is_record for document in documents)
+        encoded = encode_documents(documents, self.tokenizer, begin_prompts=whole)
+        if whole:
+            encoded, kept, lines = self._fit(encoded)
+            documents, weights = [documents[i] for i in kept], weights[kept]
+            remarks += lines
+        if held_out:
+            evaluated = encode_documents(held_out, self.tokenizer, begin_prompts=whole)
+        else:
+            aside = in_evaluation(documents, self._eval_split(EVAL_SPLIT), self.config.seed)
+            encoded, evaluated, weights = encoded.select(~aside), encoded.select(aside), weights[~aside]
+        dataset = TokenDataset(
+            encoded,
+            self.tokenizer,
+            self.config.seq_len,
+            **self.share,
+            weights=weights if (weights != 1).any() else None,
+            sources=sorted({document.source for document in documents} - {""}),
+        )
+        held = self._evaluation(evaluated)
+        dataset.remarks = [*remarks, *_counted(encoded), *self._shortage(dataset.windows_in(1)), *held.remarks]
+        return dataset, held.eval_batches(self.config.eval_batches)
+
+    def streamed(self) -> tuple[StreamingDataset, list[dict[str, Tensor]]]:
+        """Index the corpus, and read as much of it as evaluation needs."""
+        settings = self.settings
+        share = 0.0 if settings.eval_data else self._eval_split(STREAMED_EVAL_SPLIT)
+        remarks = self._describe_sources() + self._template()  # before the dataset, whose position depends on it
+        dataset = StreamingDataset(
+            self.sources,
+            self.tokenizer,
+            self.config.seq_len,
+            **self.share,
+            truncate=settings.truncate,
+            columns=self.columns,
+            texts_only=self.texts_only,
+            eval_fraction=share,
+            num_workers=settings.num_workers,
+            ranks=self.ranks,
+        )
+        wanted = self.config.eval_batches * self.config.batch_size * self.config.seq_len * self.world_size
+        evaluation = self._load_evaluation(wanted) if settings.eval_data else dataset.held_out(wanted, True)
+        if dataset.whole:
+            number, fit, padding = dataset.sample()
+            remarks += [
+                f"in the first {number:,} of them: {line}" for line in fit.describe(number, self.config.seq_len)
+            ]
+            remarks.append(f"packed chunk by chunk, with {padding:.1%} padding in the first")
+        held = self._evaluation(encode_documents(evaluation, self.tokenizer, begin_prompts=dataset.whole))
+        dataset.remarks = [*remarks, *held.remarks]
+        return dataset, held.eval_batches(self.config.eval_batches)
+
+    def _load(self) -> tuple[list[Document], NDArray[np.float64], list[Document]]:
+        """Return all documents, their weights, and those of --eval-data or of built-in data that are for evaluation."""
+        held_out = self._load_evaluation(None) if self.settings.eval_data else []
+        if not self.sources:
+            documents, built_in = (
+                python_docstrings() if self.settings.data == (PYTHON_DOCSTRINGS,) else (load_documents(None), [])
+            )
+            return documents, np.ones(len(documents)), held_out or built_in
+        parts = [load_documents(source.path, self.columns) for source in self.sources]
+        weights = np.concatenate([np.full(len(p), s.weight) for p, s in zip(parts, self.sources, strict=True)])
+        return [document for part in parts for document in part], weights, held_out
+
+    def _load_evaluation(self, num_tokens: int | None) -> list[Document]:
+        """Return the documents of --eval-data; of much data about `num_tokens` tokens, from everywhere in it."""
+        sources = self.evaluated
+        if num_tokens is not None and _must_stream(sources):
+            sample = StreamingDataset(
+                sources, self.tokenizer, self.config.seq_len, batch_size=1, seed=self.config.seed, columns=self.columns
+            )
+            found = sample.held_out(num_tokens)
+        else:
+            found = [document for source in sources for document in load_documents(source.path, self.columns)]
+        if self.texts_only:
+            refuse_records(found)
+        return found
+
+    def _template(self) -> list[str]:
+        """Give the tokenizer a chat template if there are conversations and it has none; say so."""
+        if not any(source.talks for source in (*self.sources, *self.evaluated)):
+            return []
+        if self.tokenizer.template_source() is None:
+            self.tokenizer.set_chat_template()
+            return ["the tokenizer has no chat template: a plain one is used, and saved with the model"]
+        marks = self.tokenizer.chat_template().marks_answers
+        return [f"answers found by {'the marks in' if marks else 'prefixes of'} the chat template's text"]
+
+    def _fit(self, encoded: Encoded) -> tuple[Encoded, NDArray[np.int64], list[str]]:
+        """Return the records that fit a window, their indices, and lines about the others."""
+        kept, fitted, fit = fit_records(
+            encoded, self.config.seq_len, self.settings.truncate, self.tokenizer.bos_token_id
+        )
+        lines = fit.describe(int(encoded.records.sum()), self.config.seq_len)
+        if not len(kept):
+            raise DataError("; ".join(lines))
+        return fitted, kept, lines
+
+    def _evaluation(self, encoded: Encoded) -> TokenDataset:
+        """Return the dataset to evaluate on, whose remarks describe it."""
+        held = TokenDataset(
+            encoded,
+            self.tokenizer,
+            self.config.seq_len,
+            **self.share,
+            shuffle=False,
+            truncate=self.settings.truncate,
+        )
+        origin = f"from {' and '.join(self.settings.eval_data)}" if self.settings.eval_data else "held out"
+        kind = "records" if held.whole else "documents"
+        held.remarks = [
+            f"evaluation on {held.num_documents:,} {kind}, {held.num_tokens:,} tokens, {origin}",
+            *(f"in the evaluation data, {remark}" for remark in held.remarks),
+        ]
+        return held
+
+    def _eval_split(self, default: float) -> float:
+        return default if self.settings.eval_split is None else self.settings.eval_split
+
+    def _describe_sources(self) -> list[str]:
+        return [source.describe() for source in self.sources]
+
+    def _shortage(self, windows: int) -> list[str]:
+        """Say if the data does not fill a step."""
+        step = self.config.batch_size * self.world_size * self.config.gradient_accumulation
+        if windows >= step:
+            return []
+        return [
+            f"too little data for a batch: a step takes {step:,} windows and an epoch has {windows:,}, so windows come "
+            "more than once per step: lower --batch-size or --gradient-accumulation, or give more data"
+        ]
 
 
-def _must_stream(path: str) -> bool:
-    """Return whether to stream by default: compressed files, globs, URLs and corpora that may not fit in memory."""
-    glob = not os.path.lexists(path) and any(c in path for c in "*?[")
-    return glob or "://" in path or path.endswith(tuple(COMPRESSIONS)) or corpus_size(path) > STREAMED_BYTES
+def _paths(data: str | os.PathLike[str] | Sequence[str] | None) -> tuple[str, ...]:
+    if data is None:
+        return ()
+    return (os.fspath(data),) if isinstance(data, str | os.PathLike) else tuple(map(os.fspath, data))
+
+
+def _tuples(options: DataOptions) -> dict[str, Any]:
+    """Return the options with a single path to evaluate on as a tuple of one."""
+    return {**options, "eval_data": _paths(options.get("eval_data", ()))}
+
+
+def read_template(path: str) -> str:
+    """Return the Jinja source in a file; a DataError if there is none."""
+    content = read_file(Path(path))
+    if content is None:
+        raise DataError(f"{path}: no such file; give a Jinja chat template")
+    return content.decode(errors="replace")
+
+
+def _must_stream(sources: Sequence[Source]) -> bool:
+    """Return whether to stream by default: URLs, data that may not fit in memory, and texts in globs and compressed."""
+    texts = [source for source in sources if source.is_text]
+    globs = [not os.path.lexists(source.path) and any(c in source.path for c in "*?[") for source in texts]
+    if any(globs) or any(source.path.endswith(tuple(COMPRESSIONS)) for source in texts):
+        return True
+    return any("://" in source.path for source in sources) or sum(s.text_bytes() for s in sources) > STREAMED_BYTES
+
+
+def _counted(encoded: Encoded) -> list[str]:
+    """Say how many of the tokens the loss counts, where it does not count all."""
+    if encoded.counted is None:
+        return []
+    counted = sum(int(np.count_nonzero(part)) for part in encoded.parts(encoded.counted))
+    return [f"the loss counts {counted:,} tokens, {counted / encoded.num_tokens:.0%} of those of the records"]

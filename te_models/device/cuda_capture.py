@@ -34,8 +34,8 @@ def capture(graph: Any, stream: Any, *generators: torch.Generator) -> Iterator[N
         generators: random generators registered with the graph, beside the device's own.
 
     Raises:
-        RuntimeError: if the capture failed (see `failed_capture`). Nothing in the body has run on the device, stream and
-            generators are restored, and the capture may be tried once more.
+        RuntimeError: if the capture failed (see `failed_capture`). Nothing in the body has run on the device, stream
+            and generators are restored, and the capture may be tried once more.
     """
     drawn_from = (torch.cuda.default_generators[stream.device.index], *generators)
     with _CUDA:

@@ -51,9 +51,9 @@ def _is_sound(with_transformer_engine: bool) -> bool:
     if len(found) < 2:
         return True
     warnings.warn(
-        f"two versions of cuDNN are loaded in this process ({', '.join(map(str, found))}), which makes cuDNN's attention "
-        "compute wrong gradients: using FlashAttention instead, which is slower. Import te_models.CausalLM before "
-        "transformer_engine and before libraries that import it, such as peft",
+        f"two versions of cuDNN are loaded in this process ({', '.join(map(str, found))}), which makes cuDNN's "
+        "attention compute wrong gradients: using FlashAttention instead, which is slower. Import te_models.CausalLM "
+        "before transformer_engine and before libraries that import it, such as peft",
         stacklevel=2,
     )
     return False

@@ -1,8 +1,8 @@
 """Control messages between the processes of a job: JSON values, decisions of rank 0, results of a collective vote.
 
-They travel over a separate gloo group on the CPU with a long timeout: waiting for a checkpoint to reach a slow disk must
-not look like the death of a peer, which the group that reduces gradients reports within a minute. Values are JSON in
-tensors of bytes, because the object collectives of torch send pickles.
+They travel over a separate gloo group on the CPU with a long timeout: waiting for a checkpoint to reach a slow disk
+must not look like the death of a peer, which the group that reduces gradients reports within a minute. Values are JSON
+in tensors of bytes, because the object collectives of torch send pickles.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def pieces(own: Tensor, like: Tensor) -> Tensor:
+def from_shard(own: Tensor, like: Tensor) -> Tensor:
     """Return the DTensor that is split as `like` is and whose shard on this rank is `own`."""
     if not isinstance(like, DTensor):
         return own
@@ -42,7 +42,7 @@ def shares(like: Tensor) -> list[int]:
     return [min(most, max(0, count - rank * most)) for rank in range(world)]
 
 
-def piece(full: Tensor, like: Tensor) -> Tensor:
+def shard_of(full: Tensor, like: Tensor) -> Tensor:
     """Return this rank's rows of `full`, split as `like` is. Sends nothing and reads nothing else of `full`."""
     if not isinstance(like, DTensor):
         return full
@@ -54,17 +54,17 @@ def piece(full: Tensor, like: Tensor) -> Tensor:
     return chunks[rank] if rank < len(chunks) else full.narrow(placement.dim, 0, 0)
 
 
-def cut(full: Tensor, like: Tensor) -> Tensor:
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
     """Return `full` as a DTensor on the device of `like` and split as it is, for optimizer state of its shape."""
     if not isinstance(like, DTensor) or full.shape != like.shape:
         return full
-    return pieces(piece(full, like).to(like.to_local().device).clone(), like)
+    return from_shard(shard_of(full, like).to(like.to_local().device).clone(), like)
 
 
 @torch.no_grad()
-def put(target: Tensor, full: Tensor) -> None:
+def write_shard(target: Tensor, full: Tensor) -> None:
     """Copy this rank's rows of `full` into `target`, in the dtype of `target`."""
-    local(target).copy_(piece(full, target))
+    local(target).copy_(shard_of(full, target))
 
 
 @contextmanager
@@ -79,4 +79,4 @@ def filling(target: Tensor) -> Iterator[Tensor]:
         return
     full = torch.empty(target.shape, dtype=target.dtype, device=target.to_local().device)
     yield full
-    put(target, full)
+    write_shard(target, full)

@@ -1,4 +1,5 @@
-"""The two implementations of te.Linear: Transformer Engine itself ("native") and plain PyTorch with its numbers ("emulated").
+"""The two implementations of te.Linear: Transformer Engine itself ("native")
+and plain PyTorch with its numbers ("emulated").
 
 An engine is a module with Transformer Engine's own names (Linear, RMSNorm, autocast, checkpoint, recipe, ...). Layers
 receive it as `te` and read the same with either. `get_engine` chooses; nothing falls back silently.

@@ -47,7 +47,7 @@ from transformer_engine.pytorch.quantization import (
 
 import te_models.kernels.handover_triton as handover_triton
 from te_models.kernels.early_save import save_early, save_input, saved_input
-from te_models.kernels.handover_triton import Codes
+from te_models.kernels.handover_triton import FP8Data
 
 __version__ = version("transformer-engine")
 autocast = _te.autocast
@@ -62,7 +62,8 @@ __all__ = [
     "FusedAdam", "Linear", "MXFP8Quantizer", "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "autocast",
     "checkpoint", "fp8_autocast", "get_align_size_for_quantization",
     "get_default_recipe", "handover", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
-    "is_nvfp4_available", "outside_autocast", "quantized_model_init", "recipe", "region_lock", "reset_fp8_state", "restored_recompute", "separate_copy",
+    "is_nvfp4_available", "outside_autocast", "quantized_model_init", "recipe", "region_lock", "reset_fp8_state",
+    "restored_recompute", "separate_copy",
     "drop_cached_weights",
 ]  # fmt: skip
 
@@ -150,12 +151,12 @@ class Target(NamedTuple):
         """The delayed scale and the amax to raise, FP32 [1] each, and whether the format is E5M2."""
         return self.quantizer.scale, self.quantizer.amax, self.quantizer.dtype == DType.kFloat8E5M2
 
-    def tensor(self, codes: Codes, dtype: torch.dtype) -> Tensor:
+    def tensor(self, fp8: FP8Data, dtype: torch.dtype) -> Tensor:
         """Return Transformer Engine's tensor of FP8 data [N, K], with the nominal `dtype`."""
         return Float8Tensor(
-            shape=codes.transposed.shape[::-1], dtype=dtype, data=codes.codes, data_transpose=codes.transposed,
-            fp8_scale_inv=codes.scale_inv, fp8_dtype=self.quantizer.dtype, quantizer=self.quantizer,
-            device=codes.transposed.device,
+            shape=fp8.transposed.shape[::-1], dtype=dtype, data=fp8.data, data_transpose=fp8.transposed,
+            fp8_scale_inv=fp8.scale_inv, fp8_dtype=self.quantizer.dtype, quantizer=self.quantizer,
+            device=fp8.transposed.device,
         )  # fmt: skip
 
 
@@ -202,8 +203,8 @@ class _Norm(torch.autograd.Function):
         ctx.zero_centered, ctx.both = module.zero_centered_gamma, delta is not None
         if (target := _target(quantizer)) is not None:
             norm = (weight, module.eps, ctx.zero_centered)
-            codes, total, inverse = handover_triton.norm(x, delta, *norm, *target.place)
-            y = target.tensor(codes, x.dtype)
+            fp8, total, inverse = handover_triton.norm(x, delta, *norm, *target.place)
+            y = target.tensor(fp8, x.dtype)
         else:
             total = x if delta is None else x + delta
             options = (TE_DType[x.dtype], 0, ctx.zero_centered)
@@ -237,8 +238,8 @@ class _SwiGLU(torch.autograd.Function):
         """Return the gradient of gate_up."""
         gate_up, dy = saved_input(ctx), dy.contiguous()
         if ctx.gradient is not None:
-            codes = handover_triton.dswiglu(dy, gate_up, *ctx.gradient.place)
-            return ctx.gradient.tensor(codes, gate_up.dtype), None, None
+            fp8 = handover_triton.dswiglu(dy, gate_up, *ctx.gradient.place)
+            return ctx.gradient.tensor(fp8, gate_up.dtype), None, None
         return tex.dswiglu(dy, gate_up, None), None, None
 
 
@@ -250,8 +251,8 @@ def _swiglu_for_backward(quantizer: Any) -> Callable[[Tensor], Any]:
     scale, unread = target.place[0].clone(), torch.empty_like(target.place[1])
 
     def again(gate_up: Tensor) -> Any:
-        codes = handover_triton.swiglu(gate_up, scale, unread, target.place[2], rowwise=False)
-        return target.tensor(codes, gate_up.dtype)
+        fp8 = handover_triton.swiglu(gate_up, scale, unread, target.place[2], rowwise=False)
+        return target.tensor(fp8, gate_up.dtype)
 
     return again
 

@@ -1,8 +1,8 @@
 """Files and folders that appear whole or not at all, even after a crash, a full disk or a kill at any moment.
 
-A folder is written under a hidden name beside its place, every file and the folder fsynced, then renamed into place. A folder
-that was there before is first renamed aside and deleted last, so at any moment one of the two is whole; `readable` finds it
-and `sweep` tidies up. POSIX only: it relies on rename and on fsync of folders.
+A folder is written under a hidden name beside its place, every file and the folder fsynced, then renamed into place. A
+folder that was there before is first renamed aside and deleted last, so at any moment one of the two is whole;
+`readable` finds it and `sweep` tidies up. POSIX only: it relies on rename and on fsync of folders.
 
 One process writes to a path at a time. If two do, one of them fails with `SaveError`; their files never mix.
 """
@@ -109,7 +109,8 @@ def sweep(parent: Path, pattern: str) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a folder, if it exists; killed at any moment, it leaves all of it or only leftovers that `sweep` deletes."""
+    """Delete a folder, if it exists; killed at any moment, it leaves all of it or only leftovers that `sweep`
+    deletes."""
     with contextlib.suppress(OSError):
         temp = _hidden(path)
         os.rename(path, temp)
@@ -117,7 +118,8 @@ def discard(path: Path) -> None:
 
 
 def _hidden(path: Path) -> Path:
-    """Return a new name, which `sweep` recognises, beside `path` or beside the folder that was renamed aside to `path`."""
+    """Return a new name, which `sweep` recognises, beside `path` or beside the folder that was renamed aside to
+    `path`."""
     name = path.name.removeprefix(".").removesuffix(".replaced")
     return path.with_name(f".{name}.saving-{secrets.token_hex(4)}")
 

@@ -1,8 +1,8 @@
 """Strict, bounded readers and exact writers of the formats of saved state: JSON, safetensors, nested state.
 
-Reading runs no code whatever a file holds, opens only regular files, bounds size and structure before parsing, and either
-returns the value that was written or raises `CheckpointError` with one line. JSON keeps integers of any size and floats by
-their shortest form.
+Reading runs no code whatever a file holds, opens only regular files, bounds size and structure before parsing, and
+either returns the value that was written or raises `CheckpointError` with one line. JSON keeps integers of any size and
+floats by their shortest form.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import math
 import mmap
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -119,7 +120,8 @@ def read_text(path: Path, limit: int = TEXT_BYTES, error: type[TeModelsError] = 
 
 
 def read_json(path: Path, error: type[TeModelsError] = CheckpointError) -> Any:
-    """Parse a JSON file: of bounded size, without duplicate keys, NaN or infinities; raise `error` for anything else."""
+    """Parse a JSON file: of bounded size, without duplicate keys, NaN or infinities;
+    raise `error` for anything else."""
     return parse_json(read_bytes(path, json_limit(path.name), error), path, error)
 
 
@@ -170,7 +172,8 @@ def render_json(value: Any, name: str) -> bytes:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether no value is NaN or infinite. Reads the tensor once (FP8 twice), at 20 GiB/s a core, and copies nothing."""
+    """Return whether no value is NaN or infinite. Reads the tensor once (FP8 twice), at 20 GiB/s a core,
+    and copies nothing."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     if (limit := _FP8_LIMITS.get(tensor.dtype)) is not None:
@@ -181,12 +184,13 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def check_finite(tensors: Mapping[str, Tensor], source: Path | str) -> None:
-    """Raise CheckpointError if a tensor read from `source` has NaN or an infinity; a model with one computes nothing else."""
+    """Raise CheckpointError if a tensor read from `source` has NaN or an infinity;
+    a model with one computes nothing else."""
     for name, tensor in tensors.items():
         if not all_finite(tensor):
             raise CheckpointError(
-                f"{source}: {list_some([name])} has a NaN or an infinity, so the model is broken: load an earlier checkpoint or "
-                "another copy"
+                f"{source}: {list_some([name])} has a NaN or an infinity, so the model is broken: load an earlier "
+                "checkpoint or another copy"
             )
 
 
@@ -219,6 +223,21 @@ def render_safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memory
     yield len(text).to_bytes(8, "little") + text
     for tensor in ordered.values():
         yield tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def parse_size(size: int | str) -> int:
+    """Return the bytes in `size`: a number, or text such as "5GB" (10**9 each) or "200MiB" (2**20 each).
+
+    Raises:
+        UsageError: it is neither.
+    """
+    found = re.fullmatch(r"\s*(\d+)\s*([KMGT]?)(I?)B\s*", size.upper()) if isinstance(size, str) else None
+    if found is not None:
+        count, unit, binary = found.groups()
+        size = int(count) * (1024 if binary else 1000) ** " KMGT".index(unit or " ")
+    if not isinstance(size, int) or size < 1:
+        raise UsageError(f"max_shard_size={size!r} is no size: give a number of bytes, or text such as '5GB'")
+    return size
 
 
 def split_by_size(group: str, tensors: Mapping[str, Tensor], limit: int) -> dict[str, dict[str, Tensor]]:
@@ -369,7 +388,8 @@ def read_safetensors(
 
 
 def _parse_header(text: bytes, size: int, path: Path) -> dict[str, _Entry]:
-    """Return the tensors that a header describes, once they are known to fill the file's `size` bytes of data exactly."""
+    """Return the tensors that a header describes, once they are known to fill the file's `size` bytes of data
+    exactly."""
     header = parse_json(text, path)
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} is damaged: its header is not an object")

@@ -20,8 +20,9 @@ LOCK = ".lock"
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of `folder`, which is made if it does not exist; readers need no lock.
 
-    The operating system releases the lock when its process ends, however it does, so a file that a crash left behind locks
-    nothing: its owner is logged and replaced. File systems of several hosts must pass flock on, as NFS 4 and Lustre do.
+    The operating system releases the lock when its process ends, however it does, so a file that a crash left behind
+    locks nothing: its owner is logged and replaced. File systems of several hosts must pass flock on, as NFS 4 and
+    Lustre do.
 
     Raises:
         OutputInUse: another process, or another run of this one, holds the lock; one line that names it.

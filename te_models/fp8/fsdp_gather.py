@@ -1,9 +1,9 @@
 """FP8 weights under FSDP2: each rank stores its rows in FP8, and gathers FP8, one byte per parameter.
 
-FSDP2 shards and gathers parameters by itself, but calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a tensor that
-defines them (torch.distributed.fsdp, extensions for tensor subclasses). `FP8Shard` defines them for the quantized tensors
-of either engine, which have the same attributes. Transformer Engine's own hooks are not used, so that both engines behave
-alike, recompute included.
+FSDP2 shards and gathers parameters by itself, but calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a tensor
+that defines them (torch.distributed.fsdp, extensions for tensor subclasses). `FP8Shard` defines them for the quantized
+tensors of either engine, which have the same attributes. Transformer Engine's own hooks are not used, so that both
+engines behave alike, recompute included.
 
 All rows share one scale, which must be equal on all ranks: the module's under DelayedScaling, and under current scaling
 that of the amax over the ranks that share the weight (te_models.fp8.primary_weights.make_shards).
@@ -59,7 +59,8 @@ class FP8Shard(torch.Tensor):
         return self.fp8._data.untyped_storage()
 
     def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[Any, Any]:
-        """Return the tensors to gather, FP8 data uint8 [rows / ranks, I], and the metadata: all ranks' inverse scale."""
+        """Return the tensors to gather, FP8 data uint8 [rows / ranks, I], and the metadata:
+        all ranks' inverse scale."""
         return (self.fp8._data,), self.fp8._scale_inv
 
     def fsdp_post_all_gather(

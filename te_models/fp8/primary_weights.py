@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.recipe import Recipe
-from te_models.distributed.dtensor import local, piece, pieces, put
+from te_models.distributed.dtensor import from_shard, local, shard_of, write_shard
 from te_models.fp8.fsdp_gather import FP8Shard, amax_group, reduce_amax_over
 from te_models.fp8.scaling_state import delayed_states, make_state
 
@@ -43,13 +43,14 @@ def check_recipe(recipe: Recipe) -> None:
         )
 
 
-def same_codes(one: Recipe, other: Recipe) -> bool:
+def quantize_weights_alike(one: Recipe, other: Recipe) -> bool:
     """Return True if both recipes quantize weights alike."""
     return one.scheme == other.scheme and all(one.fields.get(f) == other.fields.get(f) for f in WEIGHT_FIELDS)
 
 
 def quantized(parameter: Any) -> Any:
-    """Return the engine's quantized tensor in an FP8 primary weight (this rank's rows of it); None for another tensor."""
+    """Return the engine's quantized tensor in an FP8 primary weight (this rank's rows of it);
+    None for another tensor."""
     own = local(parameter)
     own = own.fp8 if isinstance(own, FP8Shard) else own
     return own if hasattr(own, "quantize_") else None  # the method that quantized tensors of both engines have
@@ -63,7 +64,7 @@ def is_quantized(tensor: Any) -> bool:
 def plain(tensor: Tensor) -> Tensor:
     """Return the tensor detached; the dequantized values of an FP8 weight, in its nominal dtype."""
     fp8 = quantized(tensor)
-    return tensor.detach() if fp8 is None else pieces(fp8.dequantize().detach(), tensor)
+    return tensor.detach() if fp8 is None else from_shard(fp8.dequantize().detach(), tensor)
 
 
 def clear_states(model: nn.Module) -> None:
@@ -74,12 +75,12 @@ def clear_states(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def drop_transposed(model: Any) -> None:
+def drop_transposed(model: nn.Module, recipe: Recipe) -> None:
     """Transpose weights in each backward and drop that copy after it, which saves a byte per parameter.
 
     Transformer Engine does so where FSDP2 gathers weights; for weights with one scale it can be done anywhere.
     """
-    if model.recipe.scheme not in SHARDED_SCHEMES:
+    if recipe.scheme not in SHARDED_SCHEMES:
         return
     for module in _owners(model).values():
         fp8 = quantized(module.weight)
@@ -99,7 +100,7 @@ def write_weight(parameter: Any, value: Tensor, for_master: bool = True) -> None
     """
     fp8 = quantized(parameter)
     if fp8 is None:
-        put(parameter, value)
+        write_shard(parameter, value)
         return
     value = value.detach().to(parameter.dtype)
     for part in _PARTS:
@@ -110,7 +111,7 @@ def write_weight(parameter: Any, value: Tensor, for_master: bool = True) -> None
     if _delayed(quantizer) and (amax := value.abs().amax().float()) > 0:
         quantizer.scale.fill_(E4M3_MAX / amax.item())
         quantizer.amax.zero_()
-    fp8.quantize_(piece(value, parameter).to(fp8.device))
+    fp8.quantize_(shard_of(value, parameter).to(fp8.device))
     if for_master:
         keep_initial_value(parameter, value)
     else:
@@ -154,7 +155,7 @@ def take_master(parameter: Any, master: Tensor) -> None:
 
 def keep_initial_value(parameter: Any, value: Tensor) -> None:
     """Store the values that an FP8 weight was made from, where Transformer Engine's optimizers look for them too."""
-    own = piece(value, parameter).detach()
+    own = shard_of(value, parameter).detach()
     vars(quantized(parameter))[_INITIAL_VALUE] = own.to("cpu", parameter.dtype, copy=own is not value)
 
 
@@ -167,22 +168,23 @@ def drop_initial_values(model: nn.Module) -> None:
 
 @torch.no_grad()
 def new_master(parameter: Any) -> Tensor:
-    """Return the FP32 master of an FP8 weight: the values it was made from, if still stored, else the dequantized ones."""
+    """Return the FP32 master of an FP8 weight: the values it was made from, if still stored,
+    else the dequantized ones."""
     fp8 = quantized(parameter)
     value = vars(fp8).pop(_INITIAL_VALUE, None)
     if value is None:
         return plain(parameter).float()
-    return pieces(value.to(fp8.device, torch.float32, copy=True), parameter)
+    return from_shard(value.to(fp8.device, torch.float32, copy=True), parameter)
 
 
-def weight_codes(model: nn.Module) -> dict[str, Tensor]:
+def quantized_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return name -> live FP8 data and inverse scales of every FP8 weight.
 
     `<weight>.data` is uint8 [O, I] and `<weight>.scale_inv` FP32 [1]; where blocks have scales there are rowwise and
     columnwise ones. Data is sharded like its weight.
     """
     return {
-        f"{name}.{part}": pieces(tensor, parameter) if part == "data" else tensor
+        f"{name}.{part}": from_shard(tensor, parameter) if part == "data" else tensor
         for name, parameter in model.named_parameters()
         if (fp8 := quantized(parameter)) is not None
         for part in _PARTS
@@ -191,16 +193,16 @@ def weight_codes(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_codes(model: nn.Module, codes: Mapping[str, Tensor]) -> None:
-    """Overwrite FP8 data and inverse scales with tensors of the names and shapes of `weight_codes`."""
-    live = weight_codes(model)
-    for name, tensor in codes.items():
-        put(live[name], tensor)
+def load_quantized_weights(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Overwrite FP8 data and inverse scales with tensors of the names and shapes of `quantized_weights`."""
+    live = quantized_weights(model)
+    for name, tensor in saved.items():
+        write_shard(live[name], tensor)
     for name, parameter in model.named_parameters():
         fp8 = quantized(parameter)
-        if f"{name}.data" in codes:
+        if f"{name}.data" in saved:
             _transpose_again(fp8)
-        if f"{name}.rowwise_scale_inv" in codes:
+        if f"{name}.rowwise_scale_inv" in saved:
             _keep_kind_of_scales(fp8)
 
 
@@ -249,29 +251,34 @@ def relink(model: nn.Module, built: Any) -> None:
 
 
 @torch.no_grad()
-def make_shards(model: Any, group: Any) -> None:
+def make_shards(model: nn.Module, linear: type[nn.Module], recipe: Recipe, built: Any, group: Any) -> None:
     """Replace this rank's rows of the FP8 layers' weights by empty FP8 ones, for `write_weight` to fill.
 
-    `group` holds the processes that share each weight, over which current scaling takes its amax.
+    Args:
+        model: the model.
+        linear: the engine's te.Linear.
+        recipe: the model's recipe.
+        built: the engine's recipe object made of it.
+        group: the processes that share each weight, over which current scaling takes its amax.
 
     Raises:
         ValueError: if the recipe gives blocks their own scales, or a weight's rows cannot be divided evenly.
     """
-    if model.recipe.scheme not in SHARDED_SCHEMES:
+    if recipe.scheme not in SHARDED_SCHEMES:
         raise ValueError(
-            f"FP8 primary weights in pieces need one scale a weight, which recipe {model.recipe.name!r} does not have: choose "
-            "recipe='delayed' or 'current', or leave fp8_params out"
+            f"FP8 primary weights in pieces need one scale a weight, which recipe {recipe.name!r} does not have: "
+            "choose recipe='delayed' or 'current', or leave fp8_params out"
         )
     for name, module in model.named_modules():
-        if not (isinstance(module, model.te.Linear) and module.primary_weights_in_fp8):
+        if not (isinstance(module, linear) and module.primary_weights_in_fp8):
             continue
         weight: Any = module.weight
         if len(weight) % weight.device_mesh.size():
             raise ValueError(
-                f"the {len(weight)} rows of {name}.weight cannot be divided evenly among {weight.device_mesh.size()} processes, as FP8 "
-                "primary weights have to be: change the number of processes, or leave fp8_params out"
+                f"the {len(weight)} rows of {name}.weight cannot be divided evenly among {weight.device_mesh.size()} "
+                "processes, as FP8 primary weights have to be: change the number of processes, or leave fp8_params out"
             )
-        quantizer, own = _weight_quantizer(module, model.te_recipe), local(weight)
+        quantizer, own = _weight_quantizer(module, built), local(weight)
         quantizer.set_usage(rowwise=True, columnwise=False)
         fp8 = quantizer.make_empty(own.shape, dtype=own.dtype, device=own.device)
         reduce_amax_over(fp8._quantizer, group)

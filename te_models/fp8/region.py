@@ -24,9 +24,9 @@ from te_models.fp8.scaling_state import delayed_states, fp8_state, frozen_fp8_st
 def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: Any) -> Iterator[None]:
     """Run a forward pass of `model` in high precision, but for what runs in `fp8_layers`.
 
-    Threads that run the same model take turns; on the native engine, whose FP8 state belongs to the process, threads that
-    run any model do. In evaluation mode, or without grad, all scales and amax histories stay as they are. A training pass
-    updates the forward scales when it succeeds; one that raises moves no scale and leaves no amax.
+    Threads that run the same model take turns; on the native engine, whose FP8 state belongs to the process, threads
+    that run any model do. In evaluation mode, or without grad, all scales and amax histories stay as they are. A
+    training pass updates the forward scales when it succeeds; one that raises moves no scale and leaves no amax.
 
     Args:
         te: the engine.

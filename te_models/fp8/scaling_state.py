@@ -1,9 +1,9 @@
 """The FP8 state of a model (scales and amax histories) as plain named tensors: read, write, freeze.
 
-Only stateful recipes (DelayedScaling) have any. Names are `<module>.scaling_fwd.scale` and so on; the tensors are those in
-`module.fp8_meta` (sections 2.1 and 7.11 of docs/internals/transformer_engine.md): `scale` FP32 [3] forward (input, weight,
-output) and [2] backward, `amax_history` FP32 [length, same]; row 0 belongs to the step in progress, the last row to the
-newest finished one. They are written in place, never rebound: the engine's registry holds the same tensors.
+Only stateful recipes (DelayedScaling) have any. Names are `<module>.scaling_fwd.scale` and so on; the tensors are those
+in `module.fp8_meta` (sections 2.1 and 7.11 of docs/internals/transformer_engine.md): `scale` FP32 [3] forward (input,
+weight, output) and [2] backward, `amax_history` FP32 [length, same]; row 0 belongs to the step in progress, the last
+row to the newest finished one. They are written in place, never rebound: the engine's registry holds the same tensors.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def fp8_state(model: nn.Module) -> dict[str, Tensor]:
 def check_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError unless `tensors` (as from `fp8_state`) are state that this model can continue with.
 
-    Every tensor must be of an FP8 module of the model, FP32, of its width, and finite; scales are positive, amaxes are not
-    negative. Nothing is written.
+    Every tensor must be of an FP8 module of the model, FP32, of its width, and finite; scales are positive, amaxes are
+    not negative. Nothing is written.
     """
     modules = dict(model.named_modules())
     for name, value in tensors.items():
@@ -93,7 +93,8 @@ def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Any) 
 
 
 def make_state(module: Any, built: Any, gemms: int = 1) -> None:
-    """Give a te module of so many GEMMs the state for the engine's recipe object `built`, if it has none (section 7.11)."""
+    """Give a te module of so many GEMMs the state for the engine's recipe object `built`,
+    if it has none (section 7.11)."""
     if "scaling_fwd" not in module.fp8_meta:
         module.fp8_meta.update(recipe=built, num_gemms=gemms)
         module.init_fp8_meta_tensors(built)
@@ -103,8 +104,8 @@ def make_state(module: Any, built: Any, gemms: int = 1) -> None:
 def convert_scales(model: nn.Module, old: Recipe, new: Recipe) -> None:
     """Convert the model's scales from one DelayedScaling recipe to another.
 
-    Histories hold amaxes of the tensors themselves and stay as they are. A scale is the format's largest number, less the
-    margin, over an amax, so it changes by a power of two. A tensor without an amax so far keeps scale 1.
+    Histories hold amaxes of the tensors themselves and stay as they are. A scale is the format's largest number, less
+    the margin, over an amax, so it changes by a power of two. A tensor without an amax so far keeps scale 1.
     """
     live = fp8_state(model)
     for name, scale in live.items():
@@ -148,7 +149,8 @@ def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
 
 
 def _resized(history: Tensor, length: int) -> Tensor:
-    """Return `history` [n, width] as [length, width]: row 0 and the newest rows, without the oldest or with zeros for them."""
+    """Return `history` [n, width] as [length, width]: row 0 and the newest rows,
+    without the oldest or with zeros for them."""
     rows = min(len(history), length) - 1
     out = history.new_zeros(length, history.shape[1])
     out[0] = history[0]

@@ -74,7 +74,8 @@ def parse(recipe: str) -> tuple[str, dict[str, Any]]:
 
 
 def model_step(ids: torch.Tensor, config: ModelConfig, cuda_graph: bool = False, **options: Any) -> Step:
-    """Return a function that runs forward and backward of CausalLM(config, **options) on ids [B, S]; it returns the loss.
+    """Return a function that runs forward and backward of CausalLM(config, **options) on ids [B, S];
+    it returns the loss.
 
     With `cuda_graph` the step is replayed as one CUDA graph.
     """

@@ -15,6 +15,7 @@ from rich.text import Text
 from torch import Tensor
 
 from te_models.causal_lm import CausalLM
+from te_models.config.data import parse_columns
 from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.documents import Document, load_documents
 from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, python_docstrings
@@ -85,12 +86,14 @@ class Evaluation(Printable):
         data: the name of the data; "" if only tasks were run.
         losses: one per recipe, refused ones included.
         scores: one per recipe, task and metric.
+        remarks: lines about the data, such as records that were too long.
     """
 
     model: str
     data: str
     losses: tuple[RecipeLoss, ...]
     scores: tuple[Score, ...] = ()
+    remarks: tuple[str, ...] = ()
     width: ClassVar[int] = 120
 
     @property
@@ -104,10 +107,20 @@ class Evaluation(Printable):
             {**asdict(row), "perplexity": row.perplexity, "bits_per_byte": row.bits_per_byte} for row in self.losses
         ]
         rows = [{name: None if value != value else value for name, value in row.items()} for row in rows]
-        return {"model": self.model, "data": self.data, "losses": rows, "scores": [asdict(s) for s in self.scores]}
+        return {
+            "model": self.model,
+            "data": self.data,
+            "losses": rows,
+            "scores": [asdict(s) for s in self.scores],
+            "remarks": self.remarks,
+        }
 
     def __rich__(self) -> Group:
-        parts: list[Any] = [Text(f"{self.model} on {self.data}", "bold"), self._loss_table()] if self.data else []
+        parts: list[Any] = (
+            [Text(f"{self.model} on {self.data}", "bold"), *map(Text, self.remarks), self._loss_table()]
+            if self.data
+            else []
+        )
         if self.scores:
             parts += [*([Text()] if parts else []), Text(f"{self.model} on tasks", "bold"), self._score_table()]
         return Group(*parts)
@@ -153,7 +166,8 @@ def evaluate_recipes(
     data: str | None = None,
     score: Callable[[CausalLM], list[Score]] | None = None,
     progress: Callable[[str], None] = lambda line: None,
-    **sizes: int | None,
+    columns: str = "",
+    **sizes: Any,
 ) -> Evaluation:
     """Measure a model under each recipe, on the same tokens; one model at a time is in memory.
 
@@ -165,14 +179,15 @@ def evaluate_recipes(
         data: path of the data, as for finetune; None for scores only.
         score: runs tasks on a model.
         progress: called with a line on what is going on.
-        sizes: seq_len, batch_size and max_batches, as of `make_batches`.
+        columns: your columns of the data, as DataConfig has them.
+        sizes: keywords of `make_batches`.
 
     Raises:
         ValueError: a recipe cannot run here, if it is the only one; one of several becomes a row with the reason.
         DataError: the data cannot be read or has no token to count.
     """
-    documents = read_documents(data or PYTHON_DOCSTRINGS)  # without data, to find scales on
-    losses, scores, batches, text_bytes = [], [], [], 0
+    documents = read_documents(data or PYTHON_DOCSTRINGS, columns)  # without data, to find scales on
+    losses, scores, batches, remarks, text_bytes = [], [], [], [], 0
     for name in recipes:
         progress(f"loading the model under {name or 'its own recipe'}")
         try:
@@ -183,7 +198,7 @@ def evaluate_recipes(
             losses.append(RecipeLoss(str(name), note=str(error)))
             continue
         if not batches:
-            batches = make_batches(documents, tokenizer, network, **sizes)
+            batches, remarks = make_batches(documents, tokenizer, network, **sizes)
             text_bytes = sum(counted_bytes(batch, tokenizer) for batch in batches)
         progress(f"{network.recipe.name}: {sum(map(count_targets, batches)):,} tokens")
         note = calibrate(network, batches)
@@ -193,12 +208,12 @@ def evaluate_recipes(
             progress(f"{network.recipe.name}: tasks")
             scores += score(network)
         del network  # before the next one is loaded
-    return Evaluation(model, data or "", tuple(losses), tuple(scores))
+    return Evaluation(model, data or "", tuple(losses), tuple(scores), tuple(remarks))
 
 
-def read_documents(data: str) -> list[Document]:
+def read_documents(data: str, columns: str = "") -> list[Document]:
     """Return the documents at a path; of the built-in python-docstrings, the modules that training does not see."""
-    return python_docstrings()[1] if data == PYTHON_DOCSTRINGS else load_documents(data)
+    return python_docstrings()[1] if data == PYTHON_DOCSTRINGS else load_documents(data, parse_columns(columns))
 
 
 def make_batches(
@@ -208,8 +223,11 @@ def make_batches(
     seq_len: int | None = None,
     batch_size: int | None = 8,
     max_batches: int | None = None,
-) -> list[Batch]:
-    """Return batches in which attention stays inside each document.
+    truncate: str = "drop",
+) -> tuple[list[Batch], list[str]]:
+    """Return batches in which attention stays inside each document, and lines about what is left out.
+
+    Conversations are put into the tokenizer's chat template; a tokenizer without one gets the plain one.
 
     Args:
         documents: the data.
@@ -218,6 +236,7 @@ def make_batches(
         seq_len: tokens per sequence; None: SEQ_LEN, or what the model takes.
         batch_size: sequences per batch.
         max_batches: most batches, spread evenly over the data; None or 0: all.
+        truncate: records longer than that are left out ("drop") or their prompts cut from the left ("prompt").
 
     Raises:
         UsageError: a size is out of range, or the tokenizer is of another model.
@@ -227,10 +246,11 @@ def make_batches(
     if seq_len is not None and seq_len > limit:
         raise UsageError(f"--seq-len {seq_len} is longer than the model's max_position_embeddings={limit}: lower it")
     length = min(SEQ_LEN, limit) if seq_len is None else seq_len
-    dataset = TokenDataset(
-        documents, tokenizer, length, batch_size=batch_size or 1, seed=0, shuffle=False, packing="documents"
-    )
-    return dataset.eval_batches(max_batches or dataset.num_windows)
+    if any(document.conversation is not None for document in documents) and tokenizer.template_source() is None:
+        tokenizer.set_chat_template()
+    options = dict(batch_size=batch_size or 1, seed=0, shuffle=False, packing="documents", truncate=truncate)
+    dataset = TokenDataset(documents, tokenizer, length, **options)
+    return dataset.eval_batches(max_batches or dataset.num_windows), dataset.remarks
 
 
 def measure_loss(model: CausalLM, batches: list[Batch], text_bytes: int, note: str = "") -> RecipeLoss:

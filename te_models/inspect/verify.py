@@ -42,7 +42,8 @@ LAUNCH_BOUND = 1e-3
 
 
 class Trial(NamedTuple):
-    """Results y, dx, dw of a linear; whether it saved FP8 data for backward; quantizers of x, w and dy (none in BF16)."""
+    """Results y, dx, dw of a linear; whether it saved FP8 data for backward; quantizers of x,
+    w and dy (none in BF16)."""
 
     results: tuple[Tensor, ...]
     saved_fp8: bool
@@ -146,8 +147,9 @@ class Verification(Printable):
         before, after = (sum(column) for column in zip(*seconds, strict=True))
         each, rows = before / sum(gemm.in_fp8 for gemm in fp8), fp8[0].rows
         if each < LAUNCH_BOUND:
-            return [f"On an H200 do not expect FP8 to pay at this size: with {rows:,} rows a linear takes {each * 1e3:.1g} ms "
-                    f"forward and backward in BF16, and below {LAUNCH_BOUND * 1e3:.0f} ms launches cancel the gain. {ADVICE}"]  # fmt: skip
+            return [f"On an H200 do not expect FP8 to pay at this size: with {rows:,} rows a linear takes "
+                    f"{each * 1e3:.1g} ms forward and backward in BF16, and below {LAUNCH_BOUND * 1e3:.0f} ms launches "
+                    f"cancel the gain. {ADVICE}"]  # fmt: skip
         return [f"On an H200 expect these linears to be at best {before / after:.2f}x as fast as in BF16 (estimated)."]
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,10 +21,9 @@ from torch import Tensor, nn
 
 from te_models.config.layout import row_ranges
 from te_models.config.model import ModelConfig
-from te_models.config.shipped import shipped_folder
-from te_models.distributed.dtensor import local, put
-from te_models.errors import CheckpointError, UsageError, needs
-from te_models.files.atomic import first_line, readable, replacing_folder, write_file
+from te_models.distributed.dtensor import local, write_shard
+from te_models.errors import CheckpointError, UsageError
+from te_models.files.atomic import first_line, replacing_folder, write_file
 from te_models.files.formats import (
     SafetensorsFile,
     check_finite,
@@ -44,6 +44,7 @@ from te_models.model.decoder import Decoder
 
 Model = TypeVar("Model", bound=Decoder)
 
+CODE = Path(__file__).parent / "remote_code"  # modeling for transformers of models that it has no architecture for
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
 TOKENIZER_FILES = (
@@ -59,6 +60,7 @@ REPLACEABLE = (
     INDEX,
     "manifest.json",
     "recipe.json",
+    *(path.name for path in CODE.glob("*.py")),
     MODELOPT_FILE,
 )
 # From the places and values of all parameters and config.json to the tensors and the config.json to write.
@@ -109,37 +111,6 @@ class Place:
         """Return their tensor: a view where it is one block."""
         pieces = self.pieces(parameter)
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).flatten(0, 1)
-
-
-def local_folder(name: str | Path) -> Path:
-    """Return `name` if it is a local folder, else the folder of the shipped model of this name, or that to which it was
-    downloaded from the hub.
-
-    Raises:
-        UsageError: it is neither; one line that says why.
-    """
-    path = readable(Path(name))
-    if path.exists():
-        return path
-    if (shipped := shipped_folder(str(name))) is not None:
-        return shipped
-    if not _is_hub_name(str(name)):
-        return path
-    with needs(f"{name} is no folder here, and the Hugging Face hub", "huggingface_hub", "0.26", "hf"):
-        from huggingface_hub import snapshot_download  # noqa: PLC0415
-    try:
-        return Path(
-            snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
-        )
-    except Exception as error:  # the library's errors have no common base but this one
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UsageError(f"{name} is no folder here, and the Hugging Face hub did not give it ({reason})") from None
-
-
-def _is_hub_name(name: str) -> bool:
-    """Return whether `name` reads as "owner/model"."""
-    parts = name.split("/")
-    return len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts)
 
 
 def is_hugging_face(folder: Path, own_type: str) -> bool:
@@ -245,6 +216,8 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
     tables = {name: Rows(module) for name, module in TOP.items()}
     for layer in range(config.num_hidden_layers):
         for name, rows in family.layer.items():
+            if rows.blocks and not any(blocks.get(block, (0, 0))[1] for block in rows.blocks):
+                continue  # a model without a gate
             table = dataclasses.replace(rows, module=f"layers.{layer}.{rows.module}")
             tables[f"model.layers.{layer}.{name}"] = table
     found = {}
@@ -337,7 +310,7 @@ def _shard_files(folder: Path) -> list[Path]:
 @torch.no_grad()
 def fill(model: Decoder, places: Mapping[str, Place], shards: Iterable[Path], stored: StoredWeights) -> None:
     """Copy every tensor of `shards` into its place, dequantized; rows that no tensor fills become zero."""
-    with model.tp.filling_all(model) as parameters:
+    with model.tp.filling_all(model, model.config) as parameters:
         fill_parameters(parameters, places, shards, stored)
 
 
@@ -370,7 +343,7 @@ def fill_parameters(
                 places[name].load(parameter, values)
                 left[target] -= 1
                 if not left[target] and target in wholes:
-                    put(parameters[target], wholes.pop(target))
+                    write_shard(parameters[target], wholes.pop(target))
     if lost := sorted(name for name, count in left.items() if count):
         raise CheckpointError(f"the files lost tensors of {list_some(lost)} while they were read")
 
@@ -421,9 +394,15 @@ def write_hugging_face(
         files[INDEX] = [render_index(weight_map, sum(tensor.nbytes for tensor in tensors.values()))]
     files |= {file: render_safetensors(members) for file, members in shards.items()}
     files |= {name: [content] for name, content in tokenizer.items()}
+    if family.code:
+        files |= {path.name: [path.read_bytes()] for path in sorted(CODE.glob("*.py"))}
     with replacing_folder(folder) as temp:
         for name, chunks in files.items():
             write_file(temp / name, chunks)
+    if family.code or (not family.written and model.config.attention_gate != "none"):
+        own = "its own code in transformers: from_pretrained(folder, trust_remote_code=True)"
+        release = "the .py files of the release that the model came from, to load in transformers"
+        warnings.warn(f"{folder} needs {own if family.code else release}", stacklevel=4)
 
 
 def _config_document(model: Decoder, origin: Origin, family: Family) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from te_models.interop.hf_parts import (
     LAGUNA_ROPE,
     NO_ROPE,
     OLMO3_ROPE,
+    OWN,
     PARTIAL_ROPE,
     QUERY_SCALAR,
     QUERY_SCALE_ROPE,
@@ -54,6 +55,7 @@ from te_models.interop.hf_places import (
     LAGUNA_LAYER,
     LAYER,
     NORMED_LAYER,
+    OWN_LAYER,
     PHI_LAYER,
     POST_NORMED_LAYER,
     UNGATED_MLP_LAYER,
@@ -76,6 +78,8 @@ class Family:
         only: their keys -> the values that te-models supports; any other is refused.
         ignored: their keys that change nothing in a model that is accepted.
         marks: keys that distinguish the family from others of its model_type.
+        written: False if only models that came as it are written as it, since transformers has no code for it.
+        code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
         sign: these marks, for people.
         note: what sets it apart, for people.
     """
@@ -90,6 +94,8 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     marks: tuple[str, ...] = ()
+    written: bool = True
+    code: bool = False
     sign: str = ""
     note: str = ""
 
@@ -224,7 +230,7 @@ FAMILIES = (
         defaults={**_LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "use_qk_norm": True},
         only={**NO_DROPOUT, **_NO_BIAS, "qkv_bias": (False,), "use_sliding_window": (False,)},
         ignored=frozenset(("auto_map", "sliding_window", "max_window_layers")),
-        marks=(*GATE.keys, "qkv_bias"),
+        marks=(*GATE.keys, "qkv_bias"), written=False,
         sign="or `qwen2`, with `headwise_attn_output_gate` or `elementwise_attn_output_gate`",
         note="the gate's rows are inside q_proj, after the queries of each group of heads that share a key",
     ),
@@ -381,6 +387,11 @@ FAMILIES = (
         )),
         note="a projection for the gate, which is a softplus; one RoPE for each kind of layer",
     ),
+    Family(
+        model_type="te_models_decoder", architecture="TEModelsDecoderForCausalLM", models="te-models' own",
+        layer=OWN_LAYER, parts=(OWN,), code=True,
+        note="all that the others do not express; transformers needs the code in the folder (`trust_remote_code=True`)",
+    ),
 )  # fmt: skip
 
 
@@ -397,21 +408,13 @@ def family_of(config: Values) -> Family:
 def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
     """Return the first family, starting with `preferred`, whose config.json can express all of `config`."""
     for family in ((preferred,) if preferred else ()) + FAMILIES:
+        if not family.written and family is not preferred:
+            continue
         try:
             if family.read(family.write(config)) == config:
                 return family
         except ValueError:
             continue
     plain = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
-    features = {name: value for name, value in config.to_dict().items() if name in _FEATURES and value != plain[name]}
-    features.setdefault("attention_gate", config.attention_gate)
+    features = {name: value for name, value in config.to_dict().items() if name not in COPIED and value != plain[name]}
     raise ConfigError(f"no architecture of Hugging Face combines {features}: save it with format='te'")
-
-
-_FEATURES = (
-    "rope_scaling", "sliding_rope", "rope_interleaved", "partial_rotary_factor", "no_rope_layers", "sliding_window",
-    "layer_types", "attention_gate", "attention_gate_activation", "attention_bias", "attention_output_bias",
-    "attention_multiplier", "attn_logit_softcapping", "query_scale_beta", "qk_norm", "qk_norm_scope", "norm_position",
-    "zero_centered_norm", "hidden_act", "mlp_gate", "mlp_bias", "embedding_multiplier", "residual_multiplier",
-    "logits_scaling", "final_logit_softcapping",
-)  # fmt: skip

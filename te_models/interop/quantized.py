@@ -25,6 +25,7 @@ from te_models.errors import CheckpointError
 from te_models.files.formats import SafetensorsFile, list_some, read_json
 
 E4M3 = torch.float8_e4m3fn
+NARROW = (E4M3, torch.float8_e5m2)
 MODELOPT_FILE = "hf_quant_config.json"
 CONFIG_KEYS = ("quantization_config", "compression_config")  # the second is of compressed-tensors before 0.8
 
@@ -248,7 +249,7 @@ def open_weights(
         CheckpointError: a quantized weight lacks its scales, or they have a wrong shape or dtype, or are negative or not
             finite.
     """
-    narrow = [name for name, tensor in found.items() if tensor.dtype in (E4M3, torch.float8_e5m2)]
+    narrow = [name for name, tensor in found.items() if tensor.dtype in NARROW]
     if scheme is None:
         if narrow:
             raise CheckpointError(
@@ -320,9 +321,11 @@ class _Weights:
             for name in (self.scheme.data, *self.scheme.scales, *INPUT_SCALES, GLOBAL_SCALE, INPUT_GLOBAL_SCALE):
                 stored.tensors.pop(f"{module}.{name}", None)
             stored.tensors[weight] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        for name in list(stored.tensors):
+        for name, tensor in list(stored.tensors.items()):
             if name.endswith(UNREAD):
                 del stored.tensors[name]
+            elif tensor.dtype in NARROW:
+                raise CheckpointError(f"{self.folder}: {name} is {tensor.dtype}, which this format has no scales for")
         return stored
 
     def _numbers(self, name: str, read: Mapping[str, Tensor], positive: bool = False) -> Tensor:

@@ -15,8 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from te_models.files.formats import SafetensorsFile
-from te_models.fp8.primary_weights import SHARDED_SCHEMES, load_codes, quantized, set_scale, weight_codes
-from te_models.interop.quantized import E4M3, StoredWeights
+from te_models.fp8.primary_weights import (
+    SHARDED_SCHEMES,
+    load_quantized_weights,
+    quantized,
+    quantized_weights,
+    set_scale,
+)
+from te_models.interop.quantized import StoredWeights
 
 BLOCK = 128
 
@@ -122,8 +128,9 @@ def _fused_scales(
     name: str, parts: list[str], places: Mapping[str, Place], stored: StoredWeights, shape: torch.Size, block: Any
 ) -> Tensor | None:
     """Return the scales of one parameter in its own blocks; None if it cannot have the stored ones."""
-    assert stored.scheme is not None
-    if not all(part in stored.scales and stored.tensors[part].dtype != E4M3 for part in parts):
+    if stored.scheme is None:
+        return None
+    if not all(part in stored.scales for part in parts):
         return None
     rows, columns = shape
     grid = -(-columns // block[1]) if block[1] else None
@@ -150,10 +157,10 @@ def _read(wanted: Mapping[str, str], shards: Iterable[Path]) -> Iterable[tuple[s
 
 def _write(model: nn.Module, name: str, data: Tensor, scales: Tensor, parameter: Tensor) -> None:
     """Overwrite the data and scales of one FP8 weight."""
-    live = {key: tensor for key, tensor in weight_codes(model).items() if key.rsplit(".", 1)[0] == name}
+    live = {key: tensor for key, tensor in quantized_weights(model).items() if key.rsplit(".", 1)[0] == name}
     if f"{name}.data" in live:
         set_scale(parameter, scales.reshape(()))
-        load_codes(model, {f"{name}.data": data, f"{name}.scale_inv": scales.reshape(1)})
+        load_quantized_weights(model, {f"{name}.data": data, f"{name}.scale_inv": scales.reshape(1)})
         return
     made = {"rowwise_data": data, "columnwise_data": data.t().contiguous()}
     made |= {"rowwise_scale_inv": scales, "columnwise_scale_inv": scales.t()}
@@ -163,4 +170,4 @@ def _write(model: nn.Module, name: str, data: Tensor, scales: Tensor, parameter:
             padded = torch.zeros(live[f"{name}.{part}"].shape, dtype=tensor.dtype)
             padded[tuple(slice(size) for size in tensor.shape)] = tensor
             codes[f"{name}.{part}"] = padded
-    load_codes(model, codes)
+    load_quantized_weights(model, codes)

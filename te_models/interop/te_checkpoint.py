@@ -1,9 +1,10 @@
 """Checkpoints of Transformer Engine's own modules: weights and pickled FP8 state, read without running any of it.
 
-`torch.save(model.state_dict(), "model.pt")`, or the same tensors in safetensors files, hold every parameter and, for each
-module, a uint8 tensor `<module>._extra_state`: empty, or under DelayedScaling a pickle (section 7.10 of Transformer
-Engine's behaviour), which Transformer Engine refuses to load unless told that running it is safe. A .pt file is read by
-PyTorch's restricted loader, which makes tensors and nothing else; the pickles in it by te_models.interop.te_extra_state.
+`torch.save(model.state_dict(), "model.pt")`, or the same tensors in safetensors files, hold every parameter and, for
+each module, a uint8 tensor `<module>._extra_state`: empty, or under DelayedScaling a pickle (section 7.10 of
+Transformer Engine's behaviour), which Transformer Engine refuses to load unless told that running it is safe. A .pt
+file is read by PyTorch's restricted loader, which makes tensors and nothing else; the pickles in it by
+te_models.interop.te_extra_state.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from te_models.config.recipe import SCHEMES, Recipe, get_recipe
 from te_models.errors import CheckpointError
 from te_models.files.atomic import CHUNK_BYTES, first_line
 from te_models.files.formats import SafetensorsFile, check_finite, list_some, open_regular, read_safetensors
+from te_models.fp8.extra_state import EXTRA, read_extra_tensor
 from te_models.interop.te_extra_state import read_extra_state
 
 SUFFIXES = (".pt", ".pth")
-EXTRA = "_extra_state"
 MAX_PICKLE_BYTES = 16 * 2**20  # the names and shapes of a .pt file; about 200 bytes per tensor
 _PARTS = {
     "scale_fwd": "scaling_fwd.scale", "amax_history_fwd": "scaling_fwd.amax_history",
@@ -47,7 +48,8 @@ class TECheckpoint:
     fields: dict[str, Any] = field(default_factory=dict)
 
     def recipe(self, layers: int) -> Recipe:
-        """Return the recipe that a model of `layers` blocks was saved under: BF16 unless there is state; the layers at its
+        """Return the recipe that a model of `layers` blocks was saved under: BF16 unless there is state;
+        the layers at its
         ends without state are BF16."""
         if not self.fp8_state:
             return get_recipe("bf16")
@@ -100,6 +102,9 @@ def read_te_checkpoint(path: str | Path, rename: Callable[[str], str] | None = N
             name = rename(theirs) if rename is not None else theirs
             if not name.endswith(EXTRA):
                 weights[name] = value
+            elif isinstance(value, Tensor) and value.is_floating_point():  # of a CausalLM
+                state |= read_extra_tensor(name.removesuffix(f".{EXTRA}"), value)
+                fields = fields or {"amax_history_len": len(value) - 1}
             elif value is not None and (found := read_extra_state(value)):
                 module = name.removesuffix(EXTRA)
                 state |= {module + ours: found[part] for part, ours in _PARTS.items() if part in found}

@@ -1,10 +1,10 @@
 """The operations between the GEMMs of a model, and the choice of their implementation.
 
-Each operation has a plain version in PyTorch and faster twins. Launching every elementwise operation by itself makes FP8
-slower than compiled BF16 (241 against 229 ms per step at 1B on an H200), so `compile` fuses them with torch.compile; on a
-CPU compilation takes longer than a small run. `fused` goes further: attention with RoPE and gate is one operation
-(gated_attention.py), te modules hand FP8 to each other (handover.py), and the loss writes its gradient over the logits
-(lm_head_triton.py).
+Each operation has a plain version in PyTorch and faster twins. Launching every elementwise operation by itself makes
+FP8 slower than compiled BF16 (241 against 229 ms per step at 1B on an H200), so `compile` fuses them with
+torch.compile; on a CPU compilation takes longer than a small run. `fused` goes further: attention with RoPE and gate is
+one operation (gated_attention.py), te modules hand FP8 to each other (handover.py), and the loss writes its gradient
+over the logits (lm_head_triton.py).
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def compiled_kernels(mode: str) -> Kernels:
 
 
 def get_kernels(te: ModuleType, device: torch.device, *, compile: str | None, fused: bool) -> Kernels:
-    """The kernels of a model on `device`: compiled in the mode `compile` on a CUDA device; `fused` adds what the engine has."""
+    """The kernels of a model on `device`: compiled in the mode `compile` on a CUDA device;
+    `fused` adds what the engine has."""
     kernels = compiled_kernels(compile) if compile and device.type == "cuda" else PLAIN
     if not fused:
         return kernels

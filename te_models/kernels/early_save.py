@@ -1,9 +1,10 @@
 """Save the input of an operation for its backward before the operation has run.
 
-torch.utils.checkpoint stops a recompute at the last tensor that the first pass saved, and an autograd Function saves its
-input only once its forward has run: a recompute that ends with SwiGLU would compute SwiGLU for nothing. Here the input
-first passes through a node that only saves it (`save_early`), where the operation finds it in backward (`save_input`,
-`saved_input`). Since others can read that node too, a cheap output need not be saved at all (`discarding`).
+torch.utils.checkpoint stops a recompute at the last tensor that the first pass saved, and an autograd Function saves
+its input only once its forward has run: a recompute that ends with SwiGLU would compute SwiGLU for nothing. Here the
+input first passes through a node that only saves it (`save_early`), where the operation finds it in backward
+(`save_input`, `saved_input`). Since others can read that node too, a cheap output need not be saved at all
+(`discarding`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def save_early(x: Tensor) -> Tensor:
 def save_input(ctx: Any, x: Tensor, recompute: Callable[[], Callable[[Tensor], Tensor]]) -> None:
     """Call in the forward of an autograd Function of x to make x available in its backward.
 
-    `recompute()`, called before the forward pass ends, returns the function that computes the output from x in backward.
+    `recompute()`, called before the forward pass ends, returns the function that computes the output from x in
+    backward.
     """
     ctx.source = x.grad_fn if type(x.grad_fn) is _EarlySave._backward_cls else None  # type: ignore[attr-defined]
     ctx.recompute = recompute
@@ -58,7 +60,8 @@ def saved_input(ctx: Any) -> Tensor:
 
 @contextlib.contextmanager
 def discarding(y: Tensor) -> Iterator[None]:
-    """Inside, an operation that saves y, the output of one that called `save_input`, saves nothing: backward recomputes y."""
+    """Inside, an operation that saves y, the output of one that called `save_input`, saves nothing:
+    backward recomputes y."""
     node: Any = y.grad_fn
     if getattr(node, "source", None) is None:  # y was not computed from an input that was saved early
         yield

@@ -5,7 +5,8 @@ concatenate four gradients into one: 12 of 183 ms a step at 1B on an H200. Here 
 put them, attention reads views, and the backward writes each gradient to its place in one buffer. What is kept for
 backward: the rotated projection, attention's output and its log-sum-exp.
 
-`Operations` are the elementwise parts: `PLAIN` here, in Triton in gated_attention_triton.py. Shapes as in model/layers.py.
+`Operations` are the elementwise parts: `PLAIN` here, in Triton in gated_attention_triton.py. Shapes as in
+model/layers.py.
 """
 
 from __future__ import annotations
@@ -61,26 +62,26 @@ class Heads(NamedTuple):
 class Operations(NamedTuple):
     """The elementwise parts; tensors [B, S, heads, H] of any strides whose channels lie together.
 
-    `codes` None: they write no FP8.
+    `fp8` None: they write no FP8.
     """
 
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor, bool], None]
     copy: Callable[[Tensor, Tensor], None]
     gate: Callable[[Tensor, Tensor], Tensor]
     gate_backward: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    codes: CodeOperations | None = None
+    fp8: FP8Operations | None = None
 
 
-class CodeOperations(NamedTuple):
-    """The last ones of forward and backward, writing codes [N, K] and transposed [K, N] from column `first` on.
+class FP8Operations(NamedTuple):
+    """The last ones of forward and backward, writing FP8 [N, K] and transposed [K, N] from column `first` on.
 
-    Tensors as above; `place` is a target's (engine.native.Target). `new` makes codes to write to.
+    Tensors as above; `place` is a target's (engine.native.Target). `new` makes the FP8Data to write to.
     """
 
     new: Callable[[int, int, torch.device], Any]
-    gate: Callable[..., None]  # (codes, place, first, x, logits or None)
-    rotate: Callable[..., None]  # (codes, place, first, x, cos, sin, inverse)
-    gate_backward: Callable[..., Tensor]  # (codes, place, first, dy, x, logits): the gradient for x
+    gate: Callable[..., None]  # (out, place, first, x, logits or None)
+    rotate: Callable[..., None]  # (out, place, first, x, cos, sin, inverse)
+    gate_backward: Callable[..., Tensor]  # (out, place, first, dy, x, logits): the gradient for x
 
 
 def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
@@ -137,18 +138,19 @@ class _AttentionCore(torch.autograd.Function):
             ops.rotate(q, q, cos, sin, False)
             ops.rotate(k, k, cos, sin, False)
         out, *kept = _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        # Codes are for all rows and columns, and one value a head would need a sum over what its kernel has in parts.
-        whole = ops.codes is not None and not _has_filling(qkvg, rows, heads) and heads.gate != "headwise"
+        # FP8 is written for all rows and columns, and one value a head would need a sum over what its kernel has in
+        # parts.
+        whole = ops.fp8 is not None and not _has_filling(qkvg, rows, heads) and heads.gate != "headwise"
         gradient, target = targets if whole else (None, None)
         ctx.setting = (batch, rows, heads, ops, gradient)
         ctx.plain = [value for value in kept if not isinstance(value, Tensor)]
         ctx.places = [isinstance(value, Tensor) for value in kept]
         ctx.save_for_backward(qkvg, cos, sin, out, *(value for value in kept if isinstance(value, Tensor)))
         mixed = out.transpose(1, 2)
-        if target is not None and ops.codes is not None:
-            codes = ops.codes.new(rows, heads.query * heads.dim, qkvg.device)
-            ops.codes.gate(codes, target.place, 0, mixed, logits)
-            return target.tensor(codes, qkvg.dtype)
+        if target is not None and ops.fp8 is not None:
+            fp8 = ops.fp8.new(rows, heads.query * heads.dim, qkvg.device)
+            ops.fp8.gate(fp8, target.place, 0, mixed, logits)
+            return target.tensor(fp8, qkvg.dtype)
         return (mixed if logits is None else ops.gate(mixed, logits)).reshape(rows, -1)
 
     @staticmethod
@@ -166,9 +168,9 @@ class _AttentionCore(torch.autograd.Function):
             return [t.transpose(1, 2) for t in _attention_backward(*own)]
 
         if target is not None:
-            codes = ops.codes.new(*qkvg.shape, qkvg.device)
-            _write_codes(codes, target.place, heads, ops.codes, dy, mixed, logits, cos, sin, slopes)
-            return target.tensor(codes, qkvg.dtype), *[None] * 8
+            fp8 = ops.fp8.new(*qkvg.shape, qkvg.device)
+            _write_fp8(fp8, target.place, heads, ops.fp8, dy, mixed, logits, cos, sin, slopes)
+            return target.tensor(fp8, qkvg.dtype), *[None] * 8
         grad = torch.zeros_like(qkvg) if _has_filling(qkvg, rows, heads) else torch.empty_like(qkvg)
         gq, gk, gv, glogits = heads.split(grad[:rows], batch)
         dq, dk, dv = slopes(dy if logits is None else ops.gate_backward(dy, mixed, logits, glogits))
@@ -181,20 +183,20 @@ class _AttentionCore(torch.autograd.Function):
         return grad, *[None] * 8
 
 
-def _write_codes(
-    codes: Any, place: Any, heads: Heads, ops: CodeOperations, dy: Tensor, mixed: Tensor, logits: Tensor | None,
+def _write_fp8(
+    out: Any, place: Any, heads: Heads, ops: FP8Operations, dy: Tensor, mixed: Tensor, logits: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, slopes: Callable[[Tensor], list[Tensor]],
 ) -> None:  # fmt: skip
-    """The backward's gradient [q | k | v | gate] as codes; `slopes` is attention's own backward."""
+    """The backward's gradient [q | k | v | gate] as FP8; `slopes` is attention's own backward."""
     starts = first_rows(heads.sections)
-    dmixed = dy if logits is None else ops.gate_backward(codes, place, starts[3], dy, mixed, logits)
+    dmixed = dy if logits is None else ops.gate_backward(out, place, starts[3], dy, mixed, logits)
     dq, dk, dv = slopes(dmixed)
     for slope, first in ((dq, starts[0]), (dk, starts[1])):
         if cos is None:
-            ops.gate(codes, place, first, slope, None)
+            ops.gate(out, place, first, slope, None)
         else:
-            ops.rotate(codes, place, first, slope, cos, sin, True)
-    ops.gate(codes, place, starts[2], dv, None)
+            ops.rotate(out, place, first, slope, cos, sin, True)
+    ops.gate(out, place, starts[2], dv, None)
 
 
 def _has_filling(qkvg: Tensor, rows: int, heads: Heads) -> bool:
@@ -235,8 +237,8 @@ def attention_core(
 ) -> Tensor:  # fmt: skip
     """gate(attention(rope(q), rope(k), v)) of the projection qkvg [N, Q], N >= B*S; returns [B*S, A*H].
 
-    cos, sin [S, H] or [B, S, H], None for a layer without RoPE. **Overwrites q and k in qkvg**, which only its producer may
-    hold besides: te.Linear does not keep its output. `targets` (kernels.handover.targets): where the gradient of qkvg and
-    the result may be written as FP8.
+    cos, sin [S, H] or [B, S, H], None for a layer without RoPE. **Overwrites q and k in qkvg**, which only its producer
+    may hold besides: te.Linear does not keep its output. `targets` (kernels.handover.targets): where the gradient of
+    qkvg and the result may be written as FP8.
     """
     return _AttentionCore.apply(qkvg, cos, sin, batch, batch * seq, heads, ops, targets)

@@ -11,23 +11,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.kernels.gated_attention import CodeOperations, Operations
+from te_models.kernels.gated_attention import FP8Operations, Operations
 from te_models.kernels.handover_triton import (
     BAND,
-    Codes,
-    new_codes,
+    FP8Data,
+    new_fp8,
     note_inverse,
     raise_amax,
     sigmoid,
-    store_codes,
+    store_fp8,
     tile,
 )
 
-HEADS = 8  # heads a program
+HEADS = 8  # heads per program
 TOKENS = (
-    32  # tokens a program of those that write codes, each of one head, with four warps; 64 are as fast, 128 are not
+    32  # tokens per program of those that write FP8, each of one head, with four warps; 64 are as fast, 128 are not
 )
-TURNED = 8  # heads a program of rotate_codes, which share a token's angles
+TURNED = 8  # heads per program of rotate_fp8, which share a token's angles
 
 
 @triton.jit
@@ -176,7 +176,8 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
 
 @triton.jit
 def _rows(x, i, head, batch_stride, seq_stride, head_stride, seq):
-    """Pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]; S is None where tokens lie as those of one row do."""
+    """Pointers [rows, 1] to a head at tokens i of x [B, S, heads, H];
+    S is None where tokens lie as those of one row do."""
     if seq is None:
         at = x + i * seq_stride + head * head_stride
     else:
@@ -200,8 +201,8 @@ def _gated(
 
 
 @triton.jit
-def _gate_codes_kernel(
-    x, logits, codes, transposed, scale, amax, scale_inv,
+def _gate_fp8_kernel(
+    x, logits, data, transposed, scale, amax, scale_inv,
     x_batch, x_seq, x_head, g_batch, g_seq, g_head,
     rows, seq, heads, width, first,
     gated: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
@@ -215,7 +216,7 @@ def _gate_codes_kernel(
     c = _gated(x, logits, i + 2, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
     d = _gated(x, logits, i + 3, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
     s, j = tl.load(scale), first + head * dim + channel
-    raise_amax(amax, store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, E5M2))
+    raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, width, data, transposed, width, E5M2))
     note_inverse(s, scale_inv)
 
 
@@ -233,8 +234,8 @@ def _rotated(x, i, head, x_batch, x_seq, x_head, seq, c, s, channel, inside, hal
 
 
 @triton.jit
-def _rotate_codes_kernel(
-    x, cos, sin, codes, transposed, scale, amax, scale_inv,
+def _rotate_fp8_kernel(
+    x, cos, sin, data, transposed, scale, amax, scale_inv,
     x_batch, x_seq, x_head, table_batch, table_seq,
     rows, seq, heads, width, first, sign,
     half: tl.constexpr, block: tl.constexpr, turned: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
@@ -254,8 +255,8 @@ def _rotate_codes_kernel(
         c, g = _rotated(x, i + 2, head, x_batch, x_seq, x_head, seq, cc, sc, channel, inside, half)
         d, h = _rotated(x, i + 3, head, x_batch, x_seq, x_head, seq, cd, sd, channel, inside, half)
         j = first + head * 2 * half + channel
-        one = store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, E5M2)
-        two = store_codes(e, f, g, h, s, group, j + half, rows, width, codes, transposed, width, E5M2)
+        one = store_fp8(a, b, c, d, s, group, j, rows, width, data, transposed, width, E5M2)
+        two = store_fp8(e, f, g, h, s, group, j + half, rows, width, data, transposed, width, E5M2)
         largest = tl.maximum(largest, tl.maximum(one, two))
     raise_amax(amax, largest)
     note_inverse(s, scale_inv)
@@ -263,8 +264,8 @@ def _rotate_codes_kernel(
 
 @triton.jit
 def _gate_slopes(
-    dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch, dx_seq,
-    dx_head, seq, channel, inside,
+    dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch,
+    dx_seq, dx_head, seq, channel, inside,
 ):  # fmt: skip
     slope = _read(_rows(dy, i, head, dy_batch, dy_seq, dy_head, seq), channel, inside)
     value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
@@ -275,8 +276,8 @@ def _gate_slopes(
 
 
 @triton.jit
-def _gate_backward_codes_kernel(
-    dy, x, logits, dx, codes, transposed, scale, amax, scale_inv,
+def _gate_backward_fp8_kernel(
+    dy, x, logits, dx, data, transposed, scale, amax, scale_inv,
     dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch, dx_seq, dx_head,
     rows, seq, heads, width, first,
     dim: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
@@ -285,25 +286,25 @@ def _gate_backward_codes_kernel(
     group, channel = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4), tl.arange(0, dim)
     i = 4 * group
     inside = (i < rows)[:, None]
-    a = _gate_slopes(dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
-                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
-    b = _gate_slopes(dy, x, logits, dx, i + 1, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
-                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
-    c = _gate_slopes(dy, x, logits, dx, i + 2, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
-                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
-    d = _gate_slopes(dy, x, logits, dx, i + 3, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head,
-                     dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    a = _gate_slopes(dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
+                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    b = _gate_slopes(dy, x, logits, dx, i + 1, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
+                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    c = _gate_slopes(dy, x, logits, dx, i + 2, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
+                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
+    d = _gate_slopes(dy, x, logits, dx, i + 3, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
+                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
     s, j = tl.load(scale), first + head * dim + channel
-    raise_amax(amax, store_codes(a, b, c, d, s, group, j, rows, width, codes, transposed, width, E5M2))
+    raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, width, data, transposed, width, E5M2))
     note_inverse(s, scale_inv)
 
 
 Place = tuple[Tensor, Tensor, bool]  # scale, amax, E5M2
 
 
-def _of(codes: Codes, place: Place) -> tuple[Tensor, ...]:
+def _of(out: FP8Data, place: Place) -> tuple[Tensor, ...]:
     """What a kernel is told of where it writes."""
-    return codes.codes, codes.transposed, *place[:2], codes.scale_inv
+    return out.data, out.transposed, *place[:2], out.scale_inv
 
 
 def _even(seq: int, *tensors: Tensor) -> int | None:
@@ -311,41 +312,39 @@ def _even(seq: int, *tensors: Tensor) -> int | None:
     return None if all(tensor.stride(0) == seq * tensor.stride(1) for tensor in tensors) else seq
 
 
-def gate_codes(codes: Codes, place: Place, first: int, x: Tensor, logits: Tensor | None) -> None:
-    """attention_core.gate, or x itself where there are no logits, as codes."""
+def gate_fp8(out: FP8Data, place: Place, first: int, x: Tensor, logits: Tensor | None) -> None:
+    """attention_core.gate, or x itself where there are no logits, as FP8 into `out`."""
     batch, seq, heads, dim = x.shape
     gate = x if logits is None else logits
-    _gate_codes_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
-        x, gate, *_of(codes, place), *x.stride()[:3], *gate.stride()[:3],
-        batch * seq, _even(seq, x, gate), heads, codes.transposed.shape[0], first,
+    _gate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
+        x, gate, *_of(out, place), *x.stride()[:3], *gate.stride()[:3],
+        batch * seq, _even(seq, x, gate), heads, out.transposed.shape[0], first,
         gated=logits is not None, dim=dim, block=TOKENS, BAND=BAND, E5M2=place[2], num_warps=4,
     )  # fmt: skip
 
 
-def rotate_codes(codes: Codes, place: Place, first: int, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
-    """attention_core.rotate as codes."""
+def rotate_fp8(out: FP8Data, place: Place, first: int, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
+    """attention_core.rotate as FP8 into `out`."""
     batch, seq, heads, dim = x.shape
     table = (cos.stride(0) if cos.ndim == 3 else 0, cos.stride(-2))
-    _rotate_codes_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED),)](
-        x, cos, sin, *_of(codes, place), *x.stride()[:3], *table,
-        batch * seq, seq, heads, codes.transposed.shape[0], first, -1.0 if inverse else 1.0,
+    _rotate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED),)](
+        x, cos, sin, *_of(out, place), *x.stride()[:3], *table,
+        batch * seq, seq, heads, out.transposed.shape[0], first, -1.0 if inverse else 1.0,
         half=dim // 2, block=TOKENS, turned=TURNED, BAND=BAND, E5M2=place[2], num_warps=4,
     )  # fmt: skip
 
 
-def gate_backward_codes(codes: Codes, place: Place, first: int, dy: Tensor, x: Tensor, logits: Tensor) -> Tensor:
-    """attention_core.gate_backward, with the gradient for the logits as codes."""
+def gate_backward_fp8(out: FP8Data, place: Place, first: int, dy: Tensor, x: Tensor, logits: Tensor) -> Tensor:
+    """attention_core.gate_backward, with the gradient for the logits as FP8 into `out`."""
     batch, seq, heads, dim = x.shape
     dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     strides = [stride for tensor in (dy, x, logits, dx) for stride in tensor.stride()[:3]]
-    _gate_backward_codes_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
-        dy, x, logits, dx, *_of(codes, place), *strides, batch * seq, _even(seq, dy, x, logits, dx), heads,
-        codes.transposed.shape[0], first,
+    _gate_backward_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
+        dy, x, logits, dx, *_of(out, place), *strides, batch * seq, _even(seq, dy, x, logits, dx), heads,
+        out.transposed.shape[0], first,
         dim=dim, block=TOKENS, BAND=BAND, E5M2=place[2], num_warps=4,
     )  # fmt: skip
     return dx
 
 
-TRITON = Operations(
-    rotate, copy, gate, gate_backward, CodeOperations(new_codes, gate_codes, rotate_codes, gate_backward_codes)
-)
+TRITON = Operations(rotate, copy, gate, gate_backward, FP8Operations(new_fp8, gate_fp8, rotate_fp8, gate_backward_fp8))

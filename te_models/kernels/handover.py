@@ -1,9 +1,9 @@
 """From one te module to the next: the plain functions, which pass BF16 on.
 
-A te.Linear casts its input to FP8 by itself: a pass over a BF16 tensor that the operation before it has just written; and
-so does its backward with the gradient of its output. An engine's `handover` holds twins under these names that write FP8
-directly, with the te.Linear's own scale and into its own amax; Transformer Engine's are in engine/native.py. They differ
-from the functions here by one rounding to BF16 that they do not make.
+A te.Linear casts its input to FP8 by itself: a pass over a BF16 tensor that the operation before it has just written;
+and so does its backward with the gradient of its output. An engine's `handover` holds twins under these names that
+write FP8 directly, with the te.Linear's own scale and into its own amax; Transformer Engine's are in engine/native.py.
+They differ from the functions here by one rounding to BF16 that they do not make.
 
 `producer` is the te.Linear whose output is read, `consumer` the one whose input is made.
 """
@@ -11,6 +11,7 @@ from the functions here by one rounding to BF16 that they do not make.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +31,17 @@ def norm(module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module
     return module(total), total
 
 
+def _itself(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return function
+
+
 class _SwiGLU(torch.autograd.Function):
     """SwiGLU from two functions, so that one may know where its input is saved (te_models/kernels/early_save.py)."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
         """gate_up [N, 2F] -> [N, F]."""
-        save_input(ctx, gate_up, recompute=lambda: forward)
+        save_input(ctx, gate_up, recompute=partial(_itself, forward))
         ctx.make_gradient = backward
         return forward(gate_up)
 

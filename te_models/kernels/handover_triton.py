@@ -1,12 +1,12 @@
-"""What comes before a te.Linear, written as the FP8 that it multiplies: codes, their transpose and the amax in one pass.
+"""What comes before a te.Linear, written as the FP8 that it multiplies: data, its transpose and the amax in one pass.
 
-On Hopper a GEMM wants the contraction last in both operands, so forward reads the codes as they are and the weight's
-gradient reads them transposed. Casting afterwards costs a BF16 round trip, and a transpose of its own costs another pass.
-Each function takes a delayed scale (FP32 [1]) and raises `amax` (FP32 [1]) to that of its FP32 result; codes are uint8.
-N is a multiple of 4: the codes of four rows are one word, so that what is transposed are words, not bytes.
+On Hopper a GEMM wants the contraction last in both operands, so forward reads the data as it is and the weight's
+gradient reads it transposed. Casting afterwards costs a BF16 round trip, and a transpose of its own costs another pass.
+Each function takes a delayed scale (FP32 [1]) and raises `amax` (FP32 [1]) to that of its FP32 result; FP8 data is
+uint8. N is a multiple of 4: the bytes of four rows are one word, so that words are transposed, not bytes.
 
-Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), which has no instruction for the conversion: there, it
-is made of integers.
+Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), which has no instruction for the conversion: there,
+it is made of integers.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _SIGMOID = tl.constexpr(
 )
 
 
-class Codes(NamedTuple):
-    """codes [N, K] or None, transposed [K, N], both uint8; scale_inv FP32 [1], what a code is worth."""
+class FP8Data(NamedTuple):
+    """data [N, K] or None, transposed [K, N], both uint8; scale_inv FP32 [1], the factor from data to values."""
 
-    codes: Tensor | None
+    data: Tensor | None
     transposed: Tensor
     scale_inv: Tensor
 
 
 @triton.jit
 def _encode4(a, b, c, d, E5M2: tl.constexpr):
-    """The codes of four FP32 tensors as one of int32, a's in the lowest byte."""
+    """The FP8 data of four FP32 tensors as one of int32, a's in the lowest byte."""
     if INTERPRETED:
         a, b = encode_fp8(a, E5M2).to(tl.int32), encode_fp8(b, E5M2).to(tl.int32)
         c, d = encode_fp8(c, E5M2).to(tl.int32), encode_fp8(d, E5M2).to(tl.int32)
@@ -90,19 +90,19 @@ def sigmoid(x):
 
 
 @triton.jit
-def store_codes(a, b, c, d, scale, group, j, rows, columns, codes, transposed, stride, E5M2: tl.constexpr):
+def store_fp8(a, b, c, d, scale, group, j, rows, columns, data, transposed, stride, E5M2: tl.constexpr):
     """Quantize FP32 tiles, the first, second, third and fourth rows of groups of four, of columns j, into both copies,
     or into the transposed one alone. Returns the largest magnitude of each group and column, for `raise_amax`.
 
-    `group` is numbers that lie together: of 4 * group the compiler would not know that the words do, and would write them one
-    by one.
+    `group` is numbers that lie together: of 4 * group the compiler would not know that the words do, and would write
+    them one by one.
     """
     group, j = group.to(tl.int64), j.to(tl.int64)
     i = 4 * group
     inside = (i < rows)[:, None] & (j < columns)[None, :]
     word = _encode4(a * scale, b * scale, c * scale, d * scale, E5M2)
-    if codes is not None:
-        at = codes + i[:, None] * stride + j[None, :]
+    if data is not None:
+        at = data + i[:, None] * stride + j[None, :]
         first, second, third, fourth = _bytes(word)
         tl.store(at, first, mask=inside)
         tl.store(at + stride, second, mask=inside)
@@ -124,14 +124,15 @@ def raise_amax(amax, largest):
 
 @triton.jit
 def note_inverse(scale, scale_inv):
-    """Write what a code is worth, once."""
+    """Write the inverse scale, once."""
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
 
 
 @triton.jit
 def tile(high, wide, BAND: tl.constexpr):
-    """This program's tile of `high` x `wide`: its place from above and from the left. Bands BAND high follow each other."""
+    """This program's tile of `high` x `wide`: its place from above and from the left.
+    Bands BAND high follow each other."""
     first = tl.program_id(0) // (BAND * wide) * BAND
     own, height = tl.program_id(0) - first * wide, tl.minimum(BAND, high - first)
     return first + own % height, own // height
@@ -154,7 +155,7 @@ def _load(x, i, j, rows, columns, stride):
 
 @triton.jit
 def _cast_kernel(
-    x, codes, transposed, scale, amax, scale_inv, rows, columns,
+    x, data, transposed, scale, amax, scale_inv, rows, columns,
     E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
@@ -162,7 +163,7 @@ def _cast_kernel(
     a, b = _load(x, i, j, rows, columns, columns), _load(x, i + 1, j, rows, columns, columns)
     c, d = _load(x, i + 2, j, rows, columns, columns), _load(x, i + 3, j, rows, columns, columns)
     s = tl.load(scale)
-    raise_amax(amax, store_codes(a, b, c, d, s, group, j, rows, columns, codes, transposed, columns, E5M2))
+    raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2))
     note_inverse(s, scale_inv)
 
 
@@ -174,7 +175,7 @@ def _swiglu(gate_up, i, j, rows, columns):
 
 @triton.jit
 def _swiglu_kernel(
-    gate_up, codes, transposed, scale, amax, scale_inv, rows, columns,
+    gate_up, data, transposed, scale, amax, scale_inv, rows, columns,
     E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
@@ -182,7 +183,7 @@ def _swiglu_kernel(
     a, b = _swiglu(gate_up, i, j, rows, columns), _swiglu(gate_up, i + 1, j, rows, columns)
     c, d = _swiglu(gate_up, i + 2, j, rows, columns), _swiglu(gate_up, i + 3, j, rows, columns)
     s = tl.load(scale)
-    raise_amax(amax, store_codes(a, b, c, d, s, group, j, rows, columns, codes, transposed, columns, E5M2))
+    raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2))
     note_inverse(s, scale_inv)
 
 
@@ -197,7 +198,7 @@ def _dswiglu(dy, gate_up, i, j, rows, columns):
 
 @triton.jit
 def _dswiglu_kernel(
-    dy, gate_up, codes, transposed, scale, amax, scale_inv, rows, columns,
+    dy, gate_up, data, transposed, scale, amax, scale_inv, rows, columns,
     E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
@@ -207,16 +208,16 @@ def _dswiglu_kernel(
     c, g = _dswiglu(dy, gate_up, i + 2, j, rows, columns)
     d, h = _dswiglu(dy, gate_up, i + 3, j, rows, columns)
     s = tl.load(scale)
-    of_gate = store_codes(a, b, c, d, s, group, j, rows, columns, codes, transposed, 2 * columns, E5M2)
+    of_gate = store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, 2 * columns, E5M2)
     half = transposed + rows.to(tl.int64) * columns
-    of_up = store_codes(e, f, g, h, s, group, j, rows, columns, codes + columns, half, 2 * columns, E5M2)
+    of_up = store_fp8(e, f, g, h, s, group, j, rows, columns, data + columns, half, 2 * columns, E5M2)
     raise_amax(amax, tl.maximum(of_gate, of_up))
     note_inverse(s, scale_inv)
 
 
 @triton.jit
 def _norm_kernel(
-    x, delta, total, weight, rstd, codes, transposed, scale, amax, scale_inv, rows, columns, eps,
+    x, delta, total, weight, rstd, data, transposed, scale, amax, scale_inv, rows, columns, eps,
     ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -245,55 +246,55 @@ def _norm_kernel(
         j = start + tl.arange(0, COLUMNS)
         gamma = tl.load(weight + j, j < columns, 0.0).to(tl.float32)[None, :]
         gamma = 1 + gamma if ZERO_CENTERED else gamma
-        found = store_codes(
+        found = store_fp8(
             _load(source, i, j, rows, columns, columns) * a[:, None] * gamma,
             _load(source, i + 1, j, rows, columns, columns) * b[:, None] * gamma,
             _load(source, i + 2, j, rows, columns, columns) * c[:, None] * gamma,
             _load(source, i + 3, j, rows, columns, columns) * d[:, None] * gamma,
-            s, group, j, rows, columns, codes, transposed, columns, E5M2,
+            s, group, j, rows, columns, data, transposed, columns, E5M2,
         )  # fmt: skip
         largest = tl.maximum(largest, found)
     raise_amax(amax, largest)
     note_inverse(s, scale_inv)
 
 
-def new_codes(rows: int, columns: int, device: torch.device, rowwise: bool = True) -> Codes:
-    """Codes [rows, columns] to be written to, the transposed ones alone if not `rowwise`."""
-    codes = torch.empty(rows, columns, dtype=torch.uint8, device=device) if rowwise else None
+def new_fp8(rows: int, columns: int, device: torch.device, rowwise: bool = True) -> FP8Data:
+    """Return FP8 data [rows, columns] without values, the transposed copy alone if not `rowwise`."""
+    data = torch.empty(rows, columns, dtype=torch.uint8, device=device) if rowwise else None
     transposed = torch.empty(columns, rows, dtype=torch.uint8, device=device)
-    return Codes(codes, transposed, torch.empty(1, dtype=torch.float32, device=device))
+    return FP8Data(data, transposed, torch.empty(1, dtype=torch.float32, device=device))
 
 
-def cast(x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> Codes:
-    """Contiguous x [N, K] itself, of any float dtype: codes [N, K], the bits of Transformer Engine's cast."""
+def cast(x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:
+    """Contiguous x [N, K] itself, of any float dtype: data [N, K], the bits of Transformer Engine's cast."""
     rows, columns = x.shape
-    out = new_codes(rows, columns, x.device)
+    out = new_fp8(rows, columns, x.device)
     _cast_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
-        x, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns,
+        x, out.data, out.transposed, scale, amax, out.scale_inv, rows, columns,
         E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def swiglu(gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool, rowwise: bool = True) -> Codes:
-    """silu(gate) * up of contiguous gate_up [N, 2F]: codes [N, F], the transposed ones alone if not `rowwise`."""
+def swiglu(gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool, rowwise: bool = True) -> FP8Data:
+    """silu(gate) * up of contiguous gate_up [N, 2F]: data [N, F], the transposed copy alone if not `rowwise`."""
     rows, columns = len(gate_up), gate_up.shape[1] // 2
-    out = new_codes(rows, columns, gate_up.device, rowwise)
+    out = new_fp8(rows, columns, gate_up.device, rowwise)
     grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)
     _swiglu_kernel[grid](
-        gate_up, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns,
+        gate_up, out.data, out.transposed, scale, amax, out.scale_inv, rows, columns,
         E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def dswiglu(dy: Tensor, gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> Codes:
-    """The gradient of contiguous gate_up [N, 2F] for dy [N, F] of `swiglu`'s output: codes [N, 2F]."""
+def dswiglu(dy: Tensor, gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:
+    """The gradient of contiguous gate_up [N, 2F] for dy [N, F] of `swiglu`'s output: data [N, 2F]."""
     rows, columns = dy.shape
-    out = new_codes(rows, 2 * columns, dy.device)
+    out = new_fp8(rows, 2 * columns, dy.device)
     grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)
     _dswiglu_kernel[grid](
-        dy, gate_up, out.codes, out.transposed, scale, amax, out.scale_inv, rows, columns,
+        dy, gate_up, out.data, out.transposed, scale, amax, out.scale_inv, rows, columns,
         E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
     )  # fmt: skip
     return out
@@ -302,15 +303,16 @@ def dswiglu(dy: Tensor, gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool
 def norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, scale: Tensor, amax: Tensor,
     e5m2: bool,
-) -> tuple[Codes, Tensor, Tensor]:  # fmt: skip
-    """RMSNorm of x + delta (None: of x), contiguous [N, D]: codes [N, D], x + delta, and 1 / RMS, FP32 [N]."""
+) -> tuple[FP8Data, Tensor, Tensor]:  # fmt: skip
+    """RMSNorm of x + delta (None: of x), contiguous [N, D]: data [N, D], x + delta, and 1 / RMS, FP32 [N]."""
     rows, columns = x.shape
-    out = new_codes(rows, columns, x.device)
+    out = new_fp8(rows, columns, x.device)
     total = x if delta is None else torch.empty_like(x)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     _norm_kernel[(triton.cdiv(rows, NORM_ROWS), 1)](
-        x, x if delta is None else delta, total, weight, rstd, out.codes, out.transposed, scale, amax, out.scale_inv,
+        x, x if delta is None else delta, total, weight, rstd, out.data, out.transposed, scale, amax, out.scale_inv,
         rows, columns, eps,
-        ADD=delta is not None, ZERO_CENTERED=zero_centered, E5M2=e5m2, ROWS=NORM_ROWS, COLUMNS=NORM_COLUMNS, num_warps=4,
+        ADD=delta is not None, ZERO_CENTERED=zero_centered, E5M2=e5m2, ROWS=NORM_ROWS, COLUMNS=NORM_COLUMNS,
+        num_warps=4,
     )  # fmt: skip
     return out, total, rstd

@@ -105,12 +105,12 @@ def linear_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Mean cross-entropy of the logits `x @ weight.T`, which exist for `chunk` rows at a time.
 
-    x [T, D], weight [V, D], targets int64 [T], of which -100 does not count; an FP32 scalar, zero when no target counts.
-    The logits are rounded to the dtype of x as a BF16 head rounds them, so the loss is cross_entropy's; the gradient of
-    the weight is summed over the chunks in FP32. `chunk` None takes te_models.config.chunk_sizes.head_rows; `kernel` is
-    loss_and_gradient, its compiled twin, or the one of lm_head_triton.py, which needs no second buffer for the gradient;
-    `multiply`, of that file, spares copies of both gradients in backward. (The idea of making the gradient chunk by chunk in
-    the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)
+    x [T, D], weight [V, D], targets int64 [T], of which -100 does not count; an FP32 scalar, zero when no target
+    counts. The logits are rounded to the dtype of x as a BF16 head rounds them, so the loss is cross_entropy's; the
+    gradient of the weight is summed over the chunks in FP32. `chunk` None takes te_models.config.chunk_sizes.head_rows;
+    `kernel` is loss_and_gradient, its compiled twin, or the one of lm_head_triton.py, which needs no second buffer for
+    the gradient; `multiply`, of that file, spares copies of both gradients in backward. (The idea of making the
+    gradient chunk by chunk in the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)
     """
     if not torch.is_grad_enabled():
         x, weight = x.detach(), weight.detach()  # autograd asks for their gradients even here: two products for nothing

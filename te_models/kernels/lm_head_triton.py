@@ -1,8 +1,8 @@
 """loss_and_gradient in Triton: each logit is read from memory once, and its gradient written over it.
 
-A program handles one row. It goes through the row twice: for the sum of the exponentials, and backwards, from what it read
-last, for the gradient, while the row is in the cache. Tested against the plain function through Triton's interpreter on a
-CPU (TRITON_INTERPRET=1).
+A program handles one row. It goes through the row twice: for the sum of the exponentials, and backwards, from what it
+read last, for the gradient, while the row is in the cache. Tested against the plain function through Triton's
+interpreter on a CPU (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def _cross_entropy_kernel(
 def _program(vocabulary: int) -> tuple[int, int]:
     """Warps of a program, and logits of a step.
 
-    The more warps a row has, the fewer rows are on a multiprocessor at a time: as many as its cache of 256 KiB holds in BF16,
-    up to a vocabulary of 2**16. Beyond that a thread takes more at a time and registers leave room for one row, so that all
-    of a GPU's rows stay in the L2 cache; where rows begin anywhere, loads of single logits fill the registers anyway. By
-    calculation: no other choice has been timed.
+    The more warps a row has, the fewer rows are on a multiprocessor at a time: as many as its cache of 256 KiB holds in
+    BF16, up to a vocabulary of 2**16. Beyond that a thread takes more at a time and registers leave room for one row,
+    so that all of a GPU's rows stay in the L2 cache; where rows begin anywhere, loads of single logits fill the
+    registers anyway. By calculation: no other choice has been timed.
     """
     warps = min(32, max(4, triton.next_power_of_2(vocabulary // 2048)))
     return warps, warps * 32 * (32 if vocabulary > 2**16 and vocabulary % 16 == 0 else 16)
@@ -71,8 +71,8 @@ def _program(vocabulary: int) -> tuple[int, int]:
 def loss_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
     """head.loss_and_gradient of contiguous logits [T, V]; the gradient is the logits' own memory.
 
-    A row whose target is -100 is not read: its loss and gradient are zero whatever its logits. NaN in another row makes the
-    loss NaN, and so does a target that is no column.
+    A row whose target is -100 is not read: its loss and gradient are zero whatever its logits. NaN in another row makes
+    the loss NaN, and so does a target that is no column.
     """
     assert logits.is_contiguous()
     rows, vocabulary = logits.shape
@@ -95,7 +95,8 @@ def _multiply_kernel(x, factor, size, BLOCK: tl.constexpr):
 
 
 def multiply(tensors: list[Tensor], factor: Tensor) -> None:
-    """Contiguous tensors times a scalar on their device, in place and unseen by autograd; by 1, the usual one, at no cost."""
+    """Contiguous tensors times a scalar on their device, in place and unseen by autograd; by 1, the usual one,
+    at no cost."""
     for tensor in tensors:
         assert tensor.is_contiguous()
         with torch.cuda.device_of(tensor):

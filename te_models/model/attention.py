@@ -22,8 +22,8 @@ from te_models.model.tensor_parallel import TensorParallel
 class GatedAttention(nn.Module):
     """o_proj(sigmoid(g) * attention(rope(q), rope(k), v)) with q, k, v and the gate g from one GEMM.
 
-    Qiu et al. 2025, arXiv 2505.06708 (their best position, after attention and before the output projection). The rows of
-    `qkvg_proj.weight` are those of te_models.config.layout, for this rank's heads under tensor parallelism.
+    Qiu et al. 2025, arXiv 2505.06708 (their best position, after attention and before the output projection). The rows
+    of `qkvg_proj.weight` are those of te_models.config.layout, for this rank's heads under tensor parallelism.
     """
 
     def __init__(self, config: ModelConfig, layer: int, te: ModuleType, tp: TensorParallel, **factory: Any) -> None:

@@ -7,6 +7,7 @@ whatever autocast a caller opens around the model, and every scale is updated ex
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from te_models.config.recompute_modes import check_mode
 from te_models.device.choice import choose_device
 from te_models.engine import check_support, engine_module, get_engine
 from te_models.errors import ConfigError, UsageError
-from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink, same_codes
+from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, quantize_weights_alike, relink
 from te_models.fp8.region import forward_pass, fp8_layers, preserve_scales_in_backward
 from te_models.fp8.scaling_state import convert_scales, fp8_state, load_fp8_state
 from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
@@ -34,7 +35,7 @@ from te_models.kernels.elementwise import scaled_logits
 from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
 from te_models.model.block import Block
 from te_models.model.forward_context import ForwardContext, forward_context
-from te_models.model.kv_cache import KVCache
+from te_models.model.kv_cache import Cache
 from te_models.model.offload import HostMemory, Offload
 from te_models.model.recipe_fit import check_sizes
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
@@ -133,7 +134,7 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.tp.mark(self)
         clear_states(self)
-        drop_transposed(self)
+        drop_transposed(self, self.recipe)
         if initialize and factory["device"].type != "meta":
             self.init_weights()
 
@@ -236,19 +237,20 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         labels: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         attention_mask: Tensor | None = None,
         return_logits: bool = True,
         logits_to_keep: int | None = None,
         document_ids: Tensor | None = None,
         is_first_microbatch: bool | None = None,
+        inputs_embeds: Tensor | None = None,
     ) -> Output:
         """Logits of every position, and the mean cross-entropy of predicting `labels` from the positions before them.
 
         Args:
-            input_ids: int64 [B, S]; any B and S up to max_position_embeddings.
+            input_ids: int64 [B, S]; any B and S up to max_position_embeddings. None with inputs_embeds.
             labels: int64 [B, S], not shifted; -100 is not counted, nor is a target predicted from padding. Other labels
                 outside the vocabulary are a ValueError on a CPU; on a GPU they make the loss NaN.
             cache: positions seen before; the new ones are appended.
@@ -263,22 +265,26 @@ class Decoder(nn.Module):
             is_first_microbatch: under gradient accumulation, True in the first micro-batch of a step, which quantizes
                 the weights and caches the result, False in the others, which use it (unless the weights have changed
                 since); None quantizes them every time and caches nothing.
+            inputs_embeds: [B, S, D], vectors in the place of those that the embedding has for input_ids.
         """
         refuse_foreign_recompute(self.recipe.stateful)
-        recompute = self._recompute(input_ids.device, is_first_microbatch)
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if tokens is None or (inputs_embeds is not None and input_ids is not None):
+            raise UsageError("give either input_ids or inputs_embeds, the vectors that stand for them")
+        recompute = self._recompute(tokens.device, is_first_microbatch)
         passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
-        context = forward_context(self.config, input_ids, *passed, self.dtype)
+        context = forward_context(self.config, tokens, *passed, self.dtype)
         wanted = (labels, attention_mask, return_logits, logits_to_keep)
         with forward_pass(self, self.te, self.recipe, self.te_recipe):
-            output = self._decode(input_ids, context, *wanted)
+            output = self._decode(tokens, context, *wanted)
         if self.recipe.stateful and not self.training:
             preserve_scales_in_backward(self, output)
         return output
 
-    def _decode(self, input_ids: Tensor, context: ForwardContext, *wanted: Any) -> Output:
-        """input_ids [B, S] through all blocks and the head; `wanted` as in `_output`."""
+    def _decode(self, tokens: Tensor, context: ForwardContext, *wanted: Any) -> Output:
+        """Ids [B, S] or vectors [B, S, D] through all blocks and the head; `wanted` as in `_output`."""
         fp8 = self.fp8_layers
-        x = self.tp.scatter(self._padded(self._embedded(input_ids, context)))
+        x = self.tp.scatter(self._padded(self._embedded(tokens, context)))
         x = self._run(range(fp8.start), x, context)
         with fp8_layers(self.te, self.te_recipe, self.amax_group) if fp8 else contextlib.nullcontext():
             x = self._run(fp8, x, context)
@@ -295,16 +301,11 @@ class Decoder(nn.Module):
         lock = self.te.region_lock(self)
         return Recompute(self.activation_checkpointing, self.te, self.te_recipe, count, *how, lock=lock)
 
-    def _embedded(self, input_ids: Tensor, context: ForwardContext) -> Tensor:
-        """input_ids [B, S] -> [B*S, D], zero at padding."""
-        x, multiplier = self.kernels.embedding(self.embed_tokens, input_ids).flatten(0, 1), self._embedding_multiplier
-        x = x if multiplier == 1 else x * multiplier
+    def _embedded(self, tokens: Tensor, context: ForwardContext) -> Tensor:
+        """Ids [B, S] or vectors [B, S, D] -> [B*S, D], zero at padding."""
+        x = (self.kernels.embedding(self.embed_tokens, tokens) if tokens.dim() == 2 else tokens).flatten(0, 1)
+        x = x if (multiplier := _rounded(self.config.embedding_multiplier, self.dtype)) == 1 else x * multiplier
         return x if context.real is None else x * context.real
-
-    @property
-    def _embedding_multiplier(self) -> float:
-        """The factor on embeddings, rounded to the model's dtype as Gemma's was in training."""
-        return torch.tensor(self.config.embedding_multiplier, dtype=self.dtype).item()
 
     def _run(self, layers: range, x: Tensor, context: ForwardContext) -> Tensor:
         """x [N, D] through these blocks."""
@@ -420,7 +421,9 @@ class Decoder(nn.Module):
     def _check_weights_fit(self, new: Recipe) -> None:
         """Refuse a recipe that FP8 primary weights are not made for."""
         edges = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head")
-        if not same_codes(self.recipe, new) or any(getattr(self.recipe, e) != getattr(new, e) for e in edges):
+        if not quantize_weights_alike(self.recipe, new) or any(
+            getattr(self.recipe, e) != getattr(new, e) for e in edges
+        ):
             raise ValueError(
                 f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and {new.name!r} needs "
                 "others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"
@@ -438,6 +441,13 @@ class Decoder(nn.Module):
         self.tp.check_recipe(recipe)
         check_sizes(self.local_config, recipe, self.tp.each)
         return recipe
+
+
+@functools.cache
+def _rounded(factor: float, dtype: torch.dtype) -> float:
+    """The factor on embeddings, rounded to `dtype` as Gemma's was in training; once, since a captured step makes no tensor
+    of a number."""
+    return torch.tensor(factor, dtype=dtype).item()
 
 
 def target_device(model: Decoder) -> torch.device:

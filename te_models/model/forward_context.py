@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from te_models.config.model import ModelConfig
 from te_models.kernels.dispatch import Kernels
 from te_models.kernels.sdpa import attention_mask
-from te_models.model.kv_cache import KVCache
+from te_models.model.kv_cache import Cache
 from te_models.model.recompute import Recompute
 from te_models.model.rope import rotary_tables
 from te_models.model.te_modules import pad_rows
@@ -25,7 +25,7 @@ class ForwardContext(NamedTuple):
     rotary: dict[bool, tuple[Tensor, Tensor]]  # whether a layer has a window -> cos and sin [S, R] or [B, S, R] for it,
     # R channels rotated, in the dtype of the activations
     query_scale: Tensor | None  # [S] or [B, S], of ModelConfig.query_scale_beta
-    cache: KVCache | None
+    cache: Cache | None
     masks: dict[int | None, Tensor | None]  # sliding window -> which keys are seen (kernels.attention.attention_mask)
     real: Tensor | None  # bool [B*S, 1], False at padding inside the batch; None where there is none
     recompute: Recompute  # which activations backward recomputes
@@ -47,7 +47,7 @@ class ForwardContext(NamedTuple):
 def forward_context(
     config: ModelConfig,
     ids: Tensor,
-    cache: KVCache | None,
+    cache: Cache | None,
     real: Tensor | None,
     documents: Tensor | None,
     recompute: Recompute,
@@ -55,14 +55,14 @@ def forward_context(
     fp8_layers: range,
     dtype: torch.dtype,
 ) -> ForwardContext:
-    """Compute positions and masks of the newest tokens `ids` [B, S] of each row, on their device.
+    """Compute positions and masks of the newest tokens `ids` [B, S] (or [B, S, D]) of each row, on their device.
 
     `real` and `documents` [B, S] are Decoder.forward's attention_mask and document_ids.
 
     Raises:
         ValueError: more tokens than the model has positions, wrong shapes, arguments that exclude each other.
     """
-    batch, seq = ids.shape
+    batch, seq = ids.shape[:2]
     _check(config, ids, cache, real, documents)
     padded = None if real is None or bool(real.all()) else real.to(ids.device, torch.bool)
     documents = None if documents is None else documents.to(ids.device)
@@ -98,16 +98,16 @@ def _positions(seq: int, padded: Tensor | None, documents: Tensor | None, device
 
 
 def _check(
-    config: ModelConfig, ids: Tensor, cache: KVCache | None, real: Tensor | None, documents: Tensor | None
+    config: ModelConfig, ids: Tensor, cache: Cache | None, real: Tensor | None, documents: Tensor | None
 ) -> None:
     length, limit = ids.shape[1] + (cache.length if cache else 0), config.longest_sequence
     if length > limit:
         name = "max_position_embeddings" if limit == config.max_position_embeddings else "the stretched limit of RoPE"
         raise ValueError(f"a sequence of {length} tokens is longer than {name}={limit}: shorten it or raise that field")
     for name, given in (("attention_mask", real), ("document_ids", documents)):
-        if given is not None and given.shape != ids.shape:
+        if given is not None and given.shape != ids.shape[:2]:
             raise ValueError(
-                f"{name} has shape {list(given.shape)}, input_ids {list(ids.shape)}: give one entry per token"
+                f"{name} has shape {list(given.shape)}, input_ids {list(ids.shape[:2])}: give one entry per token"
             )
     if documents is not None and not (cache is None and real is None):
         raise ValueError(

@@ -7,6 +7,8 @@ CUDA graph. The first forward, the prompt, attends to itself alone, with the fas
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,16 @@ from te_models.config.model import ModelConfig
 
 # Slots come in multiples of this, which the kernels that take a mask want of its rows.
 SLOTS = 16
+
+
+class Cache(Protocol):
+    """The part of a cache that a forward pass uses; KVCache documents it, te_models.huggingface.cache has another one."""
+
+    length: int
+
+    def extend(self, seq: int, real: Tensor | None) -> Tensor | None: ...
+    def visible(self, window: int | None) -> Tensor | None: ...
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class KVCache:
@@ -37,8 +49,8 @@ class KVCache:
         except torch.OutOfMemoryError:
             size = torch.Size(shape).numel() * dtype.itemsize / 2**30
             raise ValueError(
-                f"a KV cache for {batch} rows of {max_length} positions takes {size:.2f} GiB, which {device} does not have "
-                "free: lower the batch or max_new_tokens"
+                f"a KV cache for {batch} rows of {max_length} positions takes {size:.2f} GiB, which {device} does not "
+                "have free: lower the batch or max_new_tokens"
             ) from None
         self.max_length, self.length = max_length, 0
         self.filled = torch.zeros(1, dtype=torch.long, device=device)
@@ -58,7 +70,8 @@ class KVCache:
         return f"KVCache({batch} rows x {self.max_length} positions x {layers} layers: {size})"
 
     def extend(self, seq: int, real: Tensor | None) -> Tensor | None:
-        """Make room for the `seq` newest tokens of each row; their positions int64 [B, S], or None in the first forward.
+        """Make room for the `seq` newest tokens of each row; their positions int64 [B, S],
+        or None in the first forward.
 
         `real` bool [B, S] is False at padding; None: there is none. To be called once a forward, before `append`.
         """

@@ -3,18 +3,19 @@
     compute   block 0 | block 1   | block 2   | block 3   | head, loss | block 3     | block 2     | block 1 ...
     copies            | 0 to host | 1 to host | 2 to host |            | 2 to device | 1 to device | 0 to device
 
-Two blocks' worth is on the device at a time: a block's tensors leave when it is done, their memory is let go of when the
-next one is done, and they come back while the block above runs backward. The last block's would only come back at once,
-so they stay. Where the copies take longer than the computation, the computation waits: memory is bounded, time is not.
+Two blocks' worth is on the device at a time: a block's tensors leave when it is done, their memory is let go of when
+the next one is done, and they come back while the block above runs backward. The last block's would only come back at
+once, so they stay. Where the copies take longer than the computation, the computation waits: memory is bounded, time is
+not.
 
 What is moved is decided when the block is done, storage by storage: only then is it known which FP8 copies of weights
 are kept for the next micro-batch. Whatever somebody else holds (parameters, those copies, rotary tables, masks) stays,
 since moving it would free nothing. A storage that several nodes saved, or saved views of, is moved once.
 
-It rests on PyTorch's hooks for saved tensors alone, and like activation checkpointing it belongs to a forward pass: passes
-may be abandoned, or run backward in any order. Transformer Engine's own get_cpu_offload_context (2.20) counts layers
-over all forwards, so that the next forward drops what an earlier one still needs, and leaves views such as q, k, v on the
-device.
+It rests on PyTorch's hooks for saved tensors alone, and like activation checkpointing it belongs to a forward pass:
+passes may be abandoned, or run backward in any order. Transformer Engine's own get_cpu_offload_context (2.20) counts
+layers over all forwards, so that the next forward drops what an earlier one still needs, and leaves views such as q, k,
+v on the device.
 """
 
 from __future__ import annotations
@@ -67,14 +68,15 @@ class HostMemory:
                 self.free.append(torch.empty(PAGE, dtype=torch.uint8, pin_memory=self.stream is not None))
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"activation_offload: the host gives no more memory, {self.pages * PAGE / 2**30:.1f} GiB are in use: "
-                    "use activation_checkpointing='full', or fewer tokens a micro-batch"
+                    f"activation_offload: the host gives no more memory, {self.pages * PAGE / 2**30:.1f} GiB are in "
+                    "use: use activation_checkpointing='full', or fewer tokens a micro-batch"
                 ) from error
             self.pages += 1
         return [self.free.pop() for _ in range(-(-size // PAGE))]
 
     def take_back(self, pages: list[Tensor], device: torch.device) -> None:
-        """The end of `lend`. Copies from or to them may still run: the next ones are behind those in the same stream."""
+        """The end of `lend`. Copies from or to them may still run:
+        the next ones are behind those in the same stream."""
         if device == self.device:
             self.free += pages
 
@@ -95,7 +97,8 @@ class HostMemory:
 
 
 class _Storage:
-    """The bytes of one storage: on the device (`content`, uint8), or, while that is None, `size` of them on the host."""
+    """The bytes of one storage: on the device (`content`, uint8), or, while that is None,
+    `size` of them on the host."""
 
     def __init__(self, block: _Block, start: int, content: Tensor) -> None:
         self.block, self.start, self.size = block, start, len(content)
@@ -155,7 +158,7 @@ class _Block:
 
     def __init__(self, memory: HostMemory, below: _Block | None) -> None:
         self.memory, self.device = memory, memory.device
-        self.below = (lambda: None) if below is None else weakref.ref(below)
+        self.below = None if below is None else weakref.ref(below)
         self.storages: list[weakref.ref[_Storage]] = []
         self.pages: list[Tensor] = []
         self.event: torch.cuda.Event | None = None
@@ -198,7 +201,7 @@ class _Block:
         """Have everything on the device that is still needed, and the block below on its way there."""
         self._load()
         self.wait()
-        if (below := self.below()) is not None:
+        if self.below is not None and (below := self.below()) is not None:
             below._load()
 
     def _load(self) -> None:
@@ -254,7 +257,8 @@ class Offload:
 
 @torch.no_grad()
 def _addresses(module: nn.Module, shared: Any) -> set[int]:
-    """Of the storages that live on whatever becomes of the block's: parameters, FP8 weights kept between micro-batches."""
+    """Of the storages that live on whatever becomes of the block's: parameters,
+    FP8 weights kept between micro-batches."""
     tensors: list[Any] = [*module.parameters(), *module.buffers()]
     tensors += [leaf for leaf in tree_leaves(shared) if isinstance(leaf, Tensor)]
     for child in module.modules():

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import TypedDict
 
 from te_models.config.options import ConfigOptions, RecipeOptions
 from te_models.config.recipe import Recipe
@@ -31,4 +32,34 @@ class BuildOptions(RecipeOptions, total=False):
 
 
 class ModelOptions(BuildOptions, ConfigOptions, total=False):
-    """Every keyword of CausalLM.from_preset and from_pretrained: how to build the model, and fields of its config."""
+    """Every keyword of CausalLM.from_preset: how to build the model, and fields of its config."""
+
+
+class HubOptions(TypedDict, total=False):
+    """How a model is downloaded from the Hugging Face hub, as in transformers; of no effect for a local folder.
+
+    revision: a branch, tag or commit.
+    token: of the account that may read it; True for the stored one.
+    cache_dir: where downloads are kept.
+    local_files_only: take what was downloaded before, and do not ask the hub.
+    force_download: download again what was.
+    """
+
+    revision: str | None
+    token: str | bool | None
+    cache_dir: str | Path | None
+    local_files_only: bool
+    force_download: bool
+
+
+class LoadOptions(ModelOptions, HubOptions, total=False):
+    """Every keyword of CausalLM.from_pretrained: those of a new model, of the hub, and transformers' for some of ours.
+
+    dtype: also a name, or "auto" for that of the checkpoint; torch_dtype is the same.
+    device_map: the one device, by name, number or in a dict, or "auto", which is device=None.
+    attn_implementation: only "sdpa", which is what runs.
+    """
+
+    torch_dtype: torch.dtype | str | None
+    device_map: Any
+    attn_implementation: str | None

@@ -1,16 +1,16 @@
 """Activation checkpointing: which activations backward recomputes, under any recipe.
 
-A mode (te_models/config/recompute_modes.py) is a property of a forward pass, never a wrapper module, so parameter names and
-state_dict keys do not change. Under "selective", backward recomputes the output of an RMSNorm and, from it, that of
+A mode (te_models/config/recompute_modes.py) is a property of a forward pass, never a wrapper module, so parameter names
+and state_dict keys do not change. Under "selective", backward recomputes the output of an RMSNorm and, from it, that of
 gate_up_proj. SwiGLU's backward needs no more, and finds it where kernels.swiglu saved it before computing anything
 (te_models/kernels/early_save.py).
 
 The recompute is PyTorch's: torch.utils.checkpoint without reentrance restores random numbers, works with
-torch.autograd.grad, and checks that the second pass saves what the first one did. This file adds what Transformer Engine
-needs and torch does not know of: the autocast and the scales of the first pass, and that the second one records nothing.
-Those belong to the pass, not to a queue, so passes may be abandoned or run backward in any order; te.checkpoint keeps them
-in one global queue, where an abandoned forward makes every later recompute use stale scales (section 2.7 of
-docs/internals/transformer_engine.md).
+torch.autograd.grad, and checks that the second pass saves what the first one did. This file adds what Transformer
+Engine needs and torch does not know of: the autocast and the scales of the first pass, and that the second one records
+nothing. Those belong to the pass, not to a queue, so passes may be abandoned or run backward in any order;
+te.checkpoint keeps them in one global queue, where an abandoned forward makes every later recompute use stale scales
+(section 2.7 of docs/internals/transformer_engine.md).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Recompute:
         te: the engine.
         te_recipe: the engine's recipe object of the FP8 blocks; None for BF16.
         layers: the number of blocks.
-        first_microbatch: `is_first_microbatch` of every te.Linear: True quantizes its weight and caches the result, False
-            uses the cached one, None quantizes and caches nothing.
+        first_microbatch: `is_first_microbatch` of every te.Linear: True quantizes its weight and caches the result,
+            False uses the cached one, None quantizes and caches nothing.
         offload: moves saved activations to the host's memory (te_models.model.offload).
         fp8_weights: whether the weights of FP8 blocks are FP8 (te_models.fp8.primary_weights).
         lock: what a thread holds while it runs blocks of the model (None: nothing).
@@ -108,8 +108,9 @@ class Recompute:
             raise EngineError("an FP8 block ran outside the model's autocast: call the model, not its blocks")
         if self.te_recipe.delayed():
             raise EngineError(
-                "a third-party checkpoint recomputes FP8 blocks under delayed scaling, whose scales it does not restore: "
-                "use activation_checkpointing='full' or te_models.checkpoint instead, or a recipe without state"
+                "a third-party checkpoint recomputes FP8 blocks under delayed scaling, whose scales it does not "
+                "restore: use activation_checkpointing='full' or te_models.checkpoint instead, or a recipe without "
+                "state"
             )
         with self.te.restored_recompute(), self.te.autocast(enabled=True, recipe=self.te_recipe):
             yield
@@ -156,7 +157,8 @@ class Recompute:
     def _as_in_first_pass(
         self, owner: nn.Module, scales: dict[str, Tensor], caches: list[tuple[Any, dict[str, Any]]]
     ) -> Iterator[None]:
-        """Run a recompute under the recipe, scales and cached quantized weights of the first pass; leave no trace of it."""
+        """Run a recompute under the recipe, scales and cached quantized weights of the first pass;
+        leave no trace of it."""
         with self.lock:
             yield from self._restored(owner, scales, caches)
 
@@ -193,7 +195,8 @@ class Recompute:
 def may_draw(owner: nn.Module) -> bool:
     """Whether random numbers could be drawn in `owner`: by dropout, or by a third-party hook or module.
 
-    Restoring their state takes the host longer than the recompute's launches, so it is left out where nothing can need it.
+    Restoring their state takes the host longer than the recompute's launches, so it is left out where nothing can need
+    it.
     """
     return any(
         not all(map(_draws_nothing, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))

@@ -4,12 +4,13 @@ Each rank runs the same model code on `local(config)`, a model of its share of t
 te.Linear does the rest: the projections into attention and MLP are column-parallel, those out of them row-parallel. The
 embedding, the norms and the head are replicated.
 
-With sequence parallelism a rank has its own rows alone of everything between a row-parallel and the next column-parallel
-layer, norms included, and of the residual stream. The number of bytes sent is the same; they are FP8 codes one way.
+With sequence parallelism a rank has its own rows alone of everything between a row-parallel and the next
+column-parallel layer, norms included, and of the residual stream. The number of bytes sent is the same; they are FP8
+one way.
 
-Parameters are plain tensors with an attribute `tp_sharded`: where it is False the parameter and its gradient are the same
-on all ranks, where it is True they are this rank's part of a larger one (a norm of all gradients sums the squares of those
-over the ranks).
+Parameters are plain tensors with an attribute `tp_sharded`: where it is False the parameter and its gradient are the
+same on all ranks, where it is True they are this rank's part of a larger one (a norm of all gradients sums the squares
+of those over the ranks).
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.distributed.collectives import all_gather, all_reduce
 from te_models.distributed.dtensor import filling, whole
-from te_models.fp8.primary_weights import is_quantized, plain, write_weight
+from te_models.fp8.primary_weights import is_quantized, write_weight
 
-# Module -> the sections of its rows, each of which is divided between the ranks (column-parallel); None: its columns are
-# (row-parallel). All other modules are replicated.
+# Module -> the sections of its rows, each of which is divided between the ranks (column-parallel); None: its columns
+# are (row-parallel). All other modules are replicated.
 SPLITS: dict[str, Callable[[ModelConfig], tuple[Section, ...]] | None] = {**FUSED, "o_proj": None, "down_proj": None}
 
 
@@ -115,11 +116,11 @@ class TensorParallel:
         return "" if self.size == 1 else f" on each of {self.size} ranks"
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Raise if the ranks could not read each other's FP8 codes under this recipe."""
+        """Raise if the ranks could not read each other's FP8 data under this recipe."""
         if self.scatters and recipe.stateful and not recipe.fields.get("reduce_amax", True):
             raise ValueError(
-                f"recipe {recipe.name!r} has reduce_amax=False, and sequence parallelism needs the same scales on all ranks:"
-                " use reduce_amax=True or sequence_parallel=False"
+                f"recipe {recipe.name!r} has reduce_amax=False, and sequence parallelism needs the same scales on all "
+                "ranks: use reduce_amax=True or sequence_parallel=False"
             )
 
     def rows(self, count: int, alignment: int) -> int:
@@ -155,11 +156,11 @@ class TensorParallel:
             parameter.tp_sharded = self.size > 1 and is_sharded(name)  # type: ignore[attr-defined]
 
     @contextmanager
-    def filling_all(self, model: Any) -> Iterator[dict[str, Tensor]]:
+    def filling_all(self, model: nn.Module, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
         """`filling` for all parameters of a model, the whole ones in the CPU's memory."""
         with ExitStack() as stack:
             yield {
-                name: stack.enter_context(self.filling(name, parameter, model.config, "cpu"))
+                name: stack.enter_context(self.filling(name, parameter, config, "cpu"))
                 for name, parameter in model.named_parameters(remove_duplicate=False)
             }
 
@@ -201,7 +202,8 @@ def whole_shape(name: str, local: torch.Size, config: ModelConfig, size: int) ->
 
 
 def shard(name: str, whole: Tensor, config: ModelConfig, tp: TensorParallel) -> Tensor:
-    """This rank's part of a parameter (or of a tensor of its shape, such as an optimizer's), which is a copy if divided.
+    """This rank's part of a parameter (or of a tensor of its shape, such as an optimizer's),
+    which is a copy if divided.
 
     The rows that pad a headwise gate are zeros.
     """
@@ -244,20 +246,18 @@ def shard_state(full: Mapping[str, Tensor], config: ModelConfig, mesh: DeviceMes
 
 
 @torch.no_grad()
-def gather_state(model: Any, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The whole tensors of `state`, this rank's parts (None: the model's parameters), on every rank.
+def gather_state(state: Mapping[str, Tensor], config: ModelConfig, tp: TensorParallel) -> dict[str, Tensor]:
+    """The whole tensors of `state`, this rank's parts of a model's parameters or of tensors like them, on every rank.
 
     A collective: all ranks call it, with the same names. One tensor at a time, on the device of the part.
     """
-    if state is None:
-        state = {name: plain(p) for name, p in model.named_parameters(remove_duplicate=False)}
-    if model.tp.size == 1:
+    if tp.size == 1:
         return dict(state)
     found = {}
     for name, tensor in state.items():
         if is_sharded(name):
-            parts = all_gather(whole(tensor.detach())[None], model.tp.group)
-            tensor = unshard(name, list(parts.unbind()), model.config, model.tp)
+            parts = all_gather(whole(tensor.detach())[None], tp.group)
+            tensor = unshard(name, list(parts.unbind()), config, tp)
         found[name] = tensor
     return found
 

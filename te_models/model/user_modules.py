@@ -1,7 +1,7 @@
 """Recompute and FP8 state for any module made of te layers, Transformer Engine's own or the emulated engine's.
 
-Transformer Engine's te.checkpoint keeps the scales of its first passes in one global queue, and its FP8 state is saved as a
-pickle. These three functions serve modules that are not ours: te.LayerNormMLP, te.TransformerLayer, a user's own.
+Transformer Engine's te.checkpoint keeps the scales of its first passes in one global queue, and its FP8 state is saved
+as a pickle. These three functions serve modules that are not ours: te.LayerNormMLP, te.TransformerLayer, a user's own.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def checkpoint(
 ) -> Any:
     """Return function(*args, **kwargs) and recompute it in backward, under any FP8 recipe.
 
-    The recompute runs under the recipe, the scales and the random state of the first pass, and records no amax. Calls may
-    be nested, abandoned, and run backward in any order. Call it inside the autocast that the rest of the model runs in::
+    The recompute runs under the recipe, the scales and the random state of the first pass, and records no amax. Calls
+    may be nested, abandoned, and run backward in any order. Call it inside the autocast that the rest of the model runs
+    in::
 
         with te.autocast(enabled=True, recipe=recipe):
             y = te_models.checkpoint(layer, x)
@@ -62,8 +63,8 @@ def checkpoint(
     te_recipe = state.get_fp8_recipe() if state.is_fp8_enabled() else None
     if te_recipe is not None and te_recipe.delayed() and not len(list(owner.modules())) > 1:
         raise UsageError(
-            "checkpoint under delayed scaling must know whose scales to restore: pass modules=[...], the modules with te "
-            "layers that the function uses"
+            "checkpoint under delayed scaling must know whose scales to restore: pass modules=[...], the modules with "
+            "te layers that the function uses"
         )
     return Recompute("full", te, te_recipe, layers=1).recomputed(owner, function, *args, restore_random=True, **kwargs)
 

@@ -1,12 +1,13 @@
-"""GaLore: AdamW whose moments live in a low-rank subspace of each matrix's gradient (Zhao et al. 2024, arXiv 2403.03507).
+"""GaLore: AdamW whose moments live in a low-rank subspace of each matrix's gradient (Zhao et al. 2024,
+arXiv 2403.03507).
 
-For a gradient G [m, n] with m <= n (else transposed), P [m, r] spans its r leading left singular directions; Adam runs on
-P^T G [r, n] and P times its update goes to the weights. P is recomputed every `refresh` steps. The state has r (m + 2n)
-elements instead of 2mn.
+For a gradient G [m, n] with m <= n (else transposed), P [m, r] spans its r leading left singular directions; Adam runs
+on P^T G [r, n] and P times its update goes to the weights. P is recomputed every `refresh` steps. The state has r (m +
+2n) elements instead of 2mn.
 
-galore-torch 1.0 (2024) is not used: it needs transformers and bitsandbytes, and its projectors are Python objects, which
-cannot be saved without a pickle. P comes from a randomized range finder (Halko et al. 2011, arXiv 0909.4061) instead of a
-full SVD, which takes minutes at 4096 x 14336.
+galore-torch 1.0 (2024) is not used: it needs transformers and bitsandbytes, and its projectors are Python objects,
+which cannot be saved without a pickle. P comes from a randomized range finder (Halko et al. 2011, arXiv 0909.4061)
+instead of a full SVD, which takes minutes at 4096 x 14336.
 """
 
 from __future__ import annotations

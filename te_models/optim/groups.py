@@ -1,9 +1,10 @@
 """Parameter groups by the structure of a model's modules, never by a parameter's name.
 
-A part is a range of rows of a parameter, since projections are fused: `qkvg_proj` is q, k, v and the gate, `gate_up_proj`
-the two halves of SwiGLU. An optimizer of whole matrices (Muon, GaLore) must see each logical matrix by itself: the
-orthogonal factor of a stack is not the stack of the orthogonal factors. Orthogonalized together, q, k, v and the gate
-would have to share one set of orthogonal columns, and the largest of their gradients would decide the direction of all.
+A part is a range of rows of a parameter, since projections are fused: `qkvg_proj` is q, k, v and the gate,
+`gate_up_proj` the two halves of SwiGLU. An optimizer of whole matrices (Muon, GaLore) must see each logical matrix by
+itself: the orthogonal factor of a stack is not the stack of the orthogonal factors. Orthogonalized together, q, k, v
+and the gate would have to share one set of orthogonal columns, and the largest of their gradients would decide the
+direction of all.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Part:
     stop: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the same rows of a tensor of the parameter's shape: a view, or the tensor itself if that is all rows."""
+        """Return the same rows of a tensor of the parameter's shape: a view,
+        or the tensor itself if that is all rows."""
         return tensor if self.stop is None else tensor.detach()[self.start : self.stop]
 
 
@@ -62,8 +64,8 @@ def parts(model: nn.Module) -> list[Part]:
 def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[dict[str, Any]]:
     """Return parameter groups with parts as "params". Only matrices decay, except tables, whose use is sparse.
 
-    With `matrices`, the hidden matrices are a group of their own with one part per logical matrix; without, each parameter
-    is one part.
+    With `matrices`, the hidden matrices are a group of their own with one part per logical matrix; without, each
+    parameter is one part.
     """
     found = parts(model)
     if not matrices:

@@ -1,7 +1,8 @@
 """AdamW with moments in 8 bits, from torchao: "adamw8bit" (dynamic 8-bit quantization) and "adamwfp8" (FP8 E4M3).
 
-Both have one scale per block of 256 elements (Dettmers et al. 2021, arXiv 2110.02861), which makes 2.03 bytes of moments
-per parameter. torchao fuses each update with torch.compile, on a CPU too; that takes seconds per shape and a C++ compiler.
+Both have one scale per block of 256 elements (Dettmers et al. 2021, arXiv 2110.02861), which makes 2.03 bytes of
+moments per parameter. torchao fuses each update with torch.compile, on a CPU too; that takes seconds per shape and a
+C++ compiler.
 """
 
 from __future__ import annotations

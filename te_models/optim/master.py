@@ -1,7 +1,8 @@
 """FP32 master weights, so that updates too small for BF16 are not lost.
 
-A BF16 parameter has eight significant bits, so a step smaller than 1/256 of it rounds away. The optimizer therefore works
-on FP32 copies, which are rounded into the parameters after each step (Micikevicius et al. 2018, arXiv 1710.03740).
+A BF16 parameter has eight significant bits, so a step smaller than 1/256 of it rounds away. The optimizer therefore
+works on FP32 copies, which are rounded into the parameters after each step (Micikevicius et al. 2018, arXiv
+1710.03740).
 
 Gradients are converted to FP32 a few parameters at a time, so that a step needs 1 GiB beyond the state for any model.
 """
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from te_models.distributed.dtensor import local, pieces
+from te_models.distributed.dtensor import from_shard, local
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized, new_master, take_master
 from te_models.optim.galore import GaLore
@@ -163,7 +164,8 @@ class MasterWeights:
             torch._foreach_mul_(own, self._clip.to(own[0].device))
 
     def _gradients(self, chunk: list[tuple[nn.Parameter, Tensor]]) -> Iterable[Tensor | None]:
-        """Return each parameter's gradient; with owners, the whole one where this rank owns the parameter, else None."""
+        """Return each parameter's gradient; with owners, the whole one where this rank owns the parameter,
+        else None."""
         found = (g for p, _ in chunk if (g := self.gradients.of(p)) is not None)
         if self.owners is None:
             return found
@@ -195,7 +197,8 @@ class MasterWeights:
         }
 
     def fetch(self, kind: str, index: int, tensor: Tensor) -> Tensor:
-        """Return, on every rank, the values of a tensor of `state_dict()[kind][index]`; `kind` is "state" or "masters"."""
+        """Return, on every rank, the values of a tensor of `state_dict()[kind][index]`;
+        `kind` is "state" or "masters"."""
         return tensor if self.owners is None else self.owners.fetch(tensor, self._owners_of(kind)[index])
 
     def _owners_of(self, kind: str) -> list[int]:
@@ -264,7 +267,7 @@ class MasterWeights:
         fp8 = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if is_quantized(p)]
         parameters = [p for p, _ in fp8]
         own = self.owners.distribute(parameters, [m for _, m in fp8], [p.dtype for p in parameters])
-        return {id(p): pieces(values, p) for p, values in zip(parameters, own, strict=True)}
+        return {id(p): from_shard(values, p) for p, values in zip(parameters, own, strict=True)}
 
     def _stateful(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], Tensor]]:
         """Yield every tensor that an optimizer updates, with the optimizer and its group."""
@@ -330,6 +333,6 @@ def check_kind(now: dict[str, Any], then: Any) -> None:
     for name in now:
         if then.get(name) != now[name]:
             raise UsageError(
-                f"the optimizer's state was saved with {name}={then.get(name)!r}, not {now[name]!r}: resume with the same, "
-                "or start a new run from the checkpoint with --model"
+                f"the optimizer's state was saved with {name}={then.get(name)!r}, not {now[name]!r}: resume with the "
+                "same, or start a new run from the checkpoint with --model"
             )

@@ -33,8 +33,9 @@ class Muon8bit(torch.optim.Optimizer):
 
     Args:
         params: FP32 matrices [A, B], or groups of them.
-        adjust_lr_fn: "match_rms_adamw" scales an update to the usual RMS of AdamW, 0.2 sqrt(max(A, B)), so that learning rate
-            and decay of AdamW can be reused (Liu et al. 2025, arXiv 2502.16982); "original" is sqrt(max(1, A / B)).
+        adjust_lr_fn: "match_rms_adamw" scales an update to the usual RMS of AdamW, 0.2 sqrt(max(A, B)), so that
+            learning rate and decay of AdamW can be reused (Liu et al. 2025, arXiv 2502.16982); "original" is
+            sqrt(max(1, A / B)).
         compile: fuse dequantization, momentum and quantization into one kernel (on CUDA devices).
     """
 
@@ -86,22 +87,23 @@ class Muon8bit(torch.optim.Optimizer):
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize x (FP32, any shape) to INT8 [blocks, 128], the last block padded with zeros, and scales FP32 [blocks, 1]."""
+    """Quantize x (FP32, any shape) to INT8 [blocks, 128], the last block padded with zeros, and scales FP32 [blocks,
+    1]."""
     blocks = F.pad(x.flatten(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(-1, keepdim=True) / 127
     return (blocks / scales.clamp(min=SMALLEST)).round_().to(torch.int8), scales
 
 
-def dequantize(codes: Tensor, scales: Tensor, shape: torch.Size) -> Tensor:
-    """Return the FP32 tensor of `shape` that `quantize` made `codes` and `scales` of."""
-    return (codes.float() * scales).flatten()[: shape.numel()].view(shape)
+def dequantize(data: Tensor, scales: Tensor, shape: torch.Size) -> Tensor:
+    """Return the FP32 tensor of `shape` that `quantize` made `data` and `scales` of."""
+    return (data.float() * scales).flatten()[: shape.numel()].view(shape)
 
 
-def advance(codes: Tensor, scales: Tensor, gradient: Tensor, momentum: float, nesterov: bool) -> Tensor:
+def advance(data: Tensor, scales: Tensor, gradient: Tensor, momentum: float, nesterov: bool) -> Tensor:
     """Add FP32 `gradient` [A, B] to the quantized momentum in place; return the direction to orthogonalize, BF16."""
-    average = dequantize(codes, scales, gradient.shape).lerp(gradient, 1 - momentum)
-    new_codes, new_scales = quantize(average)
-    codes.copy_(new_codes)
+    average = dequantize(data, scales, gradient.shape).lerp(gradient, 1 - momentum)
+    new_data, new_scales = quantize(average)
+    data.copy_(new_data)
     scales.copy_(new_scales)
     return (gradient.lerp(average, momentum) if nesterov else average).bfloat16()
 
@@ -114,13 +116,15 @@ def compiled_advance() -> Callable[..., Tensor]:
 
 @functools.cache
 def product_dtype(device: str) -> torch.dtype:
-    """Return BF16 as in torch.optim.Muon, but FP32 on a CPU without BF16 instructions, where BF16 is many times slower."""
+    """Return BF16 as in torch.optim.Muon, but FP32 on a CPU without BF16 instructions,
+    where BF16 is many times slower."""
     slow = device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.float32 if slow else torch.bfloat16
 
 
 def orthogonalize(x: Tensor, steps: int) -> Tensor:
-    """Approximate the nearest orthogonal matrix of each x [n, A, B]: singular values of 0.7 to 1.2 (Jordan et al. 2024)."""
+    """Approximate the nearest orthogonal matrix of each x [n, A, B]: singular values of 0.7 to 1.2 (Jordan et al.
+    2024)."""
     a, b, c = COEFFICIENTS
     x = x.to(product_dtype(x.device.type))
     wide = x.mT if x.shape[-2] > x.shape[-1] else x

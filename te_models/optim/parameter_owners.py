@@ -1,9 +1,9 @@
 """Optimizers that need whole tensors, over parameters that FSDP2 shards.
 
 Each parameter has an owner, a rank that alone has its whole master weight and optimizer state. Shards of the gradient
-travel to the owner, which runs the optimizer as a single process would, and the new values travel back. So Muon sees whole
-matrices, blocks of 8-bit moments are those of a single process, and a checkpoint does not depend on the number of ranks.
-Every rank sends and receives 1/N of the gradients and 1/N of the values, in one all-to-all each way per chunk.
+travel to the owner, which runs the optimizer as a single process would, and the new values travel back. So Muon sees
+whole matrices, blocks of 8-bit moments are those of a single process, and a checkpoint does not depend on the number of
+ranks. Every rank sends and receives 1/N of the gradients and 1/N of the values, in one all-to-all each way per chunk.
 
 Owners are as in Muon's first distributed versions (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), but
 chosen by size: the largest parameter first, each to the rank that owns least.
@@ -45,7 +45,8 @@ class Owners:
         return self.of(parameter) == self.rank
 
     def collect(self, parameters: Sequence[nn.Parameter], own: Sequence[Tensor]) -> list[Tensor | None]:
-        """Send this rank's shards `own` to the owners; return the whole tensors that this rank owns, None for others."""
+        """Send this rank's shards `own` to the owners; return the whole tensors that this rank owns,
+        None for others."""
         outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
         for parameter, tensor in zip(parameters, own, strict=True):
             outgoing[self.of(parameter)].append(tensor)

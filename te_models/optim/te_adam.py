@@ -1,8 +1,9 @@
 """Transformer Engine's FusedAdam: one multi-tensor kernel over BF16 parameters with exact FP32 masters.
 
 A BF16 parameter is the upper half of its FP32 master, so the optimizer stores only the missing 16 bits
-(`store_param_remainders`): exact masters for 2 bytes per parameter. Both moments are BF16 (4 bytes per parameter), or the
-first is FP8 and the second BF16 (3 bytes): FP8 with one scale per tensor has too little range for squared gradients.
+(`store_param_remainders`): exact masters for 2 bytes per parameter. Both moments are BF16 (4 bytes per parameter), or
+the first is FP8 and the second BF16 (3 bytes): FP8 with one scale per tensor has too little range for squared
+gradients.
 
 State is saved as it is in memory. FusedAdam's own state_dict converts it to FP32 and rounds it again on loading.
 """

@@ -20,8 +20,8 @@ from te_models.planning.parameter_bytes import OPTIMIZERS, model_parameters
 from te_models.planning.printable import Printable
 
 GPUS = {"24 GB": 24, "48 GB": 48, "80 GB": 80, "141 GB": 141}  # sizes as sold: 10^9 bytes
-# The fraction left free covers the error of the prediction. CUDA's context fits in what a GPU has beyond its nominal size:
-# an H100 "80 GB" has 85.5 * 10^9 bytes, an H200 "141 GB" has 150.8 * 10^9.
+# The fraction left free covers the error of the prediction. CUDA's context fits in what a GPU has beyond its nominal
+# size: an H100 "80 GB" has 85.5 * 10^9 bytes, an H200 "141 GB" has 150.8 * 10^9.
 HEADROOM = 0.05
 
 
@@ -103,9 +103,9 @@ class MemoryPlan(Printable):
     def __rich__(self) -> Group:
         t, each = self.training, " per GPU" if self.training.gpus > 1 else ""
         about = (
-            f"{self.config.num_parameters:,} parameters, recipe {self.recipe.name}, {t.batch_size} x {t.seq_len:,} tokens{each}, "
-            f"{t.optimizer or 'no optimizer'}, activation checkpointing {t.activation_checkpointing}, {t.gpus} GPU"
-            f"{'s (FSDP)' if each else ''}{f', {_gib(self.host)} GiB on the host' if self.host else ''}"
+            f"{self.config.num_parameters:,} parameters, recipe {self.recipe.name}, {t.batch_size} x {t.seq_len:,} "
+            f"tokens{each}, {t.optimizer or 'no optimizer'}, activation checkpointing {t.activation_checkpointing}, "
+            f"{t.gpus} GPU{'s (FSDP)' if each else ''}{f', {_gib(self.host)} GiB on the host' if self.host else ''}"
         )
         lines: list[Any] = [about, ""]
         for title, table in (
@@ -209,12 +209,13 @@ def plan_memory(
         raise UsageError(f"batch_size={batch_size} cannot be shared by gpus={gpus}: give a positive multiple of it")
     if seq_len > config.max_position_embeddings:
         raise UsageError(
-            f"seq_len={seq_len} is longer than max_position_embeddings={config.max_position_embeddings}: lower it or raise "
-            "that field"
+            f"seq_len={seq_len} is longer than max_position_embeddings={config.max_position_embeddings}: lower it or "
+            "raise that field"
         )
     if fp8_params and not recipe.quantized:
         raise UsageError(
-            f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: choose another, or leave fp8_params out"
+            f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: choose another, or leave "
+            "fp8_params out"
         )
     training = Training(
         batch_size=batch_size // gpus,

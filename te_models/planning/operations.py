@@ -244,7 +244,8 @@ class Tape:
         return [linear._replace(produces=0, scratch=linear.scratch + linear.produces)]
 
     def fused_attention(self) -> Step:
-        """kernels/gated_attention.py saves the rotated projection, attention's output and one FP32 per query and head."""
+        """kernels/gated_attention.py saves the rotated projection,
+        attention's output and one FP32 per query and head."""
         c, T = self.config, self.tokens
         q, kv = (T * size * self.element for size in (c.q_size, c.kv_size))
         whole, summed = self.rows * c.qkvg_size * self.element, T * c.q_size * FP32  # dq is summed in FP32

@@ -50,6 +50,7 @@ MAX_SHARD_BYTES = 5 * 2**30
 MANIFEST = "manifest.json"
 INDEX = ".safetensors.index.json"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,63}")
+_TEXT = re.compile(r"[a-z0-9][a-z0-9_]{0,63}\.jinja")  # a document that is no JSON, by the name of its file
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -157,8 +158,9 @@ def save_folder(
     Args:
         path: the folder; its parents are made.
         tensors: group name -> tensor name -> tensor of any stride and device.
-        documents: document name -> plain JSON value (use `flatten_state` for anything richer), or `render_json` of it.
-        max_shard_bytes: a group larger than this is split into shards.
+        documents: document name -> plain JSON value (use `flatten_state` for anything richer), or `render_json` of it;
+            "<name>.jinja" -> the bytes of a text.
+        max_shard_bytes: the group "model" is split into shards of this size, others into shards of 5 GiB or this size.
 
     Raises:
         UsageError: something given cannot be saved exactly; nothing was written.
@@ -259,7 +261,7 @@ def prepare(tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str,
     """Check what is to be saved, find tied tensors and render the documents; see `save_folder` for the arguments."""
     kept: dict[str, dict[str, Tensor]] = {}
     aliases: dict[str, dict[str, str]] = {}
-    for name in (*tensors, *documents):
+    for name in (*tensors, *(name for name in documents if not _TEXT.fullmatch(name))):
         if not _NAME.fullmatch(name) or name == "manifest":
             raise UsageError(f"{name!r} cannot name a file of saved state; use a-z, 0-9 and _, and not 'manifest'")
     for group, members in tensors.items():
@@ -287,7 +289,8 @@ def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD
     with replacing_folder(path) as folder:
         files: dict[str, dict[str, Any]] = {}
         for group, tensors in content.tensors.items():
-            shards = split_by_size(group, tensors, max_shard_bytes)
+            limit = max_shard_bytes if group == "model" else max(max_shard_bytes, MAX_SHARD_BYTES)
+            shards = split_by_size(group, tensors, limit)
             for file, members in shards.items():
                 files[file] = record(folder / file, render_safetensors(members))
             if len(shards) > 1:
@@ -298,10 +301,12 @@ def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD
 
 
 def finish_folder(folder: Path, files: Mapping[str, Mapping[str, Any]], content: Content) -> None:
-    """Write the documents, and the manifest that makes the folder whole; `files` are the entries of files written before."""
+    """Write the documents, and the manifest that makes the folder whole;
+    `files` are the entries of files written before."""
     files = dict(files)
     for name, text in content.documents.items():
-        files[f"{name}.json"] = record(folder / f"{name}.json", [text])
+        file = name if _TEXT.fullmatch(name) else f"{name}.json"
+        files[file] = record(folder / file, [text])
     manifest = {"format": FORMAT_VERSION, "versions": _versions(), "files": files, "aliases": content.aliases}
     write_file(folder / MANIFEST, [render_json(manifest | {"digest": _digest(manifest)}, MANIFEST)])
 

@@ -1,7 +1,7 @@
 """Models as folders: which state of a model is saved, and how it is read back into a new model or a live one.
 
-A folder has config.json, model.safetensors (or shards), recipe.json (resolved values), fp8_state.safetensors (only for a
-stateful recipe that has run), fp8_weights.safetensors (data and scales of FP8 primary weights) and manifest.json.
+A folder has config.json, model.safetensors (or shards), recipe.json (resolved values), fp8_state.safetensors (only for
+a stateful recipe that has run), fp8_weights.safetensors (data and scales of FP8 primary weights) and manifest.json.
 te_models.saving.folder writes and checks folders; this file decides their content.
 """
 
@@ -21,13 +21,14 @@ from te_models.config.recipe import Recipe, recipe_fields, recipe_from_dict
 from te_models.errors import CheckpointError, unknown
 from te_models.files.atomic import first_line
 from te_models.files.formats import all_finite, check_finite, list_some, parse_json, read_json, unflatten_state
+from te_models.fp8.extra_state import EXTRA, extra_states
 from te_models.fp8.primary_weights import (
     is_quantized,
     keep_initial_value,
-    load_codes,
+    load_quantized_weights,
     plain,
-    same_codes,
-    weight_codes,
+    quantize_weights_alike,
+    quantized_weights,
     write_weight,
 )
 from te_models.fp8.scaling_state import check_fp8_state, fp8_state
@@ -38,14 +39,22 @@ from te_models.interop.hf import (
     double_output_projections,
     gated,
     is_hugging_face,
-    local_folder,
     read_hugging_face,
     write_hugging_face,
 )
+from te_models.interop.hub import local_folder
 from te_models.interop.te_checkpoint import TECheckpoint, read_te_checkpoint, te_files
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state, shard_state
-from te_models.saving.folder import MANIFEST, Folder, load_folder, match, read_listed, save_folder
+from te_models.saving.folder import (
+    MANIFEST,
+    MAX_SHARD_BYTES,
+    Folder,
+    load_folder,
+    match,
+    read_listed,
+    save_folder,
+)
 from te_models.saving.run_folder import Checkpoints, offering_older
 
 Model = TypeVar("Model", bound=Decoder)
@@ -53,6 +62,7 @@ Model = TypeVar("Model", bound=Decoder)
 MODEL_TYPE = "te_models"
 FORMATS = ("te", "hf")
 ADAPTERS = "adapter_config.json"
+WRAPPED = "model."  # the prefix of names in a TEModelsForCausalLM
 
 
 def model_content(
@@ -67,11 +77,11 @@ def model_content(
         parts: of parameters that several ranks share, return this rank's parts (for te_models.saving.sharded).
     """
     own = weights(model, masters)
-    tensors = {"model": own if parts else gather_state(model, own)}
+    tensors = {"model": own if parts else gather_state(own, model.config, model.tp)}
     if state := fp8_state(model) if model.recipe.stateful else {}:
         tensors["fp8_state"] = {name: tensor.clone() for name, tensor in state.items()}  # the next forward writes to it
-    if codes := weight_codes(model):
-        tensors["fp8_weights"] = codes
+    if quantized := quantized_weights(model):
+        tensors["fp8_weights"] = quantized
     dtype = str(model.dtype).removeprefix("torch.")
     config = {"model_type": MODEL_TYPE, "dtype": dtype, **model.config.to_dict()}
     return tensors, {"config": config, "recipe": model.recipe.to_dict(), **origin.documents()}
@@ -89,17 +99,25 @@ def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> di
     }
 
 
-def write_pretrained(model: Decoder, origin: Origin, folder: str | Path, format: str = "te") -> None:
-    """Save a model into `folder`, atomically, in our format or in Hugging Face's, with the tokenizer that it came with."""
+def write_pretrained(
+    model: Decoder, origin: Origin, folder: str | Path, format: str = "te", max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Save a model into `folder`, atomically, in our format or in Hugging Face's, with the tokenizer that it came with.
+
+    In our format the weights have the FP8 state with them, as in a state_dict, for programs that read
+    model.safetensors alone (accelerate's load_checkpoint_in_model).
+    """
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
     tensors, documents = model_content(model, origin)
     if model.tp.rank == 0:
         tokenizer = read_listed(origin.folder, TOKENIZER_FILES) if origin.folder is not None else {}
         if format == "hf":
-            write_hugging_face(model, origin, folder, tensors["model"], tokenizer)
+            write_hugging_face(model, origin, folder, tensors["model"], tokenizer, max_shard_bytes)
         else:
-            save_folder(folder, tensors, {**documents, **_tokenizer_documents(tokenizer)})
+            tensors["model"] |= extra_states(model)
+            documents |= _tokenizer_documents(tokenizer)
+            save_folder(folder, tensors, documents, max_shard_bytes=max_shard_bytes)
     model.tp.wait()
 
 
@@ -108,9 +126,9 @@ def read_pretrained(
 ) -> tuple[Model, Origin]:
     """Return the model saved in `folder`, built by `build(config, **options)`, and its origin.
 
-    Everything is read and checked before a model is built. Without `recipe=` the saved one is used, and fields of the recipe
-    in `options` override it; FP8 state moves along to another stateful recipe and is dropped with a warning by any
-    other. FP8 primary weights stay such under the saved recipe, unless `fp8_params=` says otherwise.
+    Everything is read and checked before a model is built. Without `recipe=` the saved one is used, and fields of the
+    recipe in `options` override it; FP8 state moves along to another stateful recipe and is dropped with a warning by
+    any other. FP8 primary weights stay such under the saved recipe, unless `fp8_params=` says otherwise.
     """
     folder = saved_folder(local_folder(folder))
     shape = {name: value for name, value in options.items() if name in config_fields()}
@@ -133,9 +151,13 @@ def _read_pretrained(
             "te_models.load_lora(model, folder); a run with --merge has both in its folder merged/"
         )
     if folder.is_dir() and not any((folder / name).exists() for name in ("config.json", MANIFEST)):
-        raise CheckpointError(f"{folder} has no config.json: it holds no model, or only a part of one")
+        hint = ""
+        if (folder / "trainer_state.json").exists():
+            hint = ": a Trainer saves it for TEModelsForCausalLM.wrap(model), and not for a CausalLM"
+        raise CheckpointError(f"{folder} has no config.json: it holds no model, or only a part of one{hint}")
     extras = ["fp8_state", "fp8_weights", "hf_config", "generation_config"]
     saved = load_folder(folder, ["config", "model", "recipe"], optional=extras)
+    saved.tensors["model"] = bare_weights(saved.tensors["model"])
     config, dtype = read_config(saved)
     wanted = gated(config, shape)
     recipe = read_recipe(saved)
@@ -157,10 +179,21 @@ def _read_pretrained(
     return model, origin
 
 
+def bare_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters in model.safetensors by CausalLM's names.
+
+    Left out is the FP8 state, which fp8_state has too; TEModelsForCausalLM has all names below "model.".
+    """
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{EXTRA}")}
+    wrapped = all(name.startswith(WRAPPED) for name in found)
+    return {name.removeprefix(WRAPPED): tensor for name, tensor in found.items()} if wrapped else found
+
+
 def read_te_model(
     build: Callable[..., Model], folder: Path, shape: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Model:
-    """Return the model in a folder with a config.json of ours and a checkpoint of Transformer Engine's modules, named as ours.
+    """Return the model in a folder with a config.json of ours and a checkpoint of Transformer Engine's modules,
+    named as ours.
 
     Without `recipe=` it runs under the recipe in the checkpoint's FP8 state, BF16 where there is none.
     """
@@ -211,29 +244,29 @@ def restore_model(model: Decoder, saved: Folder, recipe: Recipe) -> None:
 
 def check_restore(model: Decoder, saved: Folder, recipe: Recipe) -> None:
     """Raise CheckpointError unless the weights and the FP8 state of a folder fit `model`, which stays as it is."""
-    _fitting_codes(model, saved, recipe)
+    _fitting_quantized(model, saved, recipe)
     _fitting_weights(model, saved.tensors["model"])
     check_fp8_state(model, saved.tensors.get("fp8_state", {}))
 
 
 def _write_model(model: Decoder, saved: Folder, recipe: Recipe) -> None:
-    load_weights(model, saved.tensors["model"], _fitting_codes(model, saved, recipe))
+    load_weights(model, saved.tensors["model"], _fitting_quantized(model, saved, recipe))
     state = saved.tensors.get("fp8_state", {})
     taken = model.take_fp8_state(state, recipe)
     if taken < len(state):
         lost = f"{len(state) - taken} of its {len(state)}" if taken else "its"
         warnings.warn(
-            f"{saved.path} was saved under recipe {recipe.name!r}; recipe {model.recipe.name!r} has no use for {lost} scales "
-            "and amax histories, which are left out",
+            f"{saved.path} was saved under recipe {recipe.name!r}; recipe {model.recipe.name!r} has no use for {lost} "
+            "scales and amax histories, which are left out",
             stacklevel=5,
         )
 
 
-def _fitting_codes(model: Decoder, saved: Folder, recipe: Recipe) -> dict[str, Tensor]:
+def _fitting_quantized(model: Decoder, saved: Folder, recipe: Recipe) -> dict[str, Tensor]:
     """Return the saved FP8 data and scales that belong to FP8 weights of the model, once they are known to fit."""
-    codes = saved.tensors.get("fp8_weights", {}) if same_codes(recipe, model.recipe) else {}
-    live = weight_codes(model)
-    fitting = {name: tensor for name, tensor in codes.items() if name in live}
+    quantized = saved.tensors.get("fp8_weights", {}) if quantize_weights_alike(recipe, model.recipe) else {}
+    live = quantized_weights(model)
+    fitting = {name: tensor for name, tensor in quantized.items() if name in live}
     owners = {name.rsplit(".", 1)[0] for name in fitting}
     match({name: tensor for name, tensor in live.items() if name.rsplit(".", 1)[0] in owners}, fitting)
     for name, tensor in fitting.items():
@@ -333,19 +366,19 @@ def _fitting_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> tuple[dic
 
 
 @torch.no_grad()
-def load_weights(model: Decoder, tensors: Mapping[str, Tensor], codes: Mapping[str, Tensor] | None = None) -> None:
+def load_weights(model: Decoder, tensors: Mapping[str, Tensor], quantized: Mapping[str, Tensor] | None = None) -> None:
     """Copy `tensors` into the model's parameters once every name and shape is known to fit; dtypes are converted.
 
-    FP8 primary weights take their data and scales from `codes`, and are quantized where there are none.
+    FP8 primary weights take their data and scales from `quantized`, and are quantized where there are none.
     """
     live, own = _fitting_weights(model, tensors)
-    coded = {name.rsplit(".", 1)[0] for name in codes or {}}
+    in_fp8 = {name.rsplit(".", 1)[0] for name in quantized or {}}
     for name, tensor in own.items():
-        if name in coded:
+        if name in in_fp8:
             keep_initial_value(live[name], tensor)
         else:
             write_weight(live[name], tensor)
-    load_codes(model, codes or {})
+    load_quantized_weights(model, quantized or {})
 
 
 @dataclass(frozen=True)
@@ -374,8 +407,8 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
     then, now = read_config(saved)[0].to_dict(), model.config.to_dict()
     for key in (key for key in now if then.get(key) != now[key]):
         raise CheckpointError(
-            f"{folder} was trained with {key}={then.get(key)!r}, not {now[key]!r}: resume with the same config, or start "
-            "a new run from it with --model"
+            f"{folder} was trained with {key}={then.get(key)!r}, not {now[key]!r}: resume with the same config, or "
+            "start a new run from it with --model"
         )
     check_finite(saved.tensors["model"], folder)
     recipe = read_recipe(saved)
@@ -390,19 +423,3 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
         new = ", ".join(f"{key}={value!r}" for key, value in changes.items())
         warnings.warn(f"{folder} was trained under recipe {recipe.name!r}; it goes on with {new}", stacklevel=3)
     return TrainingState(state, lambda: _write_model(model, saved, recipe))
-
-
-def save_tie_once(model: nn.Module) -> None:
-    """Have a tied table in the model's state_dict once, as in Hugging Face's files: safetensors, and with it
-    transformers.Trainer, saves no tensor under two names."""
-    model.register_state_dict_post_hook(_leave_out_tie)
-    model.register_load_state_dict_pre_hook(_restore_tie)
-
-
-def _leave_out_tie(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    del state[f"{prefix}lm_head.weight"]
-
-
-def _restore_tie(model: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    if f"{prefix}embed_tokens.weight" in state:
-        state.setdefault(f"{prefix}lm_head.weight", state[f"{prefix}embed_tokens.weight"])

@@ -26,7 +26,8 @@ _HIDDEN_STEP = re.compile(r"\.(step-\d{8,18})\.replaced")
 
 
 class Checkpoints:
-    """The checkpoints of one run: `root/step-00000200`, ..., and the file `root/latest` that names the newest whole one.
+    """The checkpoints of one run: `root/step-00000200`, ..., and the file `root/latest` that names the newest whole
+    one.
 
     Args:
         root: the run's folder; other files in it are left alone.
@@ -68,11 +69,11 @@ class Checkpoints:
     ) -> Path:
         """Save `root/step-<step>`, then name it in `latest`, then delete checkpoints beyond `keep_last`.
 
-        With `blocking=False` the tensors are copied to host memory (reused from save to save: the size of one checkpoint;
-        see `reserve` for the first) before this returns, and everything else happens in a thread that the interpreter
-        waits for at exit. One such save is under way at a time: the next call waits for it first. With `copy_later` the
-        copy, too, happens in the thread (on a CUDA device on a stream of its own), and the caller must not change the
-        tensors until `copied` has returned: a training step changes them at its very end.
+        With `blocking=False` the tensors are copied to host memory (reused from save to save: the size of one
+        checkpoint; see `reserve` for the first) before this returns, and everything else happens in a thread that the
+        interpreter waits for at exit. One such save is under way at a time: the next call waits for it first. With
+        `copy_later` the copy, too, happens in the thread (on a CUDA device on a stream of its own), and the caller must
+        not change the tensors until `copied` has returned: a training step changes them at its very end.
 
         A background save that fails is logged, and the next save tries again; `MAX_FAILED_SAVES` in a row are an error.
 

@@ -13,8 +13,9 @@ from te_models.config.recipe import Recipe, get_recipe
 from te_models.errors import CheckpointError
 from te_models.files.atomic import first_line, readable
 from te_models.files.formats import read_json
-from te_models.interop.hf import config_dtype, gated, is_hugging_face, local_folder
+from te_models.interop.hf import config_dtype, gated, is_hugging_face
 from te_models.interop.hf_families import family_of
+from te_models.interop.hub import local_folder
 from te_models.saving.folder import MANIFEST, load_folder
 from te_models.saving.pretrained import MODEL_TYPE, read_config, read_recipe, saved_folder
 from te_models.saving.run_folder import offering_older

@@ -1,9 +1,9 @@
 """Checkpoints that many processes write at once, and that any number of processes, or one, reads.
 
 The folder is the one that a single process writes (te_models.saving.folder): whole tensors in safetensors files with an
-index, JSON, a manifest. So nothing in it depends on the number of processes, nothing has to be consolidated afterwards, and
-from_pretrained, generate and convert read it as it is. The files are divided among the processes by size; each tensor is
-gathered, one at a time, and written by the process of its file. All processes must see the same file system.
+index, JSON, a manifest. So nothing in it depends on the number of processes, nothing has to be consolidated afterwards,
+and from_pretrained, generate and convert read it as it is. The files are divided among the processes by size; each
+tensor is gathered, one at a time, and written by the process of its file. All processes must see the same file system.
 
 PyTorch's own torch.distributed.checkpoint is not used: its planner's metadata is a pickle, and its safetensors writer
 leaves slices by rank that have to be consolidated before anything else can read them.
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_models.distributed.control import Ranks
-from te_models.distributed.dtensor import cut, local, whole
+from te_models.distributed.dtensor import local, shard_like, whole
 from te_models.errors import CheckpointError, SaveError, UsageError
 from te_models.files.atomic import first_line, replacing_folder
 from te_models.files.formats import render_index, render_safetensors
@@ -124,7 +124,8 @@ class ShardedCheckpoints(Checkpoints):
             self.ranks.from_first(finish, SaveError)
 
     def _assign_files(self, tensors: Mapping[str, Mapping[str, Tensor]], aliases: Mapping[str, Any]) -> Plan:
-        """Assign each tensor to a file: the largest first, each to the emptiest file, within the limit of a file's size."""
+        """Assign each tensor to a file: the largest first, each to the emptiest file,
+        within the limit of a file's size."""
         plan: Plan = {}
         for group, members in tensors.items():
             own = {name: t.numel() * t.itemsize for name, t in members.items() if name not in aliases.get(group, {})}
@@ -143,12 +144,13 @@ class ShardedCheckpoints(Checkpoints):
             tensor = self.fetch(found[1], int(found[2]), tensor)
         if self.model.tp.size > 1 and found:
             name = self.names[int(found[2])] if tensor.dim() else name
-        return gather_state(self.model, {name: tensor})[name]
+        return gather_state({name: tensor}, self.model.config, self.model.tp)[name]
 
     def _write(
         self, folder: Path, plan: Plan, tensors: Mapping[str, Mapping[str, Tensor]], totals: dict[str, int]
     ) -> dict[str, Any]:
-        """Write this process's files; return the manifest's entries for those of all, and add each group's size to `totals`."""
+        """Write this process's files; return the manifest's entries for those of all,
+        and add each group's size to `totals`."""
         written: dict[str, Any] = {}
         failure = None
         for group, files in plan.items():
@@ -199,7 +201,7 @@ def cut_optimizer_state(
     def own(index: int, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim():
             return value
-        return cut(shard(names[index], value, model.config, model.tp), masters[index])
+        return shard_like(shard(names[index], value, model.config, model.tp), masters[index])
 
     try:
         found = [{key: own(i, value) for key, value in values.items()} for i, values in enumerate(state["state"])]
@@ -210,7 +212,8 @@ def cut_optimizer_state(
 
 @torch.no_grad()
 def shared_amaxes(model: nn.Module, world: int) -> None:
-    """Give every rank the largest amax that any rank recorded since the last update, so that rank 0 can save them for all.
+    """Give every rank the largest amax that any rank recorded since the last update,
+    so that rank 0 can save them for all.
 
     The next update takes the largest over all ranks anyway, so this changes no scale.
     """

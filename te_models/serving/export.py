@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from te_models.distributed.dtensor import local
 from te_models.errors import UsageError, unknown
 from te_models.files.formats import list_some
-from te_models.fp8.primary_weights import weight_codes
+from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.scaling_state import fp8_state
 from te_models.interop.hf import TOKENIZER_FILES, Origin, Place, write_hugging_face
 from te_models.interop.quantized import BLOCK, E4M3
@@ -64,8 +64,10 @@ def export(
         raise unknown("format", format, FORMATS)
     if any(local(p) is not p for p in model.parameters()):
         raise UsageError("a sharded model cannot be exported: save it, and export the saved folder")
+    if any(".lora_" in name for name, _ in model.named_parameters()):
+        raise UsageError("the model has LoRA adapters: export what adapted.merge_and_unload() returns")
     writer = _Writer(model, format, calibration)
-    parameters = gather_state(model, weights(model))
+    parameters = gather_state(weights(model), model.config, model.tp)
     if model.tp.rank == 0:
         tokenizer = read_listed(origin.folder, TOKENIZER_FILES) if origin.folder is not None else {}
         write_hugging_face(model, origin, folder, parameters, tokenizer, quantize=writer.quantize)
@@ -96,7 +98,7 @@ class _Writer:
                 )
         self.inputs, self.notes = _input_scales(model, self.format, self.modules, calibration)
         self.options = _options(model)
-        self.codes = weight_codes(model) if model.tp.size == 1 else {}
+        self.codes = quantized_weights(model) if model.tp.size == 1 else {}
         self.quantized: list[str] = []
         self.ignored: list[str] = []
         self.shapes: dict[str, tuple[int, ...]] = {}

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from te_models.data.dataset import IGNORED
 from te_models.errors import UsageError
-from te_models.interop.hf import Origin, local_folder
+from te_models.interop.hf import Origin
+from te_models.interop.hub import local_folder
 from te_models.model.decoder import Decoder
 from te_models.planning.printable import Printable
 from te_models.serving.export import export, quantized_modules, trained_scales

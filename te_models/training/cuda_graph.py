@@ -146,7 +146,7 @@ class GraphedStep:
             self.inputs[name].copy_(batch[name], non_blocking=True)
 
 
-def obstacle(model: Any) -> str | None:
+def obstacle(model: nn.Module) -> str | None:
     """Return why this model's step cannot be captured in a CUDA graph; None if it can."""
     if not isinstance(model, CausalLM):
         return "the model is wrapped (by LoRA or DDP)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
-from te_models.data.training_data import open_data
+from te_models.data.training_data import open_data, steps_of
 from te_models.engine import auto_recipe
 from te_models.errors import UsageError
 from te_models.generation.options import GenerationOptions
@@ -26,20 +27,21 @@ from te_models.saving.run_folder import Checkpoints
 from te_models.training.ending import draw_run, print_next, print_outcome
 from te_models.training.evaluation import Batch
 from te_models.training.launch import choose_parallel, parallel, restarts
+from te_models.training.loggers import Run, check_loggers, open_loggers
 from te_models.training.parallel import Parallel
 from te_models.training.preflight import check_memory
 from te_models.training.report import progress, summary
 from te_models.training.resume import resumed_options, run_folder, saved_choices, starting_step
-from te_models.training.run_file import commands, run_document
+from te_models.training.run_file import read_record, run_document, run_id
 from te_models.training.samples import Prompt, Sampler, held_out_prompts
 from te_models.training.settings import RUN_FILE, RunSettings, changed_settings, read_run_file, resolved_path
-from te_models.training.trainer import Result, Trainer
+from te_models.training.trainer import Callback, Result, Trainer
 
 if TYPE_CHECKING:
     from te_models.training.lora_run import LoraRun
 
 
-def finetune(settings: RunSettings, resume: bool = False) -> Result:
+def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
     """Train a model, and print a summary, progress, the result and a sample.
 
     Under torchrun every process calls this.
@@ -47,6 +49,7 @@ def finetune(settings: RunSettings, resume: bool = False) -> Result:
     Args:
         settings: te_models.training.settings.run_settings or resumed_settings makes them.
         resume: continue from the newest checkpoint in the run's folder.
+        callbacks: called as the run goes.
 
     Raises:
         ValueError: a mistake in the settings; nothing has been written.
@@ -56,6 +59,7 @@ def finetune(settings: RunSettings, resume: bool = False) -> Result:
     recorded = settings.file is not None and "parallel" not in settings.given
     config = choose_parallel(settings.train, recorded, lora=settings.lora is not None)
     resolve_options(config.optimizer, config.optimizer_options)  # fail before reading data
+    loggers = check_loggers(settings.log)
     with parallel(config, settings.build.get("device")) as shared:
         shared.frozen = settings.lora is not None
         console = Console(markup=False, emoji=False, quiet=not shared.ranks.first)
@@ -65,6 +69,8 @@ def finetune(settings: RunSettings, resume: bool = False) -> Result:
         memory = check_memory(settings, config, shared, newest)
         words = load_tokenizer(_tokenizer(settings, newest))
         dataset, eval_batches = _open_data(settings, config, words, shared)
+        config = dataclasses.replace(config, steps=steps_of(dataset, config))
+        settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, steps=config.steps))
         torch.manual_seed(config.seed)
         model = _build(settings, shared, newest)
         _check_model(model, words, config)
@@ -79,9 +85,17 @@ def finetune(settings: RunSettings, resume: bool = False) -> Result:
         sampler = _sampler(settings, model, words, eval_batches, shared)
         if sampler and settings.model is not None and not start and shared.ranks.world == 1:
             sampler.note_before()
-        run_file = run_document(settings, model, dataset, eval_batches, shared, commands(folder) if resume else ())
+        record = {**(read_record(folder) if resume else {})}
+        record["id"] = shared.ranks.from_first(lambda: run_id(record))
+        run_file = run_document(settings, model, dataset, eval_batches, shared, record)
+        run = Run(
+            folder, record["id"], dataclasses.asdict(config) | {"model": settings.label, **model.recipe.to_dict()}
+        )
         try:
-            with progress(console, config, start) as show:
+            with (
+                progress(console, config, start) as show,
+                open_loggers(loggers if shared.ranks.first else [], run) as sent,
+            ):
                 trainer = Trainer(
                     model=model,
                     dataset=dataset,
@@ -91,6 +105,7 @@ def finetune(settings: RunSettings, resume: bool = False) -> Result:
                     documents=words.documents(),
                     run_file=run_file,
                     on_step=show,
+                    callbacks=[*sent, *callbacks],
                     parallel=shared,
                     saved=adapters,
                 )

@@ -26,7 +26,7 @@ from te_models.errors import CheckpointError, UsageError, needs
 from te_models.files.atomic import first_line
 from te_models.fp8.primary_weights import plain
 from te_models.fp8.scaling_state import check_fp8_state, fp8_state
-from te_models.interop.hf import local_folder
+from te_models.interop.hub import local_folder
 from te_models.saving.folder import MANIFEST, Folder, load_folder, match, save_folder
 from te_models.saving.pretrained import read_recipe
 from te_models.training.lora_config import check_fields, read_config, wanted_adapters, whole_modules

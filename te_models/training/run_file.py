@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import platform
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ def run_document(
     dataset: TokenDataset | StreamingDataset,
     eval_batches: list[Batch],
     shared: Parallel,
-    before: Iterable[str] = (),
+    before: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Return run.toml of a run that is about to start.
 
@@ -43,17 +45,18 @@ def run_document(
         dataset: its training data.
         eval_batches: this process's evaluation batches; all processes call this function.
         shared: how the processes share the run.
-        before: the commands of the run that this one resumes.
+        before: the record of the run that this one resumes.
     """
     shape = model.config.to_dict() if settings.preset else {}
     own = {name: value for name, value in settings.build.items() if name in model.config.to_dict()}
-    data = {**settings.data, "streaming": isinstance(dataset, StreamingDataset)}
+    data = {**settings.data, "streaming": isinstance(dataset, StreamingDataset), "packing": dataset.packing}
     sections = {
         "run": dict(
             command=settings.command,
             preset=settings.preset,
             model=resolved_path(settings.model),
             sample_tokens=settings.sample_tokens,
+            log=settings.log,
         ),
         "model": {**{name: settings.build.get(name) for name in ("device", "compile")}, **run_choices(model)},
         "recipe": model.recipe.to_dict(),
@@ -62,7 +65,8 @@ def run_document(
         "training": asdict(settings.train),
         "lora": _lora_table(settings),
         RECORD: {
-            "commands": [*before, settings.called[:MAX_COMMAND]],
+            "id": run_id(before),
+            "commands": [*map(str, before.get("commands", [])), settings.called[:MAX_COMMAND]],
             "device": _device(model),
             "processes": shared.describe() or "one",
             "training_data": fingerprint(dataset),
@@ -82,11 +86,16 @@ def _lora_table(settings: RunSettings) -> dict[str, Any]:
     return {**values, "merge": lora.merge}
 
 
-def commands(folder: Path) -> list[str]:
-    """Return the commands that the run.toml in a run's folder records, the oldest first."""
+def read_record(folder: Path) -> Mapping[str, Any]:
+    """Return the record in the run.toml of a run's folder; empty without one."""
     path = folder / RUN_FILE
     record = read_toml(path).get(RECORD, {}) if path.is_file() else {}
-    return [str(command) for command in record.get("commands", [])] if isinstance(record, Mapping) else []
+    return record if isinstance(record, Mapping) else {}
+
+
+def run_id(record: Mapping[str, Any]) -> str:
+    """Return the id of a run with this record: 8 hexadecimal digits, new where there are none."""
+    return str(record.get("id") or secrets.token_hex(4))
 
 
 def fingerprint(dataset: TokenDataset | StreamingDataset) -> str:

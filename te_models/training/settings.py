@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from te_models.config.data import split_weight
 from te_models.config.model import config_fields
 from te_models.config.presets import PRESETS
 from te_models.config.recipe import Recipe, get_recipe, recipe_fields, recipe_from_dict
@@ -26,13 +27,16 @@ RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
 RECORD = "record"  # table of run.toml that holds facts of the run and no settings
 TRAINING = {f.name: type(f.default) for f in fields(TrainConfig)}
-RUN = dict(command=str, preset=str, model=str, out=str, sample_tokens=int)
+RUN = dict(command=str, preset=str, model=str, out=str, sample_tokens=int, log=str)
 MODEL = dict(
     engine=str, device=str, fp8_params=bool, compile=bool, activation_checkpointing=object, activation_offload=bool
 )
 # Settings of the data: keywords of te_models.data.training_data.open_data, and the tokenizer; object: of several types.
-DATA = dict(data=object, streaming=bool, packing=str, data_workers=int, tokenizer=str)
-DATA_DEFAULTS = dict(packing="stream", data_workers=2)
+DATA = dict(
+    data=object, eval_data=object, eval_split=float, columns=str, truncate=str, packing=str, chat_template=str,
+    streaming=bool, data_workers=int, tokenizer=str,
+)  # fmt: skip
+DATA_DEFAULTS = dict(data_workers=2)
 LORA = dict(lora=int, lora_targets=str, lora_alpha=float, lora_dropout=float, merge=bool)
 TABLES: dict[str, Mapping[str, Any]] = {
     "run": RUN,
@@ -50,7 +54,7 @@ FIXED = (
     "command", "preset", "model", *config_fields(), "seed", "batch_size", "seq_len", "gradient_accumulation", "streaming",
     "packing", "optimizer", "lora", "lora_targets", "lora_alpha", "lora_dropout",
 )  # fmt: skip
-PATHS = ("model", "data", "tokenizer")  # settings that may be paths
+PATHS = ("model", "data", "eval_data", "chat_template", "tokenizer")  # settings that may be paths
 SAID = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 
 
@@ -98,6 +102,7 @@ class RunSettings(NamedFields):
         train: the training loop.
         lora: adapters to train in place of the model's weights, if any.
         sample_tokens: length of the sample printed at the end; 0: none.
+        log: names of loggers beside metrics.jsonl (te_models.training.loggers), separated by commas.
         out: the run's folder; None: runs/<model>-<recipe>.
         given: names of the settings that were given on the command line, over those of a file.
         file: the run.toml that the others come from, if any.
@@ -113,6 +118,7 @@ class RunSettings(NamedFields):
     train: TrainConfig = field(default_factory=TrainConfig)
     lora: LoraSettings | None = None
     sample_tokens: int = 200
+    log: str = ""
     out: str | None = None
     given: frozenset[str] = frozenset()
     file: Path | None = None
@@ -134,6 +140,8 @@ def run_settings(command: str, given: Mapping[str, Any], file: Path | None = Non
     command = saved.get("command", command)
     flat = _over(saved, given)
     preset, model = flat.get("preset"), flat.get("model")
+    if "steps" in given and given.get("epochs"):
+        raise UsageError("--steps and --epochs say the same in two ways: give one of them")
     if command not in COMMANDS:
         raise unknown("command", command, COMMANDS)
     if command == "pretrain" and (model is not None or preset is None):
@@ -253,14 +261,19 @@ def changed_settings(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict
 
 
 def resolved_path(name: Any) -> Any:
-    """Return a path that exists as an absolute one; anything else as it is, such as a name on the Hub."""
-    return os.path.abspath(name) if isinstance(name, str) and os.path.exists(name) else name
+    """Return a path that exists as an absolute one, several as a list; anything else as it is, such as a Hub name."""
+    if isinstance(name, (list, tuple)):
+        return [resolved_path(member) for member in name]
+    if not isinstance(name, str) or os.path.exists(name):
+        return os.path.abspath(name) if isinstance(name, str) else name
+    path, weight = split_weight(name)
+    return f"{os.path.abspath(path)}:{weight:g}" if weight is not None and os.path.exists(path) else name
 
 
 def _over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `saved` with the changes `given`; a new recipe or model takes the place of all fields of the old one."""
     flat = dict(saved)
-    gone: set[str] = set()
+    gone: set[str] = {"epochs"} if "steps" in given else set()
     if "recipe" in given:
         gone |= {"recipe", "fp8_params"}  # another recipe may have no FP8 weights
     if {"preset", "model"} & given.keys():

@@ -110,7 +110,7 @@ class Trainer(NamedFields):
         eval_batches: this process's batches to evaluate on.
         config: the run's options.
         out: the run's folder, for metrics.jsonl and checkpoints.
-        documents: further JSON values for each checkpoint, such as the tokenizer.
+        documents: further JSON values for each checkpoint, such as the tokenizer's (`Tokenizer.documents`).
         run_file: the content of run.toml, which is written when the run starts; empty: none is.
         on_step: called with the metrics of every finished step, on every process.
         callbacks: called as the run goes, in this order.
@@ -155,7 +155,10 @@ class Trainer(NamedFields):
         self.checkpoints = self._checkpoints(self.out / "checkpoints", self.config.keep_last)
         self.best = self._checkpoints(self.out / "best" / "checkpoints", keep_last=1)
         # A tokenizer takes a second to serialize: do it once.
-        self.documents = {name: render_json(document, name) for name, document in self.documents.items()}
+        self.documents = {
+            name: document if isinstance(document, bytes) else render_json(document, name)
+            for name, document in self.documents.items()
+        }
         self.stop_requested: Callable[[], bool] = lambda: False  # of this process
         self.stopping = False  # of any process, as of the last step that was read
         self.result = Result()
@@ -430,7 +433,8 @@ class Trainer(NamedFields):
         torch.set_rng_state(random)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
-        self.result = Result(**{**state["result"], "stopped_early": False})
+        self.result = Result(**state["result"])
+        self.result.stopped_early = False
 
     def _refuse_to_wait_on(self, result: dict[str, Any]) -> None:
         """Raise UsageError if the saved run ended early and nothing has changed that would let it go on."""

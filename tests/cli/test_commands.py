@@ -109,6 +109,20 @@ def test_plan_shows_any_preset_at_once(preset: str, capsys: pytest.CaptureFixtur
     assert "E4M3/E5M2 DelayedScaling" in out and "num_layers_at_end_in_bf16 = 2" in out
 
 
+def test_plan_as_json_has_the_rows_of_the_table_and_of_the_step(capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "--preset", "gated-nano", "--recipe", "current", "--device", "cpu", "--json"]) == 0
+    *linears, compiled, graph = json.loads(capsys.readouterr().out)
+    assert len(linears) == 6 * 4 + 1 and {row["precision"] for row in linears} == {
+        "BF16",
+        "E4M3/E5M2 Float8CurrentScaling",
+    }
+    assert compiled["module"] == "compiled" and compiled["reason"] == "off, because the model is on cpu"
+    assert graph["module"] == "CUDA graph" and graph["reason"] == "off, because the model is on cpu"
+    assert compiled.keys() == graph.keys() == linears[0].keys()
+    assert main(["plan", "--preset", "gated-nano", "--recipe", "current", "--device", "cpu"]) == 0
+    assert f"CUDA graph: {graph['reason']}" in capsys.readouterr().out
+
+
 def test_finetune_resume_and_generate(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "run"
     assert main(finetune(out, corpus, "--recipe", "delayed", "--amax-history-len", "4")) == 0
@@ -246,7 +260,8 @@ def test_names_with_markup_are_printed_as_they_are(corpus: Path, tmp_path: Path,
     corpus.rename(data)
     recipe = tmp_path / "[red]mine.toml"
     recipe.write_text(
-        'scheme = "DelayedScaling"\namax_history_len = 4\nnum_layers_at_start_in_bf16 = 1\nnum_layers_at_end_in_bf16 = 1\n'
+        'scheme = "DelayedScaling"\namax_history_len = 4\n'
+        "num_layers_at_start_in_bf16 = 1\nnum_layers_at_end_in_bf16 = 1\n"
     )
     assert main(finetune(out, data, "--recipe", str(recipe))) == 0
     printed = "".join(capsys.readouterr().out.split())

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import te_models.data.documents as documents_module
+import te_models.data.files as files_module
+import te_models.data.rows as rows_module
 from te_models.data.corpus_chunks import ChunkReader, find_chunks
 from te_models.data.documents import Document, load_documents, split_documents
 from te_models.data.tokenizer import ByteTokenizer
@@ -90,7 +92,7 @@ def test_jsonl_rows(tmp_path: Path) -> None:
         Document("one\u2028line", None, f"{file}:1", str(file)),
         Document("a", "q", f"{file}:3", str(file)),
         Document("", "q", f"{file}:5", str(file)),
-        Document("t", None, f"{file}:6", str(file)),
+        Document("a", "q", f"{file}:6", str(file)),
         Document("\U0001f600", "", f"{file}:7", str(file)),
     ]
 
@@ -158,7 +160,7 @@ def test_parquet_in_a_folder_is_not_taken_for_binary(tmp_path: Path) -> None:
 
 
 BAD_FILES: list[tuple[str, bytes | None, str]] = [
-    ("a.txt", None, "a.txt: no such file or folder; give a text, JSONL or Parquet file"),
+    ("a.txt", None, "a.txt: no such file or folder; give a text, JSONL, JSON, CSV or Parquet file"),
     ("a.txt", b"", "a.txt: there is no text in it"),
     ("a.txt", b" \n\t", "a.txt: there is no text in it"),
     ("a.jsonl", b"\n\n", "a.jsonl: there is no text in it"),
@@ -166,7 +168,7 @@ BAD_FILES: list[tuple[str, bytes | None, str]] = [
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"a.jsonl:2: not UTF-8 text \(byte 0xff at offset 24\)"),
     ("a.jsonl", b'{"text": "a"}\n{"text": }', r"a.jsonl:2: not JSON \(Expecting value, column 10\)"),
     ("a.jsonl", b'{"text": "a"}\n[1]', "a.jsonl:2: a JSON list, not an object"),
-    ("a.jsonl", b'{"txt": "a", "n": 1}', "a.jsonl:1: has 'txt', 'n', but needs 'text', or 'prompt' and 'completion'"),
+    ("a.jsonl", b'{"txt": "a", "n": 1}', "a.jsonl:1: has 'txt', 'n', but needs one of the formats messages"),
     ("a.jsonl", b'{"prompt": "a"}', "a.jsonl:1: has 'prompt', but needs"),
     ("a.jsonl", b"{}", "a.jsonl:1: has no fields, but needs"),
     ("a.jsonl", b'{"text": 1}', "a.jsonl:1: 'text' is int, not a string"),
@@ -208,7 +210,7 @@ def test_bad_folders(tmp_path: Path, files: dict[str, bytes], message: str) -> N
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"body": ["a"], "n": [1]}, "a.parquet: has 'body', 'n', but needs 'text', or 'prompt' and 'completion'"),
+        ({"body": ["a"], "n": [1]}, "a.parquet: has 'body', 'n', but needs one of the formats messages"),
         ({"text": ["a", None]}, "a.parquet, row group 0, row 2: 'text' is NoneType, not a string"),
         ({"text": [1, 2]}, "a.parquet, row group 0, row 1: 'text' is int, not a string"),
     ],
@@ -267,6 +269,16 @@ CORPORA: dict[str, dict[str, bytes]] = {
         "d.ndjson": LINE,
         "e.txt.gz": gzip.compress(b"f"),
     },
+    "tables, arrays and what is about them": {
+        "a.csv": b'\xef\xbb\xbftext,n\r\n"one",1\r\n\r\n"two\nlines, ""quoted""",2\r\n',
+        "b.tsv": b"n\ttext\n1\tone\n",
+        "c.json": b'\xef\xbb\xbf [\r\n{"text": "one"},\r\n{"text":\r\n"text"}]\r\n',
+        "d.json.gz": gzip.compress(b'[{"text": "one"}]'),
+        "README.md": b"about it",
+        "LICENSE": b"terms",
+        "dataset_info.json": b'{"splits": 1}',
+    },
+    "JSONL by another name": {"a.txt": LINE * 2, "b": LINE},
     "binary files": {"a.txt": b"text", "b.png": b"\x89PNG\0", "c.bin.gz": gzip.compress(b"\0\1")},
 }
 
@@ -276,7 +288,12 @@ CORPORA: dict[str, dict[str, bytes]] = {
 def test_every_file_of_a_corpus_is_read(case: str, read: Callable, tmp_path: Path) -> None:
     for name, content in CORPORA[case].items():
         (tmp_path / name).write_bytes(content)
-    expected = {"jsonl and its compression": ["one"] * 3, "several formats": ["one", "text", "one", "one", "f"]}
+    expected = {
+        "jsonl and its compression": ["one"] * 3,
+        "several formats": ["one", "text", "one", "one", "f"],
+        "tables, arrays and what is about them": ["one", 'two\nlines, "quoted"', "one", "one", "text", "one"],
+        "JSONL by another name": ["one"] * 3,
+    }
     assert [text for _, text in read(tmp_path)] == expected.get(case, ["text"])
 
 
@@ -288,10 +305,18 @@ REFUSED: list[tuple[str, bytes, str]] = [
         r"a.jsonl:1: UTF-16 text \(byte 0xff at offset 0\): convert it to UTF-8",
     ),
     ("a.txt", "text".encode("utf-16"), r"a.txt:1: UTF-16 text"),
-    ("a.csv", b"text\none\n", "a.csv: a table, which would be trained on as raw text: convert it to JSONL"),
-    ("a.tsv.gz", b"", "a.tsv.gz: a table"),
+    ("a.csv", b"txt\none\n", "a.csv:2: has 'txt', but needs one of the formats"),
+    ("a.csv", b"text,n\none\n", "a.csv:2: 1 cells, but 2 columns: quote cells that hold separators"),
+    ("a.csv", b'text\n"one\n', "a.csv:2: not a readable table"),
+    ("a.csv", b"text\n\xff\n", "a.csv:2: not UTF-8 text"),
+    ("a.tsv.gz", gzip.compress(b"text,n\none,two\n"), "a.tsv.gz:2: has 'text,n', but needs one of the formats"),
     ("a.json", b'{\n  "text": "a"\n}', r"a.json:1: not JSON \(.*\): JSONL has one object per line"),
-    ("a.json", b'[{"text": "a"}]', "a.json:1: a JSON list, not an object"),
+    ("a.json", b'[{"text": "a"}, 1]', "a.json, record 2: a JSON int, not an object"),
+    ("a.json", b'[\n{"text": "a"}\n', "a.json:3: not JSON .*: give an array of objects, or JSONL"),
+    ("a.json", b"[" * 100_000, "a.json: JSON that is nested too deeply"),
+    ("a.json", b'[{"txt": "a"}]', "a.json, record 1: has 'txt', but needs one of the formats"),
+    ("a.json", b"[" + b" " * 2 * 10**6 + b"]", "a.json: a JSON array of more than 0 GiB: write it as JSONL"),
+    ("a.txt", b'{"txt": "a"}\n', "a.txt:1: has 'txt', but needs one of the formats"),
     ("a.jsonl", LINE + DEEP, "a.jsonl:2: JSON that is nested too deeply"),
     (
         "a.jsonl",
@@ -309,8 +334,8 @@ def test_both_ways_of_reading_refuse_the_same(
     name: str, content: bytes, message: str, read: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "more than 0" in message:
-        monkeypatch.setattr(documents_module, "MAX_LINE_BYTES", 1000)
-        monkeypatch.setattr(documents_module, "MAX_EXPANDED_BYTES", 10**6)
+        monkeypatch.setattr(files_module, "MAX_LINE_BYTES", 1000)
+        monkeypatch.setattr(rows_module, "MAX_EXPANDED_BYTES", 10**6)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
         read(tmp_path)
@@ -333,7 +358,8 @@ def test_only_regular_files_are_data(kind: str, read: Callable, tmp_path: Path) 
 
 
 def test_one_long_line_is_read_once(tmp_path: Path) -> None:
-    """A range without the start of a line must not read on to its end: 32 MiB in 64 KiB ranges took 8 GiB of reading."""
+    """A range without the start of a line must not read on to its end:
+    32 MiB in 64 KiB ranges took 8 GiB of reading."""
     (tmp_path / "a.txt").write_bytes(b"a" * 2**25)
     chunks = find_chunks(str(tmp_path), 2**16)
     reader = ChunkReader(str(tmp_path), ByteTokenizer(), seed=0)
@@ -348,6 +374,6 @@ def test_a_binary_file_is_left_out_in_every_range(tmp_path: Path) -> None:
     (tmp_path / "b.bin").write_bytes(b"line\n" * 100 + b"\0" + b"line\n" * 2000)
     chunks = find_chunks(str(tmp_path), 400)
     reader = ChunkReader(str(tmp_path), ByteTokenizer(), seed=0)
-    assert len(chunks) > 20
+    assert len(chunks) == 1
     assert [d.text for i in range(len(chunks)) for d in reader.documents(chunks[i])] == ["text\n"]
     assert in_memory(tmp_path) == [(None, "text\n")]

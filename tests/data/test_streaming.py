@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from te_models.config.training import TrainConfig
 from te_models.data.corpus_chunks import ChunkReader, find_chunks
 from te_models.data.dataset import IGNORED, TokenDataset
-from te_models.data.documents import Document, load_documents, read_range
+from te_models.data.documents import Document, load_documents
+from te_models.data.rows import read_range
 from te_models.data.streaming import StreamingDataset, merge_states
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.data.training_data import open_data
@@ -243,9 +244,16 @@ def test_prompts_are_not_learnt(corpus: Path) -> None:
     assert ids[: len(first)] == first and labels[: len(first)] == [IGNORED, IGNORED, *first[2:]]
 
 
-@pytest.mark.parametrize("packing", ["stream", "documents"])
-def test_windows_equal_those_in_memory(corpus: Path, packing: str) -> None:
-    streamed, held = stream(corpus, 3, shuffle=False, packing=packing), load_documents(corpus)
+@pytest.mark.parametrize(
+    ("packing", "rows"), [("stream", "all"), ("documents", "texts"), ("documents", "all"), ("none", "all")]
+)
+def test_windows_equal_those_in_memory(corpus: Path, packing: str, rows: str, tmp_path: Path) -> None:
+    if rows == "texts":
+        write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+        corpus = tmp_path
+    chunk_bytes = 100 if packing == "stream" or rows == "texts" else 10**6  # records are packed chunk by chunk
+    streamed = stream(corpus, 3, shuffle=False, packing=packing, chunk_bytes=chunk_bytes)
+    held = load_documents(corpus)
     memory = TokenDataset(held, ByteTokenizer(), 16, batch_size=3, seed=0, shuffle=False, packing=packing)
     for _ in range(memory.num_windows // 3 - 1):
         one, other = next(streamed), next(memory)
@@ -405,15 +413,15 @@ def _broken(folder: Path, kind: str) -> Path:
 
 
 ERRORS = {
-    "missing": r"none.jsonl: no such file or folder; give a text, JSONL or Parquet file",
+    "missing": r"none.jsonl: no such file or folder; give a text, JSONL, JSON, CSV or Parquet file",
     "no match": r"\*.jsonl: no such file or folder",
-    "field": r"a.jsonl:1: has 'txt', 'url', but needs 'text', or 'prompt' and 'completion'",
+    "field": r"a.jsonl:1: has 'txt', 'url', but needs one of the formats",
     "json": r"a.jsonl:2: not JSON",
     "bytes": r"a.jsonl:2: not UTF-8 text \(byte 0xff at offset 24\)",
     "gzip": r"a.jsonl.gz: ",
     "not gzip": r"a.jsonl.gz: ",
     "parquet": r"a.parquet: not a readable Parquet file",
-    "column": r"a.parquet: has 'body', but needs 'text'",
+    "column": r"a.parquet: has 'body', but needs one of the formats",
     "blank": r"there is no text in it",
     "empty": r"there is no text in it",
 }

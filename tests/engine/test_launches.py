@@ -1,4 +1,5 @@
-"""What a GPU's host does for a te.Linear: launches of kernels and of torch's operations, and never waiting for a result."""
+"""What a GPU's host does for a te.Linear: launches of kernels and of torch's operations,
+and never waiting for a result."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from te_models.engine.emulated import recipe as R
 
 # Operations that launch nothing: views and allocations.
 FREE = {
-    "alias", "as_strided", "detach", "empty", "empty_like", "expand", "new_empty", "permute", "select", "slice", "split",
+    "alias", "as_strided", "detach", "empty", "empty_like", "expand", "new_empty", "permute", "select", "slice",
+    "split",
     "t", "transpose", "unbind", "unsqueeze", "view", "_unsafe_view",
 }  # fmt: skip
 # A pass of one layer: our kernels; torch's operations without the products, with two accumulations of gradients.
@@ -83,7 +85,8 @@ def test_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Kernel:
-    """What fused.py sees of a Triton kernel: `kernel[grid](...)` looks for a variant, `variant[grid](...)` launches it."""
+    """What fused.py sees of a Triton kernel: `kernel[grid](...)` looks for a variant,
+    `variant[grid](...)` launches it."""
 
     arg_names = ("x", "scale", "n", "WIDE", "BLOCK")
     packed_metadata = ()

@@ -1,4 +1,5 @@
-"""The order of RMSNorm's sums against vectors of an H200 (TE 2.20.2), every bit; digests in golden/rmsnorm_digests.json.
+"""The order of RMSNorm's sums against vectors of an H200 (TE 2.20.2), every bit;
+digests in golden/rmsnorm_digests.json.
 
 A CPU's rsqrt is not the GPU's, so the GPU's reciprocals are part of the vectors, and the sums under the rsqrt (verified
 through a table of the GPU's rsqrt) are compared on their own.

@@ -1,4 +1,5 @@
-"""Nested state survives tensors plus JSON exactly, and tensors that do not fit a model are named before it is touched."""
+"""Nested state survives tensors plus JSON exactly, and tensors that do not fit a model are named before it is
+touched."""
 
 import json
 import math

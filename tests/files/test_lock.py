@@ -36,8 +36,8 @@ def test_another_process_is_named_and_its_crash_releases_the_lock(
         with pytest.raises(OutputInUse) as caught, locked(tmp_path / "run"):
             pass
         assert str(caught.value) == (
-            f"{tmp_path / 'run'} is in use by process {process.pid} on host {socket.gethostname()!r}: wait for it, or give "
-            "another --out"
+            f"{tmp_path / 'run'} is in use by process {process.pid} on host {socket.gethostname()!r}: wait for it, or "
+            "give another --out"
         )
         process.send_signal(signal.SIGKILL)
     assert (tmp_path / "run" / LOCK).exists()

@@ -1,4 +1,5 @@
-"""FP8 primary weights under FSDP2: codes travel, one scale serves all ranks, and the run is the one of a single process."""
+"""FP8 primary weights under FSDP2: codes travel, one scale serves all ranks,
+and the run is the one of a single process."""
 
 import itertools
 import json
@@ -19,7 +20,7 @@ from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import whole
 from te_models.engine.emulated import DType, Float8Quantizer
 from te_models.fp8.fsdp_gather import FP8Shard
-from te_models.fp8.primary_weights import quantized, weight_codes
+from te_models.fp8.primary_weights import quantized, quantized_weights
 from te_models.optim import build_optimizer
 from te_models.saving.folder import load_folder
 from te_models.training.launch import meshes
@@ -53,7 +54,7 @@ def rank_job(rank: int, folder: str) -> None:
 def born(shared: Parallel, root: Path, case: dict[str, Any]) -> dict[str, Any]:
     """A fresh model's codes, what training it sends, and its codes against a cast of the whole masters after it."""
     run = make_trainer(shared, root / f"born-{case['recipe']}", case)
-    fresh = {name: whole(codes).tolist() for name, codes in weight_codes(run.model).items()}
+    fresh = {name: whole(codes).tolist() for name, codes in quantized_weights(run.model).items()}
     sent: list[int] = []
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # what FSDP2 calls
     gather = getattr(dist, name)
@@ -71,7 +72,8 @@ def born(shared: Parallel, root: Path, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def gpu_job(rank: int, folder: str) -> None:
-    """On the engine of this process's device: losses with weights in pieces and whole, all ranks on the same batches."""
+    """On the engine of this process's device: losses with weights in pieces and whole,
+    all ranks on the same batches."""
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     config, control = TrainConfig(parallel="fsdp"), Ranks(dist.new_group(backend="gloo"))
     shared = Parallel("fsdp", control, device, *meshes(config, device), config)
@@ -171,7 +173,7 @@ def test_neither_gathering_again_nor_recomputing_changes_a_bit(name: str, two: d
 def test_codes_are_those_of_one_process_in_every_bit(recipe: str, two: dict[str, Any], tmp_path: Path) -> None:
     case = {**FSDP, "recipe": recipe}
     del case["parallel"]
-    fresh = weight_codes(make_trainer(Parallel(), tmp_path, case).model)
+    fresh = quantized_weights(make_trainer(Parallel(), tmp_path, case).model)
     assert {name: codes.tolist() for name, codes in fresh.items()} == two[f"born-{recipe}"]["fresh"]
     assert two[f"born-{recipe}"]["wrong"] == 0
 
@@ -186,8 +188,8 @@ def test_a_block_sends_a_byte_a_parameter(two: dict[str, Any]) -> None:
 
 def test_resumed_by_as_many_it_is_the_same_run_to_the_bit(two: dict[str, Any], root: Path) -> None:
     assert two["resumed"] == two["saved"]
-    whole_, resumed = (load_folder(root / n / "checkpoints" / "step-00000004", ["model", "training", "fp8_state", "fp8_weights"])
-                       for n in ("saved", "resumed"))  # fmt: skip
+    groups = ["model", "training", "fp8_state", "fp8_weights"]
+    whole_, resumed = (load_folder(root / n / "checkpoints" / "step-00000004", groups) for n in ("saved", "resumed"))
     for group, tensors in whole_.tensors.items():
         assert tensors and tensors.keys() == resumed.tensors[group].keys()
         assert all(torch.equal(tensor, resumed.tensors[group][name]) for name, tensor in tensors.items()), group

@@ -11,7 +11,7 @@ from bits import assert_same_bits
 from te_models import CausalLM
 from te_models.config.recipe import get_recipe
 from te_models.errors import CheckpointError
-from te_models.fp8.primary_weights import SCHEMES, is_quantized, plain, weight_codes
+from te_models.fp8.primary_weights import SCHEMES, is_quantized, plain, quantized_weights
 from te_models.fp8.scaling_state import fp8_state
 from te_models.optim import build_optimizer
 from te_models.saving.folder import load_folder, save_folder
@@ -57,7 +57,7 @@ def train(model: CausalLM, steps: int, start: int = 0, optimizer: Any = None) ->
 def assert_same(one: CausalLM, other: CausalLM) -> None:
     for have, want in (
         (dict(one.named_parameters()), dict(other.named_parameters())),
-        (weight_codes(one), weight_codes(other)),
+        (quantized_weights(one), quantized_weights(other)),
         (fp8_state(one), fp8_state(other)),
     ):
         assert have.keys() == want.keys()
@@ -95,7 +95,7 @@ def test_the_weights_of_the_fp8_layers_and_no_others_are_codes(recipe: str) -> N
     model = build(recipe)
     inside = {name for name, _ in model.named_parameters() if ".1." in name or ".2." in name}
     assert set(quantized(model)) == {name for name in inside if name.endswith("proj.weight")}
-    assert len(weight_codes(model)) == CODES[recipe] * 8
+    assert len(quantized_weights(model)) == CODES[recipe] * 8
     before, weight = build(recipe, fp8_params=False), model.layers[1].mlp.down_proj.weight
     for (name, p), q in zip(before.named_parameters(), model.parameters(), strict=True):
         error = (plain(p) - plain(q)).float().norm() / plain(p).float().norm()
@@ -198,7 +198,7 @@ def test_the_folder_loads_without_fp8_params_and_for_transformers(recipe: str, t
     train(model, 2)
     model.save_pretrained(tmp_path / "m")
     dense = CausalLM.from_pretrained(tmp_path / "m", device="cpu", fp8_params=False)
-    assert not weight_codes(dense)
+    assert not quantized_weights(dense)
     for (name, p), q in zip(model.named_parameters(), dense.named_parameters(), strict=True):
         assert torch.equal(plain(p), q[1]), name
     other = "blockwise" if recipe == "mxfp8" else "mxfp8"
@@ -208,7 +208,7 @@ def test_the_folder_loads_without_fp8_params_and_for_transformers(recipe: str, t
         else pytest.warns(UserWarning, match="has no use for its scales")
     ):
         again = CausalLM.from_pretrained(tmp_path / "m", device="cpu", recipe=other, fp8_params=True)
-    assert again.fp8_params and len(weight_codes(again)) == CODES[other] * 8
+    assert again.fp8_params and len(quantized_weights(again)) == CODES[other] * 8
 
 
 def test_from_hugging_face_and_back(tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def test_a_swap_that_needs_other_codes_is_refused() -> None:
             model.set_recipe(recipe, **fields)
     assert model.recipe.name == "delayed"
     _, optimizer = train(model, 3)
-    before, scales = ({n: t.clone() for n, t in of(model).items()} for of in (weight_codes, fp8_state))
+    before, scales = ({n: t.clone() for n, t in of(model).items()} for of in (quantized_weights, fp8_state))
     model.set_recipe("delayed", amax_history_len=6, margin=1)
-    assert all(torch.equal(before[name], t) for name, t in weight_codes(model).items())
+    assert all(torch.equal(before[name], t) for name, t in quantized_weights(model).items())
     weight: Any = model.layers[1].mlp.down_proj.weight
     now = fp8_state(model)
     name = "layers.1.mlp.down_proj.scaling_fwd.scale"
@@ -277,7 +277,7 @@ def test_codes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_damaged_codes_and_scales_are_refused_before_the_model_changes(recipe: str, tmp_path: Path) -> None:
     model = build(recipe)
     tensors, documents = model_content(model, model.origin)
-    before = {name: tensor.clone() for name, tensor in weight_codes(model).items()}
+    before = {name: tensor.clone() for name, tensor in quantized_weights(model).items()}
     for name, tensor in list(before.items())[: CODES[recipe]]:
         nan = torch.nan if tensor.is_floating_point() else 255 if "scale" in name else 127  # E8M0 and E4M3
         broken = {**tensors["fp8_weights"], name: tensor.index_fill(0, torch.tensor([0]), nan)}
@@ -286,5 +286,5 @@ def test_damaged_codes_and_scales_are_refused_before_the_model_changes(recipe: s
             CausalLM.from_pretrained(tmp_path / "m", device="cpu")
         with pytest.raises(CheckpointError, match=name):
             restore_model(model, load_folder(tmp_path / "m"), model.recipe)
-    for name, tensor in weight_codes(model).items():
+    for name, tensor in quantized_weights(model).items():
         assert_same_bits(name, tensor, before[name])

@@ -100,7 +100,8 @@ def test_a_replayed_step_under_every_recipe(recipe: str, batch: int, on_tape: Ca
 
 
 @pytest.mark.parametrize("options", [
-    dict(), dict(temperature=1.7), dict(top_k=7), dict(top_p=0.7), dict(min_p=0.05), dict(top_k=50, top_p=0.9, min_p=0.01),
+    dict(), dict(temperature=1.7), dict(top_k=7), dict(top_p=0.7), dict(min_p=0.05),
+    dict(top_k=50, top_p=0.9, min_p=0.01),
 ], ids=str)  # fmt: skip
 def test_replayed_sampling_draws_the_same(options: dict, on_tape: Callable[..., torch.Tensor]) -> None:
     model = build()

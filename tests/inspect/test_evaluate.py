@@ -84,7 +84,7 @@ def test_every_recipe_sees_the_same_tokens(folder: Path, text: Path) -> None:
 
 def test_saved_scales_are_used_as_they_are(folder: Path, text: Path, tmp_path: Path) -> None:
     model = load(folder, "delayed")
-    batches = make_batches(load_documents(text), load_tokenizer(folder), model)
+    batches, _ = make_batches(load_documents(text), load_tokenizer(folder), model)
     assert calibrate(model, batches) and not calibrate(model, batches)
     scales = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
     assert any((tensor != 1).any() for name, tensor in scales.items() if name.endswith(".scale"))
@@ -137,7 +137,7 @@ def test_scores_stand_side_by_side() -> None:
         (["--data", "x", "--recipes", "bf16,curent"], "did you mean 'current'"),
         (["--data", "missing"], "missing"),
         (["--data", "TEXT", "--seq-len", "97"], "max_position_embeddings=96"),
-        (["--data", "ONE"], "no token to count"),
+        (["--data", "ONE"], "none of the 1 records fits"),
     ],
 )
 def test_mistakes(

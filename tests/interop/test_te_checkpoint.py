@@ -1,4 +1,5 @@
-"""A checkpoint of Transformer Engine's own modules: its weights and pickled scales come in, and nothing in it is run."""
+"""A checkpoint of Transformer Engine's own modules: its weights and pickled scales come in,
+and nothing in it is run."""
 
 import json
 import os

@@ -41,7 +41,8 @@ def in_fp64(logits: Tensor, targets: Tensor, count: Tensor) -> tuple[Tensor, Ten
 
 
 def check(logits: Tensor, targets: Tensor, count: Tensor) -> None:
-    """Loss and gradient are those of FP64 and as near to it as the plain function's; the gradient lies over the logits."""
+    """Loss and gradient are those of FP64 and as near to it as the plain function's;
+    the gradient lies over the logits."""
     loss, slope = in_fp64(logits, targets, count)
     plain = lm_head.loss_and_gradient(logits, targets, count, True)
     before = logits.clone()

@@ -151,30 +151,30 @@ for name, heads in LAYOUTS.items():
         width = heads.query * heads.dim
         for e5m2, form in ((False, torch.float8_e4m3fn), (True, torch.float8_e5m2)):
             def check(write, wanted):
-                codes = TRITON.codes.new(BATCH * SEQ, width + 32, qkvg.device)
-                codes.codes.zero_(), codes.transposed.zero_()
+                fp8 = TRITON.fp8.new(BATCH * SEQ, width + 32, qkvg.device)
+                fp8.data.zero_(), fp8.transposed.zero_()
                 amax = torch.zeros(1)
-                other = write(codes, (torch.full((1,), 3.0), amax, e5m2), 32)
+                other = write(fp8, (torch.full((1,), 3.0), amax, e5m2), 32)
                 wanted = wanted.reshape(BATCH * SEQ, -1)
                 end = 32 + wanted.shape[1]
-                assert not codes.codes[:, :32].any() and torch.equal(codes.codes.t(), codes.transposed)
-                found = codes.codes[:, 32:end].view(form).float()
+                assert not fp8.data[:, :32].any() and torch.equal(fp8.data.t(), fp8.transposed)
+                found = fp8.data[:, 32:end].view(form).float()
                 cast = (3 * wanted).to(form)
                 assert (found != cast.float()).float().mean() < 0.01
                 torch.testing.assert_close(found, cast.float(), rtol=0.25, atol=1e-2)
                 torch.testing.assert_close(amax[0], wanted.abs().max(), rtol=1e-5, atol=0)
-                assert codes.scale_inv.item() == torch.tensor(1 / 3).item()
+                assert fp8.scale_inv.item() == torch.tensor(1 / 3).item()
                 return other
             plain = torch.empty_like(q.contiguous())
             PLAIN.rotate(q, plain, cos, sin, True)
-            check(lambda *at: TRITON.codes.rotate(*at, q, cos, sin, True), plain)
-            check(lambda *at: TRITON.codes.gate(*at, k, None), k)
+            check(lambda *at: TRITON.fp8.rotate(*at, q, cos, sin, True), plain)
+            check(lambda *at: TRITON.fp8.gate(*at, k, None), k)
             if gate is not None:
-                check(lambda *at: TRITON.codes.gate(*at, q, gate), PLAIN.gate(q, gate))
+                check(lambda *at: TRITON.fp8.gate(*at, q, gate), PLAIN.gate(q, gate))
                 dgate = torch.empty_like(gate.contiguous())
                 dy = torch.linspace(-1, 1, q.numel()).view_as(q)
                 dx = PLAIN.gate_backward(dy, q, gate, dgate)
-                found = check(lambda *at: TRITON.codes.gate_backward(*at, dy, q, gate), dgate)
+                found = check(lambda *at: TRITON.fp8.gate_backward(*at, dy, q, gate), dgate)
                 torch.testing.assert_close(found, dx, rtol=1e-5, atol=1e-6)
 print("equal")
 """

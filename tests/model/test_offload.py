@@ -1,4 +1,5 @@
-"""Activation offload changes no bit, leaves nothing on the device that it should have moved, and loses no host memory."""
+"""Activation offload changes no bit, leaves nothing on the device that it should have moved,
+and loses no host memory."""
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ def test_it_changes_no_bit_of_other_models(variant: str, mode: str) -> None:
 
 
 class Late(HostMemory):
-    """Copies that run only when somebody waits for them, as they may on a GPU. What they touch must be alive by then."""
+    """Copies that run only when somebody waits for them, as they may on a GPU.
+    What they touch must be alive by then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +184,8 @@ def test_nobody_is_ahead_of_a_copy(mode: str | int, monkeypatch: pytest.MonkeyPa
 
 
 class Watch:
-    """Numbers the blocks' passes in their order, and knows what their nodes saved and what of it is moved, while it lives."""
+    """Numbers the blocks' passes in their order, and knows what their nodes saved and what of it is moved,
+    while it lives."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.blocks: list[Any] = []
@@ -227,7 +230,8 @@ def test_all_that_a_block_keeps_is_moved_once_and_none_of_it_stays(
     model = build(recipe, True, mode, **WIDE)
     watch = Watch(monkeypatch)
     loss = loss_of(model, 0, 2, 64, is_first_microbatch=True)  # so that FP8 weights are kept for the next one
-    training = Training(batch_size=2, seq_len=64, activation_checkpointing=mode, activation_offload=True, compile=False, fused=False,
+    training = Training(batch_size=2, seq_len=64, activation_checkpointing=mode, activation_offload=True,
+                        compile=False, fused=False,
                         cuda=False, gradient_sums=True, cached_weights=True)  # fmt: skip
     moved = sum(ref().size for _, ref in watch.moved)
     assert moved == saved_bytes(model.config, model.recipe, training, on_host=True) > 0
@@ -458,7 +462,8 @@ def measured(recipe: str, offloaded: bool, mode: str | int) -> tuple[list[Tensor
     memory = model.host_memory
     assert len(memory.free) == memory.pages and (memory.pages > 0) == offloaded
     assert all(page.is_pinned() for page in memory.free)
-    training = Training(batch_size=4, seq_len=1024, activation_checkpointing=mode, gradient_sums=True, cached_weights=True,
+    training = Training(batch_size=4, seq_len=1024, activation_checkpointing=mode, gradient_sums=True,
+                        cached_weights=True,
                         activation_offload=True, compile=False, fused=False)  # fmt: skip
     found = [loss.detach(), *(p.grad for p in model.parameters()), *fp8_state(model).values()]
     return [t.cpu() for t in found], peak, saved_bytes(model.config, model.recipe, training, on_host=True)

@@ -277,7 +277,8 @@ def test_a_third_party_checkpoint_round_a_block_is_refused_where_scales_move(mak
 def test_a_third_party_checkpoint_round_blocks_is_right_elsewhere(make: Make, recipe: str, wrapped: str) -> None:
     traces = []
     for foreign in (False, True):
-        # Fused, the first pass of a reentrant checkpoint, which is under no_grad, would round to BF16 where others do not.
+        # Fused, the first pass of a reentrant checkpoint, which is under no_grad, would round to BF16 where others do
+        # not.
         model = make(recipe, "none", fused=False)
         if foreign and wrapped == "wrapper":  # FSDP's and accelerate's
             apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))

@@ -1,4 +1,5 @@
-"""What "selective" makes again in backward and what it does not, and that memory pays for it; bits: test_recompute.py."""
+"""What "selective" makes again in backward and what it does not, and that memory pays for it; bits:
+test_recompute.py."""
 
 from __future__ import annotations
 
@@ -146,7 +147,8 @@ _swiglu = partial(handover.swiglu, producer=None, consumer=None)  # type: ignore
 
 
 def test_an_output_is_made_again_wherever_it_was_saved() -> None:
-    """Twice here, beside an input and a weight that are kept; and the input is then still there for SwiGLU's backward."""
+    """Twice here, beside an input and a weight that are kept; and the input is then still there for SwiGLU's
+    backward."""
     gate_up, weight = torch.randn(4, 16, requires_grad=True), torch.randn(8, requires_grad=True)
     expected = torch.autograd.grad((elementwise.swiglu(gate_up) ** 2 * weight).sum(), (gate_up, weight))
     packed: list[Any] = []

@@ -1,4 +1,5 @@
-"""A CausalLM split over two processes (gloo on the CPU) against the same model in one; four for the amaxes of replicas."""
+"""A CausalLM split over two processes (gloo on the CPU) against the same model in one;
+four for the amaxes of replicas."""
 
 from __future__ import annotations
 
@@ -43,11 +44,12 @@ CASES: list[tuple[str, str, bool, dict[str, Any]]] = [
 CASES += [("elementwise", "bf16", False, {}), ("elementwise", "delayed", False, {}), ("none", "current", False, {})]
 CASES += [("headwise", "bf16", True, {}), ("headwise", "mxfp8", False, {"lm_head": "fp8"})]
 CASES += [("elementwise", "delayed", True, {"activation_checkpointing": "full"})]
-# How far the losses of five steps may lie apart, relative. Under BF16, FP32 sums in another order: a few of its last bits,
-# 2^-24 = 6e-8. Under FP8 such a bit tips a code now and then; and where a scale is a tensor's, all codes differ, as the
-# scales are those of the shards of weights and of the inputs of row-parallel layers (te.Linear's own rule). Neither is more
-# than rounding all values is, which moves losses by up to 6e-4 in E4M3 (against the same run under BF16, six seeds) and by
-# 2e-3 in E2M1, whose two mantissa bits less are steps four times as large. Over 12 seeds, 4e-4 and 9e-4 are the most seen.
+# How far the losses of five steps may lie apart, relative. Under BF16, FP32 sums in another order: a few of its last
+# bits, 2^-24 = 6e-8. Under FP8 such a bit tips a code now and then; and where a scale is a tensor's, all codes differ,
+# as the scales are those of the shards of weights and of the inputs of row-parallel layers (te.Linear's own rule).
+# Neither is more than rounding all values is, which moves losses by up to 6e-4 in E4M3 (against the same run under
+# BF16, six seeds) and by 2e-3 in E2M1, whose two mantissa bits less are steps four times as large. Over 12 seeds, 4e-4
+# and 9e-4 are the most seen.
 LOSS = dict.fromkeys(OPTIONS, 1e-3) | {"bf16": 1e-6, "nvfp4": 4e-3}
 # Under these each rank has scales of its own.
 OWN_SCALES = ("current", "nvfp4")
@@ -90,15 +92,21 @@ def _train(model: CausalLM) -> dict[str, Any]:
                 parameter -= 0.02 * parameter.grad
         losses.append(loss.item())
     scales = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
-    whole = gather_state(model)
-    return dict(losses=losses, gradients=gradients, gathered=gather_state(model, gradients), whole=whole, scales=scales)
+    gathered = gather_state(gradients, model.config, model.tp)
+    return dict(losses=losses, gradients=gradients, gathered=gathered, whole=parameters(model), scales=scales)
+
+
+def parameters(model: CausalLM) -> dict[str, Tensor]:
+    """The whole parameters, from all ranks."""
+    own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return gather_state(own, model.config, model.tp)
 
 
 def work(rank: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for number, case in enumerate(CASES):
         model = build(case, tp_mesh=mesh, sequence_parallel=case[2])
-        start = {name: tensor.clone() for name, tensor in gather_state(model).items()}
+        start = {name: tensor.clone() for name, tensor in parameters(model).items()}
         torch.save({"start": start} | train(model), f"{folder}/{number}-{rank}.pt")
     torch.save(others(mesh, folder), f"{folder}/others-{rank}.pt")
 
@@ -165,7 +173,7 @@ def same_but_padding(found: Tensor, expected: Tensor, name: str, config: ModelCo
 )
 def test_two_ranks_train_as_one(number: int, case: tuple[str, str, bool, dict[str, Any]], results: Path) -> None:
     one = build(case)
-    start = {name: tensor.clone() for name, tensor in gather_state(one).items()}
+    start = {name: tensor.clone() for name, tensor in parameters(one).items()}
     expected, parts = train(one), load(results, str(number))
     for name, tensor in start.items():
         assert same_but_padding(parts[0]["start"][name], tensor, name, one.config), name
@@ -176,14 +184,15 @@ def test_two_ranks_train_as_one(number: int, case: tuple[str, str, bool, dict[st
     if case[1] in OWN_SCALES:
         return
     for name, tensor in expected["gradients"].items():
-        # Of the largest entry: a bias of k has no gradient but rounding errors, attention does not see it. A code of E5M2
-        # that tips is a change of 2^-2 in one of an entry's 46 tokens: 2^-7 if all count alike, 2^-5 if one counts for four.
+        # Of the largest entry: a bias of k has no gradient but rounding errors, attention does not see it. A code of
+        # E5M2 that tips is a change of 2^-2 in one of an entry's 46 tokens: 2^-7 if all count alike, 2^-5 if one counts
+        # for four.
         close = 1e-5 if case[1] == "bf16" else 2.0**-5
         assert (parts[0]["gathered"][name] - tensor).abs().max() < close * tensor.abs().max() + 1e-7, name
     for name, tensor in expected["scales"].items():
         assert torch.equal(parts[0]["scales"][name], parts[1]["scales"][name]), name
-        # An amax is one sum of 64 or more products, as large as 8 of them. A code of E4M3 that tips changes one by 2^-3,
-        # the sum by 2^-6; in either factor of a product.
+        # An amax is one sum of 64 or more products, as large as 8 of them. A code of E4M3 that tips changes one by
+        # 2^-3, the sum by 2^-6; in either factor of a product.
         torch.testing.assert_close(parts[0]["scales"][name], tensor, rtol=2.0**-5, atol=0)
 
 
@@ -259,8 +268,9 @@ def test_the_native_engine_is_split_alike(tmp_path: Path) -> None:
     run_ranks(native, tmp_path, 2, "nccl")
     for recipe, sequence in itertools.product(NATIVE, (False, True)):
         found = [torch.load(tmp_path / f"{recipe}-{sequence}-{rank}.pt") for rank in range(2)]
-        # Rounding that five steps amplify: over twelve seeds two ranks differ from one by 0.44 % (RMS), and one from itself
-        # by 0.42 to 0.73 % after a perturbation of one rounding (benchmarks/results/tp_seeds_h200_x2.json). Three times that.
+        # Rounding that five steps amplify: over twelve seeds two ranks differ from one by 0.44 % (RMS), and one from
+        # itself by 0.42 to 0.73 % after a perturbation of one rounding (benchmarks/results/tp_seeds_h200_x2.json).
+        # Three times that.
         assert found[0][0] == found[1][0] == pytest.approx(found[0][1], rel=2.2e-2), (recipe, sequence)
 
 
@@ -284,7 +294,7 @@ def replicas(rank: int, folder: str) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no average
     fsdp(ids(), labels=ids()).loss.backward()
     whole = {name: p.grad.full_tensor() for name, p in fsdp.named_parameters()}
-    torch.save(gather_state(fsdp, whole), f"{folder}/fsdp-{rank}.pt")
+    torch.save(gather_state(whole, fsdp.config, fsdp.tp), f"{folder}/fsdp-{rank}.pt")
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,8 @@ def nested(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def abandoned(block: nn.Module, x: Tensor) -> Tensor:
-    """A pass whose output nobody uses must not disturb the recompute of the next one; it is drawn from other dropout."""
+    """A pass whose output nobody uses must not disturb the recompute of the next one;
+    it is drawn from other dropout."""
     state = torch.get_rng_state()
     with emulated.autocast(enabled=False):
         checkpoint(block, 3 * x)

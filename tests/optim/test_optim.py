@@ -1,4 +1,5 @@
-"""Optimizers: which part of the model each updates, what it stores, that it resumes in every bit, and that it learns."""
+"""Optimizers: which part of the model each updates, what it stores, that it resumes in every bit,
+and that it learns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Optimizers that need whole tensors, over parameters in pieces: one process's losses, state and checkpoints, on two."""
+"""Optimizers that need whole tensors, over parameters in pieces: one process's losses, state and checkpoints,
+on two."""
 
 import json
 from pathlib import Path
@@ -34,11 +35,12 @@ RUNS = {name: dict(FSDP, optimizer=name, optimizer_options=options) for name, op
 MUON = dict(FSDP, optimizer="muon")
 RUNS["muon-bf16"] = dict(MUON, recipe="bf16")
 RUNS["muon-fp8"] = dict(MUON, recipe="current", fp8_params=True)
-# How far two processes may be from one, relative. They sum in another order, which changes FP32's last bit. Muon multiplies
-# BF16 matrices five times over, which makes of such a bit the last one of BF16, 2^-9, in some entries of an update; the
-# update is small beside the weights, so that 1e-4 holds without FP8. With FP8 weights some then take another code, 2^-4
-# to 2^-3 of a value away. Seen over 12 seeds: 2.9e-5 in BF16; with FP8 1.0e-4 of losses, and of norms, which a few large
-# entries decide, 9.3e-4, in another set of 8 seeds 1.4e-3. An error to be found, halved matrices, gives 3.2e-3 and more of losses.
+# How far two processes may be from one, relative. They sum in another order, which changes FP32's last bit. Muon
+# multiplies BF16 matrices five times over, which makes of such a bit the last one of BF16, 2^-9, in some entries of an
+# update; the update is small beside the weights, so that 1e-4 holds without FP8. With FP8 weights some then take
+# another code, 2^-4 to 2^-3 of a value away. Seen over 12 seeds: 2.9e-5 in BF16; with FP8 1.0e-4 of losses, and of
+# norms, which a few large entries decide, 9.3e-4, in another set of 8 seeds 1.4e-3. An error to be found, halved
+# matrices, gives 3.2e-3 and more of losses.
 CLOSE = dict.fromkeys(RUNS, dict(losses=1e-4, norms=1e-4)) | {"muon-fp8": dict(losses=3e-4, norms=2e-3)}
 SAVED = dict(RUNS["muon8bit"], dtype="bfloat16", steps=4, save_every=2, recipe="current", fp8_params=True)
 SAVED_FP32 = dict(RUNS["adamwfp8"], steps=4, save_every=2)

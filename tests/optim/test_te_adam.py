@@ -1,4 +1,5 @@
-"""te-adam's saved state, checked on a CPU with a stand-in for Transformer Engine's FusedAdam that has its state's layout."""
+"""te-adam's saved state, checked on a CPU with a stand-in for Transformer Engine's FusedAdam that has its state's
+layout."""
 
 from __future__ import annotations
 

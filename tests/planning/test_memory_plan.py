@@ -17,7 +17,7 @@ from te_models.config.chunk_sizes import HEAD_CHUNK, UPDATE_CHUNK, head_rows
 from te_models.config.presets import get_preset
 from te_models.engine.emulated.gemm import exact_gemm
 from te_models.files.formats import flatten_state
-from te_models.fp8.primary_weights import is_quantized, weight_codes
+from te_models.fp8.primary_weights import is_quantized, quantized_weights
 from te_models.kernels.gated_attention import can_fuse
 from te_models.planning.memory_estimate import Memory, _standing, _walk, saved_bytes
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
@@ -113,7 +113,8 @@ def autograd_bytes(model: CausalLM, ids: torch.Tensor, logits: bool = True) -> i
 def test_activations_are_what_autograd_keeps(
     recipe: str, mode: str | int, fields: dict[str, Any], rows: tuple[int, int]
 ) -> None:
-    """To the byte, on the emulated engine with plain kernels on a CPU. With padding only schemes whose scales are not."""
+    """To the byte, on the emulated engine with plain kernels on a CPU.
+    With padding only schemes whose scales are not."""
     if rows == (1, 23) and recipe == "blockwise":
         pytest.skip("the emulated engine pads odd blocks inside")
     model = CausalLM.from_preset(
@@ -178,7 +179,7 @@ def test_a_fused_head_writes_the_gradient_over_the_logits(way: dict[str, Any], b
 def test_fp8_weights_are_the_models(recipe: str, head: dict[str, Any]) -> None:
     place = dict(recipe=recipe, fp8_params=True, device="cpu", engine="emulated")
     model = CausalLM.from_preset("gated-nano", **{**SHAPE, **place, **head})
-    parts = [p for p in model.parameters() if not is_quantized(p)] + list(weight_codes(model).values())
+    parts = [p for p in model.parameters() if not is_quantized(p)] + list(quantized_weights(model).values())
     plan = model.plan_memory(batch_size=1, seq_len=32)
     own = _standing(plan.config, plan.recipe, plan.training)
     assert own.weights == sum(part.numel() * part.itemsize for part in parts)

@@ -1,4 +1,5 @@
-"""Saved under one recipe, loaded or resumed under another: what has a meaning moves along, the rest is left out aloud."""
+"""Saved under one recipe, loaded or resumed under another: what has a meaning moves along, the rest is left out,
+aloud."""
 
 import warnings
 from pathlib import Path

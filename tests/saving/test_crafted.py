@@ -1,4 +1,5 @@
-"""Checkpoints that someone crafted, with a manifest that fits: each is refused in one line, and the live run is untouched."""
+"""Checkpoints that someone crafted, with a manifest that fits: each is refused in one line,
+and the live run is untouched."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def live_state(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def craft(folder: Path, out: Path, change: Callable[[Groups, dict[str, Any], Any], None]) -> None:
-    """Save a changed copy of a checkpoint: `change(tensors, documents, state)` works in place, `state` is the training's."""
+    """Save a changed copy of a checkpoint: `change(tensors, documents, state)` works in place,
+    `state` is the training's."""
     found = load_folder(folder)
     state = unflatten_state(found.tensors.pop("training"), found.documents.pop("training"))
     change(found.tensors, found.documents, state)
@@ -86,7 +88,8 @@ def optimizer_changes() -> Iterator[tuple[str, str, Callable[[Any], None]]]:
     values = dict(
         adamw=("exp_avg", "exp_avg_sq", "step"), muon=("momentum_buffer",), muon8bit=("codes", "scales"),
         galore=("exp_avg", "exp_avg_sq", "projector", "step"),
-        adamw8bit=("exp_avg", "exp_avg codes", "exp_avg scale", "exp_avg qmap", "exp_avg_sq scale", "exp_avg_sq qmap", "step"),
+        adamw8bit=("exp_avg", "exp_avg codes", "exp_avg scale", "exp_avg qmap", "exp_avg_sq scale", "exp_avg_sq qmap",
+        "step"),
         adamwfp8=("exp_avg", "exp_avg codes", "exp_avg_sq codes", "exp_avg_sq scale", "step"),
     )  # fmt: skip
     for optimizer, names in values.items():
@@ -247,7 +250,12 @@ def test_a_refused_restore_leaves_the_run_as_it_was(
     refused(*runs("adamw"), tmp_path, CRAFTED[name])
 
 
-@pytest.mark.parametrize("name", [n for n, c in CRAFTED.items() if any(word in n for word in ("recipe", "config", "layers", "words", "size of", "scale", "history", "margin", "weight", "hidden"))])  # fmt: skip
+OF_THE_MODEL = (
+    "recipe", "config", "layers", "words", "size of", "scale", "history", "margin", "weight", "hidden",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in CRAFTED if any(word in name for word in OF_THE_MODEL)])
 def test_from_pretrained_refuses_the_same(name: str, runs: Callable[..., tuple[Trainer, Path]], tmp_path: Path) -> None:
     craft(runs("adamw")[1], tmp_path / "out", CRAFTED[name])
     with pytest.raises(TeModelsError) as caught:

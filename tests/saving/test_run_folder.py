@@ -52,7 +52,8 @@ OPEN = os.open
 
 
 class Fault:
-    """Makes the n-th call of `Path.mkdir`, or of `os` functions that write, fail as on a full disk; `open` is that of a folder."""
+    """Makes the n-th call of `Path.mkdir`, or of `os` functions that write, fail as on a full disk;
+    `open` is that of a folder."""
 
     NAMES = ("open", "fsync", "rename", "replace")
 
@@ -102,7 +103,8 @@ def test_a_failure_at_any_point_leaves_the_previous_one(
         assert entries(root) == {"out"}
         if fault.calls < at:
             break
-    # mkdir of both folders, an fsync for each of 5 files, open and fsync of both folders, the rename in, and the rename aside.
+    # mkdir of both folders, an fsync for each of 5 files, open and fsync of both folders, the rename in, and the rename
+    # aside.
     assert failures == 12 + replaces
 
 

@@ -357,6 +357,14 @@ def test_bf16_is_the_plain_folder(tmp_path: Path) -> None:
     assert config["torch_dtype"] == "bfloat16" and "quantization_config" not in config
 
 
+def test_adapters_are_merged_first(tmp_path: Path) -> None:
+    lora = pytest.importorskip("te_models.training.lora")
+    adapted = lora.add_lora(build("bf16"), r=4)
+    with pytest.raises(UsageError, match="merge_and_unload"):
+        adapted.get_base_model().export(tmp_path / "out")
+    assert len(adapted.merge_and_unload().export(tmp_path / "out").quantized) == 21
+
+
 def test_what_cannot_be_exported_is_said_in_one_line(tmp_path: Path) -> None:
     model = build("bf16", intermediate_size=176)
     with pytest.raises(UsageError, match="unknown format 'fp8-blocks'.*fp8-block"):

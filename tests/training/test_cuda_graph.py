@@ -99,7 +99,8 @@ def test_a_weight_multiplies_the_gradients_of_eager_and_replayed_steps(monkeypat
 def test_a_disturbed_capture_costs_an_eager_step(
     failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As CUDA reports it when another thread synchronizes the device: after the forward, or at the end of the capture."""
+    """As CUDA reports it when another thread synchronizes the device: after the forward,
+    or at the end of the capture."""
     tapes = pretend_cuda(monkeypatch)
     monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
     left = iter(range(failures))

@@ -1,4 +1,5 @@
-"""Several processes are one run: losses, gradient norms, scales, checkpoints, stopping and dying, over gloo on the CPU."""
+"""Several processes are one run: losses, gradient norms, scales, checkpoints, stopping and dying,
+over gloo on the CPU."""
 
 import argparse
 import importlib
@@ -30,14 +31,14 @@ from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel
 
 JOB = Path(__file__).parents[1] / "distributed_job.py"
-# How far several processes may be from one, relative. They sum in another order, which changes FP32's last bit, and under
-# FP8 a value near the middle between two codes then takes the other code. Under delayed scaling one process also sees the
-# whole batch where the others see micro-batches: FP8 sums over tokens, which tensor cores cut to 14 bits, are cut
-# elsewhere, and a first step's gradients meet the scale 1 at another size.
-# Losses: rounding all values to FP8, instead of none, moves them by 1e-4 to 2.7e-4 (an FP8 run against its BF16 twin, six
-# seeds); some codes that differ move them less. Norms: a gradient of E5M2 has two bits of mantissa, so that its code is 2^-2
-# of it or less from the next; where one entry makes up a quarter of the norm's square, the norm moves by 2^-2 / 4, and half
-# of that on average. Seen over 13 seeds: 1.8e-4 of losses, 6.8e-3 of norms. Under BF16 nothing is rounded to codes.
+# How far several processes may be from one, relative. They sum in another order, which changes FP32's last bit, and
+# under FP8 a value near the middle between two codes then takes the other code. Under delayed scaling one process also
+# sees the whole batch where the others see micro-batches: FP8 sums over tokens, which tensor cores cut to 14 bits, are
+# cut elsewhere, and a first step's gradients meet the scale 1 at another size. Losses: rounding all values to FP8,
+# instead of none, moves them by 1e-4 to 2.7e-4 (an FP8 run against its BF16 twin, six seeds); some codes that differ
+# move them less. Norms: a gradient of E5M2 has two bits of mantissa, so that its code is 2^-2 of it or less from the
+# next; where one entry makes up a quarter of the norm's square, the norm moves by 2^-2 / 4, and half of that on
+# average. Seen over 13 seeds: 1.8e-4 of losses, 6.8e-3 of norms. Under BF16 nothing is rounded to codes.
 FP8 = dict(losses=3e-4, eval_loss=3e-4, norms=2.0**-5)
 CLOSE = dict(bf16=dict.fromkeys(FP8, 1e-4), delayed=FP8, current=FP8, blockwise=FP8, mxfp8=FP8)
 RUNS = {f"{kind}-{recipe}": dict(parallel=kind, recipe=recipe, reshard_after_forward=False)
@@ -188,7 +189,8 @@ def test_resharded_weights_are_quantized_again_in_backward(two: dict[str, Any]) 
     for other in (two["resharded-full"], two["resharded-offload"]):
         assert found["losses"] == other["losses"] and found["scales"] == other["scales"]
     assert found["losses"][0] == kept["losses"][0] and found["norms"][1] != kept["norms"][1]
-    # All codes of a weight differ in backward, which is as much as between FP8 and BF16 (2.7e-4), and each run has its own.
+    # All codes of a weight differ in backward, which is as much as between FP8 and BF16 (2.7e-4), and each run has its
+    # own.
     assert found["losses"] == pytest.approx(kept["losses"], rel=1e-3)
 
 
@@ -248,8 +250,10 @@ def test_a_bad_value_on_one_process_stops_all_with_one_message(kind: str, two: d
 
 
 CLI = ["pretrain", "--preset", "gated-nano", "--hidden-size", "64", "--intermediate-size", "96", "--num-hidden-layers", "3",
-       "--num-attention-heads", "2", "--num-key-value-heads", "1", "--device", "cpu", "--recipe", "delayed", "--seq-len", "32",
-       "--batch-size", "2", "--eval-every", "0", "--sample-tokens", "0", "--save-every", "5", "--steps", "60"]  # fmt: skip
+       "--num-attention-heads", "2", "--num-key-value-heads", "1", "--device", "cpu", "--recipe", "delayed",
+       "--seq-len", "32",
+       "--batch-size", "2", "--eval-every", "0", "--sample-tokens", "0", "--save-every", "5", "--steps",
+       "60"]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -298,7 +302,8 @@ def test_nothing_whole_is_lost_when_a_process_cannot_write(two: dict[str, Any], 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_what_travels_with_which_micro_batch(kept: bool) -> None:
-    """Gradients with the last; weights once a step where they are left gathered, else for every forward and backward."""
+    """Gradients with the last; weights once a step where they are left gathered,
+    else for every forward and backward."""
     config = TrainConfig(parallel="fsdp", reshard_after_forward=not kept)
     shared, model = Parallel("fsdp", config=config), create_autospec(FSDPModule, instance=True)
     for last in (False, False, True):
@@ -320,7 +325,8 @@ def test_the_benchmark_runs_and_its_estimate_is_one_of_costs(monkeypatch: pytest
     monkeypatch.syspath_prepend(str(JOB.parents[1] / "benchmarks"))
     scaling = importlib.import_module("scaling")
     args = argparse.Namespace(preset="gated-nano", recipe="delayed", activation_checkpointing="none", batch_size=1,
-                              seq_len=32, warm_up=1, steps=1, accumulation=1, fp8_params=False, device="cpu", cache=True,
+                              seq_len=32, warm_up=1, steps=1, accumulation=1, fp8_params=False, device="cpu",
+                              cache=True,
                               edges=True, graph=True)  # fmt: skip
     assert scaling.step_seconds(Parallel(), args, SHAPE)["seconds"] > 0
     kept = [scaling.estimate(gpus, 1, scaling.Assumptions()) for gpus in (2, 8, 64, 1000)]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_process
 
 from te_models import CausalLM
 from te_models.cli import main
@@ -18,7 +21,7 @@ from te_models.files.toml import read_toml
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.metrics import read_metrics
 from te_models.training.resume import run_folder, saved_choices
-from te_models.training.run_file import commands
+from te_models.training.run_file import read_record
 from te_models.training.settings import RunSettings, resumed_settings, run_settings
 from te_models.training.trainer import Trainer
 
@@ -135,7 +138,8 @@ def test_resume_needs_only_the_folder_and_repeats_every_bit(choices: list[str], 
     shutil.rmtree("start")
     assert main(["finetune", "--resume", "parts", "--steps", "4"]) == 0
     assert losses("parts") == losses("whole") and len(losses("parts")) == 4
-    assert len(commands(Path("parts"))) == 2 and "--resume parts" in commands(Path("parts"))[1]
+    commands = read_record(Path("parts"))["commands"]
+    assert len(commands) == 2 and "--resume parts" in commands[1]
 
 
 def test_a_file_runs_again_with_the_same_bits(run: Any, capsys: pytest.CaptureFixture) -> None:
@@ -179,3 +183,24 @@ def test_fingerprints_follow_the_data(name: str, run: Any) -> None:
         Path(f"texts/{file}.txt").write_text(f"other {file}, " * 400)
     run("--steps", "1", "--recipe", "bf16", "--out", "b")
     assert read_toml(Path("a/run.toml"))["record"][name] != read_toml(Path("b/run.toml"))["record"][name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [[], ["--lora", "4", "--fp8-params"]])
+def test_a_file_runs_on_two_processes_and_resumes_on_one(lora: list[str], run: Any) -> None:
+    run("--steps", "1", "--recipe", "current", "--out", "start")
+    tune = ["--model", "start", "--data", "texts", "--device", "cpu", "--seq-len", "16", "--batch-size", "2", *lora,
+            "--sample-tokens", "0", "--schedule", "constant", "--recipe", "current", "--steps", "2"]  # fmt: skip
+    assert main(["finetune", *tune, "--out", "one"]) == 0
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "te_models", "finetune"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    said = run_process([sys.executable, *command, "one/run.toml", "--out", "two"], env=env).stdout
+    assert f"2, {'ddp' if lora else 'fsdp'} (batches in 2)" in said
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-3)
+    one, two = (read_toml(Path(folder, "run.toml")) for folder in ("one", "two"))
+    for name in ("training_data", "evaluation_data"):
+        assert one["record"][name] == two["record"][name]
+    assert {**one, "record": 0} == {**two, "record": 0}
+    for folder in ("one", "two"):
+        assert main(["finetune", "--resume", folder, "--steps", "4"]) == 0
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-3) and len(losses("two")) == 4

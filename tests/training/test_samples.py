@@ -56,10 +56,10 @@ def test_a_text_gives_its_opening(packing: str) -> None:
 
 
 def test_what_a_window_has_cut_comes_last() -> None:
-    records = [Document("b" * 90, prompt="a" * 30), Document("z", prompt="yy")]
-    assert texts(held_out_prompts(batches(records, "documents"), WORDS, 60, count=1))[0] == ("yy", "z")
-    assert held_out_prompts(batches(records[:1], "documents"), WORDS, 60, count=1)
-    assert held_out_prompts(batches(records[:1], "documents"), WORDS, 8, count=1) == []
+    records = [Document("b" * 20, prompt="a" * 30), Document("z", prompt="yy"), Document("x", prompt="ww")]
+    assert texts(held_out_prompts(batches(records, "stream", 61), WORDS, 60, count=1))[0] == ("yy", "z")
+    assert texts(held_out_prompts(batches(records[:1], "stream"), WORDS, 60, count=1))[0] == ("a" * 30, "b" * 20)
+    assert held_out_prompts(batches(records[:1], "stream"), WORDS, 8, count=1) == []
 
 
 def test_padding_and_short_texts_are_no_prompts() -> None:

@@ -21,7 +21,7 @@ from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import Diverged, SaveError
-from te_models.fp8.primary_weights import is_quantized, plain, weight_codes
+from te_models.fp8.primary_weights import is_quantized, plain, quantized_weights
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.targets import next_token_targets
 from te_models.saving.folder import load_folder
@@ -81,7 +81,7 @@ def test_resumed_it_is_the_same_run_to_the_bit(recipe: str, mode: str | int, fp8
     whole = make("whole")
     whole.run()
     # Now, since later forwards of another model update the scales of this one, too: the engine has one registry.
-    state = {name: t.clone() for of in (fp8_state, weight_codes) for name, t in of(whole.model).items()}
+    state = {name: t.clone() for of in (fp8_state, quantized_weights) for name, t in of(whole.model).items()}
     stop_after(make("half", save_every=2), 3)
     resumed = make("half")
     torch.manual_seed(99)  # the checkpoint's own random state must win
@@ -93,7 +93,7 @@ def test_resumed_it_is_the_same_run_to_the_bit(recipe: str, mode: str | int, fp8
         assert_same_bits(name, plain(p), plain(q))
     for number, (p, q) in enumerate(zip(whole.optimizer.masters, resumed.optimizer.masters, strict=True)):
         assert_same_bits(f"master {number}", p, q)
-    again = {name: t for of in (fp8_state, weight_codes) for name, t in of(resumed.model).items()}
+    again = {name: t for of in (fp8_state, quantized_weights) for name, t in of(resumed.model).items()}
     assert state.keys() == again.keys() and [name for name in state if not torch.equal(state[name], again[name])] == []
     assert whole.result.eval_loss == resumed.result.eval_loss
 

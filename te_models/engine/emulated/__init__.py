@@ -2,8 +2,8 @@
 
 `import te_models.engine.emulated as te` stands in for `import transformer_engine.pytorch as te`; `te.recipe` stands in
 for `transformer_engine.common.recipe`. Names, signatures, state machine and casts are those of Transformer Engine 2.20.
-FP8 data, scales and amax histories equal its in every bit; so do GEMM results, up to the size that `exact_gemm` sets, and
-beyond it up to the order of accumulation. The FP8 state belongs to the thread.
+FP8 data, scales and amax histories equal its in every bit; so do GEMM results, up to the size that `exact_gemm` sets,
+and beyond it up to the order of accumulation. The FP8 state belongs to the thread.
 
 Lives here: te.Linear, te.RMSNorm, te.checkpoint, recipes and quantizers in PyTorch and Triton.
 Not here: Transformer Engine itself (te_models.engine.native) and Triton helpers that others share (te_models.kernels).
@@ -52,7 +52,8 @@ __all__ = [
     "NVFP4Quantizer", "NVFP4Tensor", "QuantizedTensor", "RMSNorm", "autocast", "checkpoint",
     "drop_cached_weights", "exact_gemm",
     "fp8_autocast", "get_align_size_for_quantization", "get_default_recipe", "handover",
-    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "outside_autocast", "quantized_model_init", "recipe", "region_lock",
+    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
+    "outside_autocast", "quantized_model_init", "recipe", "region_lock",
     "reset_fp8_state", "restored_recompute", "separate_copy",
 ]  # fmt: skip
 

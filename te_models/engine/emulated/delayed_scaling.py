@@ -1,7 +1,7 @@
 """Delayed scaling: the scales and amax histories of a module, and the update that turns an amax into a scale.
 
-Section 2 of docs/internals/transformer_engine.md. A cast multiplies by `scale` as it stands and records the tensor's amax
-in row 0 of the history; the update after a pass moves that amax to the last row and computes the next scale.
+Section 2 of docs/internals/transformer_engine.md. A cast multiplies by `scale` as it stands and records the tensor's
+amax in row 0 of the history; the update after a pass moves that amax to the last row and computes the next scale.
 """
 
 from __future__ import annotations

@@ -149,7 +149,8 @@ def cast_current(x: Tensor, parts: Tensor, dtype: DType, power_of_2: bool, epsil
 def cast_blocks(
     x: Tensor, dtype: DType, two_d: bool, rowwise: bool, columnwise: bool, power_of_2: bool, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return rowwise data and inverse scales, columnwise data and inverse scales of x `[M, K]`, as the storage has them.
+    """Return rowwise data and inverse scales, columnwise data and inverse scales of x `[M, K]`,
+    as the storage has them.
 
     Data are `[M, K]`; a copy that was not asked for is empty. With `two_d` both copies share their data.
     """
@@ -210,7 +211,8 @@ def cast_mx(
 def cast_nvfp4(
     x: Tensor, t: Tensor, parts: Tensor, noise: Tensor | None, two_d: bool, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, ...]:
-    """Return rowwise data `[M, K/2]`, padded scale bytes and amax `[1]` of x `[M, K]`; columnwise those of t, `[M/2, K]`.
+    """Return rowwise data `[M, K/2]`, padded scale bytes and amax `[1]` of x `[M, K]`; columnwise those of t, `[M/2,
+    K]`.
 
     t is x or x transformed. `parts` is `amax(nan=True)` of x, and of t if it differs (of t only if only t is cast).
     `noise` int16 holds random numbers for the elements of x, then of t (None: no stochastic rounding).

@@ -46,7 +46,8 @@ def gemm(
     dtype: torch.dtype,
     split_accumulator: bool,
 ) -> Tensor:
-    """Return the product [M, N] of two quantized matrices over their common dimension, plus `bias` [N], rounded to `dtype`.
+    """Return the product [M, N] of two quantized matrices over their common dimension, plus `bias` [N],
+    rounded to `dtype`.
 
     A rowwise copy is contracted over its last dimension, a columnwise one over its first, as `columnwise` says of both.
     """

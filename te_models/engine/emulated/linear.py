@@ -1,7 +1,8 @@
 """te.Linear: quantize the operands, multiply, round once.
 
-The forward saves for the backward what Transformer Engine saves (section 7.9 of docs/internals/transformer_engine.md): the
-columnwise FP8 copy of the input and both FP8 copies of the weight, or the high-precision input and weight without FP8.
+The forward saves for the backward what Transformer Engine saves (section 7.9 of docs/internals/transformer_engine.md):
+the columnwise FP8 copy of the input and both FP8 copies of the weight, or the high-precision input and weight without
+FP8.
 """
 
 from __future__ import annotations
@@ -225,9 +226,9 @@ class Linear(TransformerEngineBaseModule):
     ) -> None:
         """Make a layer with Transformer Engine's signature, in which the third positional argument is not the bias.
 
-        `in_features` and `out_features` are the whole layer's; the attributes of these names and the parameters are this
-        rank's share (parallel.py). `device` None is torch's default device. The `ub_*` and `symmetric_ar_type` options,
-        which change only the speed of communication, have no effect.
+        `in_features` and `out_features` are the whole layer's; the attributes of these names and the parameters are
+        this rank's share (parallel.py). `device` None is torch's default device. The `ub_*` and `symmetric_ar_type`
+        options, which change only the speed of communication, have no effect.
 
         Raises:
             NotImplementedError: for an option that is not emulated.
@@ -399,7 +400,8 @@ def _check_dims(inp: torch.Size, weight: torch.Size, grad: bool) -> None:
 
 
 def _registry_to_update() -> ScaleRegistry | None:
-    """Return the scales that this module's backward updates, if it is the first; a recompute leaves the flag as it was."""
+    """Return the scales that this module's backward updates, if it is the first;
+    a recompute leaves the flag as it was."""
     state = FP8GlobalStateManager.quantization_state
     before = state.is_first_fp8_module
     first = FP8GlobalStateManager.is_first_fp8_module()

@@ -93,7 +93,8 @@ def restored_recompute() -> Iterator[None]:
 
 
 def empty_extra_state() -> Tensor:
-    """Return the `_extra_state` of a state_dict: empty, since the FP8 state is saved elsewhere, and never as a pickle."""
+    """Return the `_extra_state` of a state_dict: empty, since the FP8 state is saved elsewhere,
+    and never as a pickle."""
     return torch.empty(0, dtype=torch.uint8)
 
 

@@ -36,7 +36,7 @@ from te_models.engine.emulated.tensors import (
 BLOCK = 16
 FP4_MAX = 6.0
 E4M3_MAX = 448.0
-TOP = E4M3_MAX * FP4_MAX  # the largest block scale times the largest code
+TOP = E4M3_MAX * FP4_MAX  # the largest block scale times the largest value
 # Transformer Engine's fixed "random" signs of the Hadamard transform.
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
@@ -91,15 +91,15 @@ def _random_words(n: int, draws: int, generator: torch.Generator | None, device:
     return words.view(torch.int16)
 
 
-def pack(codes: Tensor) -> Tensor:
+def pack(data: Tensor) -> Tensor:
     """Pack two values per byte along the last dimension, the first one in the low half."""
-    pairs = codes.view(torch.int16)
+    pairs = data.view(torch.int16)
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
-def pack_rows(codes: Tensor) -> Tensor:
+def pack_rows(data: Tensor) -> Tensor:
     """Pack two values per byte along the first dimension, the first one in the low half."""
-    return codes[::2] | codes[1::2] << 4
+    return data[::2] | data[1::2] << 4
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def _decode(high: Tensor) -> Tensor:
 
 
 def _global_scale(amax: Tensor) -> Tensor:
-    """Return the FP32 multiplier `[1]` that brings `amax` to the largest scale times the largest code."""
+    """Return the FP32 multiplier `[1]` that brings `amax` to the largest scale times the largest value."""
     scale = torch.full_like(amax, TOP).div_(amax).clamp_(max=FLT_MAX)
     return scale.masked_fill_(scale == 0, 1.0)
 
@@ -131,7 +131,7 @@ def _multiplier(scale: Tensor, whole: Tensor) -> Tensor:
     return (scale.float() * whole.reciprocal()).reciprocal_().clamp_(max=FLT_MAX)
 
 
-def _codes(
+def _round_blocks(
     x: Tensor,
     multiplier: Tensor,
     block: tuple[int, int],
@@ -139,12 +139,12 @@ def _codes(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Return E2M1 data `[M, K]` of x `[M, K]` times one multiplier per block."""
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     for rows in numerics.row_tiles(x, block[0]):
         factors = multiplier[rows.start // block[0] : -(-rows.stop // block[0]), None, :, None]
         scaled = (numerics.split_blocks(x[rows].float(), block) * factors).clamp_(-FP4_MAX, FP4_MAX)
-        codes[rows] = encode_e2m1(scaled.view(-1, x.shape[1]), stochastic, generator)
-    return codes
+        data[rows] = encode_e2m1(scaled.view(-1, x.shape[1]), stochastic, generator)
+    return data
 
 
 def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
@@ -279,15 +279,15 @@ class NVFP4Quantizer(Quantizer):
             return fields | self._fused(x, tensor.shape, rowwise, columnwise)
         *lead, last = tensor.shape
         shared = BLOCK if self.with_2d_quantization else 1
-        codes = scale = amax = None
+        data = scale = amax = None
         if rowwise:
-            codes, scale, amax = self._cast_blocks(x, (shared, BLOCK))
-            fields["rowwise_data"] = pack(codes).view(*lead, last // 2)
+            data, scale, amax = self._cast_blocks(x, (shared, BLOCK))
+            fields["rowwise_data"] = pack(data).view(*lead, last // 2)
             fields |= {"rowwise_scale_inv": pad_to(scale.repeat_interleave(shared, 0), 128, 4), "amax_rowwise": amax}
         if columnwise:
-            if codes is None or scale is None or amax is None or not self._same_values:
-                codes, scale, amax = self._cast_blocks(self._transformed(x), (BLOCK, shared))
-            fields["columnwise_data"] = pack_rows(codes).view(*lead[:-1], lead[-1] // 2, last).movedim(-1, 0)
+            if data is None or scale is None or amax is None or not self._same_values:
+                data, scale, amax = self._cast_blocks(self._transformed(x), (BLOCK, shared))
+            fields["columnwise_data"] = pack_rows(data).view(*lead[:-1], lead[-1] // 2, last).movedim(-1, 0)
             scale = pad_to(scale.repeat_interleave(shared, 1).t(), 128, 4)
             fields |= {
                 "columnwise_scale_inv": scale,
@@ -341,5 +341,5 @@ class NVFP4Quantizer(Quantizer):
         whole = _global_scale(amax)
         sixth = torch.ones_like(whole).div_(FP4_MAX)
         scale = (largest * (whole * sixth)).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
-        codes = _codes(x, _multiplier(scale, whole), block, self.stochastic_rounding, self.generator)
-        return codes, scale.view(torch.uint8), amax
+        data = _round_blocks(x, _multiplier(scale, whole), block, self.stochastic_rounding, self.generator)
+        return data, scale.view(torch.uint8), amax

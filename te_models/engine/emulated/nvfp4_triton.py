@@ -103,7 +103,8 @@ def nvfp4_decode_kernel(
     a, a_scale, a_out, a_amax, b, b_scale, b_out, b_amax, alpha, a_rows, a_cols, a_step, a_top, b_rows, b_cols, b_step,
     b_top, A_COL: tl.constexpr, B_COL: tl.constexpr,
 ):  # fmt: skip
-    """FP8 data times block scales of both matrices of a product as BF16, and in `alpha` what the product is scaled by."""
+    """FP8 data times block scales of both matrices of a product as BF16,
+    and in `alpha` what the product is scaled by."""
     tile, of_a = tl.program_id(0), tl.cdiv(a_rows, TILE) * tl.cdiv(a_cols, TILE)
     if tile < of_a:
         _decode_tile(tile, a, a_scale, a_out, a_rows, a_cols, a_step, A_COL)

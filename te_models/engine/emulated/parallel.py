@@ -4,7 +4,7 @@ p ranks share a layer, T is the number of tokens; sequence parallelism splits th
 
 | mode | weight | forward | backward |
 |---|---|---|---|
-| column | [O/p, I] | [the T/p tokens of the input are gathered] | dx is all-reduced [or reduce-scattered to T/p tokens] |
+| column | [O/p, I] | [the T/p tokens of the input are gathered] | dx is all-reduced [reduce-scattered to T/p tokens] |
 | row | [O, I/p] | the output is all-reduced [or reduce-scattered to T/p tokens] | [the T/p tokens of dy are gathered] |
 
 Tensors are quantized before they are gathered, which needs one scale on all ranks: delayed scaling has it from its amax
@@ -69,7 +69,8 @@ class Parallelism:
                 quantizer.amax_reduction_group = self.group if gathers else None
 
     def rowwise_only(self, quantizer: Any) -> bool:
-        """Return True if the input is gathered rowwise for both GEMMs: with one scale, both copies hold the same bytes."""
+        """Return True if the input is gathered rowwise for both GEMMs: with one scale,
+        both copies hold the same bytes."""
         return self.gathers_input and isinstance(quantizer, _PER_TENSOR)
 
     def gather_input(self, x: Any, quantizer: Any = None, columnwise: bool = False) -> Any:
@@ -134,8 +135,8 @@ def _gather(x: Any, quantizer: Any, group: Any) -> Any:
     if not _can_gather_quantized(x._shape if quantized else x.shape, quantizer):
         # Blocks are incomplete. A quantized x is rounded a second time, as in Transformer Engine.
         warnings.warn(
-            f"Cannot quantize input tensor. Performing all-gather in high precision. Give each rank rows in multiples of "
-            f"the recipe's block, not {list(x._shape if quantized else x.shape)}.",
+            "Cannot quantize input tensor. Performing all-gather in high precision. Give each rank rows in multiples "
+            f"of the recipe's block, not {list(x._shape if quantized else x.shape)}.",
             stacklevel=2,
         )
         return quantizer(all_gather(x.dequantize(dtype=x._dtype) if quantized else x, group))

@@ -316,8 +316,8 @@ class MXFP8Quantizer(Quantizer):
 
     Equal in every bit to torchao's `to_mx(..., ScaleCalculationMode.RCEIL)` (0.18), except where Transformer Engine's
     kernels differ: a NaN does not count for its block's scale (torchao loses the block); a block whose scale byte is 0
-    is multiplied by 2^127 (torchao: by 1, so that it becomes 0); an FP32 maximum one step above a power of two times the
-    format's maximum is rounded up (torchao's FP32 logarithm cannot see the step).
+    is multiplied by 2^127 (torchao: by 1, so that it becomes 0); an FP32 maximum one step above a power of two times
+    the format's maximum is rounded up (torchao's FP32 logarithm cannot see the step).
     """
 
     _tensor_class = MXFP8Tensor

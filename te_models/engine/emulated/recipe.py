@@ -1,9 +1,9 @@
 """Transformer Engine's precision recipes: the format and the scaling of each operand of a GEMM.
 
 Class names, fields, defaults and messages follow `transformer_engine.common.recipe` 2.20 (section 1 of
-docs/internals/transformer_engine.md), with two differences. An unknown or ill-typed field raises a ValueError that names
-the nearest valid one, where Transformer Engine ignores it. CustomRecipe and the fields for row scaling and "4over6" of
-NVFP4 are not emulated. Defaults that come from the environment are read once, when this module is imported.
+docs/internals/transformer_engine.md), with two differences. An unknown or ill-typed field raises a ValueError that
+names the nearest valid one, where Transformer Engine ignores it. CustomRecipe and the fields for row scaling and
+"4over6" of NVFP4 are not emulated. Defaults that come from the environment are read once, when this module is imported.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ class _RandomState:
 
 
 class _Frame:
-    """The context of one checkpointed call, for its recompute. Its identity ties delayed scaling's stash to the call."""
+    """The context of one checkpointed call, for its recompute. Its identity ties delayed scaling's stash to the
+    call."""
 
     def __init__(self, function: Callable[..., Any], context_fn: Callable[[], Any], reentrant: bool) -> None:
         self.function = function
@@ -170,7 +171,8 @@ def checkpoint(
     """
     if distribute_saved_activations or tp_group is not None or get_rng_state_tracker is not None:
         raise NotImplementedError(
-            "te.checkpoint's distribute_saved_activations, tp_group and get_rng_state_tracker are not emulated: leave them out"
+            "te.checkpoint's distribute_saved_activations, tp_group and get_rng_state_tracker are not emulated: leave "
+            "them out"
         )
     if not _has_te_modules(function):
         return torch_checkpoint(

@@ -64,7 +64,8 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
         sm_margin: int = 0,
     ) -> None:
-        """Make a norm; `zero_centered_gamma` stores gamma - 1, and `params_dtype` and `hidden_size` are deprecated names."""
+        """Make a norm; `zero_centered_gamma` stores gamma - 1, and `params_dtype` and `hidden_size` are deprecated
+        names."""
         super().__init__()
         if hidden_size is not None:
             warnings.warn("hidden_size is deprecated: use normalized_shape", DeprecationWarning, stacklevel=2)

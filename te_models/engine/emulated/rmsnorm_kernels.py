@@ -43,7 +43,8 @@ _BLOCKS_OF_DTYPE = {
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The kernel that serves a [rows, cols] problem: its size, how it spreads a row, and how many rows a block takes."""
+    """The kernel that serves a [rows, cols] problem: its size, how it spreads a row,
+    and how many rows a block takes."""
 
     tuned: bool
     size: int

@@ -1,9 +1,9 @@
 """FP8 matrix products as Hopper's tensor cores compute them, bit for bit.
 
 A tensor core adds 32 products and its accumulator at a time, and not in FP32: every term is aligned to the largest
-exponent among them and cut off (not rounded) 13 bits below it, the cut terms are added exactly, and the sum is cut to 13
-fraction bits. Without split accumulation the accumulator stays in that form over the whole of K; with it, or with block
-scales, it is added to an FP32 accumulator after every 128 elements of K.
+exponent among them and cut off (not rounded) 13 bits below it, the cut terms are added exactly, and the sum is cut to
+13 fraction bits. Without split accumulation the accumulator stays in that form over the whole of K; with it, or with
+block scales, it is added to an FP32 accumulator after every 128 elements of K.
 
 The widths are those that reproduce every bit of the products of an H200 (the vectors in tests/golden: forward, input
 and weight gradients of the per-tensor and block recipes, E4M3 and E5M2); a plain FP32 product differs from them in the

@@ -172,7 +172,8 @@ def mx_kernel(
 
 @triton.jit
 def decode_kernel(
-    a, a_scale, a_out, b, b_scale, b_out, a_rows, a_cols, a_row_step, a_col_step, b_rows, b_cols, b_row_step, b_col_step,
+    a, a_scale, a_out, b, b_scale, b_out, a_rows, a_cols, a_row_step, a_col_step, b_rows, b_cols, b_row_step,
+    b_col_step,
     A_DOWN: tl.constexpr, A_ALONG: tl.constexpr, A_E5M2: tl.constexpr,
     B_DOWN: tl.constexpr, B_ALONG: tl.constexpr, B_E5M2: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +190,8 @@ def _decode_tile(
     tile, data, scale, out, rows, cols, row_step, col_step,
     DOWN: tl.constexpr, ALONG: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    """FP8 data times block scales as BF16; a scale serves DOWN x ALONG elements, `row_step` and `col_step` are strides."""
+    """FP8 data times block scales as BF16; a scale serves DOWN x ALONG elements,
+    `row_step` and `col_step` are strides."""
     across = tl.cdiv(cols, TILE)
     i, j, at, mask = _tile(tile // across, tile % across, rows, cols)
     factor = tl.load(scale + (i // DOWN)[:, None] * row_step + (j // ALONG)[None, :] * col_step, mask=mask, other=0)

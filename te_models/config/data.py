@@ -1,0 +1,110 @@
+"""The data of a training run and what is done with it, as options with their defaults. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from te_models.errors import ConfigError, NamedFields, unknown
+
+PACKINGS = ("stream", "documents", "none")
+TRUNCATIONS = ("drop", "prompt")
+COLUMNS = ("messages", "role", "content", "tools", "instruction", "input", "output", "system", "prompt", "completion",
+           "text")  # fmt: skip
+_WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d*)?|\.\d+)", re.DOTALL)
+
+
+def _field(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(NamedFields):
+    """Where the records of a run come from, and how they become sequences. Each field's help text is in its metadata.
+
+    Raises:
+        ValueError: a field is unknown (the message names the nearest) or its value out of range.
+    """
+
+    data: tuple[str, ...] = _field(
+        (), "File, folder, glob, URL or Hub dataset; a:2 twice per epoch. May be repeated; default: Python's own docs."
+    )
+    eval_data: tuple[str, ...] = _field((), "Data to evaluate on, as --data; default: a part of --data.")
+    eval_split: float | None = _field(
+        None, "Share of --data that is held out for evaluation; default: 0.05, streamed 0.01."
+    )
+    columns: str = _field("", 'Your names of a format\'s columns, such as "prompt=question,completion=answer".')
+    truncate: str = _field(
+        "drop", "Records longer than --seq-len: drop, or prompt to cut the prompt from the left. Answers stay whole."
+    )
+    packing: str | None = _field(
+        None,
+        "stream: whole windows of text; documents: attend only within each document or record; none: one record per "
+        "window. Default: stream for text, documents for records.",
+    )
+    chat_template: str | None = _field(None, "Jinja file to use, and save, in place of the tokenizer's chat template.")
+    streaming: bool | None = _field(
+        None,
+        "Read the data while training; default: if it exceeds 1 GiB or is at a URL, and texts in globs or compressed.",
+    )
+    num_workers: int = _field(2, "Processes that encode streamed data ahead.")
+
+    def __post_init__(self) -> None:
+        if self.packing is not None and self.packing not in PACKINGS:
+            raise unknown("packing", self.packing, PACKINGS)
+        if self.truncate not in TRUNCATIONS:
+            raise unknown("truncate", self.truncate, TRUNCATIONS)
+        if self.eval_split is not None and not 0 < self.eval_split < 1:
+            raise ConfigError(
+                f"eval_split={self.eval_split} is out of range: give a share between 0 and 1, such as 0.05"
+            )
+        if self.eval_split is not None and self.eval_data:
+            raise ConfigError("eval_split is a share of --data, and eval_data replaces it: give one of the two")
+        if self.num_workers < 0:
+            raise ConfigError(f"num_workers={self.num_workers} is out of range: give 0 or more")
+        parse_columns(self.columns)
+
+
+DATA_HELP = {field.name: field.metadata["help"] for field in fields(DataConfig)}
+
+
+class DataOptions(TypedDict, total=False):
+    """Fields of DataConfig other than `data`, which documents them."""
+
+    eval_data: Sequence[str]
+    eval_split: float | None
+    columns: str
+    truncate: str
+    packing: str | None
+    chat_template: str | None
+    streaming: bool | None
+    num_workers: int
+
+
+def parse_columns(text: str) -> Mapping[str, str]:
+    """Return your column names -> a format's names from "name=yours,name=yours".
+
+    Raises:
+        ConfigError: it is written otherwise, or a name is unknown or given twice.
+    """
+    columns: dict[str, str] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, yours = (part.strip() for part in pair.partition("="))
+        if not equals or not yours:
+            raise ConfigError(f'columns: {pair!r} is not of the form name=yours, as in "prompt=question"')
+        if name not in COLUMNS:
+            raise unknown("column", name, COLUMNS)
+        if yours in columns or name in columns.values():
+            raise ConfigError(f"columns: {pair!r} names a column a second time")
+        columns[yours] = name
+    return columns
+
+
+def split_weight(text: str) -> tuple[str, float | None]:
+    """Return path and weight of "path:weight"; None where no weight is written."""
+    found = _WEIGHTED.fullmatch(text)
+    return (found[1], float(found[2])) if found else (text, None)

@@ -1,0 +1,287 @@
+"""Documents to tokens, and which of them the loss counts.
+
+A conversation is rendered by the tokenizer's chat template, and the loss counts what the assistant says in it: the text
+inside {% generation %} blocks where the template has them; otherwise what the template adds to the turns before an
+answer, with the generation prompt, when the answer comes after them. The latter needs a template that renders the first
+turns of a conversation as it renders them when more turns follow, which is checked for each answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from te_models.data.chat_template import ChatTemplate, Rendered
+from te_models.data.formats import Document
+from te_models.data.tokenizer import Tokenizer, end_of_text
+from te_models.errors import DataError
+
+_BATCH = 32  # conversations rendered at once
+_BATCH_CHARACTERS = 2**20
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Documents as tokens.
+
+    Attributes:
+        tokens: int32 [N], all documents back to back.
+        counted: bool [N], the tokens whose prediction the loss counts; None: all.
+        starts: int64 [D], where each document begins in `tokens`.
+        lengths: int64 [D], its tokens.
+        prompts: int64 [D], the tokens of its prompt; 0 for a conversation.
+        records: bool [D], documents with an answer, which are not to be cut.
+    """
+
+    tokens: NDArray[np.int32]
+    counted: NDArray[np.bool_] | None
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    prompts: NDArray[np.int64]
+    records: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return int(self.lengths.sum())
+
+    def select(self, index: NDArray[np.int64] | NDArray[np.bool_]) -> Encoded:
+        """Return some of the documents; the tokens are shared."""
+        chosen = {name: getattr(self, name)[index] for name in ("starts", "lengths", "prompts", "records")}
+        return replace(self, **chosen)
+
+    def parts(self, values: NDArray[Any]) -> Iterator[NDArray[Any]]:
+        """Yield the part of each document of `values` [N], which are given for all tokens."""
+        if len(values) == self.num_tokens:  # nothing was left out
+            yield values
+            return
+        for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
+            yield values[start : start + length]
+
+
+class Fit(NamedTuple):
+    """How many records did not fit as they are, and the tokens of the longest."""
+
+    too_long: int = 0
+    longest: int = 0
+    cut: int = 0
+    unanswered: int = 0
+
+    def __add__(self, other: object) -> Fit:
+        assert isinstance(other, Fit)
+        return Fit(
+            self.too_long + other.too_long,
+            max(self.longest, other.longest),
+            self.cut + other.cut,
+            self.unanswered + other.unanswered,
+        )
+
+    def describe(self, total: int, seq_len: int) -> list[str]:
+        """Return a line for each kind of record that did not fit as it is, out of `total` records."""
+        longest = f"the longest has {self.longest:,} tokens"
+        lines = []
+        if self.too_long:
+            lines.append(
+                f"{self.too_long:,} of {total:,} records are longer than seq_len={seq_len} ({longest}) and are left "
+                "out: raise --seq-len, or cut prompts with --truncate prompt"
+            )
+        if self.cut:
+            lines.append(f"{self.cut:,} of {total:,} prompts are cut from the left to seq_len={seq_len} ({longest})")
+        if self.unanswered:
+            lines.append(f"{self.unanswered:,} of {total:,} records have no answer to learn and are left out")
+        return lines
+
+
+def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, begin_prompts: bool = False) -> Encoded:
+    """Encode documents; texts and completions are followed by the end-of-text token, conversations by nothing.
+
+    Args:
+        documents: at least one.
+        tokenizer: must have an end-of-text token, and a chat template if there are conversations.
+        begin_prompts: begin prompts with the token that the tokenizer begins texts with, if any, as for generation.
+
+    Raises:
+        DataError: there are no documents, or the chat template refuses one or does not show where its answers are.
+    """
+    if not documents:
+        raise DataError("there are no documents to make batches of: give at least one")
+    end, begin = np.array([end_of_text(tokenizer)]), np.array([], dtype=np.int64)
+    bos = tokenizer.bos_token_id
+    if begin_prompts and bos is not None and tokenizer.encode_prompt("")[:1] == [bos]:
+        begin = np.array([bos])
+    chats = [document for document in documents if document.conversation is not None]
+    texts = [document for document in documents if document.conversation is None]
+    prompts = tokenizer.encode_batch([document.prompt or "" for document in texts])
+    prompts = [
+        np.concatenate([begin, prompt]) if len(begin) and document.prompt is not None else prompt
+        for document, prompt in zip(texts, prompts, strict=True)
+    ]
+    plain = zip(prompts, tokenizer.encode_batch([document.text for document in texts]), strict=True)
+    talks = _encode_conversations(chats, tokenizer) if chats else iter(())
+    pieces: list[NDArray[np.integer]] = []
+    flags: list[NDArray[np.bool_]] = []
+    sizes = []  # of prompt and document
+    for document in documents:
+        if document.conversation is not None:
+            ids, counted = next(talks)
+            pieces.append(ids)
+            flags.append(counted)
+            sizes.append((0, len(ids)))
+            continue
+        prompt, text = next(plain)
+        pieces += [prompt, text, end]
+        sizes.append((len(prompt), len(prompt) + len(text) + 1))
+        if document.prompt is not None or chats:
+            flags.append(np.arange(sizes[-1][1]) >= len(prompt))
+        else:
+            flags.append(np.ones(sizes[-1][1], dtype=np.bool_))
+    records = np.array([document.is_record for document in documents])
+    prompt_lengths, lengths = np.array(sizes, dtype=np.int64).T
+    counted = np.concatenate(flags) if records.any() else None
+    tokens = np.concatenate(pieces, dtype=np.int32)
+    return Encoded(tokens, counted, np.cumsum(lengths) - lengths, lengths, prompt_lengths.copy(), records)
+
+
+def fit_records(
+    encoded: Encoded, seq_len: int, truncate: str, bos: int | None
+) -> tuple[NDArray[np.int64], Encoded, Fit]:
+    """Leave out records that are longer than `seq_len` or have nothing to learn; texts may have any length.
+
+    Args:
+        encoded: the documents; with "prompt", a token may be replaced by `bos`.
+        seq_len: tokens per window.
+        truncate: "drop", or "prompt" to cut what comes before the first answer from the left, if that is enough.
+        bos: the token that stays at the beginning of a record that is cut, if it is there.
+
+    Returns:
+        the indices of the documents that are left, these documents, and how many are not.
+    """
+    if encoded.counted is None:
+        return np.arange(len(encoded)), encoded, Fit()
+    starts, lengths = encoded.starts.copy(), encoded.lengths.copy()
+    keep = np.ones(len(encoded), dtype=np.bool_)
+    too_long = cut = unanswered = longest = 0
+    for i in np.flatnonzero(encoded.records).tolist():
+        start, length = int(starts[i]), int(lengths[i])
+        answers = np.flatnonzero(encoded.counted[start + 1 : start + length])  # nothing comes before the first token
+        over = length - seq_len
+        if not len(answers):
+            keep[i], unanswered = False, unanswered + 1
+            continue
+        longest = max(longest, length) if over > 0 else longest
+        if over > 0 and truncate == "prompt" and over <= answers[0] and not encoded.counted[start]:
+            if bos is not None and encoded.tokens[start] == bos:
+                encoded.tokens[start + over] = bos
+            starts[i], lengths[i], cut = start + over, seq_len, cut + 1
+        elif over > 0:
+            keep[i], too_long = False, too_long + 1
+    fitted = replace(encoded, starts=starts, lengths=lengths)
+    kept = np.flatnonzero(keep)
+    return kept, fitted if keep.all() and not cut else fitted.select(kept), Fit(too_long, longest, cut, unanswered)
+
+
+def _encode_conversations(
+    documents: Sequence[Document], tokenizer: Tokenizer
+) -> Iterator[tuple[NDArray[np.integer], NDArray[np.bool_]]]:
+    """Yield the ids of each conversation, and which of them the assistant says."""
+    if tokenizer.template_source() is None:
+        raise DataError(
+            f"{documents[0].name}: a conversation, and the tokenizer has no chat template: give --chat-template FILE, or "
+            "begin the data with a conversation to get a plain template"
+        )
+    template = tokenizer.chat_template()
+    for batch in _batches(documents):
+        found = _render(template, batch)
+        encoded = tokenizer.encode_rendered([rendered.text for rendered in found])
+        for rendered, (ids, places) in zip(found, encoded, strict=True):
+            counted = np.zeros(len(ids), dtype=np.bool_)
+            for start, stop in rendered.answers:
+                inside = np.flatnonzero((places[:, 0] < stop) & (places[:, 1] > start))
+                if len(inside):  # tokens without a place of their own, such as spaces, lie between the others
+                    counted[inside[0] : inside[-1] + 1] = True
+            yield ids, counted
+
+
+def _batches(documents: Sequence[Document]) -> Iterator[list[Document]]:
+    """Yield conversations in batches that the template's process renders in much less than its time."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.conversation or "")
+        if len(batch) == _BATCH or size > _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _render(template: ChatTemplate, documents: Sequence[Document]) -> list[Rendered]:
+    """Return the text of each conversation and where its answers are."""
+    variables = [json.loads(document.conversation or "{}") for document in documents]
+    weights = [
+        [message.pop("weight", 1) for message in record["messages"] if message["role"] == "assistant"]
+        for record in variables
+    ]
+    requests = [
+        request for record in variables for request in ([record] if template.marks_answers else _prefixes(record))
+    ]
+    answers = iter(template.render_all(requests))
+    found = []
+    for document, record, weight in zip(documents, variables, weights, strict=True):
+        rendered = _checked(next(answers), document)
+        if not template.marks_answers:
+            turns = [number for number, m in enumerate(record["messages"]) if m["role"] == "assistant"]
+            rendered = Rendered(rendered.text, [
+                _answer(rendered.text, _checked(next(answers), document).text, _checked(next(answers), document).text,
+                        turn, document)
+                for turn in turns
+            ])  # fmt: skip
+        found.append(_weighted(rendered, weight, document))
+    return found
+
+
+def _prefixes(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a conversation, and for each answer the turns before it with the generation prompt, and those up to it."""
+    yield record
+    for number, message in enumerate(record["messages"]):
+        if message["role"] == "assistant":
+            yield {**record, "messages": record["messages"][:number], "add_generation_prompt": True}
+            yield {**record, "messages": record["messages"][: number + 1]}
+
+
+def _checked(rendered: Rendered | str, document: Document) -> Rendered:
+    if isinstance(rendered, str):
+        raise DataError(f"{document.name}: the chat template refuses this record: {rendered}")
+    return rendered
+
+
+def _answer(whole: str, before: str, after: str, turn: int, document: Document) -> tuple[int, int]:
+    """Return where an answer is in the whole conversation, from the turns before it and those up to it."""
+    if not (after.startswith(before) and whole.startswith(after)):
+        when = "when it is asked for an answer" if not after.startswith(before) else "when more turns follow"
+        raise DataError(
+            f"{document.name}: the chat template renders the turns up to message {turn + 1} otherwise {when}, so it "
+            "does not show where that answer is: give --chat-template a file that marks answers with {% generation %}"
+        )
+    return len(before), len(after)
+
+
+def _weighted(rendered: Rendered, weights: Sequence[Any], document: Document) -> Rendered:
+    """Leave out answers whose message has the weight 0, as in OpenAI's format."""
+    if all(weights):
+        return rendered
+    if len(weights) != len(rendered.answers):
+        raise DataError(
+            f"{document.name}: the chat template marks {len(rendered.answers)} answers in {len(weights)} messages of "
+            "the assistant, so those with weight 0 cannot be told apart: leave out the weights"
+        )
+    return Rendered(rendered.text, [place for place, weight in zip(rendered.answers, weights, strict=True) if weight])

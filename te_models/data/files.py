@@ -1,0 +1,198 @@
+"""The files of a corpus: found in folders, globs and URLs, opened plain or decompressed, read by lines.
+
+fsspec opens the files, so a path may be a glob or a URL such as hf://datasets/... or s3://...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import stat
+from collections.abc import Collection, Iterator
+from pathlib import PurePosixPath
+from typing import IO, Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from te_models.errors import DataError, DataUnavailable, TeModelsError, UsageError, needs
+from te_models.files.atomic import first_line
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
+FORMATS = {  # any other suffix: text
+    ".jsonl": "JSONL", ".ndjson": "JSONL", ".json": "JSON", ".parquet": "Parquet", ".csv": "CSV", ".tsv": "TSV",
+}  # fmt: skip
+HUB = "hub://"  # before the name of a dataset that the `datasets` package loads
+MAX_LINE_BYTES = 64 * 2**20
+MAX_EXPANDED_BYTES = 2**30  # of a file that must be read whole
+HELP = "give a text, JSONL, JSON, CSV or Parquet file, a folder or a glob"
+
+_EXPANSION = 4  # estimated text bytes per compressed byte
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(#[\w.-]+(/[\w.-]+)?)?")
+_ABOUT_DATA = ("readme", "license", "licence", "dataset_info", "dataset_infos", "state", "changelog")
+
+
+def find_files(path: str) -> tuple[Any, list[str]]:
+    """Find the files of a corpus: a file, a folder (recursive, without hidden files), a glob, a URL or a Hub dataset.
+
+    In a folder with JSONL, JSON, CSV or Parquet files, those that are about the data (README, LICENSE,
+    dataset_info.json) are skipped.
+
+    Returns:
+        the fsspec file system, and the sorted paths in it (absolute here, with the protocol elsewhere). A Hub dataset,
+        named "owner/name", "owner/name#split" or "owner/name#config/split", is one file, with HUB before its name.
+
+    Raises:
+        DataError: there is nothing, it cannot be read, or something is no regular file.
+    """
+    if path.startswith(HUB) or is_hub_name(path):
+        return None, [HUB + path.removeprefix(HUB)]
+    with readable_errors(path):
+        system, root = fsspec.core.url_to_fs(path)
+        if not isinstance(system, LocalFileSystem):
+            files = [system.unstrip_protocol(file) if "://" in path else file for file in _find(system, root)]
+        elif os.path.isdir(root):
+            files = sorted(walk(root, skip={"__pycache__"}))
+        else:
+            files = [root] if os.path.lexists(root) else sorted(f for f in system.glob(root) if not os.path.isdir(f))
+        if not files and os.path.isdir(root):
+            raise DataError(f"{path}: there is no text in it; {HELP}")
+        if not files:
+            raise DataUnavailable(f"{path}: no such file or folder; {HELP}")
+        files = _without_descriptions(files)
+        for file in files:
+            if isinstance(system, LocalFileSystem) and not stat.S_ISREG(os.stat(file).st_mode):
+                raise DataError(f"{file}: not a regular file; {HELP}")
+    return system, files
+
+
+def is_hub_name(path: str) -> bool:
+    """Return whether `path` names a dataset of the Hugging Face Hub: "owner/name", and nothing here is called so."""
+    name = path.partition("#")[0]
+    suffix = PurePosixPath(name.lower()).suffix
+    known = suffix in FORMATS or suffix in COMPRESSIONS or suffix in (".txt", ".md")
+    return _HUB_NAME.fullmatch(path) is not None and not known and not os.path.lexists(name.split("/")[0])
+
+
+def text_bytes(system: Any, file: str) -> int:
+    """Return the size of a file, of a compressed one an estimate of its text."""
+    return (_EXPANSION if compression_of(file) else 1) * (system.size(file) or 0)
+
+
+def file_format(path: str) -> str:
+    """Return "JSONL", "JSON", "Parquet", "CSV", "TSV", "Hub dataset" or "text", by the file's suffix."""
+    return "Hub dataset" if path.startswith(HUB) else FORMATS.get(_suffix(path), "text")
+
+
+def compression_of(path: str) -> str | None:
+    """Return the compression that the file's suffix names, None without one."""
+    return COMPRESSIONS.get(PurePosixPath(path.lower()).suffix)
+
+
+@contextlib.contextmanager
+def readable_errors(path: str) -> Iterator[None]:
+    """Turn an error about a file in the block into a DataError of one line that names it."""
+    try:
+        yield
+    except TeModelsError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{path}: not readable ({first_line(error)}): check the file") from None
+    except ImportError as error:  # fsspec names the package that a protocol needs
+        raise UsageError(f"{path}: {first_line(error)}") from None
+    except OSError as error:
+        name, reason = error.filename or path, error.strerror or first_line(error)
+        raise DataUnavailable(f"{name}: cannot be read ({reason}): check it and its permissions") from None
+    except Exception as error:  # the libraries of remote file systems have no common base but this one
+        if "://" not in path:
+            raise
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise DataUnavailable(f"{path}: cannot be read ({reason}): check the address and the network") from None
+
+
+@contextlib.contextmanager
+def open_bytes(path: str) -> Iterator[IO[bytes]]:
+    """Open a file's bytes, decompressed."""
+    compression = None if file_format(path) == "Parquet" else compression_of(path)
+    opened: Any = fsspec.open(path, "rb")
+    with opened as file:
+        if compression is None:
+            yield file
+            return
+        with needs(f"{path}: {compression}", "pyarrow", "15", "train"):
+            import pyarrow  # noqa: PLC0415
+        with pyarrow.CompressedInputStream(file, compression) as stream, io.BufferedReader(stream, 2**20) as buffered:
+            yield buffered
+
+
+def read_lines(file: IO[bytes], path: str, start: int, stop: int) -> Iterator[tuple[str, int, bytes]]:
+    """Yield (place for messages, offset, line) of the lines that begin in bytes [start, stop)."""
+    at = number = 0
+    if start:
+        file.seek(start - 1)
+        # A line that does not end inside the range belongs to an earlier one: no need to read on to its end.
+        skipped = file.readline(stop - start + 1)
+        if not skipped.endswith(b"\n"):
+            return
+        at = start - 1 + len(skipped)
+    while at < stop and (line := file.readline(MAX_LINE_BYTES + 1)):
+        number += 1
+        place = f"{path} at byte {at}" if start else f"{path}:{number}"
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(f"{place}: a line of more than {MAX_LINE_BYTES >> 20} MiB: break it into shorter ones")
+        yield place, at, line
+        at += len(line)
+
+
+def decode(raw: bytes, place: str, at: int) -> str:
+    """Return UTF-8 text read at offset `at` of a file, without a byte order mark.
+
+    Raises:
+        DataError: it is not UTF-8.
+    """
+    try:
+        return raw.decode().removeprefix("\ufeff") if at == 0 else raw.decode()
+    except UnicodeDecodeError as error:
+        kind = "UTF-16 text" if has_utf16_mark(raw, at) else "not UTF-8 text"
+        where = f"byte 0x{raw[error.start]:02x} at offset {at + error.start}"
+        raise DataError(f"{place}: {kind} ({where}): convert it to UTF-8") from None
+
+
+def has_utf16_mark(raw: bytes, at: int) -> bool:
+    """Return whether bytes read at offset `at` of a file begin with UTF-16's byte order mark."""
+    return at == 0 and raw.startswith((b"\xff\xfe", b"\xfe\xff"))
+
+
+def walk(root: str, skip: Collection[str]) -> Iterator[str]:
+    """Yield the files below a local folder; not hidden ones, nor those in folders of these names or behind links."""
+    for folder, subfolders, names in os.walk(root, onerror=_refuse):
+        subfolders[:] = [name for name in subfolders if name not in skip and not name.startswith(".")]
+        yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
+
+
+def _refuse(error: OSError) -> None:
+    raise error
+
+
+def _find(system: Any, root: str) -> list[str]:
+    """Return the files below a remote folder, without hidden ones and __pycache__, or matching a glob; sorted."""
+    if system.isfile(root):
+        return [root]
+    if not system.isdir(root):
+        return sorted(file for file in system.glob(root) if system.isfile(file))
+    below = {file: PurePosixPath(file.removeprefix(root).lstrip("/")).parts for file in system.find(root)}
+    return sorted(file for file, parts in below.items() if not any(p[0] == "." or p == "__pycache__" for p in parts))
+
+
+def _without_descriptions(files: list[str]) -> list[str]:
+    """Leave out files that are about the data, where there are others that hold it."""
+    kept = [file for file in files if PurePosixPath(file).name.split(".")[0].lower() not in _ABOUT_DATA]
+    return kept if any(file_format(file) != "text" for file in kept) else files
+
+
+def _suffix(path: str) -> str:
+    """Return the suffix that names the format, in lower case, without that of a compression."""
+    file = PurePosixPath(path.lower())
+    return PurePosixPath(file.stem).suffix if file.suffix in COMPRESSIONS else file.suffix

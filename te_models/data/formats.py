@@ -1,0 +1,285 @@
+"""Records as people have them: rows of five formats, recognised by what is in them, to documents to train on.
+
+* messages (OpenAI): `messages`, a list of {"role", "content"}; perhaps `tools`
+* ShareGPT: `conversations`, a list of {"from", "value"}; perhaps `system` and `tools`
+* Alpaca: `instruction` and `output`; perhaps `input`, `system` and `history`
+* prompt/completion: `prompt` and `completion`, two texts or two lists of messages
+* text: `text`
+
+Which of the first two a list of turns is depends on the keys of its turns, whatever the column is called.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.errors import DataError
+
+MESSAGES, SHAREGPT, ALPACA, PAIRS, TEXT = "messages (OpenAI)", "ShareGPT", "Alpaca", "prompt/completion", "text"
+ROW_COLUMNS = (
+    "messages", "conversations", "conversation", "tools", "instruction", "input", "output", "system", "history",
+    "prompt", "completion", "text",
+)  # fmt: skip
+ROLES = {  # of a turn, in any of the formats -> OpenAI's
+    "system": "system", "developer": "developer", "user": "user", "human": "user", "assistant": "assistant",
+    "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool",
+    "function": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant",
+}  # fmt: skip
+_LISTS = ("messages", "conversations", "conversation")
+_TURN_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking", "weight")
+_KNOWN = (
+    "messages [{role, content}], conversations [{from, value}], instruction and output, prompt and completion, or text"
+)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text or conversation to train on. With a `prompt`, the loss counts only `text`, which continues it.
+
+    `name` is the document's file, or file and row; `source` is the corpus. `conversation` is JSON of the chat
+    template's variables `messages` and perhaps `tools`, in place of a text; the loss counts what the assistant says in
+    it, other than in messages whose "weight" is 0.
+    """
+
+    text: str
+    prompt: str | None = None
+    name: str = ""
+    source: str = ""
+    conversation: str | None = None
+
+    @property
+    def is_record(self) -> bool:
+        """True if it has an answer, which must not be cut, rather than text of any length."""
+        return self.prompt is not None or self.conversation is not None
+
+
+def recognise(row: Mapping[str, Any]) -> str | None:
+    """Return the format of a row, None if it is of none of them."""
+    for name in _LISTS:
+        turns = _parsed(row.get(name))
+        if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
+            sharegpt = turns and "from" in turns[0] and "role" not in turns[0]
+            return SHAREGPT if sharegpt or (not turns and name != "messages") else MESSAGES
+    if "instruction" in row and "output" in row:
+        return ALPACA
+    if "prompt" in row and "completion" in row:
+        return PAIRS
+    return TEXT if "text" in row else None
+
+
+def may_be_recognised(names: Collection[str]) -> bool:
+    """Return whether rows with these columns may be of a known format."""
+    groups = [{name} for name in (*_LISTS, "text")] + [{"instruction", "output"}, {"prompt", "completion"}]
+    return any(group <= set(names) for group in groups)
+
+
+def row_document(row: Mapping[str, Any], columns: Mapping[str, str], place: str, source: str) -> Document:
+    """Return the document of one row.
+
+    Args:
+        row: column name -> value.
+        columns: your column names -> those of the formats (te_models.config.data.parse_columns).
+        place: names the row in messages.
+        source: names the corpus.
+
+    Raises:
+        DataError: the row is of no known format, or a value in it is not of its kind.
+    """
+    renamed = rename(row, columns)
+    kind = recognise(renamed)
+    if kind is None:
+        raise DataError(unrecognised(row, place))
+    if kind == TEXT:
+        return Document(_text(renamed, "text", place), None, place, source)
+    if kind == PAIRS and not isinstance(_parsed(renamed["prompt"]), list):
+        return Document(_text(renamed, "completion", place), _text(renamed, "prompt", place), place, source)
+    messages = _conversation(renamed, kind, columns, place)
+    variables: dict[str, Any] = {"messages": messages}
+    tools = _parsed(renamed.get("tools"))
+    if tools:
+        if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise DataError(f"{place}: 'tools' is not a list of JSON schemas: give OpenAI's form, or leave it out")
+        variables["tools"] = tools
+    return Document("", None, place, source, _rendered(variables, place))
+
+
+def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return a row under the formats' names; a column of yours takes the place of one that has its new name.
+
+    Where one is renamed to the main column of a format, columns of other formats do not count.
+    """
+    found = {name: row[yours] for yours, name in columns.items() if yours in row}
+    if not found:
+        return dict(row)
+    taken = {"tools", "system", "input", "history"}
+    for group in (("messages",), ("instruction", "output"), ("prompt", "completion"), ("text",)):
+        if found.keys() & set(group):
+            return {**{name: row[name] for name in (*group, *taken) if name in row}, **found}
+    return {**row, **found}
+
+
+def unrecognised(row: Mapping[str, Any] | Collection[str], place: str) -> str:
+    """Return one line that says which columns a row has and which formats there are."""
+    shown = ", ".join(repr(name)[:60] for name in list(row)[:8]) + (", ..." if len(row) > 8 else "")
+    example = next((name for name in row if name.isidentifier()), "question")
+    return (
+        f"{place}: has {shown or 'no fields'}, but needs one of the formats {_KNOWN}: "
+        f"rename fields, as in --columns prompt={example},completion=answer"
+    )
+
+
+def _conversation(row: Mapping[str, Any], kind: str, columns: Mapping[str, str], place: str) -> list[dict[str, Any]]:
+    """Return the messages of a row, checked and in OpenAI's form."""
+    if kind == ALPACA:
+        return _alpaca(row, place)
+    if kind == PAIRS:
+        before, after = (_turns(row, name, columns, place) for name in ("prompt", "completion"))
+        return [*({**m, "weight": 0} if m["role"] == "assistant" else m for m in before), *after]
+    name = next(name for name in _LISTS if isinstance(_parsed(row.get(name)), list))
+    messages = _turns(row, name, columns, place)
+    system = row.get("system")
+    if isinstance(system, str) and system and (not messages or messages[0]["role"] != "system"):
+        messages = [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _alpaca(row: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    texts = {name: _text(row, name, place) for name in ("instruction", "output")}
+    extra = {name: _text(row, name, place) for name in ("input", "system") if row.get(name) is not None}
+    messages = [{"role": "system", "content": extra["system"]}] if extra.get("system") else []
+    history = _parsed(row.get("history")) or []
+    for turn in history if isinstance(history, list) else [None]:
+        if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
+            raise DataError(f"{place}: 'history' is not a list of [question, answer] pairs: fix it or leave it out")
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    asked = "\n".join(part for part in (texts["instruction"], extra.get("input", "")) if part.strip())
+    return [*messages, {"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]}]
+
+
+def _turns(row: Mapping[str, Any], name: str, columns: Mapping[str, str], place: str) -> list[dict[str, Any]]:
+    turns = _parsed(row[name])
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"{place}: {name!r} is {_kind(turns)}, not a list of messages: fill it in or leave the row out")
+    return [_message(turn, columns, f"{place}: message {number} of {name!r}") for number, turn in enumerate(turns, 1)]
+
+
+def _message(turn: Any, columns: Mapping[str, str], place: str) -> dict[str, Any]:
+    """Return one turn as {"role", "content", ...}, without empty fields."""
+    if not isinstance(turn, dict):
+        raise DataError(f"{place} is {_kind(turn)}, not an object with role and content")
+    yours = {name: key for key, name in columns.items()}
+    keys = [(yours.get("role", "role"), yours.get("content", "content")), ("role", "content"), ("from", "value")]
+    found = next(((role, content) for role, content in keys if role in turn), None)
+    if found is None:
+        shown = ", ".join(repr(key)[:60] for key in list(turn)[:8])
+        raise DataError(
+            f"{place} has {shown or 'no keys'}, but needs role and content, or from and value: "
+            "rename them, as in --columns role=speaker,content=words"
+        )
+    role, kept = turn[found[0]], {name: turn[name] for name in _TURN_FIELDS if turn.get(name) is not None}
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        raise DataError(f"{place} has the role {str(role)[:60]!r}: use one of {', '.join(ROLES)}")
+    calls = _tool_calls(kept.pop("tool_calls", None), place)
+    content = turn.get(found[1])
+    if role.lower() == "function_call":
+        calls, content = calls or _called(content, place), ""
+    if content is None and not calls and found[1] not in turn:
+        raise DataError(f"{place} has no {found[1]!r}: fill it in")
+    return {
+        "role": ROLES[role.lower()],
+        "content": _joined(content, place),
+        **({"tool_calls": calls} if calls else {}),
+        **kept,
+    }
+
+
+def _joined(content: Any, place: str) -> str:
+    """Return the content of a message, which may be a list of parts, as one text."""
+    parts = content if isinstance(content, list) else [content]
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        if isinstance(part, dict) and not isinstance(text, str):
+            raise DataError(f"{place} has a part of the type {str(part.get('type'))[:60]!r}: only text can be learnt")
+        if text is not None and not isinstance(text, str):
+            raise DataError(f"{place} has the content {_kind(text)}, not a string: write it as text")
+        texts.append(text or "")
+    return _encodable("".join(texts), place)
+
+
+def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """Return OpenAI's tool calls with their arguments as objects, which chat templates expect, rather than as JSON."""
+    calls = _parsed(calls) or []
+    found = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(f"{place} has a tool call without the name of a function: give OpenAI's form")
+        arguments = _parsed(function.get("arguments"))
+        arguments = {} if arguments is None or arguments == "" else arguments
+        found.append({"type": "function", **call, "function": {**function, "arguments": arguments}}
+                     if "function" in call else {"type": "function", "function": {**function, "arguments": arguments}})  # fmt: skip
+    return found
+
+
+def _called(content: Any, place: str) -> list[dict[str, Any]]:
+    """Return the tool calls in the text of ShareGPT's function_call."""
+    called = _parsed(content)
+    if not isinstance(called, dict | list):
+        raise DataError(f"{place} is a function_call without a JSON object of name and arguments: write it so")
+    return _tool_calls(called if isinstance(called, list) else [called], place)
+
+
+def _parsed(value: Any) -> Any:
+    """Return a list or object that is written as JSON, as in a cell of a table; any other value as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except (json.JSONDecodeError, RecursionError):
+            return value
+    return value
+
+
+def _text(row: Mapping[str, Any], name: str, place: str) -> str:
+    value = row[name]
+    if not isinstance(value, str):
+        raise DataError(f"{place}: {name!r} is {_kind(value)}, not a string: fill it in or leave the row out")
+    return _encodable(value, f"{place}: {name!r}")
+
+
+def _encodable(text: str, place: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place} holds half of a surrogate pair at character {error.start}: write the pair or leave it out"
+        ) from None
+    return text
+
+
+def _rendered(variables: Mapping[str, Any], place: str) -> str:
+    """Return the variables of a chat template as JSON."""
+    try:
+        return _encodable(json.dumps(variables, ensure_ascii=False, allow_nan=False), place)
+    except (TypeError, ValueError, RecursionError):
+        raise DataError(
+            f"{place}: tools or tool calls are no plain JSON: use strings, numbers, lists, objects"
+        ) from None
+
+
+def _kind(value: Any) -> str:
+    return "an empty list" if value == [] else type(value).__name__
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of an Arrow table without the empty fields that its schema gave to objects inside it."""
+    if isinstance(value, dict):
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return (
+        [without_nulls(inner) for inner in value]
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        else value
+    )

@@ -1,0 +1,226 @@
+"""Windows of an epoch: documents back to back and cut, or whole records, as many as fit into each window."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from te_models.config.data import PACKINGS
+from te_models.data.encoding import Encoded
+from te_models.errors import UsageError, unknown
+
+IGNORED = -100  # label of tokens that the loss does not count: Hugging Face's and PyTorch's convention
+GROUP = 4096  # records that are packed together: the fuller windows, the larger
+
+Window = dict[str, NDArray[np.int64]]
+
+
+class Epoch(Protocol):
+    """The windows of an epoch."""
+
+    num_windows: int
+
+    def window(self, index: int) -> Window:
+        """Return one window, which has a counted label."""
+        ...
+
+    def padding(self) -> float:
+        """Return the share of padding among all tokens."""
+        ...
+
+
+class CutEpoch:
+    """Documents back to back, cut into windows of `seq_len` tokens; the last one is filled up with padding.
+
+    Windows with nothing to predict are left out: a last one of one token, or one inside a long prompt.
+
+    Args:
+        encoded: the documents.
+        order: int64, the documents in the order of the epoch.
+        seq_len: tokens per window.
+        packing: "stream", or "documents" to keep attention inside each document.
+        pad: id of padding.
+        random: draws the order of the windows; None keeps it.
+    """
+
+    def __init__(
+        self,
+        encoded: Encoded,
+        order: NDArray[np.int64],
+        seq_len: int,
+        packing: str,
+        pad: int,
+        random: np.random.Generator | None,
+    ) -> None:
+        self.encoded, self.order, self.seq_len, self.packing, self.pad = encoded, order, seq_len, packing, pad
+        lengths = encoded.lengths[order]
+        self.starts, self.num_tokens = np.cumsum(lengths) - lengths, int(lengths.sum())
+        windows = math.ceil(self.num_tokens / seq_len)
+        self.windows = np.arange(windows) if random is None else random.permutation(windows)
+        self.windows = self.windows[[self._counts(int(place)) for place in self.windows]]
+        self.num_windows = len(self.windows)
+
+    def window(self, index: int) -> Window:
+        """Return one window; positions after the last token are padding, as a document of its own."""
+        return self._window(int(self.windows[index]))
+
+    def padding(self) -> float:
+        """Return the share of padding among all tokens."""
+        return max(0.0, 1 - self.num_tokens / max(1, self.num_windows * self.seq_len))
+
+    def _window(self, place: int) -> Window:
+        positions = np.arange(place * self.seq_len, (place + 1) * self.seq_len)
+        slots = np.searchsorted(self.starts, positions, side="right") - 1
+        document, offset = self.order[slots], positions - self.starts[slots]
+        inside = positions < self.num_tokens
+        at = (self.encoded.starts[document] + offset)[inside]
+        ids = np.full(self.seq_len, self.pad, dtype=np.int64)
+        ids[inside] = self.encoded.tokens[at]
+        counted = inside.copy()
+        if self.encoded.counted is not None:
+            counted[inside] = self.encoded.counted[at]
+        firsts = np.where(inside, offset == 0, positions == self.num_tokens)
+        return pack_window(ids, counted, firsts, self.packing)
+
+    def _counts(self, place: int) -> bool:
+        """Return whether a window has a counted label after its first token."""
+        whole = (place + 1) * self.seq_len <= self.num_tokens
+        if self.encoded.counted is None and whole and self.seq_len > 2:
+            return True  # a document has two tokens or more
+        return bool((self._window(place)["labels"][1:] != IGNORED).any())
+
+
+class RecordEpoch:
+    """Whole records, several to a window where they fit; texts among them are cut at `seq_len` tokens.
+
+    Takes CutEpoch's arguments; the packing "none" gives each record a window of its own. Every record must fit into a
+    window and have a counted label after its first token (te_models.data.encoding.fit_records).
+    """
+
+    def __init__(
+        self,
+        encoded: Encoded,
+        order: NDArray[np.int64],
+        seq_len: int,
+        packing: str,
+        pad: int,
+        random: np.random.Generator | None,
+    ) -> None:
+        self.encoded, self.seq_len, self.packing, self.pad = encoded, seq_len, packing, pad
+        starts, lengths = cut_texts(encoded.starts[order], encoded.lengths[order], seq_len)
+        if packing == "none":
+            pieces, self.bounds = np.arange(len(lengths)), np.arange(len(lengths) + 1)
+        else:
+            pieces, self.bounds = pack_records(lengths, seq_len)
+        self.starts, self.lengths = starts[pieces], lengths[pieces]
+        self.num_windows = len(self.bounds) - 1
+        self.windows = np.arange(self.num_windows) if random is None else random.permutation(self.num_windows)
+
+    def window(self, index: int) -> Window:
+        """Return one window; its padding is a document of its own."""
+        return pack_window(*self.marked_window(index), self.packing)
+
+    def marked_window(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return the ids of one window, which of them the loss counts, and which begin a document, [seq_len] each."""
+        pieces = slice(self.bounds[self.windows[index]], self.bounds[self.windows[index] + 1])
+        starts, lengths = self.starts[pieces], self.lengths[pieces]
+        total, begins = int(lengths.sum()), np.cumsum(lengths) - lengths
+        at = np.repeat(starts - begins, lengths) + np.arange(total)
+        ids, counted = np.full(self.seq_len, self.pad, dtype=np.int64), np.zeros(self.seq_len, dtype=np.bool_)
+        ids[:total] = self.encoded.tokens[at]
+        counted[:total] = True if self.encoded.counted is None else self.encoded.counted[at]
+        firsts = np.zeros(self.seq_len, dtype=np.bool_)
+        firsts[begins] = True
+        firsts[total : total + 1] = True
+        return ids, counted, firsts
+
+    def padding(self) -> float:
+        """Return the share of padding among all tokens."""
+        return 1 - int(self.lengths.sum()) / max(1, self.num_windows * self.seq_len)
+
+
+def cut_texts(
+    starts: NDArray[np.int64], lengths: NDArray[np.int64], seq_len: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Cut documents longer than `seq_len` into pieces of that length; those of one token are left out."""
+    counts = -(-lengths // seq_len)
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece in its document
+    starts = np.repeat(starts, counts) + number * seq_len
+    lengths = np.minimum(np.repeat(lengths, counts) - number * seq_len, seq_len)
+    return starts[lengths > 1], lengths[lengths > 1]
+
+
+def pack_records(lengths: NDArray[np.int64], seq_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pack records of at most `seq_len` tokens into windows: best fit, the longest first, in groups of GROUP records.
+
+    Args:
+        lengths: int64 [R], in the order of the epoch.
+        seq_len: tokens per window.
+
+    Returns:
+        int64 [R], the records in the order of the windows; and int64 [W + 1], where each window begins among them. The
+        records of a window are in the order of the epoch.
+    """
+    windows: list[list[int]] = []
+    for first in range(0, len(lengths), GROUP):
+        group = lengths[first : first + GROUP]
+        room: list[tuple[int, int]] = []  # tokens free in a window and its number, sorted
+        for record in np.argsort(-group, kind="stable").tolist():
+            length = int(group[record])
+            at = bisect.bisect_left(room, (length, -1))
+            free, number = room.pop(at) if at < len(room) else (seq_len, len(windows))
+            if number == len(windows):
+                windows.append([])
+            windows[number].append(first + record)
+            if free > length:
+                bisect.insort(room, (free - length, number))
+    order = [record for window in windows for record in sorted(window)]
+    return np.array(order, dtype=np.int64), np.cumsum([0, *map(len, windows)])
+
+
+def pack_window(ids: NDArray[np.int64], counted: NDArray[np.bool_], firsts: NDArray[np.bool_], packing: str) -> Window:
+    """Return one window of a batch: input_ids, labels and, packed by documents, document_ids, each int64 [seq_len].
+
+    `counted` marks the tokens whose prediction the loss counts, `firsts` those that begin a document.
+    """
+    if packing != "documents":
+        return {"input_ids": ids, "labels": np.where(counted, ids, IGNORED)}
+    labels = np.where(counted & ~firsts, ids, IGNORED)
+    return {"input_ids": ids, "labels": labels, "document_ids": np.cumsum(firsts, dtype=np.int64)}
+
+
+def stack_windows(windows: Sequence[Window]) -> dict[str, Tensor]:
+    """Stack windows into a batch, each entry [len(windows), seq_len]."""
+    return {name: torch.from_numpy(np.stack([window[name] for window in windows])) for name in windows[0]}
+
+
+def check_windows(seq_len: int, batch_size: int, packing: str) -> None:
+    """Raise a UsageError for sizes out of range or an unknown packing."""
+    if seq_len < 2 or batch_size < 1:
+        raise UsageError(
+            f"seq_len={seq_len} and batch_size={batch_size} are out of range: give at least 2 tokens and 1 window"
+        )
+    if packing not in PACKINGS:
+        raise unknown("packing", packing, PACKINGS)
+
+
+def repeats(weights: NDArray[np.float64], epoch: int) -> NDArray[np.int64]:
+    """Return how often each of some documents or chunks occurs in an epoch.
+
+    Args:
+        weights: float64 [D], the average number of times per epoch; those of one source are equal and side by side.
+        epoch: counted from 0.
+
+    Returns:
+        int64 [D]. Of a weight of 0.25, every fourth occurs in each epoch, and others in the next, so that each has
+        occurred within one of weight * epochs times.
+    """
+    phase = (np.arange(len(weights)) * 0.6180339887498949) % 1  # spreads neighbours evenly over [0, 1)
+    return (np.floor(weights * (epoch + 1) + phase) - np.floor(weights * epoch + phase)).astype(np.int64)

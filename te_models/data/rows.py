@@ -1,0 +1,300 @@
+"""Documents from the ranges of files: lines of JSONL and text, JSON arrays, tables, Parquet and Hub datasets.
+
+In memory and streamed, a corpus is read by the functions below, so both read the same files and refuse the same ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from typing import IO, Any, NamedTuple
+
+from te_models.data.files import (
+    HUB,
+    MAX_EXPANDED_BYTES,
+    MAX_LINE_BYTES,
+    compression_of,
+    decode,
+    file_format,
+    has_utf16_mark,
+    open_bytes,
+    read_lines,
+    readable_errors,
+    text_bytes,
+)
+from te_models.data.formats import (
+    ROW_COLUMNS,
+    Document,
+    may_be_recognised,
+    rename,
+    row_document,
+    unrecognised,
+    without_nulls,
+)
+from te_models.errors import DataError, DataUnavailable, needs
+from te_models.files.atomic import first_line
+
+TEXT, JSON_LINES, JSON_ARRAY, TABLE, HUB_ROWS, BINARY = (
+    -1,
+    -2,
+    -3,
+    -4,
+    -5,
+    -6,
+)  # the group of a range that is not of Parquet
+Columns = Mapping[str, str]  # your names -> those of the formats
+
+_SNIFFED = 8000  # bytes at the start of a file that tell what it is
+_SLICES = 32  # most ranges of a Parquet row group: reading one decodes those before it
+_END = 2**62
+
+
+class FileRange(NamedTuple):
+    """Bytes [start, stop) of a file, or rows [start, stop) of one of its Parquet row groups or of a Hub dataset.
+
+    `group` is the row group, or below zero says what the file is: TEXT, JSON_LINES, and so on.
+    """
+
+    path: str
+    group: int
+    start: int
+    stop: int
+
+
+def file_ranges(system: Any, file: str, range_bytes: int) -> Iterator[tuple[FileRange, int]]:
+    """Yield the ranges of a file, of about `range_bytes` each, and an estimate of the bytes of text in each.
+
+    A compressed file, a JSON array and a table cannot be entered in the middle, so they are one range. A binary file has
+    none.
+    """
+    kind = file_format(file)
+    if kind == "Parquet":
+        yield from _parquet_ranges(file, range_bytes)
+        return
+    if kind == "Hub dataset":
+        rows = _hub_dataset(file)
+        size = max(1, rows.dataset_size or 0)
+        count = min(max(1, size // range_bytes), max(1, len(rows)))
+        for i in range(count):
+            yield FileRange(file, HUB_ROWS, i * len(rows) // count, (i + 1) * len(rows) // count), size // count
+        return
+    size = text_bytes(system, file)
+    group = TABLE if kind in ("CSV", "TSV") else _text_kind(file, kind)
+    if group == BINARY:
+        return
+    if compression_of(file) or group in (TABLE, JSON_ARRAY):
+        yield FileRange(file, group, 0, _END), size
+        return
+    for start in range(0, size, range_bytes):
+        stop = min(size, start + range_bytes)
+        yield FileRange(file, group, start, stop), stop - start
+
+
+def read_range(part: FileRange, source: str, columns: Columns = {}) -> Iterator[Document]:  # noqa: B006  never written to
+    """Yield the documents of a range. A text file is one document, unless the range is a part of it.
+
+    Raises:
+        DataError: it cannot be read or is damaged, or a row is of no known format; the message names the file and the
+            line, byte or row.
+    """
+    with readable_errors(part.path):
+        if part.group == TEXT:
+            with open_bytes(part.path) as file:
+                if text := _read_text(file, part):
+                    yield Document(text, name=part.path, source=source)
+            return
+        for row, place in _read_rows(part, columns):
+            yield row_document(row, columns, place, source)
+
+
+def first_row(part: FileRange, columns: Columns) -> tuple[Mapping[str, Any], str] | None:
+    """Return the first row of a range that is no text, and its place; None if there is none."""
+    with readable_errors(part.path):
+        return next(iter(_read_rows(part, columns)), None)
+
+
+def _read_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield the rows of a range, each with the place that names it."""
+    if part.group >= 0:
+        yield from _parquet_rows(part, columns)
+    elif part.group == HUB_ROWS:
+        rows = _hub_dataset(part.path)
+        for number in range(part.start, min(part.stop, len(rows))):
+            yield _filled(rows[number]), f"{part.path.removeprefix(HUB)}, row {number + 1}"
+    else:
+        with open_bytes(part.path) as file:
+            if part.group == TABLE:
+                yield from _table_rows(file, part.path)
+            elif part.group == JSON_ARRAY:
+                yield from _array_rows(file, part.path)
+            else:
+                for place, at, line in read_lines(file, part.path, part.start, part.stop):
+                    if text := decode(line, place, at).strip():
+                        yield _json_row(text, place), place
+
+
+def _text_kind(path: str, kind: str) -> int:
+    """Return what a file of lines is, by its beginning: an array in any JSON file, objects in one of another suffix.
+
+    A file with a NUL in its first 8000 bytes is binary, as git defines it.
+    """
+    with open_bytes(path) as file:
+        head = file.read(_SNIFFED)
+        start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+        if kind in ("JSONL", "JSON"):
+            return JSON_ARRAY if start.startswith(b"[") else JSON_LINES
+        if b"\0" in head and not has_utf16_mark(head, 0):
+            return BINARY
+        line = start if b"\n" in start else start + file.readline(MAX_LINE_BYTES)
+    if start.startswith(b"{"):  # never train on records as on raw text
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(json.loads(line.split(b"\n", 1)[0]), dict):
+                return JSON_LINES
+    return TEXT
+
+
+def _read_text(file: IO[bytes], part: FileRange) -> str:
+    """Return the lines of a range as one text."""
+    parts, size = [], 0
+    for place, at, line in read_lines(file, part.path, part.start, part.stop):
+        parts.append(decode(line, place, at))
+        size += len(line)
+        if size > MAX_EXPANDED_BYTES and compression_of(part.path):
+            raise DataError(
+                f"{part.path}: a text of more than {MAX_EXPANDED_BYTES >> 30} GiB: decompress it or use JSONL"
+            )
+    return "".join(parts)
+
+
+def _json_row(line: str, place: str) -> dict[str, Any]:
+    """Return the object in one line of JSONL."""
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        raise DataError(f"{place}: JSON that is nested too deeply: a record is an object of strings") from None
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{place}: not JSON ({error.msg}, column {error.colno}): JSONL has one object per line"
+        ) from None
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: a JSON {type(row).__name__}, not an object: JSONL has one object per line")
+    return row
+
+
+def _read_whole(file: IO[bytes], path: str) -> str:
+    raw = file.read(MAX_EXPANDED_BYTES + 1)
+    if len(raw) > MAX_EXPANDED_BYTES:
+        raise DataError(f"{path}: a JSON array of more than {MAX_EXPANDED_BYTES >> 30} GiB: write it as JSONL")
+    return decode(raw, path, 0)
+
+
+def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, Any], str]]:
+    try:
+        rows = json.loads(_read_whole(file, path))
+    except RecursionError:
+        raise DataError(f"{path}: JSON that is nested too deeply: a record is an object of strings") from None
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}:{error.lineno}: not JSON ({error.msg}, column {error.colno}): give an array of objects, or JSONL"
+        ) from None
+    for number, row in enumerate(rows, start=1):
+        place = f"{path}, record {number}"
+        if not isinstance(row, dict):
+            raise DataError(f"{place}: a JSON {type(row).__name__}, not an object: give an array of objects")
+        yield row, place
+
+
+def _table_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the rows of a CSV or TSV file, whose first row names the columns."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    lines = (decode(line, place, at) for place, at, line in read_lines(file, path, 0, _END))
+    rows = csv.reader(lines, "excel-tab" if file_format(path) == "TSV" else "excel", strict=True)
+    names: list[str] | None = None
+    try:
+        for row in rows:
+            if not row:
+                continue  # a blank line
+            if names is None:
+                names = [name.strip() for name in row]
+                continue
+            place = f"{path}:{rows.line_num}"
+            if len(row) != len(names):
+                raise DataError(
+                    f"{place}: {len(row)} cells, but {len(names)} columns: quote cells that hold separators"
+                )
+            yield dict(zip(names, row, strict=True)), place
+    except csv.Error as error:
+        raise DataError(f"{path}:{rows.line_num}: not a readable table ({error}): check its quotes") from None
+
+
+@contextlib.contextmanager
+def _parquet(file: IO[bytes], path: str) -> Iterator[Any]:
+    with needs(f"{path}: Parquet", "pyarrow", "15", "train"):
+        import pyarrow  # noqa: PLC0415
+        import pyarrow.parquet  # noqa: PLC0415
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            yield table
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a readable Parquet file ({first_line(error)})") from None
+
+
+def _parquet_ranges(file: str, range_bytes: int) -> Iterator[tuple[FileRange, int]]:
+    with open_bytes(file) as opened, _parquet(opened, file) as table:
+        for group in range(table.num_row_groups):
+            about = table.metadata.row_group(group)
+            columns = [about.column(i) for i in range(about.num_columns)]
+            known = [c for c in columns if c.path_in_schema.split(".")[0] in ROW_COLUMNS] or columns
+            size = sum(column.total_uncompressed_size for column in known)
+            count = min(max(1, size // range_bytes), _SLICES, about.num_rows)
+            for i in range(count):
+                start, stop = i * about.num_rows // count, (i + 1) * about.num_rows // count
+                yield FileRange(file, group, start, stop), size // count
+
+
+def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[str, Any], str]]:
+    with open_bytes(part.path) as file, _parquet(file, part.path) as table:
+        names = table.schema_arrow.names
+        if not may_be_recognised(rename(dict.fromkeys(names), columns)):
+            raise DataError(unrecognised(names, part.path))
+        wanted = [name for name in names if name in ROW_COLUMNS or name in columns]
+        batches = table.iter_batches(batch_size=1024, row_groups=[part.group], columns=wanted)
+        at = 0
+        for batch in batches:  # rows before the range are decoded, but never become Python objects
+            first, last = max(part.start - at, 0), min(part.stop - at, len(batch))
+            for number, row in enumerate(batch.slice(first, max(0, last - first)).to_pylist(), start=at + first + 1):
+                yield _filled(row), f"{part.path}, row group {part.group}, row {number}"
+            at += len(batch)
+            if at >= part.stop:
+                return
+
+
+def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of an Arrow table whose lists and objects have only what was written in them."""
+    return {name: without_nulls(value) for name, value in row.items()}
+
+
+@functools.lru_cache(maxsize=8)
+def _hub_dataset(path: str) -> Any:
+    """Return a split of a dataset of the Hugging Face Hub, which the `datasets` package keeps in its cache."""
+    name, _, part = path.removeprefix(HUB).partition("#")
+    config, _, split = part.rpartition("/")
+    with needs(f"the Hub dataset {name}", "datasets", "3.0", "datasets"):
+        import datasets  # noqa: PLC0415
+    with _hub_errors(name):
+        return datasets.load_dataset(name, config or None, split=split or "train")
+
+
+@contextlib.contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    """Turn an error of the datasets library in the block into one line that names the dataset."""
+    try:
+        yield
+    except Exception as error:  # the library and those below it have no common base but this one
+        raise DataUnavailable(
+            f"{name}: no such file or folder, and no dataset of the Hub that can be read "
+            f"({type(error).__name__}: {first_line(error)[:200]}): check the path or the name, written owner/name#split"
+        ) from None

@@ -1,0 +1,137 @@
+"""The sources of a run's data: each a path with a weight, checked by its first record before anything is trained."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config.data import split_weight
+from te_models.data.files import file_format, find_files, open_bytes, readable_errors, text_bytes
+from te_models.data.formats import TEXT, recognise, rename, row_document
+from te_models.data.rows import TEXT as TEXT_FILE
+from te_models.data.rows import FileRange, file_ranges, first_row
+from te_models.errors import DataError, UsageError
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of documents.
+
+    Attributes:
+        path: file, folder, glob, URL or name of a Hub dataset.
+        weight: how often each of its documents occurs per epoch, on average.
+        files: its files, sorted.
+        system: the fsspec file system that they are in.
+        format: its format, recognised by its first record: a key of te_models.data.formats, or "text files".
+        talks: True if the first record is a conversation, which needs a chat template.
+    """
+
+    path: str
+    weight: float
+    files: tuple[str, ...]
+    system: Any
+    format: str
+    talks: bool
+
+    @property
+    def is_text(self) -> bool:
+        """True if its documents are texts of any length rather than records."""
+        return self.format in (TEXT, "text files")
+
+    def describe(self) -> str:
+        """Return path, format and weight in a few words."""
+        files = " and ".join(sorted({file_format(file) for file in self.files}))
+        kind = self.format if self.format == "text files" else f"{self.format} in {files}"
+        weight = "" if self.weight == 1 else f", {self.weight:g} times per epoch"
+        return f"{self.path}: {kind}{weight}"
+
+    def text_bytes(self) -> int:
+        """Estimate the bytes of text in all files."""
+        with readable_errors(self.path):
+            return sum(text_bytes(self.system, file) for file in self.files) if self.system is not None else 0
+
+
+def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: bool = True) -> list[Source]:
+    """Find the files of "path" or "path:weight" each, and recognise their formats.
+
+    Args:
+        paths: the sources.
+        columns: your column names -> those of the formats (te_models.config.data.parse_columns).
+        required: some source must have one of the columns.
+
+    Raises:
+        UsageError: a weight is zero, or `columns` are in none of the sources.
+        DataError: a source is missing or of no known format, or mixes records with text files.
+    """
+    sources, renamed = [], False
+    for given in paths:
+        path, weight = (given, None) if os.path.lexists(given) else split_weight(given)
+        if weight == 0:
+            raise UsageError(f"{given}: a weight of 0 leaves all of it out: give a number above 0, or leave it out")
+        system, files = find_files(path)
+        found = _first_rows(system, files, path, columns)
+        renamed = renamed or any(name in row or _in_turns(row, name) for name in columns for row in found.rows)
+        sources.append(Source(path, weight or 1.0, tuple(files), system, found.format, found.talks))
+    if required and columns and not renamed:
+        shown = ", ".join(map(repr, columns))
+        raise UsageError(
+            f"--columns: the first records of {' and '.join(paths)} have no {shown}: name columns of yours"
+        )
+    return sources
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The format of a source, and the first rows that were read to recognise it."""
+
+    format: str
+    rows: Sequence[Mapping[str, Any]] = ()
+    talks: bool = False
+
+
+def _first_rows(system: Any, files: Sequence[str], path: str, columns: Mapping[str, str]) -> _Found:
+    """Recognise the format of a source by its first row, which is checked as a whole.
+
+    Files whose suffix says that they hold rows come first; without any, the first file that is not empty decides.
+    """
+    texts = [file for file in files if file_format(file) == "text"]
+    for file in (*(file for file in files if file not in set(texts)), *texts):
+        part = _first_range(system, file)
+        if part is None or (part.group == TEXT_FILE and not _has_text(part)):
+            continue
+        if part.group == TEXT_FILE:
+            return _Found("text files")
+        if (first := first_row(part, columns)) is None:
+            continue
+        row, place = first
+        document = row_document(row, columns, place, path)
+        kind = str(recognise(rename(row, columns)))
+        others = (_first_range(system, text) for text in texts) if kind != TEXT else ()
+        for other in others:
+            if other is not None and other.group == TEXT_FILE and _has_text(other):
+                raise DataError(
+                    f"{other.path}: a text file among records of the format {kind}, which would be trained on as raw "
+                    "text: choose files with a glob, or give it as --data of its own"
+                )
+        return _Found(kind, [row], document.conversation is not None)
+    return _Found("text files")
+
+
+def _first_range(system: Any, file: str) -> FileRange | None:
+    with readable_errors(file):
+        return next((found for found, _ in file_ranges(system, file, sys.maxsize)), None)
+
+
+def _has_text(part: FileRange) -> bool:
+    """Return whether the beginning of a file is more than white space."""
+    with readable_errors(part.path), open_bytes(part.path) as file:
+        return bool(file.read(8000).strip())
+
+
+def _in_turns(row: Mapping[str, Any], name: str) -> bool:
+    """Return whether the turns of a conversation have a field of this name."""
+    lists = [value for value in row.values() if isinstance(value, list)]
+    return any(name in turn for turns in lists for turn in turns if isinstance(turn, dict))

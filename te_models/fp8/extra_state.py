@@ -1,0 +1,44 @@
+"""The scales and amax histories of a te module as one tensor, the `_extra_state` that CausalLM has in its state_dict.
+
+FP32 [1 + length, 3 or 5]: row 0 holds the scales, the rows below the amax history; 3 columns are for the forward pass, then
+2 for the backward pass (te_models.fp8.scaling_state). Transformer Engine itself puts a pickle there, which it refuses to read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from te_models.errors import CheckpointError
+from te_models.fp8.scaling_state import DIRECTIONS, WIDTHS, fp8_state
+
+EXTRA = "_extra_state"
+
+
+def extra_states(model: nn.Module) -> dict[str, Tensor]:
+    """Return the scales and amax histories of each module as one tensor, by the name that it has in a state_dict."""
+    live, found = fp8_state(model), {}
+    for owner in sorted({name.rsplit(".", 2)[0] for name in live}):
+        columns = [
+            torch.cat((live[f"{owner}.{way}.scale"][None], live[f"{owner}.{way}.amax_history"]))
+            for way in DIRECTIONS
+            if f"{owner}.{way}.scale" in live
+        ]
+        found[f"{owner}.{EXTRA}"] = torch.cat(columns, dim=1)
+    return found
+
+
+def read_extra_tensor(owner: str, value: Tensor) -> dict[str, Tensor]:
+    """Return the scales and histories of the module `owner` by their names in te_models.fp8.scaling_state.
+
+    Raises:
+        CheckpointError: `value` is not of the form above.
+    """
+    widths = [WIDTHS[way] for way in DIRECTIONS]
+    if value.dim() != 2 or len(value) < 2 or value.shape[1] not in (widths[0], sum(widths)):
+        raise CheckpointError(f"the {EXTRA} of {owner} holds no scales with their histories ({list(value.shape)})")
+    parts = value.split(widths if value.shape[1] == sum(widths) else widths[:1], dim=1)
+    found = {}
+    for way, part in zip(DIRECTIONS, parts, strict=False):
+        found |= {f"{owner}.{way}.scale": part[0], f"{owner}.{way}.amax_history": part[1:]}
+    return found

@@ -1,0 +1,80 @@
+"""A cache of transformers in the place of te_models.model.kv_cache.KVCache, for one forward pass.
+
+Any cache of transformers will do (dynamic, static, with sliding windows, quantized, offloaded): it stores keys and values
+and says which slots it returns; the masks are made here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from te_models.config.model import ModelConfig
+from te_models.kernels.sdpa import attention_mask as causal_mask
+
+
+class CacheView:
+    """The tokens seen before those of one forward pass, as the layers ask for them.
+
+    Args:
+        config: of the model.
+        past: the cache, which the pass extends; None for a pass that stores nothing.
+        mask: [B, past + S], 0 at padding; or [B, 1, S, slots], bool or added to the scores, for all layers; None.
+        positions: int64 [B, S], the positions that RoPE takes; None: the slots in the cache.
+        device: of the tokens.
+        documents: int [B, S], the document that each token belongs to, in a pass without past; None: all to one.
+
+    Attributes:
+        length: positions seen before this pass.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        past: Cache | None,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        device: torch.device,
+        documents: Tensor | None = None,
+    ) -> None:
+        self.documents = documents
+        self.config, self.past, self.positions, self.device = config, past, positions, device
+        self.whole = mask if mask is not None and mask.dim() == 4 else None
+        self.mask = None if mask is None or mask.dim() == 4 or bool(mask.all()) else mask.bool()
+        self.length = 0 if past is None else int(past.get_seq_length())
+        self._slots = torch.empty(0, dtype=torch.long, device=device)
+
+    def extend(self, seq: int, real: Tensor | None) -> Tensor:
+        """Return the positions of the `seq` newest tokens of each row, int64 [B, S] or [S]; `real` is in the mask."""
+        self._slots = torch.arange(self.length, self.length + seq, device=self.device)
+        return self._slots if self.positions is None else self.positions
+
+    def visible(self, window: int | None) -> Tensor | None:
+        """Return which slots each of the newest tokens sees, [B or 1, 1, S, slots]; None for plain causal attention."""
+        seq = len(self._slots)
+        slots, first = self._sizes(window, seq)
+        if self.whole is not None:
+            return self.whole[..., :slots]
+        if self.length == 0 and slots == seq:
+            return causal_mask(seq, window, self.mask, self.documents, self.device)
+        if self.mask is None and seq == 1 and slots == self.length + 1 and (window is None or slots <= window):
+            return None
+        distance = self._slots[:, None] - torch.arange(first, first + slots, device=self.device)
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        if self.mask is None:
+            return seen[None, None]
+        real = self.mask[:, first : first + slots]
+        real = torch.nn.functional.pad(real, (0, slots - real.shape[1]), value=True)
+        return (seen & real[:, None, None, :]) | (distance == 0)  # padding sees itself, so that no row is empty
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v [B, K, S, H] of the newest tokens; return those of all slots, [B, K, slots, H]."""
+        return (k, v) if self.past is None else self.past.update(k, v, layer)
+
+    def _sizes(self, window: int | None, seq: int) -> tuple[int, int]:
+        """Return the number of slots that layers with this window attend to, and the position of the first."""
+        if self.past is None:
+            return seq, 0
+        layer = next(n for n in range(self.config.num_hidden_layers) if self.config.window(n) == window)
+        return self.past.get_mask_sizes(seq, layer)

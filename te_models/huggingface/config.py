@@ -1,0 +1,58 @@
+"""TEModelsConfig: a ModelConfig, and how to build the model, as a config of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, get_type_hints
+
+from te_models.config.model import ModelConfig, config_fields
+from te_models.errors import needs
+from te_models.model.options import BuildOptions
+
+with needs("TEModelsForCausalLM", "transformers", "5.0", "hf"):
+    from transformers.configuration_utils import PreTrainedConfig
+
+MODEL_TYPE = "te_models"
+
+
+class TEModelsConfig(PreTrainedConfig):
+    """The config of TEModelsForCausalLM: every field of ModelConfig, under its own name.
+
+    Args:
+        values: fields of ModelConfig; keywords of CausalLM such as `recipe="current"`, which say how
+            `AutoModelForCausalLM.from_config` builds the model; and those of transformers' PreTrainedConfig.
+
+    Raises:
+        ConfigError: sizes that are missing or do not fit each other.
+    """
+
+    model_type = MODEL_TYPE
+    keys_to_ignore_at_inference = ["past_key_values"]
+    has_no_defaults_at_init = True
+    rope_scaling = None  # in the place of a property of the base class that rewrites it as rope_parameters
+    on_first_use: ClassVar[
+        list[Callable[[], None]]
+    ] = []  # registers the model class (te_models.huggingface.registration)
+
+    def __init__(self, **values: Any) -> None:
+        shape = {name: values.pop(name) for name in config_fields() if name in values}
+        resolved = ModelConfig.from_dict(shape)
+        self.use_cache = bool(values.pop("use_cache", True))
+        super().__init__(**values)
+        for name, value in resolved.to_dict().items():
+            setattr(self, name, value)
+        for call in self.on_first_use:
+            call()
+
+    @classmethod
+    def of(cls, config: ModelConfig, **values: Any) -> TEModelsConfig:
+        """Return the config with the shape `config`; `values` as in the constructor."""
+        return cls(**config.to_dict(), **values)
+
+    def model_config(self) -> ModelConfig:
+        """Return the shape, as it is now."""
+        return ModelConfig.from_dict({name: getattr(self, name) for name in config_fields()})
+
+    def build_options(self) -> dict[str, Any]:
+        """Return the keywords of CausalLM that were given."""
+        return {name: self.__dict__[name] for name in get_type_hints(BuildOptions) if name in self.__dict__}

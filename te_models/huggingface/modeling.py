@@ -1,0 +1,361 @@
+"""TEModelsForCausalLM: a CausalLM as a model of transformers, for its generate, pipeline and Trainer and for TRL and others.
+
+It adds no parameters and computes nothing itself: arguments are those of transformers' decoders, the work is the Decoder's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from te_models.causal_lm import CausalLM
+from te_models.errors import UsageError
+from te_models.files.formats import list_some, parse_size
+from te_models.fp8.extra_state import EXTRA
+from te_models.generation.decode_loop import te_linears
+from te_models.huggingface.cache import CacheView
+from te_models.huggingface.config import TEModelsConfig
+from te_models.huggingface.saving import save_model
+from te_models.interop.hf import is_hugging_face
+from te_models.interop.hub import local_folder, split_options
+from te_models.model.targets import IGNORED
+from te_models.saving.pretrained import WRAPPED
+
+
+class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
+    """A CausalLM with transformers' interface.
+
+    Args:
+        config: shape and build options of a new model with fresh weights.
+        model: use this model, of the same shape, instead of building one.
+
+    Attributes:
+        model: the CausalLM, with all that it can do: `plan`, `set_recipe`, its own `generate` from a CUDA graph.
+    """
+
+    config_class = TEModelsConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["Block"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _tied_weights_keys = {"model.lm_head.weight": "model.embed_tokens.weight"}
+    _supports_sdpa = True
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # Trainer then divides by the tokens of all micro-batches (num_items_in_batch)
+
+    def __init__(self, config: TEModelsConfig, model: CausalLM | None = None, **options: Any) -> None:
+        super().__init__(config)
+        if model is None:
+            own = config.build_options()
+            own.setdefault("device", "meta" if torch.get_default_device().type == "meta" else None)
+            model = CausalLM(config.model_config(), **{**own, **options})
+        self.model = model
+        if model.origin.generation is not None:
+            self.generation_config = GenerationConfig.from_dict(dict(model.origin.generation))
+        self.register_state_dict_post_hook(_leave_out_empty)
+        self.register_load_state_dict_pre_hook(_add_prefix)
+        self._weights_pass: bool | None = None  # is_first_microbatch of the next forward pass
+        self.post_init()
+
+    @classmethod
+    def wrap(cls, model: CausalLM) -> TEModelsForCausalLM:
+        """Return `model` with transformers' interface; both share all weights."""
+        return cls(TEModelsConfig.of(model.config, dtype=model.dtype), model)
+
+    @classmethod
+    def _from_config(cls, config: TEModelsConfig, **options: Any) -> TEModelsForCausalLM:
+        """Build a model with fresh weights; AutoModelForCausalLM.from_config calls it."""
+        options = {name: value for name, value in options.items() if name != "attn_implementation"}
+        return cls(config, **options)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, *others: Any, config: TEModelsConfig | None = None, **options: Any
+    ) -> TEModelsForCausalLM:
+        """Load a folder, or a model of the hub, as CausalLM.from_pretrained does, which documents options and errors.
+
+        Args:
+            folder: in our format or in Hugging Face's, also the checkpoint of a Trainer.
+            config: fields in which it differs from that of the folder are options.
+        """
+        internal = ("_from_auto", "adapter_kwargs", "_from_pipeline", "code_revision")
+        hub, rest = split_options({name: value for name, value in options.items() if name not in internal})
+        path = local_folder(folder, **hub)
+        if config is not None:
+            rest = {**config.build_options(), **_changed(config, path), **rest}
+        model = cls.wrap(CausalLM.from_pretrained(path, **rest))
+        model.name_or_path = model.config._name_or_path = str(folder)
+        return model.eval()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **loss_options: Tensor,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits, and the loss if there are labels, as transformers' decoders compute them.
+
+        Args:
+            input_ids: int64 [B, S].
+            attention_mask: [B, past + S], 0 at padding on either side; or [B, 1, S, past + S], bool or added to the scores.
+            position_ids: int64 [B or 1, S], positions for RoPE. Without mask and cache, a position that does not follow
+                the one before it begins a new document, outside of which attention sees nothing.
+            past_key_values: a cache, which is extended.
+            inputs_embeds: [B, S, D] instead of input_ids.
+            labels: int64 [B, S], not shifted; -100 is not counted.
+            use_cache: return a cache; by default in evaluation without labels, if the config says so.
+            logits_to_keep: compute the logits of this many of the newest positions (0: of all), or of these positions.
+            output_hidden_states: return the embeddings, the output of every block and, in place of the last, of the norm.
+            output_attentions: not supported.
+            return_dict: False returns a tuple.
+            num_items_in_batch: divide the summed loss by this number instead of the number of labels that count.
+            loss_options: `shift_labels`, int64 [B, S], labels that are shifted already. (A Trainer takes every argument
+                with "label" in its name for one that each batch has.)
+
+        Raises:
+            UsageError: arguments that the model does not support.
+        """
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            raise UsageError("attention weights are never computed as a whole: leave out output_attentions")
+        shift_labels = loss_options.pop("shift_labels", None)
+        if loss_options:
+            raise UsageError(f"forward takes no {list_some(loss_options)}: leave it out")
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if tokens is None:
+            raise UsageError("give input_ids or inputs_embeds")
+        wants_loss = labels is not None or shift_labels is not None
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and not wants_loss
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        passed: dict[str, Any] = self._attention(tokens, attention_mask, position_ids, past_key_values)
+        if isinstance(logits_to_keep, int) and logits_to_keep:
+            passed["logits_to_keep"] = logits_to_keep
+        passed["is_first_microbatch"] = self._weights_pass
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        with _hidden_states(self.model, tokens.shape, bool(output_hidden_states)) as hidden:
+            logits = self.model(input_ids, inputs_embeds=inputs_embeds, **passed).logits
+        if self._weights_pass:
+            self._weights_pass = False
+        if isinstance(logits_to_keep, Tensor):
+            logits = logits[:, logits_to_keep]
+        loss = self._loss(logits, labels, shift_labels, num_items_in_batch) if wants_loss else None
+        output = CausalLMOutputWithPast(loss, logits, past_key_values, tuple(hidden) if hidden else None)
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
+
+    def _attention(
+        self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None
+    ) -> dict[str, Any]:
+        """Return the Decoder's arguments that say what each token sees, and from which position."""
+        batch, seq = tokens.shape[:2]
+        mask = None if mask is None else mask.to(tokens.device)
+        positions = None if positions is None else positions.to(tokens.device).expand(batch, seq)
+        if past is None and (mask is None or mask.dim() == 2):
+            plain = dict(attention_mask=mask)
+            if positions is None:
+                return plain
+            if mask is None:
+                documents = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+                started = documents.diff(prepend=documents[:, :1] - 1) != 0
+                place = torch.arange(seq, device=tokens.device)
+                usual = place - torch.where(started, place, 0).cummax(-1).values
+                plain = dict(document_ids=documents) if bool(documents[:, -1].any()) else {}
+                if torch.equal(positions, usual):
+                    return plain
+                view = CacheView(self.model.local_config, None, None, positions, tokens.device, documents)
+                return dict(cache=view)
+            if torch.equal(positions.where(mask.bool(), 0), (mask.cumsum(-1) - 1).where(mask.bool(), 0)):
+                return plain
+        view = CacheView(self.model.local_config, past, mask, positions, tokens.device)
+        real = mask[:, -seq:] if mask is not None and mask.dim() == 2 and seq > 1 else None
+        return dict(cache=view, attention_mask=real)
+
+    def _loss(
+        self, logits: Tensor, labels: Tensor | None, shifted: Tensor | None, count: Tensor | int | None
+    ) -> Tensor:
+        """Return the cross-entropy of logits [B, S, V], FP32 scalar; the other arguments as in `forward`."""
+        if shifted is None:
+            assert labels is not None
+            shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        targets = shifted.flatten().to(logits.device)
+        loss = self.model.kernels.cross_entropy(logits.flatten(0, 1), targets)
+        return loss if count is None else loss * (targets != IGNORED).sum() / count
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """Continue prompts as transformers does, with all of its options; FP8 weights are quantized once per call."""
+        with self._weights_quantized_once():
+            return super().generate(*args, **options)  # type: ignore[bad-argument-type]  # its protocol has no properties
+
+    @contextlib.contextmanager
+    def _weights_quantized_once(self) -> Iterator[None]:
+        """Inside, the first forward pass in evaluation mode quantizes the weights and the others reuse the result."""
+        if self.training or not self.model.recipe.quantized or self._weights_pass is not None:
+            yield
+            return
+        self._weights_pass = True
+        try:
+            yield
+        finally:
+            self._weights_pass = None
+            for module in te_linears(self.model):
+                self.model.te.drop_cached_weights(module)
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
+        """Return the mask of padding as it is: the forward pass makes the masks of attention from it."""
+        return attention_mask
+
+    def init_weights(self) -> None:
+        """Do nothing: CausalLM has values and ties already."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.lm_head
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """Return the embedding if it has so many rows already; a UsageError otherwise."""
+        rows = self.model.config.vocab_size
+        wanted, step = rows if new_num_tokens is None else new_num_tokens, pad_to_multiple_of or 1
+        if (wanted := -(-wanted // step) * step) != rows:
+            raise UsageError(f"the vocabulary has {rows} tokens and cannot be resized to {wanted}")
+        return self.model.embed_tokens
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **others: Any
+    ) -> None:
+        """Set `activation_checkpointing` to "full"; the options of torch's function do not apply."""
+        self.model.gradient_checkpointing_enable()
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Set `activation_checkpointing` to "none"."""
+        self.model.gradient_checkpointing_disable()
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether backward recomputes activations."""
+        return self.model.activation_checkpointing != "none"
+
+    def half(self, *args: Any) -> TEModelsForCausalLM:
+        self.model.half()
+        return self
+
+    def double(self, *args: Any) -> TEModelsForCausalLM:
+        self.model.double()
+        return self
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        variant: str | None = None,
+        token: str | bool | None = None,
+        save_peft_format: bool = True,
+        save_original_format: bool = True,
+        distributed_checkpoint: bool = False,
+        **options: Any,
+    ) -> None:
+        """Write the model into a folder, beside other files in it.
+
+        Args:
+            save_directory: the folder; CausalLM.from_pretrained and AutoModelForCausalLM.from_pretrained load it.
+            is_main_process: False writes nothing.
+            state_dict: weights to write instead of the model's.
+            push_to_hub: then upload it with `token`; `options` are those of `push_to_hub`, repo_id among them.
+            max_shard_size: weights larger than this are split; bytes, or text such as "5GB".
+            variant, distributed_checkpoint: not supported.
+            save_peft_format, save_original_format: of no effect.
+
+        Raises:
+            SaveError: writing failed.
+            UsageError: something that is not supported.
+        """
+        if variant is not None or distributed_checkpoint:
+            raise UsageError("variant= and distributed_checkpoint= are not supported: leave them out")
+        if is_main_process:
+            generation, size = self.generation_config.to_diff_dict(), parse_size(max_shard_size)
+            save_model(self.model, self.config.model_config(), generation, Path(save_directory), state_dict, size)
+        if push_to_hub:
+            self.push_to_hub(**options, token=token)
+
+
+def _changed(config: TEModelsConfig, folder: Path) -> dict[str, Any]:
+    """Return the fields of the shape in which `config` differs from that of the folder; none if that is not ours."""
+    if is_hugging_face(folder, config.model_type):
+        return {}
+    own = TEModelsConfig.from_pretrained(folder).model_config().to_dict()
+    return {name: value for name, value in config.model_config().to_dict().items() if own[name] != value}
+
+
+def _add_prefix(model: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Take a state_dict with the names of CausalLM too."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        bare = name.removeprefix(prefix)
+        if not bare.startswith(WRAPPED):
+            state[prefix + WRAPPED + bare] = state.pop(name)
+
+
+def _leave_out_empty(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Leave the `_extra_state` of modules without FP8 state out of a state_dict.
+
+    accelerate sets tensors by name and knows parameters and buffers alone.
+    """
+    for name in [name for name in state if name.startswith(prefix) and name.endswith(f".{EXTRA}")]:
+        if isinstance(state[name], Tensor) and not state[name].numel():
+            del state[name]
+
+
+@contextlib.contextmanager
+def _hidden_states(model: CausalLM, shape: torch.Size, wanted: bool) -> Iterator[list[Tensor]]:
+    """Collect, inside, the hidden states [B, S, D] of a forward pass over tokens of `shape`, if they are `wanted`."""
+    found: list[Tensor] = []
+    batch, seq = shape[:2]
+
+    def keep(x: Tensor) -> None:
+        found.append(x[: batch * seq].unflatten(0, (batch, seq)))
+
+    def before(module: nn.Module, args: Any) -> None:
+        keep(args[0])
+
+    def after(module: nn.Module, args: Any, output: Tensor) -> None:
+        keep(output)
+
+    modules = [*model.layers[:-1], model.norm] if wanted else []
+    hooks = [module.register_forward_hook(after) for module in modules]
+    hooks += [model.layers[0].register_forward_pre_hook(before)] if wanted else []
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+AutoModelForCausalLM.register(TEModelsConfig, TEModelsForCausalLM, exist_ok=True)

@@ -1,0 +1,67 @@
+"""Make transformers' Auto classes know our model type, without importing transformers, which takes seconds.
+
+The config class is registered when transformers' own table of configs is imported, or at once if it is; the model class when
+the first config is made, since its module needs most of transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+TABLE = "transformers.models.auto.configuration_auto"
+
+
+def register_with_transformers() -> None:
+    """Register TEModelsConfig and TEModelsForCausalLM, now or when transformers' Auto classes are imported."""
+    if TABLE in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _Finder())
+
+
+def _register() -> None:
+    if int(importlib.metadata.version("transformers").split(".")[0]) < 5:
+        return  # its caches have other methods
+    table = importlib.import_module(TABLE)
+    config = importlib.import_module("te_models.huggingface.config")
+    config.TEModelsConfig.on_first_use[:] = [_import_model]
+    table.AutoConfig.register(config.MODEL_TYPE, config.TEModelsConfig, exist_ok=True)
+
+
+def _import_model() -> None:
+    """Import the model class, which registers itself."""
+    importlib.import_module("te_models.huggingface.modeling")
+
+
+class _Finder(MetaPathFinder):
+    """Finds transformers' table of configs where the other finders do, once, and registers after it."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != TABLE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenRegister(spec.loader)
+        return spec
+
+
+class _ThenRegister(Loader):
+    """A loader that registers our classes when the module is there."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        _register()

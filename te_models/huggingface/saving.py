@@ -1,0 +1,81 @@
+"""Folders of a TEModelsForCausalLM: our format, written beside what a Trainer and its tokenizer put into the same folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from te_models.causal_lm import CausalLM
+from te_models.config.model import ModelConfig
+from te_models.errors import CheckpointError, SaveError
+from te_models.files.atomic import first_line, write_file
+from te_models.files.formats import read_json
+from te_models.fp8.extra_state import extra_states
+from te_models.fp8.primary_weights import plain
+from te_models.interop.hf import TOKENIZER_FILES
+from te_models.saving.folder import MANIFEST, read_listed, save_folder
+from te_models.saving.pretrained import WRAPPED, model_content
+
+
+def save_model(
+    model: CausalLM,
+    config: ModelConfig,
+    generation: dict[str, Any],
+    folder: Path,
+    state: dict[str, Any] | None,
+    max_shard_bytes: int,
+) -> None:
+    """Write a model into `folder`, in our format, and leave other files in it alone.
+
+    The weights have the FP8 state with them, as in a state_dict, since a Trainer that resumes reads model.safetensors alone.
+    A crash in between leaves a folder without its manifest, which is refused.
+
+    Args:
+        model: the model.
+        config: its shape, with token ids that may have changed.
+        generation: the content of generation_config.json.
+        folder: its parents are made.
+        state: weights to write instead of the model's, from a state_dict.
+        max_shard_bytes: weights larger than this are split into shards.
+
+    Raises:
+        SaveError: writing failed.
+    """
+    tensors, documents = model_content(model, dataclasses.replace(model.origin, generation=generation))
+    documents["config"] |= config.to_dict()
+    weights = tensors["model"]
+    for name, value in (state or {}).items():
+        if (bare := name.removeprefix(WRAPPED)) in weights:
+            weights[bare] = plain(value)
+    if state and model.config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["embed_tokens.weight"]
+    tensors["model"] = {WRAPPED + name: tensor for name, tensor in {**weights, **extra_states(model)}.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer = read_listed(model.origin.folder, TOKENIZER_FILES) if model.origin.folder else {}
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temp:
+            save_folder(Path(temp) / "new", tensors, documents, max_shard_bytes=max_shard_bytes)
+            _move_in(Path(temp) / "new", folder)
+        for name, content in tokenizer.items():
+            if not (folder / name).exists():
+                write_file(folder / name, [content])
+    except OSError as error:
+        raise SaveError(f"{folder} could not be written: {first_line(error)}") from None
+
+
+def _move_in(new: Path, folder: Path) -> None:
+    """Move the files of a saved folder into another one, the manifest last, and drop those of an earlier save there."""
+    try:
+        old = set(read_json(folder / MANIFEST)["files"]) if (folder / MANIFEST).exists() else set()
+    except (CheckpointError, LookupError, TypeError):
+        old = set()
+    old |= {path.name for path in folder.glob("model*.safetensors*")}
+    (folder / MANIFEST).unlink(missing_ok=True)
+    names = sorted(os.listdir(new), key=lambda name: name == MANIFEST)
+    for name in names:
+        os.replace(new / name, folder / name)
+    for name in old - set(names):
+        (folder / Path(name).name).unlink(missing_ok=True)

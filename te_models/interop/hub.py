@@ -1,0 +1,137 @@
+"""The Hugging Face hub: models by name, and the keywords that transformers' from_pretrained has for them and for devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+
+from te_models.config.shipped import shipped_folder
+from te_models.errors import UsageError, needs, unknown
+from te_models.files.atomic import first_line, readable
+from te_models.model.options import HubOptions, LoadOptions
+
+# What a model needs of its repository. Mistral's and Meta's releases hold the same weights once more, in their own form.
+WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+UNWANTED = ("consolidated*", "original/*", "onnx/*")
+# Keywords of transformers with what te-models has for them, or why it has nothing.
+REFUSED = {
+    "quantization_config": "te-models quantizes by its own recipes: recipe='current', or fp8_params=True to store FP8 weights",
+    "load_in_8bit": "bitsandbytes is not part of te-models: recipe='current' with fp8_params=True stores one byte per weight",
+    "load_in_4bit": "bitsandbytes is not part of te-models: recipe='current' with fp8_params=True stores one byte per weight",
+    "max_memory": "a model is on one device: device=, or tp_mesh= to share it between GPUs",
+    "offload_folder": "weights are not moved to disk: device= says where they are",
+    "tp_plan": "tensor parallelism is tp_mesh=, a DeviceMesh",
+    "subfolder": "give the path of the folder itself",
+}
+WITHOUT_EFFECT = (
+    "trust_remote_code",
+    "use_safetensors",
+    "low_cpu_mem_usage",
+)  # no code is run, no pickle read, always low
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def local_folder(name: str | Path, **hub: Any) -> Path:
+    """Return `name` if it is a local folder, else the folder of the shipped model of this name, or that to which it was
+    downloaded from the hub.
+
+    Args:
+        name: a path, or "owner/model".
+        hub: HubOptions; of no effect for a path.
+
+    Raises:
+        UsageError: it is neither; one line that says why.
+    """
+    path = readable(Path(name))
+    if path.exists():
+        return path
+    if (shipped := shipped_folder(str(name))) is not None:
+        return shipped
+    if not _is_hub_name(str(name)):
+        return path
+    with needs(f"{name} is no folder here, and the Hugging Face hub", "huggingface_hub", "0.26", "hf"):
+        from huggingface_hub import snapshot_download  # noqa: PLC0415
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED), **hub))
+    except Exception as error:  # the library's errors have no common base but this one
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UsageError(f"{name} is no folder here, and the Hugging Face hub did not give it ({reason})") from None
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keywords of `from_pretrained` for the hub, and those for the model, with transformers' in our words.
+
+    Raises:
+        UsageError: an unknown keyword (the nearest one is named), or one that te-models has nothing for, with the reason.
+    """
+    known, of_hub = get_type_hints(LoadOptions), get_type_hints(HubOptions)
+    rest = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
+    for name, value in list(rest.items()):
+        if name in REFUSED and value not in (None, False):
+            raise UsageError(f"{name}={str(value)[:60]!r} is not supported: {REFUSED[name]}")
+        if name in REFUSED:
+            del rest[name]
+        elif name not in known:
+            raise unknown("keyword", name, known)
+    hub = {name: rest.pop(name) for name in of_hub if name in rest}
+    for name, word in (("torch_dtype", "dtype"), ("device_map", "device")):
+        if (value := rest.pop(name, None)) is not None:
+            if rest.get(word) is not None and name == "device_map":
+                raise UsageError("give either device= or device_map=")
+            rest.setdefault(word, value)
+            rest |= {} if word == "dtype" else {word: _device(value)}
+    if "dtype" in rest:
+        rest |= {"dtype": _dtype(rest["dtype"])}
+        if rest["dtype"] is None:
+            del rest["dtype"]
+    kernel = rest.pop("attn_implementation", None)
+    if kernel not in (None, "sdpa"):
+        raise UsageError(
+            f"attn_implementation={kernel!r} is not supported: attention is PyTorch's scaled_dot_product_attention ('sdpa'), "
+            "with cuDNN's or FlashAttention's kernel on a GPU; leave it out"
+        )
+    return {name: value for name, value in hub.items() if value is not None}, rest
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    """Return the dtype of a name or a dtype; None for "auto", the dtype of the checkpoint."""
+    if value in (None, "auto"):
+        return None
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UsageError(f"dtype={value!r} is not supported: give {', '.join(DTYPES)} or 'auto'")
+    return DTYPES[name]
+
+
+def _device(device_map: Any) -> torch.device | str | None:
+    """Return the one device of a device_map; None, the default one, for "auto"."""
+    if isinstance(device_map, Mapping):
+        places = {str(place) for place in device_map.values()}
+        if len(places) != 1:
+            raise UsageError(
+                f"device_map names {len(places)} devices, and a model is on one: give device=, or tp_mesh= to share it "
+                "between GPUs"
+            )
+        (device_map,) = places
+    if device_map == "auto":
+        return None
+    if device_map in ("balanced", "balanced_low_0", "sequential"):
+        raise UsageError(
+            f"device_map={device_map!r} spreads layers over GPUs, which te-models does not: give device=, or tp_mesh= to "
+            "share each layer between GPUs"
+        )
+    if isinstance(device_map, int) or str(device_map).isdigit():
+        return f"cuda:{device_map}"
+    try:
+        return torch.device(device_map)
+    except (RuntimeError, TypeError):
+        raise UsageError(f"device_map={device_map!r} is no device: give 'cuda', 'cuda:0', 'cpu' or 'auto'") from None
+
+
+def _is_hub_name(name: str) -> bool:
+    """Return whether `name` reads as "owner/model"."""
+    parts = name.split("/")
+    return len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts)

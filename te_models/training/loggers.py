@@ -1,0 +1,110 @@
+"""Metrics of a run for TensorBoard, Weights & Biases and trackio, through their own libraries, beside metrics.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from te_models.errors import needs, unknown
+from te_models.training.trainer import Callback, Row, Trainer
+
+PROJECT = "te-models"  # where Weights & Biases and trackio file the run
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a logger is told of a run: its folder, an id that a resume does not change, and its settings."""
+
+    folder: Path
+    id: str
+    settings: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name that a list of runs shows."""
+        return f"{self.folder.name}-{self.id}"
+
+
+class Logger(Callback):
+    """Sends the metrics of each step to a library: numbers by name, and the step."""
+
+    def __init__(self, send: Callable[[dict[str, float], int], None], close: Callable[[], None]) -> None:
+        self.send, self.close = send, close
+
+    def on_step(self, trainer: Trainer, row: Row) -> None:
+        """Send all numbers of the row."""
+        self.send({name: value for name, value in row.items() if name != "step"}, row["step"])
+
+
+def _tensorboard() -> Any:
+    with needs("--log tensorboard", "tensorboard", "2.15", "tensorboard"):
+        return importlib.import_module("torch.utils.tensorboard")
+
+
+def _wandb() -> Any:
+    with needs("--log wandb", "wandb", "0.17", "wandb"):
+        return importlib.import_module("wandb")
+
+
+def _trackio() -> Any:
+    with needs("--log trackio", "trackio", "0.2", "trackio"):
+        return importlib.import_module("trackio")
+
+
+def _to_tensorboard(run: Run) -> Logger:
+    writer = _tensorboard().SummaryWriter(str(run.folder / "tensorboard"))
+
+    def send(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return Logger(send, writer.close)
+
+
+def _to_wandb(run: Run) -> Logger:
+    named: dict[str, Any] = dict(project=PROJECT, id=run.id, name=run.name, dir=str(run.folder))
+    own = _wandb().init(**named, config=dict(run.settings), resume="allow")
+    return Logger(lambda values, step: own.log(values, step=step), own.finish)
+
+
+def _to_trackio(run: Run) -> Logger:
+    own = _trackio().init(project=PROJECT, name=run.name, config=dict(run.settings), resume="allow")
+    return Logger(lambda values, step: own.log(values, step=step), own.finish)
+
+
+LOGGERS: dict[str, tuple[Callable[[], Any], Callable[[Run], Logger]]] = {  # the library, and what starts a run in it
+    "tensorboard": (_tensorboard, _to_tensorboard),
+    "wandb": (_wandb, _to_wandb),
+    "trackio": (_trackio, _to_trackio),
+}
+
+
+def check_loggers(names: str) -> list[str]:
+    """Return the names in "name,name", whose libraries can be imported.
+
+    Raises:
+        UsageError: an unknown one.
+        MissingPackage: the library of one is not installed, or too old.
+    """
+    wanted = [name for name in (part.strip() for part in names.split(",")) if name]
+    for name in wanted:
+        if name not in LOGGERS:
+            raise unknown("logger", name, LOGGERS)
+        LOGGERS[name][0]()
+    return wanted
+
+
+@contextlib.contextmanager
+def open_loggers(names: list[str], run: Run) -> Iterator[list[Callback]]:
+    """Start these loggers and close them at the end, however the run ends."""
+    with contextlib.ExitStack() as stack:
+        started: list[Callback] = []
+        for name in names:
+            logger = LOGGERS[name][1](run)
+            stack.callback(logger.close)
+            started.append(logger)
+        yield started

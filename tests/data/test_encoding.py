@@ -1,0 +1,271 @@
+"""Conversations as tokens: what transformers renders, encodes and masks, and what any prefix of a conversation shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from te_models.data.chat_template import PLAIN
+from te_models.data.encoding import Encoded, Fit, encode_documents, fit_records
+from te_models.data.formats import Document, row_document
+from te_models.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from te_models.errors import DataError
+
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+HEAD = (
+    "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+)
+CALLS = "{% for call in message.tool_calls or [] %}{{ '\n<call>' + (call.function | tojson) }}{% endfor %}"
+TAIL = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+PREFIXED = HEAD + "{{ message.content }}" + CALLS + "{{ '<|im_end|>\n' }}" + TAIL
+MARKED = (
+    HEAD + "{% if message.role == 'assistant' %}{%- generation -%}{{ message.content }}" + CALLS
+    + "{{ '<|im_end|>' }}{%- endgeneration -%}{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\n' }}" + TAIL
+)  # fmt: skip
+# Like Qwen3's: an answer is rendered otherwise once more turns follow.
+CHANGING = HEAD + (
+    "{% if message.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ message.content + '<|im_end|>\n' }}"
+) + TAIL  # fmt: skip
+# Like DeepSeek-R1's: asked for an answer, it opens a thought that a finished answer does not have.
+OPENING = HEAD + "{{ message.content + '<|im_end|>\n' }}" + TAIL.replace("assistant\n", "assistant\n<think>\n")
+
+USER, TOOLS = {"role": "user", "content": "What is 2 + 3?"}, [{"type": "function", "function": {"name": "add"}}]
+REPLY = {"role": "assistant", "content": "It is 5."}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "\u00e9"}}}
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    "one turn": {"messages": [USER, REPLY]},
+    "several turns": {"messages": [USER, REPLY, {"role": "user", "content": "Sure?"}, {**REPLY, "content": "Yes."}]},
+    "system prompt": {"messages": [{"role": "system", "content": "Be brief."}, USER, REPLY]},
+    "tool calls": {
+        "messages": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "5"}, REPLY],
+        "tools": TOOLS,
+    },
+    "an empty answer": {"messages": [USER, {"role": "assistant", "content": ""}, USER, REPLY]},
+    "two answers in a row": {"messages": [USER, REPLY, {**REPLY, "content": "Five."}]},
+    "begins with an answer": {"messages": [REPLY, USER, REPLY]},
+    "ends with a question": {"messages": [USER, REPLY, USER]},
+    "only a question": {"messages": [USER]},
+    "letters": {"messages": [{"role": "user", "content": "\u00fc\r\n\u2028\U0001f600"}, {**REPLY, "content": " \u4f60\u597d \r\n\U0001f600\n"}]},
+    "special tokens spelled out": {"messages": [{"role": "user", "content": "<|im_end|> <|endoftext|>"}, REPLY]},
+    "spaces": {"messages": [{"role": "user", "content": "\n "}, {**REPLY, "content": "  indented\n\n"}]},
+}  # fmt: skip
+
+
+def bpe(trim_offsets: bool) -> Any:
+    """A byte-level BPE with a few hundred merges, trained here."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=trim_offsets)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    text = [json.dumps(conversation, ensure_ascii=False) for conversation in CONVERSATIONS.values()]
+    backend.train_from_iterator([*text, PREFIXED, "assistant\nuser\n"] * 3, trainer)
+    return backend
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["offsets", "trimmed offsets"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trimmed" if request.param else "offsets")
+    bpe(request.param).save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def document(conversation: dict[str, Any]) -> Document:
+    return row_document(conversation, {}, "a.jsonl:1", "a.jsonl")
+
+
+def encode(tokenizer: Tokenizer, *conversations: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
+    encoded = encode_documents([document(conversation) for conversation in conversations], tokenizer)
+    assert encoded.counted is not None
+    ends = (encoded.starts + encoded.lengths).tolist()
+    parts = [slice(start, end) for start, end in zip(encoded.starts.tolist(), ends, strict=True)]
+    return [(encoded.tokens[part].tolist(), encoded.counted[part].tolist()) for part in parts]
+
+
+def test_marked_answers_are_those_of_transformers(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.set_chat_template(MARKED)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    found = dict(zip(CONVERSATIONS, encode(tokenizer, *CONVERSATIONS.values()), strict=True))
+    for name, conversation in CONVERSATIONS.items():
+        expected = reference.apply_chat_template(
+            conversation["messages"], tools=conversation.get("tools"), chat_template=MARKED, tokenize=True,
+            return_dict=True, return_assistant_tokens_mask=True,
+        )  # fmt: skip
+        assert found[name][0] == expected["input_ids"], name
+        if "trimmed" in str(folder) and name in ("letters", "spaces"):
+            # An answer that begins with a space, which has no offset: transformers' mask leaves it out as a whole.
+            assert sum(found[name][1]) > sum(expected["assistant_masks"])
+            continue
+        assert found[name][1] == [bool(counted) for counted in expected["assistant_masks"]], name
+        assert any(found[name][1]) == (name != "only a question")
+
+
+def test_without_marks_answers_are_what_the_template_adds_to_the_turns_before(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.set_chat_template(PREFIXED)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    for (name, conversation), found in zip(
+        CONVERSATIONS.items(), encode(tokenizer, *CONVERSATIONS.values()), strict=True
+    ):
+        messages, options = conversation["messages"], dict(tools=conversation.get("tools"), chat_template=PREFIXED)
+        whole = reference.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+        counted = [False] * len(whole)
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                if number == 0:  # transformers renders no conversation without messages
+                    stop = found[1].index(False, found[1].index(True))
+                    counted[:stop] = found[1][:stop]
+                    continue
+                before = reference.apply_chat_template(
+                    messages[:number], tokenize=True, return_dict=False, add_generation_prompt=True, **options
+                )
+                after = reference.apply_chat_template(
+                    messages[: number + 1], tokenize=True, return_dict=False, **options
+                )
+                assert whole[: len(after)] == after and after[: len(before)] == before
+                # Where offsets are trimmed, a line break after the end of the turn has no place, and does not count.
+                last = len(after) - (1 if "trimmed" in str(folder) else 0)
+                counted[len(before) : last] = [True] * (last - len(before))
+        assert found[0] == whole, name
+        differing = [i for i, (one, other) in enumerate(zip(found[1], counted, strict=True)) if one != other]
+        assert all(tokenizer.decode([whole[i]]).strip() == "" for i in differing), name
+
+
+@pytest.mark.parametrize(
+    ("template", "conversation", "message"),
+    [
+        (CHANGING, "several turns", "renders the turns up to message 2 otherwise when more turns follow"),
+        (OPENING, "one turn", "renders the turns up to message 2 otherwise when it is asked for an answer"),
+        ("{{ raise_exception('alternate') }}", "one turn", "the chat template refuses this record: alternate"),
+        ("{{ messages[0].x.y }}", "one turn", "the chat template refuses this record: .* has no attribute"),
+    ],
+)
+def test_a_template_that_hides_answers_is_refused(template: str, conversation: str, message: str) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.set_chat_template(template)
+    with pytest.raises(DataError, match=f"^a.jsonl:1: .*{message}") as caught:
+        encode(tokenizer, CONVERSATIONS[conversation])
+    assert "\n" not in str(caught.value)
+    if template is CHANGING:
+        encode(tokenizer, CONVERSATIONS["one turn"])  # which it shows
+
+
+@pytest.mark.parametrize("template", [MARKED, PREFIXED])
+def test_answers_with_weight_0_do_not_count(template: str) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.set_chat_template(template)
+    messages = [USER, {**REPLY, "weight": 0}, USER, {**REPLY, "weight": 1}, USER, REPLY]
+    plain = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
+    (ids, counted), (same, everything) = encode(tokenizer, {"messages": messages}, {"messages": plain})
+    assert ids == same
+    first = everything.index(True)
+    stop = everything.index(False, first)
+    assert counted == [False] * stop + everything[stop:]
+
+
+def test_the_plain_template_ends_answers_with_the_token_that_ends_text(tmp_path: Path) -> None:
+    """And transformers encodes it alike from the saved files."""
+    tokenizer = ByteTokenizer()
+    tokenizer.set_chat_template()
+    tokenizer.save(tmp_path)
+    assert (tmp_path / "chat_template.jinja").read_text() == PLAIN
+    again, reference = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert again.documents() == tokenizer.documents()
+    for name, conversation in CONVERSATIONS.items():
+        if "spelled out" in name:
+            continue
+        ids, counted = encode(tokenizer, conversation)[0]
+        assert encode(again, conversation) == [(ids, counted)]
+        expected = reference.apply_chat_template(
+            conversation["messages"], tools=conversation.get("tools"), tokenize=True, return_dict=True,
+            return_assistant_tokens_mask=True,
+        )  # fmt: skip
+        assert ids == expected["input_ids"], name
+        assert counted.count(True) >= sum(expected["assistant_masks"]) > (0 if name != "only a question" else -1)
+        answers = [message for message in conversation["messages"] if message["role"] == "assistant"]
+        assert [t for t, c in zip(ids, counted, strict=True) if c].count(tokenizer.eos_token_id) == len(answers)
+        prompt = tokenizer.apply_chat_template(conversation["messages"][:1])
+        assert len(answers) < 1 or conversation["messages"][0]["role"] != "user" or "tools" in conversation or (
+            ids[: len(prompt)] == prompt and (conversation["messages"][1]["role"] == "system" or counted[len(prompt)])
+        )  # fmt: skip
+
+
+def with_bos() -> Tokenizer:
+    """Bytes that begin each text with <bos>, as Llama's tokenizer does."""
+
+    class Begins(ByteTokenizer):
+        def encode_prompt(self, text: str) -> list[int]:
+            return [self.bos_token_id, *self.encode(text)]
+
+    return Begins()
+
+
+def test_prompts_and_the_plain_template_begin_as_generation_does() -> None:
+    tokenizer = with_bos()
+    encoded = encode_documents([Document("a", "pq"), Document("t")], tokenizer, begin_prompts=True)
+    assert encoded.tokens.tolist() == [256, *b"pqa", 257, ord("t"), 257]
+    assert encoded.counted is not None and encoded.counted.tolist() == [False] * 3 + [True] * 4
+    tokenizer.set_chat_template()
+    ids, counted = encode(tokenizer, CONVERSATIONS["one turn"])[0]
+    assert ids[0] == 256 and ids.count(256) == 1 and not counted[0]
+
+
+PAIRS = [Document("abc", "0123456789"), Document("x" * 20, "p"), Document("", "q" * 7), Document("t" * 40)]
+
+
+@pytest.mark.parametrize(
+    ("truncate", "bos", "texts", "fit"),
+    [
+        ("drop", None, [b"qqqqqqq", b"t" * 40], Fit(too_long=2, longest=22)),
+        ("prompt", None, [b"6789abc", b"qqqqqqq", b"t" * 40], Fit(too_long=1, longest=22, cut=1)),
+        ("prompt", 256, [b"789abc", b"qqqqqqq", b"t" * 40], Fit(too_long=1, longest=23, cut=2)),
+    ],
+)
+def test_records_that_do_not_fit(truncate: str, bos: int | None, texts: list[bytes], fit: Fit) -> None:
+    tokenizer = ByteTokenizer() if bos is None else with_bos()
+    encoded = encode_documents(PAIRS, tokenizer, begin_prompts=True)
+    kept, fitted, found = fit_records(encoded, 8, truncate, bos)
+    parts = list(fitted.parts(fitted.tokens))
+    assert found == fit
+    assert kept.tolist() == ([0, 2, 3] if truncate == "prompt" else [2, 3])
+    for part, text in zip(parts, texts, strict=True):
+        ids = part.tolist()
+        assert ids[-1] == tokenizer.eos_token_id
+        assert bytes(i for i in ids if i < 256).endswith(text[-6:])
+        assert len(ids) <= 8 or set(text) == {ord("t")}
+        assert (ids[0] == 256) == (bos is not None and set(text) != {ord("t")})
+
+
+def test_a_cut_keeps_a_token_before_the_first_answer_and_answers_whole() -> None:
+    tokenizer = ByteTokenizer()
+    for prompt, text, left in (("ppp", "abcdef", True), ("ppp", "abcdefg", False), ("p" * 50, "abcdef", True)):
+        encoded = encode_documents([Document(text, prompt), Document("", "q")], tokenizer)
+        kept, fitted, _ = fit_records(encoded, 8, "prompt", None)
+        assert (0 in kept) == left
+        if left:
+            assert next(fitted.parts(fitted.tokens)).tolist() == [ord("p"), *text.encode(), 257]
+
+
+def test_records_without_an_answer_are_counted() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.set_chat_template(MARKED)
+    encoded = encode_documents([document(c) for c in CONVERSATIONS.values()], tokenizer)
+    kept, fitted, fit = fit_records(encoded, 1000, "drop", None)
+    assert fit == Fit(unanswered=1) and list(CONVERSATIONS)[8] == "only a question" and 8 not in kept
+    assert isinstance(fitted, Encoded) and len(fitted) == len(CONVERSATIONS) - 1
+    assert np.concatenate(list(fitted.parts(fitted.tokens))).size == fitted.num_tokens

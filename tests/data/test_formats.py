@@ -1,0 +1,204 @@
+"""Formats of records: recognised by content, brought to one form, and refused with a line that helps."""
+
+import json
+from typing import Any
+
+import pytest
+
+from te_models.config.data import parse_columns
+from te_models.data.formats import ALPACA, MESSAGES, PAIRS, SHAREGPT, TEXT, recognise, row_document
+from te_models.errors import DataError, UsageError
+
+USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+TALK = [USER, REPLY]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+Row = dict[str, Any]
+
+
+def read(row: Row, columns: str = "") -> Any:
+    """The text, the prompt and text, or the chat template's variables that a row becomes."""
+    found = row_document(row, parse_columns(columns), "a.jsonl:1", "a.jsonl")
+    assert (found.name, found.source) == ("a.jsonl:1", "a.jsonl")
+    if found.conversation is not None:
+        variables = json.loads(found.conversation)
+        return variables if len(variables) > 1 else variables["messages"]
+    return found.text if found.prompt is None else (found.prompt, found.text)
+
+
+ROWS: dict[str, tuple[Row, str, Any]] = {
+    "messages": ({"messages": TALK}, MESSAGES, TALK),
+    "messages as JSON in a cell": ({"messages": json.dumps(TALK), "id": "1"}, MESSAGES, TALK),
+    "messages beside a prompt": ({"prompt": "q", "prompt_id": "1", "messages": TALK}, MESSAGES, TALK),
+    "messages under ShareGPT's name": ({"conversations": TALK}, MESSAGES, TALK),
+    "ShareGPT": (
+        {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        SHAREGPT,
+        [{"role": "system", "content": "s"}, *TALK],
+    ),
+    "ShareGPT under OpenAI's name, with a system prompt": (
+        {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"},
+        SHAREGPT,
+        [{"role": "system", "content": "s"}, *TALK],
+    ),
+    "ShareGPT with tools": (
+        {
+            "conversations": [
+                {"from": "human", "value": "q"},
+                {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+                {"from": "observation", "value": "2"},
+                {"from": "gpt", "value": "a"},
+            ],
+            "tools": '[{"name": "f"}]',
+        },
+        SHAREGPT,
+        {
+            "messages": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}, REPLY],
+            "tools": [{"name": "f"}],
+        },
+    ),
+    "Alpaca, with the text made of it": (
+        {"instruction": "q", "input": "", "output": "a", "text": "### q a"},
+        ALPACA,
+        TALK,
+    ),
+    "Alpaca with all": (
+        {"instruction": "do", "input": "this", "output": "a", "system": "s", "history": [["x", "y"]]},
+        ALPACA,
+        [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "y"},
+            {"role": "user", "content": "do\nthis"},
+            REPLY,
+        ],
+    ),
+    "Alpaca without input": ({"instruction": "q", "output": "a", "input": None}, ALPACA, TALK),
+    "prompt and completion": ({"prompt": "q", "completion": "a", "text": "q a"}, PAIRS, ("q", "a")),
+    "prompt and completion as messages": (
+        {"prompt": [USER, REPLY, USER], "completion": [REPLY]},
+        PAIRS,
+        [USER, {**REPLY, "weight": 0}, USER, REPLY],
+    ),
+    "text": ({"text": "t", "n": 1}, TEXT, "t"),
+    "text that looks like JSON": ({"text": "[1]"}, TEXT, "[1]"),
+    "content as parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "!"}]}, REPLY]},
+        MESSAGES,
+        [{"role": "user", "content": "q!"}, REPLY],
+    ),
+    "a tool call with its arguments as JSON and no content": (
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+                },
+                {"role": "tool", "tool_call_id": "1", "name": "f", "content": "2"},
+            ]
+        },
+        MESSAGES,
+        [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "1", **CALL}]},
+            {"role": "tool", "content": "2", "tool_call_id": "1", "name": "f"},
+        ],
+    ),
+    "fields that an Arrow schema fills": (
+        {"messages": [{**USER, "tool_calls": None, "name": None}, {**REPLY, "weight": 0}]},
+        MESSAGES,
+        [USER, {**REPLY, "weight": 0}],
+    ),
+    "an empty answer": ({"messages": [USER, {**REPLY, "content": ""}]}, MESSAGES, [USER, {**REPLY, "content": ""}]),
+    "no answer": ({"messages": [USER]}, MESSAGES, [USER]),
+    "letters": ({"messages": [{"role": "USER", "content": "\u00e9\u2028\r\n\U0001f600"}]}, MESSAGES,
+                [{"role": "user", "content": "\u00e9\u2028\r\n\U0001f600"}]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_rows_are_recognised_and_read(case: str) -> None:
+    row, kind, expected = ROWS[case]
+    assert recognise(row) == kind
+    assert read(row) == expected
+
+
+COLUMNS: dict[str, tuple[str, Row, Any]] = {
+    "a pair": ("prompt=question, completion=answer", {"question": "q", "answer": "a"}, ("q", "a")),
+    "a pair beside a text": ("prompt=question,completion=answer", {"question": "q", "answer": "a", "text": "t"}, ("q", "a")),
+    "half a pair": ("prompt=question", {"question": "q", "completion": "a"}, ("q", "a")),
+    "text beside messages": ("text=body", {"body": "t", "messages": TALK}, "t"),
+    "a column in place of another": ("text=body", {"body": "t", "text": "other"}, "t"),
+    "messages": ("messages=dialog", {"dialog": TALK}, TALK),
+    "turns": (
+        "messages=dialog,role=speaker,content=words",
+        {"dialog": [{"speaker": "human", "words": "q"}, {"speaker": "gpt", "words": "a"}]},
+        TALK,
+    ),
+    "Alpaca": (
+        "instruction=question,input=context,output=response",
+        {"question": "q", "context": "", "response": "a"},
+        TALK,
+    ),
+    "system": ("system=persona", {"persona": "s", "messages": TALK}, [{"role": "system", "content": "s"}, *TALK]),
+    "a row without the column": ("text=body", {"messages": TALK}, TALK),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_columns_are_renamed(case: str) -> None:
+    columns, row, expected = COLUMNS[case]
+    assert read(row, columns) == expected
+
+
+REFUSED: list[tuple[Row, str]] = [
+    (
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        r"^a.jsonl:1: has 'prompt', 'chosen', 'rejected', but needs one of the formats messages \[{role, content}\], "
+        r"conversations \[{from, value}\], instruction and output, prompt and completion, or text: rename fields, as in "
+        "--columns prompt=prompt,completion=answer$",
+    ),
+    ({}, "has no fields, but needs one of the formats"),
+    ({"messages": "hello"}, "has 'messages', but needs one of"),
+    ({"messages": None, "id": 1}, "has 'messages', 'id', but needs one of"),
+    ({"messages": ["hello"]}, "has 'messages', but needs one of"),
+    ({"messages": []}, "'messages' is an empty list, not a list of messages"),
+    ({"messages": [{"content": "q"}]}, "message 1 of 'messages' has 'content', but needs role and content, or from and"),
+    ({"messages": [USER, {"role": "narrator", "content": "x"}]}, "message 2 of 'messages' has the role 'narrator': use one"),
+    ({"messages": [{"role": None, "content": "x"}]}, "has the role 'None'"),
+    ({"messages": [{"role": "user"}]}, "message 1 of 'messages' has no 'content': fill it in"),
+    ({"messages": [{"role": "user", "content": 3}]}, "has the content int, not a string"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "has a part of the type 'image_url': only text"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "message 1 of 'messages' holds half of a surrogate pair"),
+    ({"messages": [{**REPLY, "tool_calls": [{"id": "1"}]}]}, "has a tool call without the name of a function"),
+    ({"messages": TALK, "tools": "f"}, "'tools' is not a list of JSON schemas"),
+    ({"conversations": [{"from": "function_call", "value": "f()"}]}, "is a function_call without a JSON object"),
+    ({"instruction": "q", "output": None}, "'output' is NoneType, not a string"),
+    ({"instruction": "q", "output": "a", "history": "x"}, "'history' is not a list of .question, answer. pairs"),
+    ({"prompt": [USER], "completion": "a"}, "'completion' is str, not a list of messages"),
+    ({"prompt": "q", "completion": 1}, "'completion' is int, not a string"),
+    ({"text": ["a"]}, "'text' is list, not a string"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "message"), REFUSED)
+def test_what_is_not_a_record_is_one_line(row: Row, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        read(row)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith("a.jsonl:1: ")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ("prompt", "'prompt' is not of the form name=yours"),
+        ("prompt=", "'prompt=' is not of the form name=yours"),
+        ("promt=q", "unknown column 'promt': did you mean 'prompt'"),
+        ("prompt=q,completion=q", "'completion=q' names a column a second time"),
+        ("prompt=q,prompt=r", "'prompt=r' names a column a second time"),
+    ],
+)
+def test_bad_columns(columns: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_columns(columns)

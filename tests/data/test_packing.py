@@ -1,0 +1,174 @@
+"""Windows of whole records: nothing lost, cut or seen by another, little padding, something to predict in each."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from te_models.data.dataset import IGNORED, TokenDataset
+from te_models.data.formats import Document
+from te_models.data.packing import pack_records, repeats
+from te_models.data.tokenizer import ByteTokenizer
+from te_models.errors import DataError
+
+END, PAD = ByteTokenizer.eos_token_id, ByteTokenizer.pad_token_id
+RECORDS = st.lists(
+    st.builds(Document, st.text("abc", max_size=6), st.text("xyz", min_size=1, max_size=6)), min_size=1, max_size=30
+)
+
+
+def dataset(documents: list[Document], seq_len: int = 16, batch_size: int = 1, **options) -> TokenDataset:
+    options = {"packing": "documents", "seed": 0, **options}
+    return TokenDataset(documents, ByteTokenizer(), seq_len, batch_size=batch_size, **options)
+
+
+def records(batches: list[dict]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The ids and labels of each document of some batches, without padding."""
+    found = []
+    for batch in batches:
+        rows = [batch[name].tolist() for name in ("input_ids", "labels", "document_ids")]
+        for ids, labels, owners in zip(*rows, strict=True):
+            for owner in dict.fromkeys(owners):
+                at = [i for i, other in enumerate(owners) if other == owner]
+                assert at == list(range(at[0], at[-1] + 1)), "a document lies in one piece"
+                part = tuple(ids[i] for i in at)
+                if set(part) != {PAD}:
+                    found.append((part, tuple(labels[i] for i in at)))
+    return found
+
+
+def expected(document: Document) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    prompt, text = (document.prompt or "").encode(), document.text.encode()
+    return (*prompt, *text, END), (*[IGNORED] * len(prompt), *text, END)
+
+
+@given(RECORDS, st.integers(13, 40), st.integers(0, 2), st.integers(1, 3), st.integers(1, 2))
+def test_an_epoch_has_every_record_once_and_whole(
+    documents: list[Document], seq_len: int, epoch: int, batch_size: int, world_size: int
+) -> None:
+    ranks = [dataset(documents, seq_len, batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
+    alone = dataset(documents, seq_len)
+    before = round(alone.windows_in(epoch))
+    for _ in range(before):
+        next(alone)
+    batches = [next(alone) for _ in range(alone.windows_in(epoch + 1) - before)]
+    assert Counter(records(batches)) == Counter(map(expected, documents))
+    assert all(bool((batch["labels"][:, 1:] != IGNORED).any()) for batch in batches)
+    again = dataset(documents, seq_len)
+    for _ in range(3):
+        together = [next(rank) for rank in ranks]
+        assert records(together) == records([next(again) for _ in range(batch_size * world_size)])
+
+
+@given(RECORDS, st.integers(0, 12), st.integers(1, 3), st.sampled_from([None, 0.5, 2.5]))
+def test_resuming_anywhere_equals_going_on(
+    documents: list[Document], done: int, batch_size: int, weight: float | None
+) -> None:
+    weights = None if weight is None else np.full(len(documents), weight)
+    first = dataset(documents, batch_size=batch_size, weights=weights)
+    for _ in range(done):
+        next(first)
+    state = json.loads(json.dumps(first.state_dict()))
+    again = dataset(documents, batch_size=batch_size, weights=weights, seed=7)
+    next(again)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    for _ in range(4):
+        one, other = next(first), next(again)
+        assert all(one[name].equal(other[name]) for name in one)
+
+
+OTHER = {
+    "answer": dict(documents=[Document("b", "xy")] * 3),
+    "border of the prompt": dict(documents=[Document("yb", "x")] * 3),
+    "weights": dict(weights=np.full(3, 2.0)),
+    "packing": dict(packing="none"),
+    "seq_len": dict(seq_len=15),
+}
+
+
+@pytest.mark.parametrize("change", OTHER)
+def test_resuming_on_other_records_is_an_error(change: str) -> None:
+    same = dict(documents=[Document("a", "xy")] * 3)
+    state = dataset(**same).state_dict()
+    dataset(**same).load_state_dict(state)
+    with pytest.raises(ValueError, match="position is of other data"):
+        dataset(**{**same, **OTHER[change]}).load_state_dict(state)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=200))
+def test_windows_are_as_full_as_best_fit_makes_them(lengths: list[int]) -> None:
+    order, bounds = pack_records(np.array(lengths), 20)
+    assert sorted(order) == list(range(len(lengths)))
+    sums = [sum(lengths[i] for i in order[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert all(0 < total <= 20 for total in sums) and sum(total <= 10 for total in sums) <= 1
+    assert len(sums) <= 11 / 9 * -(-sum(lengths) // 20) + 1 or len(sums) <= sum(length > 10 for length in lengths) + 1
+
+
+def test_short_records_leave_little_padding() -> None:
+    random = np.random.default_rng(0)
+    lengths = np.clip(random.lognormal(5.0, 0.8, 3000), 20, 1024).astype(np.int64)
+    _, bounds = pack_records(lengths, 1024)
+    assert 1 - lengths.sum() / (1024 * (len(bounds) - 1)) < 0.002
+
+
+def test_a_window_of_its_own() -> None:
+    documents = [Document("ab", "x"), Document("c", "yz"), Document("t" * 20)]
+    data = dataset(documents, packing="none", shuffle=False)
+    batches = [next(data) for _ in range(4)]
+    assert data.num_windows == 4 and "document_ids" not in batches[0]
+    assert batches[0]["input_ids"].tolist() == [[*b"xab", END, *[PAD] * 12]]
+    assert batches[0]["labels"].tolist() == [[IGNORED, *b"ab", END, *[IGNORED] * 12]]
+    assert batches[2]["input_ids"].tolist() == [[*b"t" * 16]], "a text is cut"
+    assert batches[3]["input_ids"].tolist() == [[*b"t" * 4, END, *[PAD] * 11]]
+
+
+def test_texts_among_records_are_cut_and_records_are_not() -> None:
+    documents = [Document("t" * 40), Document("ab", "x" * 12), Document("cd", "y" * 12)]
+    data = dataset(documents)
+    found = records([next(data) for _ in range(data.num_windows)])
+    texts = [part for part, _ in found if ord("t") in part]
+    assert sorted(map(len, texts)) == [9, 16, 16] and sum(part.count(ord("t")) for part in texts) == 40
+    assert {part for part, _ in found} >= {expected(document)[0] for document in documents[1:]}
+
+
+@pytest.mark.parametrize("weight", [1.0, 2.0, 3.0, 0.5, 0.25, 1.75])
+def test_weights_are_the_average_number_per_epoch(weight: float) -> None:
+    counts = np.array([repeats(np.full(40, weight), epoch) for epoch in range(8)])
+    assert set(counts.flatten()) <= {int(weight), -int(-weight // 1)}
+    assert (abs(counts.cumsum(0) - weight * np.arange(1, 9)[:, None]) < 1).all(), "no document is far from its share"
+    assert (abs(counts.sum(1) - weight * 40) <= 2).all(), "no epoch is far from its size"
+
+
+def test_a_weight_repeats_documents() -> None:
+    documents = [Document("a", "x"), Document("b", "y")]
+    data = dataset(documents, seq_len=4, weights=np.array([3.0, 1.0]))
+    found = Counter(part for part, _ in records([next(data) for _ in range(data.windows_in(2))]))
+    assert found == {(ord("x"), ord("a"), END): 6, (ord("y"), ord("b"), END): 2}
+    half = dataset(documents, seq_len=4, weights=np.array([0.5, 0.5]))
+    first, second = (records([next(half)])[0][0] for _ in range(2))
+    assert first != second and half.windows_in(2) == 2 and half.state_dict()["epoch"] == 2
+
+
+def test_epochs_in_part() -> None:
+    data = dataset([Document("a" * 9, "x") for _ in range(10)], seq_len=12)
+    assert [data.windows_in(epochs) for epochs in (1, 2, 0.5, 1.25, 0.01)] == [10, 20, 5, 13, 1]
+
+
+def test_descriptions_say_what_is_left_out() -> None:
+    data = dataset([Document("abc", "x"), Document("a" * 30, "x"), Document("d", "y")])
+    assert data.describe() == (
+        "2 records, 8 tokens in 1 windows with 50.0% padding\n1 of 3 records are longer than seq_len=16 (the longest has "
+        "32 tokens) and are left out: raise --seq-len, or cut prompts with --truncate prompt"
+    )
+    cut = dataset([Document("abc", "x" * 30), Document("d", "y")], truncate="prompt")
+    assert "1 of 2 prompts are cut from the left to seq_len=16 (the longest has 34 tokens)" in cut.describe()
+    with pytest.raises(
+        DataError, match=r"none of the 2 records fits seq_len=16: 2 are longer \(the longest has 32 tokens"
+    ):
+        dataset([Document("a" * 30, "x")] * 2)

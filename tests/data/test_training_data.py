@@ -1,0 +1,372 @@
+"""open_data: sources of any format, alike in memory and streamed, with lines that say what is done with them."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import sys
+import types
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer, open_data
+from te_models.cli.commands import main
+from te_models.config.data import DataConfig, DataOptions
+from te_models.data import rows as rows_module
+from te_models.data.dataset import IGNORED, TokenDataset
+from te_models.data.streaming import StreamingDataset
+from te_models.data.tokenizer import ByteTokenizer
+from te_models.data.training_data import steps_of
+from te_models.errors import DataError, UsageError
+
+CONFIG = TrainConfig(seq_len=128, batch_size=2, eval_batches=2)
+TALKS = [
+    {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"answer {n} " * (1 + n % 4)}]}
+    for n in range(24)
+]
+PAIRS = [{"prompt": f"p{n} ", "completion": f"c{n}"} for n in range(24)]
+ALPACA = [{"instruction": f"do {n}", "input": "", "output": f"done {n}"} for n in range(24)]
+SHAREGPT = [{"conversations": [{"from": "human", "value": f"{n}"}, {"from": "gpt", "value": "yes"}]} for n in range(24)]
+TEXTS = [{"text": f"text {n} " * 20} for n in range(24)]
+
+
+def jsonl(rows: list[dict]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def write(folder: Path, name: str, rows: list[dict] | bytes) -> str:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(rows, bytes):
+        file.write_bytes(rows)
+    elif name.endswith(".parquet"):
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=5)
+    elif name.endswith(".csv"):
+        cells = [[json.dumps(v) if isinstance(v, list) else v for v in row.values()] for row in rows]
+        quoted = [",".join('"' + cell.replace('"', '""') + '"' for cell in row) for row in [list(rows[0]), *cells]]
+        file.write_bytes(("\ufeff" + "\r\n".join(quoted)).encode())
+    elif name.endswith(".json"):
+        file.write_text(json.dumps(rows, indent=1))
+    else:
+        file.write_bytes(gzip.compress(jsonl(rows)) if name.endswith(".gz") else jsonl(rows))
+    return str(file)
+
+
+def documents(batch: dict) -> list[tuple[bytes, bytes]]:
+    """The text and the counted text of each document of a batch, in bytes."""
+    found = []
+    for ids, labels, owners in zip(*(batch[n].tolist() for n in ("input_ids", "labels", "document_ids")), strict=True):
+        for owner in dict.fromkeys(owners):
+            at = [i for i, other in enumerate(owners) if other == owner]
+            text = bytes(ids[i] for i in at if ids[i] < 256)
+            found.append((text, bytes(ids[i] for i in at if labels[i] != IGNORED and ids[i] < 256)))
+    return [document for document in found if document[0]]
+
+
+def epoch_of(dataset: TokenDataset) -> list[tuple[bytes, bytes]]:
+    windows = dataset.windows_in(1)
+    assert windows % dataset.batch_size == 0, "the test counts whole batches"
+    return [found for _ in range(windows // dataset.batch_size) for found in documents(next(dataset))]
+
+
+SOURCES: dict[str, tuple[str, list[dict], str]] = {
+    "messages": ("a.jsonl", TALKS, "messages (OpenAI) in JSONL"),
+    "messages in an array": ("a.json", TALKS, "messages (OpenAI) in JSON"),
+    "messages in Parquet": ("a.parquet", TALKS, "messages (OpenAI) in Parquet"),
+    "messages in a table": ("a.csv", TALKS, "messages (OpenAI) in CSV"),
+    "messages, compressed": ("a.jsonl.gz", TALKS, "messages (OpenAI) in JSONL"),
+    "messages by another name": ("a.txt", TALKS, "messages (OpenAI) in text"),
+    "ShareGPT": ("a.jsonl", SHAREGPT, "ShareGPT in JSONL"),
+    "Alpaca": ("a.csv", ALPACA, "Alpaca in CSV"),
+    "pairs": ("a.parquet", PAIRS, "prompt/completion in Parquet"),
+    "text": ("a.json", TEXTS, "text in JSON"),
+}
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_in_memory_and_streamed_records_are_the_same(case: str, tmp_path: Path) -> None:
+    name, rows, described = SOURCES[case]
+    path = write(tmp_path, name, rows)
+    seen = []
+    for streaming in (False, True):
+        config = TrainConfig(seq_len=128, batch_size=1, eval_batches=1000, seed=3)
+        dataset, evaluation = open_data(
+            path, ByteTokenizer(), config, streaming=streaming, num_workers=0, eval_split=0.2
+        )
+        assert isinstance(dataset, StreamingDataset) == streaming
+        assert f"\n{path}: {described}\n" in dataset.describe() + "\n"
+        assert f"{path}: " in dataset.describe()
+        assert all(bool((batch["labels"][:, 1:] != IGNORED).any()) for batch in evaluation)
+        if case == "text":
+            assert "document_ids" not in evaluation[0] and "document_ids" not in next(dataset)
+            continue
+        trained = {found for _ in range(60) for found in documents(next(dataset))}
+        held = {found for batch in evaluation for found in documents(batch)}
+        assert trained and held and not trained & held
+        assert all(counted for _, counted in trained | held)
+        seen.append(trained | held)
+    assert case == "text" or (seen[0] == seen[1] and len(seen[0]) == len(rows))
+
+
+def test_the_loss_counts_the_answers_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.jsonl", TALKS)
+    tokenizer = ByteTokenizer()
+    dataset, _ = open_data(path, tokenizer, CONFIG)
+    found = dict(document for _ in range(30) for document in documents(next(dataset)))
+    assert found[b"### User:\n5?\n\n### Assistant:\nanswer 5 answer 5 \n\n"] == b"answer 5 answer 5 "
+    assert "the tokenizer has no chat template: a plain one is used, and saved with the model" in dataset.describe()
+    assert "chat_template.jinja" in tokenizer.documents()
+    assert "no chat template" not in open_data(path, tokenizer, CONFIG)[0].describe()
+
+
+def test_pairs_need_no_chat_template(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    dataset, _ = open_data(write(tmp_path, "a.jsonl", PAIRS), tokenizer, CONFIG)
+    assert (b"p7 c7", b"c7") in {found for _ in range(9) for found in documents(next(dataset))}
+    assert tokenizer.template_source() is None
+
+
+def test_sources_with_weights_occur_as_often_as_they_say(tmp_path: Path) -> None:
+    a, b = write(tmp_path, "a.jsonl", PAIRS), write(tmp_path, "b/c.jsonl", ALPACA)
+    config = TrainConfig(seq_len=64, batch_size=1)
+    evaluation = write(tmp_path, "e.jsonl", TALKS)
+    dataset, _ = open_data(
+        [f"{a}:3", str(Path(b).parent)], ByteTokenizer(), config, packing="documents", eval_data=[evaluation]
+    )
+    assert isinstance(dataset, TokenDataset)
+    counts = Counter(text for text, _ in epoch_of(dataset))
+    assert len(counts) == 48 and {counts[f"p{n} c{n}".encode()] for n in range(24)} == {3}
+    assert sum(counts.values()) == 24 * 4
+    assert f"{a}: prompt/completion in JSONL, 3 times per epoch" in dataset.describe()
+    streamed, _ = open_data([f"{a}:3", b], ByteTokenizer(), config, eval_data=evaluation, streaming=True, num_workers=0)
+    assert isinstance(streamed, StreamingDataset)
+    order = Counter(streamed.order(0).tolist())
+    assert order == {0: 1, 1: 1, 2: 1, 4: 1}, "the chunk of a, three times, and that of b"
+
+
+def test_eval_data_is_what_is_evaluated(tmp_path: Path) -> None:
+    path, held = write(tmp_path, "a.jsonl", PAIRS), write(tmp_path, "e.jsonl", PAIRS[:3])
+    for streaming in (False, True):
+        dataset, batches = open_data(path, ByteTokenizer(), CONFIG, eval_data=held, streaming=streaming, num_workers=0)
+        assert {text for batch in batches for text, _ in documents(batch)} == {b"p0 c0", b"p1 c1", b"p2 c2"}
+        assert f"evaluation on 3 records, 18 tokens, from {held}" in dataset.describe()
+
+
+@pytest.mark.parametrize(("share", "count"), [(None, 1), (0.25, 6), (0.5, 12)])
+def test_eval_split_is_a_share_of_the_records_that_fit(share: float | None, count: int, tmp_path: Path) -> None:
+    path = write(tmp_path, "a.jsonl", [*PAIRS, {"prompt": "p", "completion": "c" * 500}])
+    dataset, _ = open_data(path, ByteTokenizer(), CONFIG, eval_split=share)
+    assert f"evaluation on {count} records" in dataset.describe()
+    assert dataset.describe().startswith(f"{24 - count} records")
+    assert "1 of 25 records are longer than seq_len=128 (the longest has 502 tokens)" in dataset.describe()
+
+
+def test_prompts_are_cut_if_asked(tmp_path: Path) -> None:
+    rows = [*PAIRS, {"prompt": "x" * 300 + "end", "completion": "c" * 50}]
+    dataset, _ = open_data(
+        write(tmp_path, "a.jsonl", rows), ByteTokenizer(), CONFIG, truncate="prompt", eval_split=0.05
+    )
+    assert "1 of 25 prompts are cut from the left to seq_len=128" in dataset.describe()
+    assert b"x" * 74 + b"end" + b"c" * 50 in {text for _ in range(9) for text, _ in documents(next(dataset))}
+
+
+def test_too_little_data_for_a_batch_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.jsonl", PAIRS[:4])
+    config = TrainConfig(seq_len=128, batch_size=4, gradient_accumulation=2)
+    said = open_data(path, ByteTokenizer(), config)[0].describe()
+    assert "too little data for a batch: a step takes 8 windows and an epoch has 1" in said
+    assert "too little" not in open_data(path, ByteTokenizer(), TrainConfig(seq_len=128, batch_size=1))[0].describe()
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0.0, 300), (1.0, 3), (2.5, 8), (0.01, 1)])
+def test_epochs_as_steps(epochs: float, steps: int, tmp_path: Path) -> None:
+    config = TrainConfig(seq_len=8, batch_size=4, gradient_accumulation=2, epochs=epochs)
+    path = write(tmp_path, "a.jsonl", PAIRS)
+    dataset, _ = open_data(path, ByteTokenizer(), config, packing="none")
+    assert dataset.windows_in(1) == 23 and steps_of(dataset, config) == steps
+    if epochs:
+        streamed, _ = open_data(path, ByteTokenizer(), config, streaming=True, num_workers=0)
+        with pytest.raises(UsageError, match="--epochs needs data in memory"):
+            steps_of(streamed, config)
+
+
+def test_columns(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.csv", [{"question": f"q{n} ", "answer": f"a{n}"} for n in range(9)])
+    columns = "prompt=question,completion=answer"
+    for streaming in (False, True):
+        dataset, _ = open_data(path, ByteTokenizer(), CONFIG, columns=columns, streaming=streaming, num_workers=0)
+        assert (b"q4 a4", b"a4") in {found for _ in range(9) for found in documents(next(dataset))}
+    other = write(tmp_path, "b.jsonl", PAIRS)
+    _, batches = open_data([path, other], ByteTokenizer(), CONFIG, columns=columns, eval_data=path)
+    assert (b"q4 a4", b"a4") in documents(batches[0])
+    with pytest.raises(UsageError, match="--columns: the first records of .* have no 'body'"):
+        open_data(other, ByteTokenizer(), CONFIG, columns="text=body")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """The calls of a `datasets` package that has one dataset."""
+    datasets = pytest.importorskip("datasets")
+    calls: list[tuple] = []
+    talks = datasets.Dataset.from_list(TALKS)
+
+    def load_dataset(name: str, config: str | None, split: str) -> Any:
+        calls.append((name, config, split))
+        if name != "owner/talks":
+            raise FileNotFoundError(f"Couldn't find any\ndata in {name}")
+        return talks
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    rows_module._hub_dataset.cache_clear()
+    yield calls
+    rows_module._hub_dataset.cache_clear()
+
+
+def test_hub_datasets(hub: list[tuple], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for streaming in (False, True):
+        dataset, _ = open_data(
+            ["owner/talks:2", "owner/talks#train_sft", "owner/talks#en/test"], ByteTokenizer(), CONFIG,
+            streaming=streaming, num_workers=0,
+        )  # fmt: skip
+        assert "owner/talks: messages (OpenAI) in Hub dataset, 2 times per epoch" in dataset.describe()
+        assert documents(next(dataset))
+    assert set(hub) == {
+        ("owner/talks", None, "train"), ("owner/talks", None, "train_sft"), ("owner/talks", "en", "test"),
+    }  # fmt: skip
+    with pytest.raises(
+        DataError, match="owner/none: no such file or folder, and no dataset of the Hub that can be read"
+    ):
+        open_data("owner/none", ByteTokenizer(), CONFIG)
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "in memory": {},
+    "streamed": dict(streaming=True, num_workers=0),
+    "weights": dict(weight=":2.5"),
+    "streamed weights": dict(streaming=True, num_workers=0, weight=":2.5"),
+    "one record per window": dict(packing="none"),
+    "cut prompts": dict(truncate="prompt"),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_has_the_same_bits(case: str, tmp_path: Path) -> None:
+    options = dict(RESUMED[case])
+    weight = options.pop("weight", "")
+    paths = [write(tmp_path, "a.jsonl", TALKS) + weight, write(tmp_path, "b.csv", ALPACA)]
+    shape = dict(vocab_size=259, hidden_size=32, intermediate_size=32, num_hidden_layers=3, max_position_embeddings=128)
+    shape |= dict(num_attention_heads=2, num_key_value_heads=2, head_dim=16)
+
+    def train(out: str, steps: int, resume: bool = False) -> tuple[list[float], dict[str, torch.Tensor], Any]:
+        config = TrainConfig(seq_len=96, batch_size=2, eval_batches=1, steps=steps, warmup_steps=0, schedule="constant")
+        newest = tmp_path / out / "checkpoints" / "step-00000003"
+        tokenizer = load_tokenizer(newest) if resume else ByteTokenizer()
+        dataset, evaluation = open_data(paths, tokenizer, config, **options)
+        torch.manual_seed(0)
+        model = CausalLM.from_preset("gated-nano", device="cpu", engine="emulated", recipe="current", **shape)
+        rows: list[dict] = []
+        trainer = Trainer(model, dataset, evaluation, config, tmp_path / out, documents=tokenizer.documents())
+        trainer.on_step = rows.append
+        trainer.run(resume=resume)
+        return [row["loss"] for row in rows], model.state_dict(), dataset.state_dict()
+
+    straight, weights, position = train("straight", 6)
+    first, *_ = train("parted", 3)
+    second, again, same = train("parted", 6, resume=True)
+    assert first + second == straight and all(loss > 0 for loss in straight)
+    assert position == same
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert (tmp_path / "straight/checkpoints/step-00000006/chat_template.jinja").is_file()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
+    "no file": ({}, ["--data", "none.jsonl"], "none.jsonl: no such file or folder"),
+    "an unknown format": (
+        {"a.jsonl": [{"q": "x", "a": "y"}]}, [], "a.jsonl:1: has 'q', 'a', but needs one of the formats messages",
+    ),
+    "an unknown format later": (
+        {"a.jsonl": [*PAIRS, {"q": "x"}]}, [], "a.jsonl:25: has 'q', but needs one of the formats",
+    ),
+    "a record among texts": (
+        {"a.jsonl": [*TEXTS, PAIRS[0]]}, [], "a.jsonl:25: a record with an answer, where the first record",
+    ),
+    "text files among records": (
+        {"a.jsonl": PAIRS, "notes.txt": b"notes"}, ["--data", "."], "notes.txt: a text file among records of the format",
+    ),
+    "answers in a stream": ({"a.jsonl": PAIRS}, ["--packing", "stream"], "packing stream would cut answers"),
+    "an unknown packing": ({"a.jsonl": PAIRS}, ["--packing", "dense"], "unknown packing 'dense'"),
+    "an unknown way to truncate": ({"a.jsonl": PAIRS}, ["--truncate", "answer"], "unknown truncate 'answer'"),
+    "nothing fits": ({"a.jsonl": TALKS}, ["--seq-len", "8"], "24 of 24 records are longer than seq_len=8"),
+    "no answers": (
+        {"a.jsonl": [{"messages": [{"role": "user", "content": f"{n}"}]} for n in range(9)]}, [],
+        "9 of 9 records have no answer to learn",
+    ),
+    "one record": ({"a.jsonl": PAIRS[:1]}, [], "1 documents, all with the same content, cannot be split"),
+    "a weight of nothing": ({"a.jsonl": PAIRS}, ["--data", "a.jsonl:0"], "a.jsonl:0: a weight of 0 leaves all of it out"),
+    "a share of all": ({"a.jsonl": PAIRS}, ["--eval-split", "1"], "eval_split=1.0 is out of range"),
+    "a share beside evaluation data": (
+        {"a.jsonl": PAIRS}, ["--eval-split", "0.1", "--eval-data", "a.jsonl"], "eval_data replaces it: give one",
+    ),
+    "no evaluation data": ({"a.jsonl": PAIRS}, ["--eval-data", "e.jsonl"], "e.jsonl: no such file"),
+    "evaluation data that does not fit": (
+        {"a.jsonl": PAIRS, "e.jsonl": [{"prompt": "p" * 99, "completion": "c"}]}, ["--eval-data", "e.jsonl"],
+        "none of the 1 records fits seq_len=32",
+    ),
+    "no columns": ({"a.jsonl": PAIRS}, ["--columns", "text=body"], "--columns: the first records of a.jsonl have no 'body'"),
+    "no template": ({"a.jsonl": TALKS}, ["--chat-template", "none.jinja"], "none.jinja: no such file"),
+    "no Jinja": (
+        {"a.jsonl": TALKS, "bad.jinja": b"{% if %}"}, ["--chat-template", "bad.jinja"], "the chat template is not valid Jinja",
+    ),
+    "a template that refuses": (
+        {"a.jsonl": TALKS, "bad.jinja": b"{{ raise_exception('no') }}"}, ["--chat-template", "bad.jinja"],
+        "a.jsonl:1: the chat template refuses this record: no",
+    ),
+    "epochs and steps": ({"a.jsonl": PAIRS}, ["--steps", "3", "--epochs", "1"], "give one of them"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_one_line_with_exit_code_2(
+    case: str, streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    files, arguments, message = REFUSED[case]
+    if streaming and case in ("one record",):
+        pytest.skip("a streamed corpus holds out records by their hashes, perhaps none")
+    monkeypatch.chdir(tmp_path)
+    for name, rows in files.items():
+        write(tmp_path, name, rows)
+    given = arguments if "--data" in arguments else ["--data", "a.jsonl", *arguments]
+    command = ["pretrain", "--preset", "gated-nano", "--device", "cpu", "--seq-len", "32", *given, "--out", "run"]
+    command += ["--streaming", "--data-workers", "0", "--eval-batches", "1000"] if streaming else []
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("te-models: ") and error.count("\n") == 1
+    whole = {"nothing fits": "no record fits", "no answers": "no record fits"} if streaming else {}
+    assert message in error or whole.get(case, message) in error or "none of the" in error and case in whole
+    assert not (tmp_path / "run").exists(), "nothing was written"
+
+
+def test_options_are_the_fields_of_the_config() -> None:
+    fields = set(DataConfig.__dataclass_fields__)
+    assert set(DataOptions.__annotations__) == fields - {"data"}
+
+
+def test_no_step_is_without_a_counted_label(tmp_path: Path) -> None:
+    """Long prompts filled whole windows: 5 of 12 steps had the loss 0, and the evaluation was nan."""
+    rows = [{"prompt": f"{n} " + "long prompt " * (n % 9), "completion": "yes"} for n in range(60)]
+    path = write(tmp_path, "a.jsonl", rows)
+    for streaming, packing in itertools.product((False, True), ("documents", "none")):
+        config = TrainConfig(seq_len=64, batch_size=1)
+        dataset, evaluation = open_data(
+            path, ByteTokenizer(), config, streaming=streaming, packing=packing, num_workers=0, eval_split=0.2
+        )
+        for batch in [*evaluation, *(next(dataset) for _ in range(80))]:
+            assert int((batch["labels"][:, 1:] != IGNORED).sum()) >= 3

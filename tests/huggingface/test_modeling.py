@@ -1,0 +1,231 @@
+"""TEModelsForCausalLM against transformers' own models of the same weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bits import assert_same_bits
+from torch import Tensor
+
+from te_models import CausalLM, TEModelsConfig, TEModelsForCausalLM
+from te_models.errors import MissingPackage, UsageError
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+IDS = torch.randint(3, 96, (3, 11), generator=torch.Generator().manual_seed(5))
+MASK = torch.ones_like(IDS)
+MASK[0, :5], MASK[1, :1] = 0, 0
+CLOSE: dict[str, float] = dict(rtol=1e-4, atol=5e-5)
+FAMILIES = ("llama", "mistral-window", "qwen2-mixed-window", "qwen3-tied", "smollm3", "qwen3-next")
+GENERATE: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "static": dict(cache_implementation="static"),
+    "no-cache": dict(use_cache=False),
+    "sampling": dict(do_sample=True, temperature=0.8, top_k=20, top_p=0.9),
+    "min-p": dict(do_sample=True, min_p=0.05, num_return_sequences=3),
+    "beams": dict(num_beams=4, num_return_sequences=2, length_penalty=0.5),
+    "static-beams": dict(num_beams=3, cache_implementation="static"),
+    "sampled-beams": dict(num_beams=3, do_sample=True),
+    "penalties": dict(repetition_penalty=1.3, no_repeat_ngram_size=2, min_new_tokens=8),
+    "stop": dict(eos_token_id=[7, 11, 40], max_new_tokens=40),
+    "chunked-prefill": dict(prefill_chunk_size=4),
+}
+
+
+def run(model: Any, **options: Any) -> Tensor:
+    torch.manual_seed(9)
+    return model.generate(IDS, **{"attention_mask": MASK, "max_new_tokens": 14, "eos_token_id": None, **options})
+
+
+@pytest.mark.parametrize("way", GENERATE)
+@pytest.mark.parametrize("case", FAMILIES)
+def test_generate_gives_the_tokens_of_transformers(case: str, way: str, pair: Callable[..., Any]) -> None:
+    """A batch of unequal prompts, padded on the left, beyond the sliding windows."""
+    models, options = pair(case), GENERATE[way]
+    try:
+        wanted = run(models.theirs, **options)
+    except (AttributeError, TypeError, ValueError) as error:
+        pytest.skip(f"transformers itself fails: {error}")
+    assert torch.equal(run(models.ours, **options), wanted)
+
+
+@pytest.mark.parametrize("options", [{}, dict(do_sample=True), dict(prompt_lookup_num_tokens=3)])
+def test_assisted_generation_gives_the_tokens_of_transformers(options: dict, pair: Callable[..., Any]) -> None:
+    models, drafts = pair("qwen3-tied"), pair("llama")
+    found = []
+    for model, draft in ((models.theirs, drafts.theirs), (models.ours, drafts.ours)):
+        torch.manual_seed(9)
+        helper = {} if "prompt_lookup_num_tokens" in options else dict(assistant_model=draft)
+        found.append(model.generate(IDS[2:], max_new_tokens=14, eos_token_id=None, **helper, **options))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_scores_and_hidden_states_of_generate_are_those_of_transformers(case: str, pair: Callable[..., Any]) -> None:
+    wanted: dict[str, Any] = dict(output_hidden_states=True, output_scores=True, return_dict_in_generate=True)
+    models = pair(case)
+    theirs, ours = (run(model, max_new_tokens=4, **wanted) for model in (models.theirs, models.ours))
+    for a, b in zip(ours.scores, theirs.scores, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+    real = MASK.bool()
+    for step, (a, b) in enumerate(zip(ours.hidden_states, theirs.hidden_states, strict=True)):
+        for layer, (x, y) in enumerate(zip(a, b, strict=True)):
+            where = real if step == 0 else slice(None)
+            torch.testing.assert_close(x[where], y[where], **CLOSE, msg=lambda text, n=layer: f"layer {n}: {text}")
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "left padding": dict(attention_mask=MASK),
+    "right padding": dict(attention_mask=MASK.flip(-1)),
+    "packed documents": dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2]]), use_cache=False),
+    "positions from 7": dict(position_ids=torch.arange(7, 18)[None], use_cache=False),
+    "positions with gaps": dict(position_ids=torch.tensor([[3, 4, 9, 10, 11, 12, 30, 31, 1, 2, 3]]), use_cache=False),
+    "positions and mask": dict(position_ids=torch.arange(2, 24, 2)[None], attention_mask=MASK),
+    "mask of pairs": dict(
+        attention_mask=torch.ones(3, 1, 11, 11).tril().bool() & (torch.arange(11) != 4), use_cache=False
+    ),
+    "newest logits": dict(logits_to_keep=3),
+    "some logits": dict(logits_to_keep=torch.tensor([2, 5])),
+    "loss": dict(labels=IDS.where(IDS > 20, -100)),
+    "loss over a count": dict(labels=IDS.where(IDS > 20, -100), num_items_in_batch=57),
+    "shifted labels": dict(labels=IDS, shift_labels=IDS.flip(-1)),
+    "padding in the loss": dict(labels=IDS, attention_mask=MASK.flip(-1)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("case", ["llama", "qwen2-mixed-window"])
+def test_a_forward_pass_is_that_of_transformers(case: str, call: str, pair: Callable[..., Any]) -> None:
+    models, options = pair(case), CALLS[call]
+    if call == "mask of pairs" and case != "llama":
+        return  # transformers then takes no windows either, which "positions with gaps" covers
+    theirs, ours = models.theirs(IDS, **options), models.ours(IDS, **options)
+    mask = options.get("attention_mask")
+    real = mask.bool() if mask is not None and mask.dim() == 2 else torch.ones(ours.logits.shape[:2], dtype=torch.bool)
+    torch.testing.assert_close(ours.logits[real], theirs.logits[real], **CLOSE)
+    if "labels" in options and call != "padding in the loss":
+        torch.testing.assert_close(ours.loss, theirs.loss, **CLOSE)
+
+
+def test_the_loss_of_vectors_and_of_a_continued_cache_are_those_of_transformers(pair: Callable[..., Any]) -> None:
+    models = pair("mistral-window")
+    vectors = models.theirs.get_input_embeddings()(IDS)
+    assert_same_bits("vectors", models.ours(inputs_embeds=vectors).logits, models.ours(IDS).logits)
+    found = []
+    for model in (models.theirs, models.ours):
+        cache = model(IDS, use_cache=True).past_key_values
+        found.append(model(IDS[:, :4], past_key_values=cache).logits)
+    torch.testing.assert_close(found[1], found[0], **CLOSE)
+    texts = [
+        m.generate(inputs_embeds=vectors, max_new_tokens=6, eos_token_id=None) for m in (models.theirs, models.ours)
+    ]
+    assert torch.equal(*texts)
+
+
+def test_a_tuple_has_the_order_of_transformers(pair: Callable[..., Any]) -> None:
+    models = pair("llama")
+    ours, theirs = (m(IDS, labels=IDS, return_dict=False) for m in (models.ours, models.theirs))
+    torch.testing.assert_close(ours[0], theirs[0], **CLOSE)
+    torch.testing.assert_close(ours[1], theirs[1], **CLOSE)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
+def test_fp8_weights_are_quantized_once_per_call_and_the_tokens_are_those_of_our_own_generate(
+    recipe: str, build: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = TEModelsForCausalLM.wrap(build(recipe)).eval()
+    wanted = model.model.generate([[5, 6, 7, 8]], max_new_tokens=8)
+    passes = []
+    forward = model.model.forward
+    monkeypatch.setattr(
+        model.model, "forward", lambda *a, **k: (passes.append(k["is_first_microbatch"]), forward(*a, **k))[1]
+    )
+    assert torch.equal(model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8), wanted)
+    assert passes == [True] + [False] * 7
+    model(torch.tensor([[5, 6]]))
+    assert passes[-1] is None, "outside of generate the weights may have changed"
+
+
+def test_recompute_follows_gradient_checkpointing(build: Callable[..., CausalLM]) -> None:
+    model = TEModelsForCausalLM.wrap(build()).train()
+    model(IDS % 64, labels=IDS % 64).loss.backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert model.is_gradient_checkpointing and model.model.activation_checkpointing == "full"
+    model(IDS % 64, labels=IDS % 64).loss.backward()
+    for (name, p), grad in zip(model.named_parameters(), wanted, strict=True):
+        assert_same_bits(name, p.grad, grad)
+    model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("call", [dict(output_attentions=True), dict(shape_labels=IDS), dict(input_ids=None)])
+def test_what_it_cannot_do_is_refused_in_one_line(call: dict, pair: Callable[..., Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        pair("llama").ours(**{"input_ids": IDS, **call})
+    assert "\n" not in str(caught.value)
+
+
+def test_the_vocabulary_is_not_resized(pair: Callable[..., Any]) -> None:
+    model = pair("llama").ours
+    assert model.resize_token_embeddings(96) is model.get_input_embeddings() is model.model.embed_tokens
+    with pytest.raises(UsageError, match="96 tokens and cannot be resized to 97"):
+        model.resize_token_embeddings(97)
+
+
+def test_parts_that_other_programs_look_for(build: Callable[..., CausalLM]) -> None:
+    model = TEModelsForCausalLM.wrap(build(tie_word_embeddings=True))
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model._no_split_modules == {"Block"} and type(model.model.layers[0]).__name__ == "Block"
+    assert model.can_generate() and model.base_model is model.model and model.device.type == "cpu"
+    assert "model.lm_head.weight" not in model.state_dict() and not any("_extra_state" in n for n in model.state_dict())
+    assert model.num_parameters() == model.model.num_parameters()
+
+
+def test_a_model_is_built_from_a_config() -> None:
+    shape = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2)
+    config = TEModelsConfig(**shape, recipe="current", device="cpu", num_layers_at_end_in_bf16=1)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert isinstance(model, TEModelsForCausalLM) and model.model.recipe.name == "current"
+    assert model.model.fp8_layers == range(1, 2) and model.config.model_config() == model.model.config
+
+
+IMPORTS = {
+    "te_models first": "import te_models; from transformers import AutoConfig, AutoModelForCausalLM",
+    "transformers first": "from transformers import AutoConfig, AutoModelForCausalLM; import te_models",
+    "in the middle": "import transformers, te_models; from transformers import AutoConfig, AutoModelForCausalLM",
+    "models first": "import te_models; from transformers import PreTrainedModel, AutoConfig, AutoModelForCausalLM",
+}
+
+
+@pytest.mark.parametrize(
+    "order", [next(iter(IMPORTS)), *(pytest.param(order, marks=pytest.mark.slow) for order in list(IMPORTS)[1:])]
+)
+def test_any_order_of_imports_registers_the_classes(order: str, tmp_path: Path, build: Callable[..., CausalLM]) -> None:
+    build("current").save_pretrained(tmp_path / "model")
+    code = f"{IMPORTS[order]}\nfolder = {str(tmp_path / 'model')!r}\n"
+    code += "model = AutoModelForCausalLM.from_pretrained(folder, device_map='cpu')\n"
+    code += "print(type(AutoConfig.from_pretrained(folder)).__name__, type(model).__name__, model.model.recipe.name)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["TEModelsConfig", "TEModelsForCausalLM", "current"], done.stderr
+
+
+def test_importing_te_models_imports_no_part_of_transformers() -> None:
+    code = "import sys, te_models; print([name for name in ('transformers', 'torch') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.0")
+    monkeypatch.delitem(sys.modules, "te_models.huggingface.config")
+    with pytest.raises(MissingPackage, match=r"TEModelsForCausalLM needs transformers 5.0 or newer, not 4.57.0"):
+        __import__("te_models.huggingface.config")

@@ -1,0 +1,223 @@
+"""transformers' Trainer and accelerate: runs that stop and go on have the same bits, and what they save loads."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bits import assert_same_bits
+from torch import nn
+
+from te_models import CausalLM, TEModelsForCausalLM
+from te_models.errors import CheckpointError
+from te_models.fp8.scaling_state import fp8_state
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+accelerate = pytest.importorskip("accelerate")
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+
+RECIPES = ("bf16", "delayed", "current")
+IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(2))
+
+
+class Windows(torch.utils.data.Dataset):
+    """Rows of random tokens, equal in every run."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 64, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def trainer(model: nn.Module, out: Path, **fields: Any) -> Any:
+    arguments = transformers.TrainingArguments(
+        str(out), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=0.01,
+        lr_scheduler_type="constant", save_steps=2, eval_strategy="steps", eval_steps=2, logging_steps=1, use_cpu=True,
+        report_to=[], disable_tqdm=True, seed=1, **fields,
+    )  # fmt: skip
+    return transformers.Trainer(model=model, args=arguments, train_dataset=Windows(), eval_dataset=Windows())
+
+
+def inner(model: Any) -> CausalLM:
+    return model.model if isinstance(model, TEModelsForCausalLM) else model
+
+
+def assert_same_model(ours: Any, wanted: Any) -> None:
+    for (name, p), q in zip(inner(ours).named_parameters(), inner(wanted).parameters(), strict=True):
+        assert_same_bits(name, p, q)
+    states = fp8_state(inner(ours)), fp8_state(inner(wanted))
+    assert states[0].keys() == states[1].keys() and bool(states[0]) == (inner(wanted).recipe.name == "delayed")
+    for name, state in states[0].items():
+        assert_same_bits(name, state, states[1][name])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_trainer_resumes_to_the_same_bits_and_its_checkpoints_load(
+    recipe: str, tied: bool, build: Callable[..., CausalLM], tmp_path: Path
+) -> None:
+    def fresh(seed: int = 0) -> TEModelsForCausalLM:
+        return TEModelsForCausalLM.wrap(build(recipe, seed, tie_word_embeddings=tied))
+
+    whole = trainer(fresh(), tmp_path / "whole")
+    whole.train()
+    again = trainer(fresh(1), tmp_path / "again")
+    again.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
+    assert_same_model(again.model, whole.model)
+    whole.save_model(str(tmp_path / "whole"))
+    whole.save_model(str(tmp_path / "whole"))  # over the first, beside the checkpoints
+    for folder in (tmp_path / "whole", tmp_path / "whole/checkpoint-4"):
+        assert_same_model(CausalLM.from_pretrained(folder, device="cpu"), whole.model)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
+        assert_same_model(loaded, whole.model)
+        assert_same_bits("logits", loaded(IDS).logits, whole.model.eval()(IDS).logits)
+
+
+def test_the_loss_of_a_step_is_the_mean_over_the_tokens_of_all_micro_batches(
+    build: Callable[..., CausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, counts = trainer(TEModelsForCausalLM.wrap(build()), tmp_path), []
+    forward = TEModelsForCausalLM.forward
+
+    @functools.wraps(forward)
+    def noting(*args: Any, **options: Any) -> Any:
+        counts.append(options.get("num_items_in_batch"))
+        return forward(*args, **options)
+
+    monkeypatch.setattr(TEModelsForCausalLM, "forward", noting)
+    run.train()
+    assert {int(count) for count in counts} == {
+        2 * 2 * 11,
+        8 * 11,
+    }  # of two micro-batches, of a batch of the evaluation
+
+
+def test_the_best_model_is_loaded_at_the_end(build: Callable[..., CausalLM], tmp_path: Path) -> None:
+    run = trainer(
+        TEModelsForCausalLM.wrap(build("delayed")),
+        tmp_path,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+    )
+    scores = iter((1.0, 2.0))
+    run.add_callback(Scores(scores))
+    run.train()
+    assert run.state.best_model_checkpoint.endswith("checkpoint-2")
+    assert_same_model(run.model, CausalLM.from_pretrained(tmp_path / "checkpoint-2", device="cpu"))
+
+
+class Scores(transformers.TrainerCallback):
+    """Puts given losses in the place of those of the evaluations."""
+
+    def __init__(self, scores: Any) -> None:
+        self.scores = scores
+
+    def on_evaluate(self, *others: Any, metrics: dict[str, float], **more: Any) -> None:
+        metrics["eval_loss"] = next(self.scores)
+
+
+def test_a_plain_causal_lm_resumes_too_and_its_checkpoint_says_what_it_lacks(
+    build: Callable[..., CausalLM], tmp_path: Path
+) -> None:
+    """Trainer saves no config of a module that is no PreTrainedModel, so that nobody can say what its weights are of."""
+    whole = trainer(build("delayed"), tmp_path / "whole")
+    whole.train()
+    again = trainer(build("delayed", 1), tmp_path / "again")
+    again.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
+    assert_same_model(again.model, whole.model)
+    with pytest.raises(CheckpointError, match="TEModelsForCausalLM"):
+        CausalLM.from_pretrained(tmp_path / "whole/checkpoint-4", device="cpu")
+
+
+def train(model: Any, accelerator: Any, optimizer: Any, steps: int) -> None:
+    model.train()
+    for row in range(steps):
+        batch = Windows()[row]["input_ids"][None]
+        accelerator.backward(model(input_ids=batch, labels=batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_accelerate_saves_and_restores_a_state(
+    recipe: str, tied: bool, wrapped: bool, build: Callable[..., CausalLM], tmp_path: Path
+) -> None:
+    def prepared(seed: int) -> tuple[Any, Any, Any]:
+        model: nn.Module = build(recipe, seed, tie_word_embeddings=tied)
+        model = TEModelsForCausalLM.wrap(model) if wrapped else model  # type: ignore[arg-type]
+        accelerator = accelerate.Accelerator(cpu=True)
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+    accelerator, model, optimizer = prepared(0)
+    train(model, accelerator, optimizer, 2)
+    accelerator.save_state(str(tmp_path / "state"))
+    train(model, accelerator, optimizer, 2)
+    other, again, its = prepared(1)
+    other.load_state(str(tmp_path / "state"))
+    train(again, other, its, 2)
+    assert_same_model(again, model)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tied", "how", "empty"),
+    [(recipe, tied, "save_pretrained", tied) for recipe in RECIPES for tied in (True, False)]
+    + [(recipe, recipe == "current", "save_model", recipe == "delayed") for recipe in RECIPES]
+    + [("delayed", True, "shards", False), ("delayed", False, "shards", True)],
+)
+def test_accelerate_loads_a_checkpoint_into_a_model(
+    recipe: str, tied: bool, how: str, empty: bool, build: Callable[..., CausalLM], tmp_path: Path
+) -> None:
+    for wrap in (TEModelsForCausalLM.wrap, lambda model: model):
+        folder = tmp_path / type(wrap).__name__
+        model: Any = wrap(build(recipe, tie_word_embeddings=tied))
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        if how == "save_model":
+            accelerate.Accelerator(cpu=True).save_model(model, str(folder))
+        else:
+            model.save_pretrained(folder, **({"max_shard_size": "30KB"} if how == "shards" else {}))
+        with accelerate.init_empty_weights() if empty else torch.no_grad():
+            fresh: Any = wrap(build(recipe, 1, tie_word_embeddings=tied))
+        accelerate.load_checkpoint_in_model(fresh, str(folder))
+        assert_same_model(fresh, model)
+        assert_same_bits("logits", fresh.eval()(IDS).logits, model.eval()(IDS).logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_accelerate_sets_parameters_by_name_for_a_device_map(
+    recipe: str, tied: bool, build: Callable[..., CausalLM], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Parameters, and nothing else: it says that scales of delayed scaling are left out."""
+    model = TEModelsForCausalLM.wrap(build(recipe, tie_word_embeddings=tied))
+    model(IDS, labels=IDS).loss.backward()
+    model.save_pretrained(tmp_path / "model")
+    with accelerate.init_empty_weights():
+        fresh = TEModelsForCausalLM.wrap(build(recipe, 1, tie_word_embeddings=tied))
+    fresh.tie_weights()
+    with caplog.at_level(logging.WARNING):
+        accelerate.load_checkpoint_in_model(fresh, str(tmp_path / "model"), device_map={"": "cpu"})
+    for (name, p), q in zip(fresh.named_parameters(), model.parameters(), strict=True):
+        assert_same_bits(name, p, q)
+    assert ("_extra_state" in caplog.text) == (recipe == "delayed")
+
+
+def test_shards_of_an_earlier_save_are_gone(build: Callable[..., CausalLM], tmp_path: Path) -> None:
+    model = TEModelsForCausalLM.wrap(build("delayed"))
+    model(IDS, labels=IDS).loss.backward()
+    (tmp_path / "mine.txt").write_text("keep")
+    model.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    model.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json", "fp8_state.safetensors", "generation_config.json", "manifest.json", "mine.txt",
+        "model.safetensors", "recipe.json",
+    ]  # fmt: skip

@@ -1,0 +1,45 @@
+"""The guide to serving: its programs run one after the other, and its commands on a small model."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_models import CausalLM
+from te_models.cli import main
+
+GUIDE = (Path(__file__).parents[2] / "docs/guide/serving.md").read_text()
+ELSEWHERE = ("finetune",)  # starts from a model on the hub; tests/cli runs it on a local one
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore")  # of a guide's reader, not of the tests
+def test_programs_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for code in blocks("python"):
+        exec(compile(code, "serving.md", "exec"), {"__name__": "__main__"})
+    assert (tmp_path / "served/config.json").is_file()
+
+
+def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2)
+    model = CausalLM.from_preset("gated-nano", recipe="delayed", device="cpu", num_key_value_heads=1, **sizes)
+    ids = torch.arange(64)[None]
+    model(ids, labels=ids).loss.backward()
+    model.save_pretrained(tmp_path / "runs/mine")
+    Path("held_out.txt").write_text("Ten green bottles, hanging on the wall. " * 40)
+    ran = 0
+    for line in "\n".join(blocks("bash")).splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["te-models"] and words[1] not in ELSEWHERE:
+            assert main([*words[1:], "--device", "cpu", "--seq-len", "32"]) == 0, line
+            ran += 1
+    assert ran == 4 and "KL (nats/token)" in capsys.readouterr().out

@@ -1,0 +1,98 @@
+"""Metrics sent to TensorBoard, Weights & Biases and trackio."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from te_models.cli import main
+from te_models.errors import MissingPackage, UsageError
+from te_models.training.loggers import LOGGERS, check_loggers
+from te_models.training.metrics import read_metrics
+from te_models.training.run_file import read_record
+
+TINY = "--hidden-size 32 --intermediate-size 32 --num-hidden-layers 2 --num-attention-heads 1 --num-key-value-heads 1"
+RUN = (
+    f"pretrain --preset gated-nano {TINY} --data texts --device cpu --recipe bf16 --seq-len 16 --batch-size 1 --steps 2"
+)
+RUN += " --sample-tokens 0 --eval-every 0 --out run"
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    for name in ("text", "more"):
+        Path(f"texts/{name}.txt").write_text(f"hello {name}, " * 100)
+
+
+@pytest.mark.filterwarnings("ignore")  # tensorboard's own
+def test_tensorboard_reads_every_number_of_metrics_jsonl(texts: None) -> None:
+    pytest.importorskip("tensorboard")
+    reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    assert main([*RUN.split(), "--log", "tensorboard"]) == 0
+    events = reader.EventAccumulator("run/tensorboard")
+    events.Reload()
+    rows = read_metrics(Path("run/metrics.jsonl"))
+    names = {name for row in rows for name in row} - {"step"}
+    assert set(events.Tags()["scalars"]) == names and "eval_loss" in names
+    for name in names:
+        found = {event.step: event.value for event in events.Scalars(name)}
+        assert found == pytest.approx({row["step"]: row[name] for row in rows if name in row}, rel=1e-6)
+
+
+@pytest.mark.parametrize("library", ["wandb", "trackio"])
+def test_a_run_is_one_run_there_over_a_resume(library: str, texts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the library, which this machine need not have."""
+    started: list[dict[str, Any]] = []
+    sent: list[tuple[int, dict[str, Any]]] = []
+    ended: list[int] = []
+
+    def init(**options: Any) -> Any:
+        started.append(options)
+        return SimpleNamespace(log=lambda values, step: sent.append((step, values)), finish=lambda: ended.append(1))
+
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.0" if name == library else version(name))
+    monkeypatch.setitem(sys.modules, library, SimpleNamespace(init=init))
+    assert main([*RUN.split(), "--log", library]) == 0
+    assert main(["pretrain", "--resume", "run", "--steps", "3"]) == 0, "the logger is a setting of the run"
+    assert [step for step, _ in sent] == [1, 2, 3] and len(ended) == 2
+    rows = read_metrics(Path("run/metrics.jsonl"))
+    assert [{"step": step, **values} for step, values in sent] == rows
+    assert started[0]["name"] == started[1]["name"] == f"run-{read_record(Path('run'))['id']}"
+    assert started[0]["config"]["steps"] == 2 and started[0]["config"]["scheme"] == "none"
+    assert started[0]["project"] == "te-models" and started[0]["resume"] == "allow"
+    assert library != "wandb" or started[0]["id"] == started[1]["id"]
+
+
+@pytest.mark.parametrize("name", LOGGERS)
+def test_a_missing_library_is_one_line_before_anything_is_done(
+    name: str, texts: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    version = importlib.metadata.version
+
+    def absent(package: str) -> str:
+        if package == name:
+            raise importlib.metadata.PackageNotFoundError
+        return version(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with pytest.raises(MissingPackage):
+        check_loggers(name)
+    assert main([*RUN.split(), "--log", name]) == 2
+    line = rf"te-models: --log {name} needs {name} [\d.]+ or newer: pip install -U 'te-models\[{name}\]'\n"
+    assert re.fullmatch(line, capsys.readouterr().err) and not Path("run").exists()
+
+
+def test_names_are_checked() -> None:
+    assert check_loggers("") == check_loggers(" , ") == []
+    with pytest.raises(UsageError, match="unknown logger 'tensorbord': did you mean 'tensorboard'"):
+        check_loggers("tensorbord")
