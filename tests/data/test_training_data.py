@@ -334,7 +334,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
 
 STREAMED_MESSAGES = {  # where the data is not read as a whole before the run
     "nothing fits": "a.jsonl: no record fits seq_len=8",
-    "no answers": "a.jsonl: no record fits seq_len=32 (0 are longer, 9 have no answer to learn)",
+    "no answers": "a.jsonl: no record fits seq_len=32 (0 are longer, 8 have no answer to learn)",
     "one record": "a.jsonl: none of its documents is reserved for evaluation",
 }
 
