@@ -202,9 +202,9 @@ two CPU cores in minutes, and too small to be useful for anything else.
   Apache-2.0 and the like), listed with version and licence in sources.json. Tests and vendored code are left out, and so is
   every file that shares a docstring of {COPIED} characters or more with Python's standard library.
 * Training: {len(rows):,} steps of {settings["batch-size"]} x {settings["seq-len"]} tokens ({tokens / 1e6:.0f} million tokens) in FP8 under
-  the recipe `{settings["recipe"]}`, first and last layer in BF16, on one {on.get("gpu", "CPU")} with torch {on["torch"]} and
+  the recipe `{settings["recipe"]}`, first and last layer in BF16, in one run on one {on.get("gpu", "CPU")} with torch {on["torch"]} and
   Transformer Engine {on.get("transformer-engine", "emulated")}, {on["date"]}.
-* Loss on files held out: {evaluated[-1]:.3f} nats per token ({evaluated[0]:.3f} before the first step).
+* Loss on files held out: {evaluated[-1]:.3f} nats per token.
 
 Command, after `python benchmarks/pretrain_gated_nano.py prepare --folder nano`:
 
