@@ -22,7 +22,7 @@ def main() -> None:
     options.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="a field of the recipe")
     options.add_argument("--recompute", default="none", help="none, selective, full, or N for every N-th block")
     options.add_argument("--steps", type=int, default=20)
-    options.add_argument("--batch-size", type=int, default=8)
+    options.add_argument("--batch-size", type=int, default=4)
     options.add_argument("--seq-len", type=int, default=128)
     options.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     options.add_argument("--out", default="runs/finetune-example")

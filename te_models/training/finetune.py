@@ -42,9 +42,7 @@ if TYPE_CHECKING:
 
 
 def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
-    """Train a model, and print a summary, progress, the result and a sample.
-
-    Under torchrun every process calls this.
+    """Train a model, and print a summary, progress, the result and a sample; under torchrun every process calls this.
 
     Args:
         settings: te_models.training.settings.run_settings or resumed_settings makes them.
@@ -92,23 +90,13 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
             folder, record["id"], dataclasses.asdict(config) | {"model": settings.label, **model.recipe.to_dict()}
         )
         try:
-            with (
-                progress(console, config, start) as show,
-                open_loggers(loggers if shared.ranks.first else [], run) as sent,
-            ):
-                trainer = Trainer(
-                    model=model,
-                    dataset=dataset,
-                    eval_batches=eval_batches,
-                    config=config,
-                    out=folder,
-                    documents=words.documents(),
-                    run_file=run_file,
-                    on_step=show,
-                    callbacks=[*sent, *callbacks],
-                    parallel=shared,
-                    saved=adapters,
-                )
+            parts: dict[str, Any] = dict(
+                documents=words.documents(), run_file=run_file, parallel=shared, saved=adapters
+            )
+            trainer = Trainer(model, dataset, eval_batches, config, folder, **parts)
+            names = loggers if shared.ranks.first else []
+            with progress(console, config, start) as trainer.on_step, open_loggers(names, run) as sent:
+                trainer.callbacks = [*sent, *callbacks]
                 result = trainer.run(resume=resume)
         finally:
             if isinstance(dataset, StreamingDataset):
