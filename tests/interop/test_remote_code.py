@@ -224,7 +224,9 @@ def test_the_folder_says_that_it_needs_code(tmp_path: Path) -> None:
     assert len(caught) == 1 and "\n" not in str(caught[0].message)
     names = {path.name for path in (tmp_path / "gated").iterdir()}
     assert {"modeling_te_models.py", "configuration_te_models.py"} <= names
-    make(attention_gate="none").save_pretrained(tmp_path / "gated", format="hf")  # a warning would be an error
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(attention_gate="none").save_pretrained(tmp_path / "gated", format="hf")
     assert not {path.name for path in (tmp_path / "gated").iterdir()} & {"modeling_te_models.py"}
     again = CausalLM.from_pretrained(tmp_path / "gated", device="cpu", attention_gate="headwise")
     with pytest.warns(UserWarning, match="needs its own code"):
