@@ -38,7 +38,7 @@ class TEModelsConfig(PreTrainedConfig):
         shape = {name: values.pop(name) for name in config_fields() if name in values}
         resolved = ModelConfig.from_dict(shape)
         self.use_cache = bool(values.pop("use_cache", True))
-        super().__init__(**values)
+        super().__init__(**{"architectures": ["TEModelsForCausalLM"], **values})
         for name, value in resolved.to_dict().items():
             setattr(self, name, value)
         for call in self.on_first_use:
