@@ -124,9 +124,32 @@ def measure(rows: Any, device: str) -> dict[str, Any]:
     return dict(losses=losses, seconds=statistics.median(times[WARM_UP:]), peak=peak)
 
 
+def as_dataset(rows: list[dict[str, list[int]]]) -> Any:
+    """Return the rows as a dataset of `datasets`, or of what stands in for it."""
+    import datasets
+
+    if hasattr(datasets.Dataset, "from_list"):
+        return datasets.Dataset.from_list(rows)
+
+    class Rows(datasets.Dataset):
+        column_names = ["input_ids", "labels"]
+        cache_files: list[str] = []
+
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            return rows[index]
+
+        def __iter__(self) -> Any:
+            return iter(rows)
+
+    return Rows()
+
+
 def stand_in_for_datasets() -> None:
     """Let TRL be imported where `datasets` is missing: it needs its class names alone, since rows come packed."""
-    if importlib.util.find_spec("datasets") is not None:
+    if "datasets" in sys.modules or importlib.util.find_spec("datasets") is not None:
         return
     made: dict[str, Any] = {}
     for name in ("datasets", "datasets.fingerprint", "datasets.arrow_writer"):
@@ -146,7 +169,6 @@ def stand_in_for_datasets() -> None:
 def theirs(job: Job) -> dict[str, Any]:
     """Train with TRL's SFTTrainer; the same results as of `ours`."""
     stand_in_for_datasets()
-    import datasets
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -155,21 +177,6 @@ def theirs(job: Job) -> dict[str, Any]:
     batches = list(zip(range(STEPS), job.rows(), strict=False))
     rows = [{name: batch[name][n].tolist() for name in ("input_ids", "labels")} for _, batch in batches
             for n in range(own["batch_size"])]  # fmt: skip
-    for row in rows:  # transformers predicts the next token itself, as te-models does
-        assert len(row["input_ids"]) == own["seq_len"]
-
-    class Rows(datasets.Dataset):
-        column_names = ["input_ids", "labels"]
-
-        def __init__(self) -> None:
-            pass
-
-        def __len__(self) -> int:
-            return len(rows)
-
-        def __getitem__(self, index: int) -> dict[str, list[int]]:
-            return rows[index]
-
     config = their_config(get_preset(job.shape, **(TINY if job.tiny else {})))
     torch.manual_seed(0)
     with torch.device(job.device):
@@ -183,7 +190,7 @@ def theirs(job: Job) -> dict[str, Any]:
         weight_decay=0.0, bf16=on_gpu, use_cpu=not on_gpu, max_length=own["seq_len"], disable_tqdm=True,
         dataset_kwargs={"skip_prepare_dataset": True}, gradient_checkpointing=own["recompute"] == "full",
         optim="adamw_torch_8bit" if train.optimizer == "adamw8bit" else "adamw_torch_fused" if on_gpu else "adamw_torch",
-        train_sampling_strategy="sequential",
+        train_sampling_strategy="sequential", remove_unused_columns=False,
     )  # fmt: skip
     found: dict[str, Any] = dict(losses=[], times=[])
 
@@ -200,7 +207,7 @@ def theirs(job: Job) -> dict[str, Any]:
                 found["losses"].append(float(logs["loss"]))
 
     adapters = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear") if job.method == "lora" else None
-    trainer = SFTTrainer(model=model, args=options, train_dataset=Rows(), processing_class=tokenizer,
+    trainer = SFTTrainer(model=model, args=options, train_dataset=as_dataset(rows), processing_class=tokenizer,
                          peft_config=adapters, callbacks=[Watch()])  # fmt: skip
     trainer.train()
     gaps = [b - a for a, b in zip(found["times"], found["times"][1:], strict=False)]

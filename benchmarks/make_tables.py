@@ -98,9 +98,7 @@ def readme_speed() -> str:
             others = [f"{ours['speed'] / rows[peer]['speed']:.2f}x" for peer in ("torch", "torchao", "te-layer")]
             lines.append([shape, layers, f"{ours['tokens_per_second']:,.0f}", *others, f"{ours['peak_gib']:.1f} GiB",
                           f"{torch['peak_gib']:.1f} GiB"])  # fmt: skip
-    header = (
-        "model, tokens per step | layers | tokens/s | torch | torchao float8 | te.TransformerLayer | peak memory"
-    )
+    header = "model, tokens per step | layers | tokens/s | torch | torchao float8 | te.TransformerLayer | peak memory"
     return f"{markdown(header + ' | torch', lines)}\n\n{measured_on(load('step_h200')['runs'][RUNS['1b']])}"
 
 

@@ -1,47 +1,49 @@
-"""Fine-tune a gated model in FP8 in a few lines: the public API from data to a sample.
+"""Fine-tune a pretrained model in full: any recipe and any of its fields, recompute, and exact resume.
 
-python examples/finetune.py                         # two CPU cores: a minute or two
-python examples/finetune.py --recipe mxfp8 --steps 50 --data my_texts/
-python examples/finetune.py --preset gated-124m --recipe delayed --batch-size 32 --seq-len 1024   # on an H200
+python examples/finetune.py                                                # the model that ships with te-models
+python examples/finetune.py --model Qwen/Qwen3-0.6B --recipe delayed --option amax_history_len=16 --data my_texts/
+python examples/finetune.py --recompute full --option num_layers_at_end_in_bf16=2
+python examples/finetune.py --steps 40 --resume                            # continue the run in --out
 """
 
 import argparse
+import json
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer, open_data
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--preset", default="gated-nano")
+    options.add_argument("--model", default="gated-nano", help="a folder, a name on the Hub, or a shipped model")
+    options.add_argument("--data", help="text, JSONL or Parquet: file, folder, glob or URL; default: Python's docs")
     options.add_argument("--recipe", default="current", help="bf16, delayed, current, blockwise, mxfp8 or a .toml file")
-    options.add_argument(
-        "--data", help="text, JSONL or Parquet: a file, folder, glob or URL; default: Python's own docs"
-    )
-    options.add_argument("--steps", type=int, default=100)
+    options.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="a field of the recipe")
+    options.add_argument("--recompute", default="none", help="none, selective, full, or N for every N-th block")
+    options.add_argument("--steps", type=int, default=20)
     options.add_argument("--batch-size", type=int, default=8)
-    options.add_argument("--seq-len", type=int, default=256)
-    options.add_argument("--out", default="runs/example")
+    options.add_argument("--seq-len", type=int, default=128)
+    options.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
+    options.add_argument("--out", default="runs/finetune-example")
     arguments = options.parse_args()
 
-    config = TrainConfig(steps=arguments.steps, batch_size=arguments.batch_size, seq_len=arguments.seq_len)
-    tokenizer = load_tokenizer()
+    sizes = dict(steps=arguments.steps, batch_size=arguments.batch_size, seq_len=arguments.seq_len)
+    config = TrainConfig(learning_rate=2e-5, eval_every=10, save_every=10, **sizes)
+    tokenizer = load_tokenizer(arguments.model)
     dataset, evaluation = open_data(arguments.data, tokenizer, config)
-
-    torch.manual_seed(config.seed)
-    model = CausalLM.from_preset(arguments.preset, recipe=arguments.recipe)
-    print(model.plan())
+    fields: dict[str, Any] = dict(pair.split("=", 1) for pair in arguments.option)
+    for name, value in fields.items():
+        fields[name] = json.loads(value) if value in ("true", "false") or value.isdecimal() else value
+    model = CausalLM.from_pretrained(
+        arguments.model, recipe=arguments.recipe, activation_checkpointing=arguments.recompute, **fields
+    )
+    print(model)
 
     trainer = Trainer(model, dataset, evaluation, config, Path(arguments.out), documents=tokenizer.documents())
-    trainer.on_step = lambda row: print(f"step {row['step']:4d}  loss {row['loss']:.4f}", end="\r", flush=True)
-    result = trainer.run()
-    print(f"\neval loss {result.first_eval_loss:.4f} -> {result.eval_loss:.4f}; saved in {result.checkpoint}")
-
-    prompt = torch.tensor([tokenizer.encode("import ")])
-    sample = model.generate(prompt, max_new_tokens=100, do_sample=True, temperature=0.8, seed=0)
-    print(tokenizer.decode(sample[0].tolist()))
+    trainer.on_step = lambda row: print(f"step {row['step']:4d}  loss {row['loss']:.4f}")
+    result = trainer.run(resume=arguments.resume)
+    print(f"eval loss {result.first_eval_loss:.4f} -> {result.eval_loss:.4f}; saved in {result.checkpoint}")
 
 
 if __name__ == "__main__":

@@ -1,49 +1,55 @@
-"""Run the same weights under every recipe and print how far its logits are from those of FP32.
+"""Change the recipe in the middle of a run: BF16 first, then FP8, with a callback and `set_recipe`.
 
-python examples/swap_recipes.py Qwen/Qwen3-0.6B
-python examples/swap_recipes.py runs/mine --engine emulated     # every recipe, on any machine
+python examples/swap_recipes.py                                             # the model that ships with te-models
+python examples/swap_recipes.py --recipes bf16,delayed,mxfp8,nvfp4 --every 10 --preset gated-nano
 """
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from te_models import CausalLM, list_recipes
+from te_models import Callback, CausalLM, TrainConfig, Trainer, load_tokenizer, open_data
 
 
-def sqnr_db(reference: torch.Tensor, got: torch.Tensor) -> float:
-    """Signal-to-quantization-noise ratio in decibels; higher is closer, 6 dB is one bit."""
-    return (20 * torch.log10(reference.norm() / (reference - got).norm())).item()
+class SwapRecipes(Callback):
+    """Take the next recipe every `every` steps. Weights, optimizer state and data position go on as they are."""
+
+    def __init__(self, recipes: list[str], every: int) -> None:
+        self.left, self.every = recipes[1:], every
+
+    def on_step(self, trainer: Trainer, row: dict[str, Any]) -> None:
+        print(f"step {row['step']:4d}  loss {row['loss']:.4f}  {trainer.model.recipe.name}")
+        if row["step"] % self.every == 0 and self.left:
+            trainer.model.set_recipe(self.left.pop(0))
 
 
-@torch.no_grad()
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("model", help="a folder, or a name on the Hugging Face hub")
-    options.add_argument("--engine", default="auto", help="auto, native or emulated")
+    options.add_argument("--model", default="gated-nano", help="a folder, a name on the Hub, or a shipped model")
+    options.add_argument("--preset", help="train this shape from random weights instead of --model")
+    options.add_argument("--data", help="text, JSONL or Parquet: file, folder, glob or URL; default: Python's docs")
+    options.add_argument("--recipes", default="bf16,delayed,current", help="names or .toml files, in this order")
+    options.add_argument("--every", type=int, default=5, help="steps under each recipe")
+    options.add_argument("--batch-size", type=int, default=4)
     options.add_argument("--seq-len", type=int, default=128)
+    options.add_argument("--out", default="runs/swap-example")
     arguments = options.parse_args()
 
-    def load(dtype: torch.dtype) -> CausalLM:
-        return CausalLM.from_pretrained(arguments.model, recipe="bf16", engine=arguments.engine, dtype=dtype).eval()
+    recipes = arguments.recipes.split(",")
+    steps = arguments.every * len(recipes)
+    config = TrainConfig(steps=steps, batch_size=arguments.batch_size, seq_len=arguments.seq_len, learning_rate=1e-4)
+    tokenizer = load_tokenizer(None if arguments.preset else arguments.model)
+    dataset, evaluation = open_data(arguments.data, tokenizer, config)
+    torch.manual_seed(config.seed)
+    load = CausalLM.from_preset if arguments.preset else CausalLM.from_pretrained
+    model = load(arguments.preset or arguments.model, recipe=recipes[0])
 
-    torch.manual_seed(0)
-    model = load(torch.float32)
-    ids = torch.randint(0, model.config.vocab_size, (1, arguments.seq_len), device=model.device)
-    reference = model(ids).logits.double()
-    model = load(torch.bfloat16)
-
-    print(f"{'recipe':12}{'SQNR, dB':>10}{'largest difference':>22}{'same next token':>18}")
-    for recipe in list_recipes():
-        try:
-            model.set_recipe(recipe)
-        except ValueError as reason:
-            print(f"{recipe:12}  {reason}")
-            continue
-        logits = model(ids).logits.double()
-        same = (logits.argmax(-1) == reference.argmax(-1)).double().mean().item()
-        largest = (logits - reference).abs().max().item()
-        print(f"{recipe:12}{sqnr_db(reference, logits):>10.1f}{largest:>22.4f}{same:>17.1%}")
+    trainer = Trainer(model, dataset, evaluation, config, Path(arguments.out), documents=tokenizer.documents())
+    trainer.callbacks = [SwapRecipes(recipes, arguments.every)]
+    result = trainer.run()
+    print(f"eval loss {result.first_eval_loss:.4f} -> {result.eval_loss:.4f} under {model.recipe.name}")
 
 
 if __name__ == "__main__":

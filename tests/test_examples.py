@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
+import shutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_process
 
-from te_models import CausalLM, list_recipes
+from te_models import CausalLM
 from te_models.data.tokenizer import ByteTokenizer
 
 EXAMPLES = sorted(path.name for path in (Path(__file__).parent.parent / "examples").glob("*.py"))
@@ -73,29 +77,90 @@ def test_generate(run: Any, model: Path) -> None:
     )
 
 
+SIZES = ["--seq-len", 32, "--batch-size", 2]
+
+
+def printed_losses(out: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step +\d+  loss ([\d.]+)", out, re.MULTILINE)]
+
+
 def test_finetune_lora(run: Any, model: Path, corpus: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    sizes = ["--steps", 8, "--seq-len", 32, "--batch-size", 2, "--out", tmp_path / "out"]
-    out = run("finetune_lora.py", model, "--data", corpus, *sizes)
-    losses = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("step")]
+    out = run("finetune_lora.py", "--model", model, "--data", corpus, "--steps", 8, *SIZES, "--out", tmp_path / "out")
+    losses = printed_losses(out)
     assert len(losses) == 8 and losses[-1] < losses[0] and "trainable params" in out
     assert (tmp_path / "out/adapter/adapter_model.safetensors").exists()
     before, after = (CausalLM.from_pretrained(f, device="cpu") for f in (model, tmp_path / "out/merged"))
     assert before.config == after.config
     assert not torch.equal(before.layers[0].mlp.down_proj.weight, after.layers[0].mlp.down_proj.weight)
     assert torch.equal(before.embed_tokens.weight, after.embed_tokens.weight)
+    targets = ["--targets", "q_proj,v_proj", "--steps", 1]
+    run("finetune_lora.py", "--model", model, "--data", corpus, *targets, *SIZES, "--out", tmp_path / "two")
+    assert set(json.loads((tmp_path / "two/adapter/adapter_config.json").read_text())["target_modules"]) == {
+        "q_proj",
+        "v_proj",
+    }
 
 
-def test_swap_recipes(run: Any, model: Path) -> None:
-    rows = [line.split() for line in run("swap_recipes.py", model).splitlines()[1:]]
-    assert [row[0] for row in rows] == list_recipes()
-    decibels = {row[0]: float(row[1]) for row in rows}
-    assert decibels["bf16"] > 30 > decibels["current"] > decibels["nvfp4"] > 0
+def test_swap_recipes(run: Any, model: Path, corpus: Path, tmp_path: Path) -> None:
+    args = ["--data", corpus, *SIZES, "--every", 2, "--recipes", "bf16,delayed,mxfp8", "--out", tmp_path / "a"]
+    out = run("swap_recipes.py", "--model", model, *args)
+    assert (
+        re.findall(r"^step +\d+  loss [\d.]+  (\w+)$", out, re.MULTILINE)
+        == ["bf16"] * 2 + ["delayed"] * 2 + ["mxfp8"] * 2
+    )
+    assert out.rstrip().endswith("under mxfp8")
+    plain = run("swap_recipes.py", "--model", model, *args[:-1], tmp_path / "b", "--recipes", "bf16", "--every", 6)
+    assert printed_losses(out)[:2] == printed_losses(plain)[:2] and printed_losses(out)[2:] != printed_losses(plain)[2:]
+    assert printed_losses(out) == pytest.approx(printed_losses(plain), rel=0.05)
 
 
-def test_finetune(run: Any, corpus: Path, tmp_path: Path) -> None:
-    sizes = ["--steps", 2, "--seq-len", 32, "--batch-size", 2, "--out", tmp_path / "run"]
-    assert "eval loss" in run("finetune.py", "--data", corpus.parent, *sizes)
+def test_finetune(run: Any, model: Path, corpus: Path, tmp_path: Path) -> None:
+    args = ["--model", model, "--data", corpus, *SIZES, "--recipe", "delayed", "--option", "amax_history_len=4"]
+    args += ["--recompute", "full", "--out"]
+    out = run("finetune.py", *args, tmp_path / "whole", "--steps", 12)
+    assert "eval loss" in out and "recipe=delayed" in out and len(printed_losses(out)) == 12
+    saved = CausalLM.from_pretrained(tmp_path / "whole", device="cpu")
+    assert saved.recipe.fields["amax_history_len"] == 4
+    shutil.rmtree(tmp_path / "whole/checkpoints/step-00000012")
+    assert (
+        printed_losses(run("finetune.py", *args, tmp_path / "whole", "--steps", 12, "--resume"))
+        == printed_losses(out)[10:]
+    )
+
+
+def test_pretrain(run: Any, corpus: Path, tmp_path: Path) -> None:
+    out = run("pretrain.py", "--data", corpus.parent, "--steps", 2, *SIZES, "--out", tmp_path / "run")
+    assert "eval loss" in out and "E4M3/E5M2 Float8CurrentScaling" in out
+
+
+def test_many_gpus(run: Any, corpus: Path, tmp_path: Path) -> None:
+    out = run("many_gpus.py", "--data", corpus, "--steps", 2, *SIZES, "--out", tmp_path / "run", "--device", "cpu")
+    assert "processes: one" in out and len(printed_losses(out)) == 2
+
+
+@pytest.mark.slow
+def test_many_gpus_on_two_processes(run: Any, corpus: Path, tmp_path: Path) -> None:
+    args = ["--data", corpus, "--steps", 3, *SIZES, "--device", "cpu", "--recipe", "bf16", "--out"]
+    one = printed_losses(run("many_gpus.py", *args, tmp_path / "one"))
+    program = Path(__file__).parent.parent / "examples/many_gpus.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program, *args]
+    done = run_process([*map(str, command), str(tmp_path / "two")])
+    assert "processes: 2, fsdp (batches in 2)" in done.stdout
+    assert printed_losses(done.stdout) == pytest.approx(one, rel=0.01)
+
+
+def test_chat_data(run: Any, model: Path, tmp_path: Path) -> None:
+    out = run("chat_data.py", "--steps", 2, "--out", tmp_path / "run")
+    assert "messages (OpenAI) in JSONL" in out and "a plain one is used" in out and "eval loss" in out
+    chat = shutil.copytree(model, tmp_path / "chat")
+    (chat / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    again = run("chat_data.py", "--model", chat, "--data", tmp_path / "run/colours.jsonl", "--steps", 1, "--seq-len",
+                128, "--out", tmp_path / "other")  # fmt: skip
+    assert "answers found by prefixes of the chat template's text" in again
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])

@@ -23,6 +23,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from te_models.files.atomic import first_line
+
 MEMORY_BYTES = 2**30
 TEXT_BYTES = 2**24
 
@@ -71,7 +73,7 @@ def render(template: Template, context: dict[str, Any]) -> dict[str, Any]:
     except RecursionError:
         return {"error": "it is nested too deeply"}
     except Exception as error:  # a template may raise anything
-        return {"error": str(error) or type(error).__name__}
+        return {"error": first_line(error)}
 
 
 def unmark(text: str) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def main() -> None:
             try:
                 template, answer = compile_template(request["source"]), {}
             except Exception as error:  # also RecursionError, of a source nested too deeply
-                answer = {"error": str(error) or type(error).__name__}
+                answer = {"error": first_line(error)}
         else:
             answer = [render(template, context) for context in request["contexts"]]
         signal.alarm(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -38,11 +39,12 @@ from te_models.fp8.primary_weights import plain, write_weight
 from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.interop.hf_places import TOP, Rows
 from te_models.interop.quantized import CONFIG_KEYS, MODELOPT_FILE, StoredWeights, open_weights, read_scheme
-from te_models.interop.stored_codes import keep_stored_weights
+from te_models.interop.stored_weights import keep_stored_weights
 from te_models.model.decoder import Decoder
 
 Model = TypeVar("Model", bound=Decoder)
 
+CODE = Path(__file__).parent / "remote_code"  # modeling for transformers of models that it has no architecture for
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
 TOKENIZER_FILES = (
@@ -59,6 +61,7 @@ REPLACEABLE = (
     INDEX,
     "manifest.json",
     "recipe.json",
+    *(path.name for path in CODE.glob("*.py")),
     MODELOPT_FILE,
 )
 # From the places and values of all parameters and config.json to the tensors and the config.json to write.
@@ -167,7 +170,7 @@ def read_hugging_face(
     """Return the model in `folder`, built by `build(config, **options)` and filled shard by shard, and its origin.
 
     Everything is checked before the model is built. Quantized weights are dequantized; FP8 primary weights keep the
-    stored data and scales where both have the same blocks (te_models.interop.stored_codes).
+    stored data and scales where both have the same blocks (te_models.interop.stored_weights).
 
     Raises:
         CheckpointError: something of the folder is missing, damaged, of a wrong shape or not supported; one line.
@@ -194,6 +197,11 @@ def gated(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
             f"the model has attention_gate={config.attention_gate!r}, which cannot become {wanted.attention_gate!r}: "
             "only an ungated model can be given a gate"
         )
+    if wanted.attention_gate != config.attention_gate and wanted.attention_gate_activation != "sigmoid":
+        raise UsageError(
+            f"a gate with attention_gate_activation={wanted.attention_gate_activation!r} would change the model's outputs: "
+            "only a sigmoid gate can be added"
+        )
     return wanted
 
 
@@ -214,6 +222,8 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
     tables = {name: Rows(module) for name, module in TOP.items()}
     for layer in range(config.num_hidden_layers):
         for name, rows in family.layer.items():
+            if rows.blocks and not any(blocks.get(block, (0, 0))[1] for block in rows.blocks):
+                continue  # a model without a gate
             table = dataclasses.replace(rows, module=f"layers.{layer}.{rows.module}")
             tables[f"model.layers.{layer}.{name}"] = table
     found = {}
@@ -390,10 +400,16 @@ def write_hugging_face(
         files[INDEX] = [render_index(weight_map, sum(tensor.nbytes for tensor in tensors.values()))]
     files |= {file: render_safetensors(members) for file, members in shards.items()}
     files |= {name: [content] for name, content in tokenizer.items()}
+    if family.code:
+        files |= {path.name: [path.read_bytes()] for path in sorted(CODE.glob("*.py"))}
     with replacing_folder(folder) as temp:
         for name, chunks in files.items():
             (temp / name).parent.mkdir(exist_ok=True)
             write_file(temp / name, chunks)
+    if family.code or (not family.written and model.config.attention_gate != "none"):
+        own = "its own code in transformers: from_pretrained(folder, trust_remote_code=True)"
+        release = "the .py files of the release that the model came from, to load in transformers"
+        warnings.warn(f"{folder} needs {own if family.code else release}", stacklevel=4)
 
 
 def _config_document(model: Decoder, origin: Origin, family: Family) -> dict[str, Any]:

@@ -26,10 +26,12 @@ from te_models.interop.hf_parts import (
     FIRST_OF_FOUR_IS_FULL,
     GATE,
     GEMMA3_ROPE,
+    INTERNLM_BIASES,
     LAGUNA,
     LAGUNA_ROPE,
     NO_ROPE,
     OLMO3_ROPE,
+    OWN,
     PARTIAL_ROPE,
     QUERY_SCALAR,
     QUERY_SCALE_ROPE,
@@ -54,6 +56,7 @@ from te_models.interop.hf_places import (
     LAGUNA_LAYER,
     LAYER,
     NORMED_LAYER,
+    OWN_LAYER,
     PHI_LAYER,
     POST_NORMED_LAYER,
     UNGATED_MLP_LAYER,
@@ -76,6 +79,8 @@ class Family:
         only: their keys -> the values that te-models supports; any other is refused.
         ignored: their keys that change nothing in a model that is accepted.
         marks: keys that distinguish the family from others of its model_type.
+        written: False if only models that came as it are written as it, since transformers has no code for it.
+        code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
         sign: these marks, for people.
         note: what sets it apart, for people.
     """
@@ -90,6 +95,8 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     marks: tuple[str, ...] = ()
+    written: bool = True
+    code: bool = False
     sign: str = ""
     note: str = ""
 
@@ -224,7 +231,7 @@ FAMILIES = (
         defaults={**_LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "use_qk_norm": True},
         only={**NO_DROPOUT, **_NO_BIAS, "qkv_bias": (False,), "use_sliding_window": (False,)},
         ignored=frozenset(("auto_map", "sliding_window", "max_window_layers")),
-        marks=(*GATE.keys, "qkv_bias"),
+        marks=(*GATE.keys, "qkv_bias"), written=False,
         sign="or `qwen2`, with `headwise_attn_output_gate` or `elementwise_attn_output_gate`",
         note="the gate's rows are inside q_proj, after the queries of each group of heads that share a key",
     ),
@@ -266,17 +273,18 @@ FAMILIES = (
     ),
     Family(
         model_type="internlm3", architecture="InternLM3ForCausalLM", models="InternLM3", layer=LAYER,
-        parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED,
+        parts=(ROPE, ACT, INTERNLM_BIASES), constants=UNGATED,
         defaults={"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2},
-        only=NO_DROPOUT,
+        only=NO_DROPOUT, ignored=frozenset(("auto_map",)),
     ),
     Family(
         model_type="iquestcoder", architecture="IQuestCoderForCausalLM", models="IQuest-Coder V1", layer=LAYER,
         parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "bos_token_id": 1, "eos_token_id": 2},
-        only=NO_DROPOUT,
+        only={**NO_DROPOUT, "use_sliding_window": (False,)},
+        ignored=frozenset(("auto_map", "max_window_layers", "sliding_window")),
     ),
     Family(
         model_type="seed_oss", architecture="SeedOssForCausalLM", models="Seed-OSS", layer=LAYER,
@@ -291,15 +299,17 @@ FAMILIES = (
         parts=(SU_ROPE, WINDOW, ACT), constants=UNGATED,
         defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
                   "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
-        only={**NO_DROPOUT, "resid_pdrop": (0.0,), "embd_pdrop": (0.0,), "attention_bias": (False,)},
+        only={**NO_DROPOUT, "resid_pdrop": (0.0,), "embd_pdrop": (0.0,), "attention_bias": (False,),
+              "mlp_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,)},
+        ignored=frozenset(("auto_map",)),
         note="fused projections, RoPE on a part of each head",
     ),
     Family(
         model_type="granite", architecture="GraniteForCausalLM", models="Granite 3", layer=LAYER,
         parts=(ROPE, ACT, ALL_BIASES, ATTENTION_MULTIPLIER,
                same("embedding_multiplier", "residual_multiplier", "logits_scaling")),
-        constants=UNGATED, defaults={**_LLAMA, "attention_multiplier": 1.0}, only=NO_DROPOUT,
-        note="four multipliers",
+        constants=UNGATED, defaults={**_LLAMA, "attention_multiplier": 1.0}, ignored=frozenset(("attention_dropout",)),
+        note="four multipliers; its dropout is not applied in training",
     ),
     Family(
         model_type="arcee", architecture="ArceeForCausalLM", models="AFM-4.5B", layer=UNGATED_MLP_LAYER,
@@ -345,7 +355,7 @@ FAMILIES = (
         constants=GEMMA,
         defaults={**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
                   "final_logit_softcapping": 30.0},
-        only={**NO_DROPOUT, **_CAUSAL}, ignored=frozenset(("hidden_act", "cache_implementation")),
+        only={**NO_DROPOUT, **_CAUSAL}, ignored=frozenset(("hidden_act", "sliding_window_size")),
         note="four norms per layer, GELU, capped logits of attention and head",
     ),
     Family(
@@ -356,7 +366,7 @@ FAMILIES = (
         defaults={**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
                   "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
         only={**NO_DROPOUT, **_CAUSAL, "attn_logit_softcapping": (None,)},
-        ignored=frozenset(("hidden_act", "cache_implementation")),
+        ignored=frozenset(("hidden_act",)),
         note="as Gemma 2, with norms of q and k instead of caps; layers with a sliding window have a RoPE of their own",
     ),
     Family(
@@ -381,6 +391,11 @@ FAMILIES = (
         )),
         note="a projection for the gate, which is a softplus; one RoPE for each kind of layer",
     ),
+    Family(
+        model_type="te_models_decoder", architecture="TEModelsDecoderForCausalLM", models="te-models' own",
+        layer=OWN_LAYER, parts=(OWN,), code=True,
+        note="all that the others do not express; transformers needs the code in the folder (`trust_remote_code=True`)",
+    ),
 )  # fmt: skip
 
 
@@ -397,21 +412,13 @@ def family_of(config: Values) -> Family:
 def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
     """Return the first family, starting with `preferred`, whose config.json can express all of `config`."""
     for family in ((preferred,) if preferred else ()) + FAMILIES:
+        if not family.written and family is not preferred:
+            continue
         try:
             if family.read(family.write(config)) == config:
                 return family
         except ValueError:
             continue
     plain = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
-    features = {name: value for name, value in config.to_dict().items() if name in _FEATURES and value != plain[name]}
-    features.setdefault("attention_gate", config.attention_gate)
+    features = {name: value for name, value in config.to_dict().items() if name not in COPIED and value != plain[name]}
     raise ConfigError(f"no architecture of Hugging Face combines {features}: save it with format='te'")
-
-
-_FEATURES = (
-    "rope_scaling", "sliding_rope", "rope_interleaved", "partial_rotary_factor", "no_rope_layers", "sliding_window",
-    "layer_types", "attention_gate", "attention_gate_activation", "attention_bias", "attention_output_bias",
-    "attention_multiplier", "attn_logit_softcapping", "query_scale_beta", "qk_norm", "qk_norm_scope", "norm_position",
-    "zero_centered_norm", "hidden_act", "mlp_gate", "mlp_bias", "embedding_multiplier", "residual_multiplier",
-    "logits_scaling", "final_logit_softcapping",
-)  # fmt: skip

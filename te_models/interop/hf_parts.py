@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from te_models.config.model import CHOICES, ModelConfig
-from te_models.errors import ConfigError
+from te_models.errors import ConfigError, unknown
 
 Values = Mapping[str, Any]
 
@@ -342,6 +342,13 @@ def biases(qkv: str | None = "attention_bias", out: str | None = "attention_bias
     )
 
 
+def _read_internlm_biases(theirs: Values) -> dict[str, Any]:
+    """Read the keys of transformers, or `qkv_bias` and `bias` of the files that came with the model."""
+    qkv = theirs.get("attention_bias", theirs.get("qkv_bias", False))
+    rest = theirs.get("mlp_bias", theirs.get("bias", False))
+    return {"attention_bias": qkv, "attention_output_bias": rest, "mlp_bias": rest}
+
+
 ALIASES = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}  # other names of transformers for the same function
 
 
@@ -437,6 +444,11 @@ DENSE_AFMOE = Part(
     _read_dense_afmoe,
     lambda config: {"num_dense_layers": config.num_hidden_layers, "mup_enabled": config.embedding_multiplier != 1},
 )
+INTERNLM_BIASES = Part(
+    ("attention_bias", "mlp_bias", "qkv_bias", "bias"),
+    _read_internlm_biases,
+    lambda config: {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias},
+)
 LAGUNA = Part(("gating", "mlp_layer_types", "num_attention_heads_per_layer"), _read_laguna, _write_laguna)
 ATTENTION_MULTIPLIER = Part(
     ("attention_multiplier",),
@@ -450,3 +462,33 @@ QUERY_SCALAR = Part(
 )
 # Gemma scales embeddings by the root of their width, and has no key for it.
 EMBEDDING_ROOT = Part((), lambda theirs: {"embedding_multiplier": theirs["hidden_size"] ** 0.5}, lambda config: {})
+
+# The options of remote_code/configuration_te_models.py; all other fields are keys of config.json.
+OWN_OPTIONS = (
+    "rope_theta", "rope_scaling", "sliding_rope", "rope_interleaved", "partial_rotary_factor", "no_rope_layers",
+    "sliding_window", "layer_types", "attention_gate", "attention_gate_activation", "attention_bias",
+    "attention_output_bias", "attention_multiplier", "attn_logit_softcapping", "query_scale_beta",
+    "query_scale_length", "qk_norm", "qk_norm_scope", "norm_position", "zero_centered_norm", "hidden_act", "mlp_gate",
+    "mlp_bias", "embedding_multiplier", "residual_multiplier", "logits_scaling", "final_logit_softcapping",
+)  # fmt: skip
+_AUTO_MAP = {
+    "AutoConfig": "configuration_te_models.TEModelsDecoderConfig",
+    "AutoModel": "modeling_te_models.TEModelsDecoderModel",
+    "AutoModelForCausalLM": "modeling_te_models.TEModelsDecoderForCausalLM",
+}
+
+
+def _read_own(theirs: Values) -> dict[str, Any]:
+    options = theirs.get("decoder_options") or {}
+    for name in options:
+        if name not in OWN_OPTIONS:
+            raise unknown("field of decoder_options", name, OWN_OPTIONS)
+    return dict(options)
+
+
+def _write_own(config: ModelConfig) -> dict[str, Any]:
+    options = {name: value for name, value in config.to_dict().items() if name in OWN_OPTIONS}
+    return {"auto_map": _AUTO_MAP, "decoder_options": options}
+
+
+OWN = Part(("decoder_options", "auto_map"), _read_own, _write_own)

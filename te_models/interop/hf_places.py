@@ -66,6 +66,12 @@ GLM_LAYER = both_normed(_fused_layer("mlp.gate_up_proj"), GLM_NORMS)
 # A gate from a projection of its own.
 AFMOE_LAYER = {**both_normed(NORMED_LAYER, AFMOE_NORMS), "self_attn.gate_proj": Rows("self_attn.qkvg_proj", ("g",))}
 LAGUNA_LAYER = {**NORMED_LAYER, "self_attn.g_proj": Rows("self_attn.qkvg_proj", ("g",))}
+# That of remote_code/modeling_te_models.py: rows that a model has not are left out.
+OWN_LAYER = {
+    **LAGUNA_LAYER,
+    "attention_output_norm": Rows("attention_output_norm"),
+    "mlp_output_norm": Rows("mlp_output_norm"),
+}
 UNGATED_MLP_LAYER = {name: rows for name, rows in LAYER.items() if name != "mlp.gate_proj"}
 # The gate comes out of q_proj: after the queries of each group of heads that share a key, or of each head.
 GATED_BY_GROUP = {**NORMED_LAYER, "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_key_value_heads")}

@@ -104,8 +104,8 @@ def write_pretrained(
 ) -> None:
     """Save a model into `folder`, atomically, in our format or in Hugging Face's, with the tokenizer that it came with.
 
-    In our format the weights have the FP8 state with them, as in a state_dict, for programs that read model.safetensors alone
-    (accelerate's load_checkpoint_in_model).
+    In our format the weights have the FP8 state with them, as in a state_dict, for programs that read
+    model.safetensors alone (accelerate's load_checkpoint_in_model).
     """
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)

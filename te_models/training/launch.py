@@ -34,7 +34,7 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
 
     Args:
         config: `parallel` and the fields after it are used.
-        device: "cpu" trains on processors over gloo even where there are GPUs; None: this process's own GPU, if any.
+        device: "cpu" trains on processors, over gloo, even where there are GPUs; None: this process's own GPU, if any.
 
     Raises:
         ValueError: the options do not fit each other or the number of processes.
@@ -43,7 +43,7 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
     config = choose_parallel(config)
     check_launch(config)
     if config.parallel == "none":
-        yield Parallel(config=config)
+        yield Parallel(config=config, device=None if device is None else choose_device(device))
         return
     own = choose_device(device)
     if own.type == "cuda":

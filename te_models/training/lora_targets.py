@@ -7,6 +7,7 @@ the whole te.Linear becomes one of each of theirs with the same A and its rows o
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def adaptable_modules(model: CausalLM) -> Modules:
     family = family_for(model.config, family_of(config) if config else None)
     places = tensor_places(family, model.config, shapes)
     theirs = {
-        name.removesuffix(".weight"): place
+        name.removesuffix(".weight"): _in_one_piece(place)
         for name, place in places.items()
         if name.endswith(".weight") and module_of(place) in linears
     }
@@ -117,6 +118,18 @@ def adaptable_modules(model: CausalLM) -> Modules:
     return Modules(
         theirs, ours, {name: ours.removesuffix(".weight") for name, ours in whole.items()}, family.model_type
     )
+
+
+def _in_one_piece(place: Place) -> Place:
+    """Return a place whose blocks that follow each other are one, so that two names of the same rows are equal."""
+    if place.groups != 1:
+        return place
+    blocks: list[tuple[int, int]] = []
+    for start, rows in place.blocks:
+        if blocks and sum(blocks[-1]) == start:
+            start, rows = blocks[-1][0], blocks.pop()[1] + rows
+        blocks.append((start, rows))
+    return dataclasses.replace(place, blocks=tuple(blocks))
 
 
 def fuse(wanted: Iterable[Wanted], modules: Modules) -> dict[str, Fused]:

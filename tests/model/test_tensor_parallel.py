@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bits import assert_same_bits
 from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,6 +33,27 @@ SHAPES = {
     # Each rank has whole 128x128 blocks of every weight.
     "blocks": ModelConfig(**BASE | dict(hidden_size=128, intermediate_size=256, head_dim=128)),
     "none": ModelConfig(**BASE | dict(attention_gate="none", num_key_value_heads=4, qk_norm=False)),
+    "options": ModelConfig(
+        **BASE,
+        norm_position="both",
+        hidden_act="gelu_pytorch_tanh",
+        attention_gate_activation="softplus",
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=5.0,
+        residual_multiplier=0.5,
+        embedding_multiplier=4.0,
+        rope_interleaved=True,
+    ),
+    "biases": ModelConfig(
+        **BASE,
+        norm_position="post",
+        hidden_act="relu2",
+        mlp_gate=False,
+        mlp_bias=True,
+        attention_output_bias=True,
+        query_scale_beta=0.2,
+        query_scale_length=3,
+    ),
 }
 EDGES: dict[str, Any] = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
 OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(list_recipes(), EDGES)
@@ -44,6 +66,8 @@ CASES: list[tuple[str, str, bool, dict[str, Any]]] = [
 CASES += [("elementwise", "bf16", False, {}), ("elementwise", "delayed", False, {}), ("none", "current", False, {})]
 CASES += [("headwise", "bf16", True, {}), ("headwise", "mxfp8", False, {"lm_head": "fp8"})]
 CASES += [("elementwise", "delayed", True, {"activation_checkpointing": "full"})]
+CASES += [("options", "bf16", True, {}), ("options", "delayed", True, {}), ("options", "mxfp8", False, {})]
+CASES += [("biases", "bf16", False, {}), ("biases", "delayed", False, {})]
 # How far the losses of five steps may lie apart, relative. Under BF16, FP32 sums in another order: a few of its last
 # bits, 2^-24 = 6e-8. Under FP8 such a bit tips a code now and then; and where a scale is a tensor's, all codes differ,
 # as the scales are those of the shards of weights and of the inputs of row-parallel layers (te.Linear's own rule).
@@ -136,6 +160,8 @@ def others(mesh: Any, folder: str) -> dict[str, Any]:
         ("seed", {}),
         ("heads", {"config": ModelConfig(**BASE | dict(num_attention_heads=3, num_key_value_heads=3))}),
         ("features", {"recipe": "mxfp8", "config": ModelConfig(**BASE | dict(intermediate_size=96)), **EDGES}),
+        ("all heads", {"config": ModelConfig(**BASE | dict(qk_norm_scope="all_heads"))}),
+        ("output bias", {"config": SHAPES["biases"], "sequence_parallel": True}),
         ("amax", {"recipe": "delayed", "reduce_amax": False, "sequence_parallel": True, **EDGES}),
     ):
         try:
@@ -180,7 +206,7 @@ def test_two_ranks_train_as_one(number: int, case: tuple[str, str, bool, dict[st
     assert parts[0]["losses"] == parts[1]["losses"] == pytest.approx(expected["losses"], rel=LOSS[case[1]])
     for name, tensor in parts[0]["gradients"].items():
         if not is_sharded(name):
-            assert torch.equal(tensor, parts[1]["gradients"][name]), name
+            assert_same_bits(name, tensor, parts[1]["gradients"][name])
     if case[1] in OWN_SCALES:
         return
     for name, tensor in expected["gradients"].items():
@@ -190,7 +216,7 @@ def test_two_ranks_train_as_one(number: int, case: tuple[str, str, bool, dict[st
         close = 1e-5 if case[1] == "bf16" else 2.0**-5
         assert (parts[0]["gathered"][name] - tensor).abs().max() < close * tensor.abs().max() + 1e-7, name
     for name, tensor in expected["scales"].items():
-        assert torch.equal(parts[0]["scales"][name], parts[1]["scales"][name]), name
+        assert_same_bits(name, parts[0]["scales"][name], parts[1]["scales"][name])
         # An amax is one sum of 64 or more products, as large as 8 of them. A code of E4M3 that tips changes one by
         # 2^-3, the sum by 2^-6; in either factor of a product.
         torch.testing.assert_close(parts[0]["scales"][name], tensor, rtol=2.0**-5, atol=0)
@@ -230,7 +256,7 @@ def test_saved_by_two_read_by_one_or_two(results: Path) -> None:
         again = CausalLM.from_pretrained(results / folder, engine="emulated", device="cpu")
         expected = build(case)
         for (name, a), b in zip(again.named_parameters(), expected.parameters(), strict=True):
-            assert torch.equal(a, b), name
+            assert_same_bits(name, a, b)
     assert fp8_state(CausalLM.from_pretrained(results / "te", engine="emulated", device="cpu"))
 
 
@@ -240,6 +266,10 @@ def test_what_cannot_be_divided_is_refused(results: Path) -> None:
     assert found["heads"] == "num_attention_heads=3 cannot be divided between 2 ranks: use 1"
     assert found["features"].startswith("intermediate_size=48 on each of 2 ranks is not a multiple of 32")
     assert "use reduce_amax=True or sequence_parallel=False" in found["amax"]
+    assert (
+        found["all heads"] == "qk_norm_scope='all_heads' needs the heads of all ranks: build the model without tp_mesh"
+    )
+    assert found["output bias"].endswith("attention_output_bias and mlp_bias: use sequence_parallel=False")
 
 
 def test_sequence_parallelism_needs_ranks() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_process
 
 from te_models import CausalLM
 from te_models.cli import main
@@ -180,3 +183,24 @@ def test_fingerprints_follow_the_data(name: str, run: Any) -> None:
         Path(f"texts/{file}.txt").write_text(f"other {file}, " * 400)
     run("--steps", "1", "--recipe", "bf16", "--out", "b")
     assert read_toml(Path("a/run.toml"))["record"][name] != read_toml(Path("b/run.toml"))["record"][name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [[], ["--lora", "4", "--fp8-params"]])
+def test_a_file_runs_on_two_processes_and_resumes_on_one(lora: list[str], run: Any) -> None:
+    run("--steps", "1", "--recipe", "current", "--out", "start")
+    tune = ["--model", "start", "--data", "texts", "--device", "cpu", "--seq-len", "16", "--batch-size", "2", *lora,
+            "--sample-tokens", "0", "--schedule", "constant", "--recipe", "current", "--steps", "2"]  # fmt: skip
+    assert main(["finetune", *tune, "--out", "one"]) == 0
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "te_models", "finetune"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    said = run_process([sys.executable, *command, "one/run.toml", "--out", "two"], env=env).stdout
+    assert f"2, {'ddp' if lora else 'fsdp'} (batches in 2)" in said
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-3)
+    one, two = (read_toml(Path(folder, "run.toml")) for folder in ("one", "two"))
+    for name in ("training_data", "evaluation_data"):
+        assert one["record"][name] == two["record"][name]
+    assert {**one, "record": 0} == {**two, "record": 0}
+    for folder in ("one", "two"):
+        assert main(["finetune", "--resume", folder, "--steps", "4"]) == 0
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-3) and len(losses("two")) == 4

@@ -1,0 +1,478 @@
+"""Decoders of te-models in plain PyTorch: gated attention, and the other options of TEModelsDecoderConfig.
+
+This file and configuration_te_models.py need PyTorch and transformers alone. te-models puts them into a folder that no
+architecture of transformers computes; AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True) loads it.
+
+Shapes: B batch, S sequence, D hidden_size, A attention heads, K key/value heads, H head_dim, M keys, F intermediate_size.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from .configuration_te_models import TEModelsDecoderConfig
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
+
+
+def choose(table: dict[str, Any], option: str, value: str) -> Any:
+    """Return the entry of a table for the value of an option."""
+    if value not in table:
+        raise ValueError(f"{option}={value!r} is not known to this modeling_te_models.py")
+    return table[value]
+
+
+class TEModelsRMSNorm(nn.Module):
+    """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), computed in FP32; the weight may be gamma - 1."""
+
+    def __init__(self, size: int, eps: float, zero_centered: bool) -> None:
+        super().__init__()
+        self.eps, self.zero_centered = eps, zero_centered
+        self.weight = nn.Parameter(torch.zeros(size) if zero_centered else torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] -> the same shape and dtype."""
+        wide = x.float()
+        gamma = self.weight.float() + 1.0 if self.zero_centered else self.weight.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * gamma).to(x.dtype)
+
+
+def norm(config: TEModelsDecoderConfig, size: int) -> TEModelsRMSNorm:
+    """Return a norm of a model."""
+    return TEModelsRMSNorm(size, config.rms_norm_eps, config.options["zero_centered_norm"])
+
+
+class RoPE:
+    """The RoPE (Su et al. 2021, arXiv 2104.09864) of the layers with a window, or of the others.
+
+    Two kinds of scaling depend on the longest position, which is read on the device. Tables have no buffers, so that loading
+    on the meta device loses nothing.
+    """
+
+    def __init__(self, config: TEModelsDecoderConfig, sliding: bool) -> None:
+        options = config.options
+        own = dict(options["sliding_rope"] or {}) if sliding else {}
+        if own:
+            self.theta, share = own.pop("rope_theta"), own.pop("partial_rotary_factor", 1.0)
+        else:
+            self.theta, share, own = options["rope_theta"], options["partial_rotary_factor"], options["rope_scaling"]
+        self.scaling: dict[str, Any] = own or {}
+        self.size = int(config.head_dim * share)
+        self.trained = config.max_position_embeddings
+        scalings = {"linear": self.linear, "dynamic": self.dynamic, "llama3": self.llama3, "yarn": self.yarn,
+                    "longrope": self.longrope}  # fmt: skip
+        kind = self.scaling.get("rope_type")
+        self.scaled = None if kind is None else choose(scalings, "rope_type", kind)
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions [B, S] -> cos, sin [B, 1, S, size]; angles in FP32."""
+        frequency, factor = self.frequencies(self.theta, positions.device), 1.0
+        if self.scaled is not None:
+            frequency, factor = self.scaled(frequency, positions)
+        angle = positions.float()[:, None, :, None] * frequency
+        angle = torch.cat((angle, angle), dim=-1)
+        return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+
+    def frequencies(self, base: Any, device: torch.device) -> Tensor:
+        """base ** (-2i / size) of each pair of channels."""
+        return 1.0 / base ** (torch.arange(0, self.size, 2, device=device, dtype=torch.float32) / self.size)
+
+    def linear(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+        """Position interpolation (Chen et al. 2023, arXiv 2306.15595)."""
+        return frequency / self.scaling["factor"], 1.0
+
+    def dynamic(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+        """A base that grows with a text longer than the trained context ("dynamic NTK")."""
+        factor = self.scaling["factor"]
+        growth = factor * (positions.max() + 1).clamp(min=self.trained).float() / self.trained - (factor - 1)
+        return self.frequencies(self.theta * growth ** (self.size / (self.size - 2)), frequency.device), 1.0
+
+    def llama3(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+        """Llama 3.1: long wavelengths divided by the factor, short ones as they are, and a ramp between."""
+        turns = self.scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+        low, high = self.scaling["low_freq_factor"], self.scaling["high_freq_factor"]
+        same = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - same) * frequency / self.scaling["factor"] + same * frequency, 1.0
+
+    def yarn(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+        """YaRN (Peng et al. 2023, arXiv 2309.00071)."""
+        scaling, size = self.scaling, self.size
+        original = scaling.get("original_max_position_embeddings", self.trained)
+        bounds = [
+            size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            for turns in (scaling.get("beta_fast", 32), scaling.get("beta_slow", 1))
+        ]
+        if scaling.get("truncate", True):
+            bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
+        low, high = max(bounds[0], 0), min(bounds[1], size - 1)
+        pair = torch.arange(size // 2, device=frequency.device, dtype=torch.float32)
+        slowed = ((pair - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+        return frequency / scaling["factor"] * slowed + frequency * (1 - slowed), self.yarn_sharpness()
+
+    def yarn_sharpness(self) -> float:
+        """The factor on cos and sin that goes with YaRN."""
+        scaling = self.scaling
+        if "attention_factor" in scaling:
+            return scaling["attention_factor"]
+        log = math.log(scaling["factor"]) if scaling["factor"] > 1 else 0.0
+        if "mscale" in scaling and "mscale_all_dim" in scaling:
+            return (0.1 * scaling["mscale"] * log + 1) / (0.1 * scaling["mscale_all_dim"] * log + 1)
+        return 0.1 * log + 1
+
+    def longrope(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+        """LongRoPE (Ding et al. 2024, arXiv 2402.13753)."""
+        scaling = self.scaling
+        original = scaling.get("original_max_position_embeddings", self.trained)
+        short, long = (
+            torch.tensor(scaling[f"{kind}_factor"], dtype=torch.float32, device=frequency.device)
+            for kind in ("short", "long")
+        )
+        factor = scaling.get("factor", self.trained / original)
+        sharpness = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        divisor = torch.where(positions.max() >= original, long, short)
+        return frequency / divisor, scaling.get("attention_factor", sharpness)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [B, heads, S, H] with the first channels of each head rotated; interleaved pairs become halves.
+
+    The products of queries and keys do not depend on the order of channels.
+    """
+    size = cos.shape[-1]
+    turned, rest = x[..., :size], x[..., size:]
+    if interleaved:
+        turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+class Masks:
+    """The keys that the queries of one forward pass see, made once for each kind of layer.
+
+    Args:
+        count: S, the queries.
+        past: the position of the first.
+        window: keys that a query sees in layers with a window, itself included.
+        given: [B, M or fewer], 0 at keys that no query sees; or [B, 1, S, M], bool or added to the scores; None: none.
+        cached: whether the keys are those of a cache.
+        device: of the masks.
+    """
+
+    def __init__(
+        self, count: int, past: Any, window: int | None, given: Tensor | None, cached: bool, device: torch.device
+    ) -> None:
+        self.count, self.past, self.window, self.given, self.cached, self.device = (
+            count,
+            past,
+            window,
+            given,
+            cached,
+            device,
+        )
+        self.made: dict[tuple[bool, int], Tensor | None] = {}
+
+    def __call__(self, sliding: bool, keys: int) -> Tensor | None:
+        """Return bool [1 or B, 1, S, M] for M keys, or what was given so; None: those before and itself."""
+        if (sliding, keys) not in self.made:
+            self.made[sliding, keys] = self.make(self.window if sliding else None, keys)
+        return self.made[sliding, keys]
+
+    def make(self, window: int | None, keys: int) -> Tensor | None:
+        """As __call__."""
+        query = torch.arange(self.count, device=self.device)[:, None] + self.past
+        key = torch.arange(keys, device=self.device)
+        near = None if window is None else key > query - window
+        if self.given is not None and self.given.dim() == 4:
+            given = self.given[..., :keys]
+            if near is None:
+                return given
+            return given & near if given.dtype == torch.bool else given.masked_fill(~near, torch.finfo(given.dtype).min)
+        if self.given is None and not self.cached and near is None:
+            return None
+        seen = (key <= query if near is None else (key <= query) & near)[None, None]
+        if self.given is None:
+            return seen
+        real = F.pad(self.given.to(self.device) != 0, (0, max(keys - self.given.shape[-1], 0)))[:, :keys]
+        seen = seen & real[:, None, None]
+        return seen | ~seen.any(-1, keepdim=True)  # a query at padding, which sees nothing, would become NaN
+
+
+class TEModelsAttention(nn.Module):
+    """o_proj(gate(g) * attention(q, k, v)): Qiu et al. 2025, arXiv 2505.06708, where there is a gate."""
+
+    def __init__(self, config: TEModelsDecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.options, self.layer = config, config.options, layer
+        d, q, kv = (
+            config.hidden_size,
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
+        bias = self.options["attention_bias"]
+        self.q_proj = nn.Linear(d, q, bias=bias)
+        self.k_proj = nn.Linear(d, kv, bias=bias)
+        self.v_proj = nn.Linear(d, kv, bias=bias)
+        gates = choose({"none": 0, "headwise": config.num_attention_heads, "elementwise": q}, "attention_gate",
+                       self.options["attention_gate"])  # fmt: skip
+        self.g_proj = nn.Linear(d, gates, bias=bias) if gates else None
+        self.gate = choose(GATES, "attention_gate_activation", self.options["attention_gate_activation"])
+        self.o_proj = nn.Linear(q, d, bias=self.options["attention_output_bias"])
+        scope = choose({"head": False, "all_heads": True}, "qk_norm_scope", self.options["qk_norm_scope"])
+        self.norms_all_heads = self.options["qk_norm"] and scope
+        self.norms_each_head = self.options["qk_norm"] and not scope
+        if self.options["qk_norm"]:
+            self.q_norm = norm(config, q if scope else config.head_dim)
+            self.k_norm = norm(config, kv if scope else config.head_dim)
+        scale = self.options["attention_multiplier"]
+        self.scale = config.head_dim**-0.5 if scale is None else scale
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], query_scale: Tensor | None, masks: Masks, cache: Any, steps: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """x [B, S, D] -> [B, S, D]."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.norms_all_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for t in (q, k, v))
+        if self.norms_each_head:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.config.has_rope(self.layer):
+            q, k = (rotate(t, *rotary, self.options["rope_interleaved"]) for t in (q, k))
+        if query_scale is not None:
+            q = q * query_scale
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer, {"cache_position": steps})
+        mask = masks(self.config.slides(self.layer), k.shape[-2])
+        out = self.attend(q, k, v, mask).transpose(1, 2)  # [B, S, A, H]
+        if self.g_proj is not None:
+            g = self.gate(self.g_proj(x))
+            out = out * (g[..., None] if g.shape[-1] == out.shape[-2] else g.unflatten(-1, out.shape[-2:]))
+        return self.o_proj(out.flatten(-2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q [B, A, S, H], k and v [B, K, M, H] -> [B, A, S, H]; without a mask M = S and attention is causal."""
+        groups = q.shape[1] // k.shape[1]
+        k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
+        cap = self.options["attn_logit_softcapping"]
+        if cap is None:
+            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self.scale)
+        logits = torch.tanh(q @ k.transpose(-1, -2) * self.scale / cap) * cap
+        if mask is None:
+            mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        logits = logits.float() + mask if mask.is_floating_point() else logits.float().masked_fill(~mask, -math.inf)
+        return logits.softmax(-1).to(v.dtype) @ v
+
+
+class TEModelsMLP(nn.Module):
+    """down_proj(act(gate) * up), or down_proj(act(up)) without a gate."""
+
+    def __init__(self, config: TEModelsDecoderConfig) -> None:
+        super().__init__()
+        d, f, bias = config.hidden_size, config.intermediate_size, config.options["mlp_bias"]
+        self.gate_proj = nn.Linear(d, f, bias=bias) if config.options["mlp_gate"] else None
+        self.up_proj = nn.Linear(d, f, bias=bias)
+        self.down_proj = nn.Linear(f, d, bias=bias)
+        self.act = choose(ACTIVATIONS, "hidden_act", config.options["hidden_act"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, D] -> [B, S, D]."""
+        up = self.up_proj(x)
+        return self.down_proj(self.act(up) if self.gate_proj is None else self.act(self.gate_proj(x)) * up)
+
+
+class TEModelsDecoderLayer(nn.Module):
+    """x + f(norm(x)), x + norm(f(x)) or x + norm(f(norm(x))), for attention and then for the MLP."""
+
+    def __init__(self, config: TEModelsDecoderConfig, layer: int) -> None:
+        super().__init__()
+        options = config.options
+        before, after = choose(
+            {"pre": (True, False), "post": (False, True), "both": (True, True)},
+            "norm_position",
+            options["norm_position"],
+        )
+        self.multiplier = options["residual_multiplier"]
+        self.input_layernorm = norm(config, config.hidden_size) if before else nn.Identity()
+        self.self_attn = TEModelsAttention(config, layer)
+        self.attention_output_norm = norm(config, config.hidden_size) if after else nn.Identity()
+        self.post_attention_layernorm = norm(config, config.hidden_size) if before else nn.Identity()
+        self.mlp = TEModelsMLP(config)
+        self.mlp_output_norm = norm(config, config.hidden_size) if after else nn.Identity()
+
+    def forward(self, x: Tensor, *attention: Any) -> Tensor:
+        """x [B, S, D] -> [B, S, D]; `attention` are the further arguments of TEModelsAttention."""
+        x = x + self.attention_output_norm(self.self_attn(self.input_layernorm(x), *attention)) * self.multiplier
+        return x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x))) * self.multiplier
+
+
+class TEModelsDecoderPreTrainedModel(PreTrainedModel):
+    """What the models below share."""
+
+    config_class = TEModelsDecoderConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["TEModelsDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_cache_class = True
+    _supports_static_cache = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.weight.data.normal_(0.0, self.config.initializer_range)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                module.bias.data.zero_()
+        elif isinstance(module, TEModelsRMSNorm):
+            module.weight.data.fill_(0.0 if module.zero_centered else 1.0)
+
+
+class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
+    """The decoder without a head."""
+
+    def __init__(self, config: TEModelsDecoderConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(TEModelsDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = norm(config, config.hidden_size)
+        self.ropes = {sliding: RoPE(config, sliding) for sliding in (False, True)}
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embed_tokens = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Arguments as of transformers' decoders; attentions are not returned."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        if kwargs.get("output_attentions"):
+            raise ValueError("output_attentions=True is not supported: attention runs as one operation")
+        recompute = self.gradient_checkpointing and self.training
+        use_cache = (self.config.use_cache if use_cache is None else use_cache) and not recompute
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        options, multiplier = self.config.options, self.config.options["embedding_multiplier"]
+        if multiplier != 1:  # rounded to the dtype of the activations
+            x = x * torch.tensor(multiplier, dtype=x.dtype, device=x.device)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        count, past = x.shape[1], 0 if past_key_values is None else past_key_values.get_seq_length()
+        steps = kwargs.get("cache_position")  # which transformers 4 gives
+        steps = torch.arange(count, device=x.device) + past if steps is None else steps
+        if position_ids is not None:
+            positions = position_ids.reshape(-1, count)
+        elif attention_mask is not None and attention_mask.dim() == 2:  # count from the first token that is no padding
+            positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -count:]
+        else:
+            positions = steps[None]
+        rotary = {sliding: rope.tables(positions, x.dtype) for sliding, rope in self.ropes.items()}
+        scale = self.query_scale(positions, x.dtype)
+        masks = Masks(count, steps[0], options["sliding_window"], attention_mask, past_key_values is not None, x.device)
+        states = [x]
+        for layer, block in enumerate(self.layers):
+            arguments = (rotary[self.config.slides(layer)], scale, masks, past_key_values, steps)
+            run = partial(self._gradient_checkpointing_func, block.__call__) if recompute else block
+            x = run(x, *arguments)
+            states.append(x)
+        x = self.norm(x)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        output = BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*states[:-1], x) if wanted else None,
+        )
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    def query_scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The factor on queries, [B, 1, S, 1]; None: 1."""
+        beta, length = (self.config.options[f"query_scale_{name}"] for name in ("beta", "length"))
+        if beta is None:
+            return None
+        return (1 + beta * torch.log(1.0 + positions // length)).to(dtype)[:, None, :, None]
+
+
+class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin):
+    """The decoder with a head over the vocabulary."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: TEModelsDecoderConfig) -> None:
+        super().__init__(config)
+        self.model = TEModelsDecoderModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """Arguments as of transformers' decoders; attentions are not returned."""
+        output = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states,
+            return_dict=True, **kwargs,
+        )  # fmt: skip
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
+        h = output.last_hidden_state
+        logits = self.lm_head(h if isinstance(kept, int) else h[:, kept])
+        options = self.config.options
+        if options["logits_scaling"] != 1:
+            logits = logits / options["logits_scaling"]
+        if (cap := options["final_logit_softcapping"]) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        found = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+        )
+        return found if (self.config.return_dict if return_dict is None else return_dict) else found.to_tuple()
