@@ -39,7 +39,8 @@ class TEModelsConfig(PreTrainedConfig):
         resolved = ModelConfig.from_dict(shape)
         self.use_cache = bool(values.pop("use_cache", True))
         self.auto_map: dict[str, str] = {}  # read by TRL
-        super().__init__(**{"architectures": ["TEModelsForCausalLM"], **values})
+        values.setdefault("architectures", ["TEModelsForCausalLM"])
+        super().__init__(**values)
         for name, value in resolved.to_dict().items():
             setattr(self, name, value)
         for call in self.on_first_use:
