@@ -25,11 +25,10 @@ from te_models.cli.options import (
     tokenizer_option,
     train_options,
 )
-from te_models.config.data import DataConfig
+from te_models.config.data import DATA_HELP
 from te_models.errors import UsageError
 from te_models.training.settings import resumed_settings, run_settings
 
-DATA_HELP = {field.name: field.metadata["help"] for field in dataclasses.fields(DataConfig)}
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it; SIGTERM asks to save and stop, which is no failure
 
 
