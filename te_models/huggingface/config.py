@@ -38,6 +38,8 @@ class TEModelsConfig(PreTrainedConfig):
         shape = {name: values.pop(name) for name in config_fields() if name in values}
         resolved = ModelConfig.from_dict(shape)
         self.use_cache = bool(values.pop("use_cache", True))
+        self.auto_map: dict[str, str] = {}  # read by TRL
+        values.setdefault("architectures", ["TEModelsForCausalLM"])
         super().__init__(**values)
         for name, value in resolved.to_dict().items():
             setattr(self, name, value)

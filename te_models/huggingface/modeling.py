@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import UsageError
@@ -30,6 +31,9 @@ from te_models.interop.hf import is_hugging_face
 from te_models.interop.hub import local_folder, split_options
 from te_models.model.targets import IGNORED
 from te_models.saving.pretrained import WRAPPED
+
+# What collators of packed documents say once more for FlashAttention's own kernels.
+PACKING = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
@@ -88,7 +92,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             config: fields in which it differs from that of the folder are options.
         """
         internal = ("_from_auto", "adapter_kwargs", "_from_pipeline", "code_revision")
-        hub, rest = split_options({name: value for name, value in options.items() if name not in internal})
+        given = {name: value for name, value in options.items() if name not in internal and value is not None}
+        hub, rest = split_options(given)
         path = local_folder(folder, **hub)
         if config is not None:
             rest = {**config.build_options(), **_changed(config, path), **rest}
@@ -137,8 +142,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise UsageError("attention weights are never computed as a whole: leave out output_attentions")
         shift_labels = loss_options.pop("shift_labels", None)
-        if loss_options:
-            raise UsageError(f"forward takes no {list_some(loss_options)}: leave it out")
+        _refuse_unknown(loss_options)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None:
             raise UsageError("give input_ids or inputs_embeds")
@@ -153,7 +157,9 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         passed["is_first_microbatch"] = self._weights_pass
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        with _hidden_states(self.model, tokens.shape, bool(output_hidden_states)) as hidden:
+        before = [self.model.layers[0]] if output_hidden_states else []
+        after = [*self.model.layers[:-1], self.model.norm] if output_hidden_states else []
+        with _hidden_states(before, after, tokens.shape) as hidden:
             logits = self.model(input_ids, inputs_embeds=inputs_embeds, **passed).logits
         if self._weights_pass:
             self._weights_pass = False
@@ -163,6 +169,24 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(loss, logits, past_key_values, tuple(hidden) if hidden else None)
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
+
+    @property
+    def base_model(self) -> Backbone:
+        """The model without its head; TRL calls it, and multiplies by the head's weight a piece at a time."""
+        return Backbone(self)
+
+    def hidden(
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, past: Cache | None, **attention: Tensor | None
+    ) -> Tensor:
+        """Return the output of the last norm, [B, S, D]; arguments as in `forward`."""
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if tokens is None:
+            raise UsageError("give input_ids or inputs_embeds")
+        mask, positions = attention.get("attention_mask"), attention.get("position_ids")
+        passed: dict[str, Any] = self._attention(tokens, mask, positions, past)
+        with _hidden_states([], [self.model.norm], tokens.shape) as found:
+            self.model(input_ids, inputs_embeds=inputs_embeds, logits_to_keep=1, **passed)
+        return found[0]
 
     def _attention(
         self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None
@@ -234,7 +258,10 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.embed_tokens
 
     def get_output_embeddings(self) -> nn.Module:
-        return self.model.lm_head
+        """Return the head's weight as an nn.Linear without a bias: that of a te.Linear is an empty tensor, not None."""
+        head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False, device="meta")
+        head.weight = self.model.lm_head.get_parameter("weight")
+        return head
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
@@ -307,6 +334,12 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             self.push_to_hub(**options, token=token)
 
 
+def _refuse_unknown(options: dict[str, Any]) -> None:
+    """Raise a UsageError for arguments that would change something; the ends of packed documents are in position_ids too."""
+    if unknown := [name for name in options if name not in PACKING]:
+        raise UsageError(f"forward takes no {list_some(unknown)}: leave it out")
+
+
 def _changed(config: TEModelsConfig, folder: Path) -> dict[str, Any]:
     """Return the fields of the shape in which `config` differs from that of the folder; none if that is not ours."""
     if is_hugging_face(folder, config.model_type):
@@ -334,23 +367,22 @@ def _leave_out_empty(model: Any, state: dict[str, Any], prefix: str, metadata: A
 
 
 @contextlib.contextmanager
-def _hidden_states(model: CausalLM, shape: torch.Size, wanted: bool) -> Iterator[list[Tensor]]:
-    """Collect, inside, the hidden states [B, S, D] of a forward pass over tokens of `shape`, if they are `wanted`."""
+def _hidden_states(before: list[nn.Module], after: list[nn.Module], shape: torch.Size) -> Iterator[list[Tensor]]:
+    """Collect, inside, the inputs of some modules and the outputs of others, [B, S, D], over tokens of `shape`."""
     found: list[Tensor] = []
     batch, seq = shape[:2]
 
     def keep(x: Tensor) -> None:
         found.append(x[: batch * seq].unflatten(0, (batch, seq)))
 
-    def before(module: nn.Module, args: Any) -> None:
+    def keep_input(module: nn.Module, args: Any) -> None:
         keep(args[0])
 
-    def after(module: nn.Module, args: Any, output: Tensor) -> None:
+    def keep_output(module: nn.Module, args: Any, output: Tensor) -> None:
         keep(output)
 
-    modules = [*model.layers[:-1], model.norm] if wanted else []
-    hooks = [module.register_forward_hook(after) for module in modules]
-    hooks += [model.layers[0].register_forward_pre_hook(before)] if wanted else []
+    hooks = [module.register_forward_pre_hook(keep_input) for module in before]
+    hooks += [module.register_forward_hook(keep_output) for module in after]
     try:
         yield found
     finally:
@@ -358,4 +390,36 @@ def _hidden_states(model: CausalLM, shape: torch.Size, wanted: bool) -> Iterator
             hook.remove()
 
 
+class Backbone(nn.Module):
+    """A TEModelsForCausalLM without its head, as transformers' models have it below them.
+
+    Args:
+        owner: the model; no submodule of this one, so that its parameters are not listed twice.
+    """
+
+    def __init__(self, owner: TEModelsForCausalLM) -> None:
+        super().__init__()
+        self.owner = (owner,)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **others: Any,
+    ) -> BaseModelOutputWithPast:
+        """Return the output of the last norm, [B, S, D], as `last_hidden_state`; arguments as in TEModelsForCausalLM."""
+        _refuse_unknown(others)
+        (owner,) = self.owner
+        attention = dict(attention_mask=attention_mask, position_ids=position_ids)
+        return BaseModelOutputWithPast(
+            owner.hidden(input_ids, inputs_embeds, past_key_values, **attention), past_key_values
+        )
+
+
 AutoModelForCausalLM.register(TEModelsConfig, TEModelsForCausalLM, exist_ok=True)
+# Trainer's label smoothing and lm-evaluation-harness look there whether a model predicts the next token.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TEModelsConfig.model_type] = TEModelsForCausalLM.__name__

@@ -15,7 +15,7 @@ from te_models.files.atomic import first_line, write_file
 from te_models.files.formats import read_json
 from te_models.fp8.extra_state import extra_states
 from te_models.fp8.primary_weights import plain
-from te_models.interop.hf import TOKENIZER_FILES
+from te_models.interop.hf import tokenizer_files
 from te_models.saving.folder import MANIFEST, read_listed, save_folder
 from te_models.saving.pretrained import WRAPPED, model_content
 
@@ -55,12 +55,15 @@ def save_model(
     tensors["model"] = {WRAPPED + name: tensor for name, tensor in {**weights, **extra_states(model)}.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tokenizer = read_listed(model.origin.folder, TOKENIZER_FILES) if model.origin.folder else {}
+        tokenizer = (
+            read_listed(model.origin.folder, tokenizer_files(model.origin.folder)) if model.origin.folder else {}
+        )
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temp:
             save_folder(Path(temp) / "new", tensors, documents, max_shard_bytes=max_shard_bytes)
             _move_in(Path(temp) / "new", folder)
         for name, content in tokenizer.items():
             if not (folder / name).exists():
+                (folder / name).parent.mkdir(exist_ok=True)
                 write_file(folder / name, [content])
     except OSError as error:
         raise SaveError(f"{folder} could not be written: {first_line(error)}") from None

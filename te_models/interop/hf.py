@@ -49,8 +49,9 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "chat_template.jinja",
+    "tokenizer.model", "chat_template.jinja", "chat_template.json", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
+TEMPLATES = "additional_chat_templates"  # a folder of templates beside the tokenizer's own
 # Files that saving may replace in a folder; any other may be the user's work.
 REPLACEABLE = (
     *TOKENIZER_FILES,
@@ -403,6 +404,7 @@ def write_hugging_face(
         files |= {path.name: [path.read_bytes()] for path in sorted(CODE.glob("*.py"))}
     with replacing_folder(folder) as temp:
         for name, chunks in files.items():
+            (temp / name).parent.mkdir(exist_ok=True)
             write_file(temp / name, chunks)
     if family.code or (not family.written and model.config.attention_gate != "none"):
         own = "its own code in transformers: from_pretrained(folder, trust_remote_code=True)"
@@ -427,6 +429,14 @@ def _generation_document(model: Decoder, origin: Origin) -> dict[str, Any]:
     return dict(origin.generation) if origin.generation is not None else {"_from_model_config": True, **ids}
 
 
+def tokenizer_files(folder: Path | None) -> list[str]:
+    """Return the names of the tokenizer's files that may lie in a model's folder, those of any name as they are there."""
+    if folder is None:
+        return []
+    others = (*folder.glob("*.tiktoken"), *folder.glob(f"{TEMPLATES}/*.jinja"))
+    return [*TOKENIZER_FILES, *sorted(str(path.relative_to(folder)) for path in others)]
+
+
 def _entries(folder: Path) -> list[Path]:
     if folder.exists() and not folder.is_dir():
         return [folder]
@@ -434,7 +444,8 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _replaceable(name: str) -> bool:
-    return name in REPLACEABLE or (name.startswith("model-") and name.endswith(".safetensors"))
+    known = name in (*REPLACEABLE, TEMPLATES) or name.endswith(".tiktoken")
+    return known or (name.startswith("model-") and name.endswith(".safetensors"))
 
 
 def config_dtype(folder: Path, document: Mapping[str, Any]) -> torch.dtype:

@@ -70,7 +70,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     known, of_hub = get_type_hints(LoadOptions), get_type_hints(HubOptions)
     rest = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
     for name, value in list(rest.items()):
-        if name in REFUSED and value not in (None, False):
+        if name in REFUSED and value not in (None, False, ""):
             raise UsageError(f"{name}={str(value)[:60]!r} is not supported: {REFUSED[name]}")
         if name in REFUSED:
             del rest[name]

@@ -51,7 +51,7 @@ MANIFEST = "manifest.json"
 INDEX = ".safetensors.index.json"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,63}")
 _TEXT = re.compile(r"[a-z0-9][a-z0-9_]{0,63}\.jinja")  # a document that is no JSON, by the name of its file
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_FILE = re.compile(r"(additional_chat_templates/)?[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 class TensorLike(Protocol):

@@ -33,13 +33,13 @@ from te_models.fp8.primary_weights import (
 )
 from te_models.fp8.scaling_state import check_fp8_state, fp8_state
 from te_models.interop.hf import (
-    TOKENIZER_FILES,
     Origin,
     check_sizes,
     double_output_projections,
     gated,
     is_hugging_face,
     read_hugging_face,
+    tokenizer_files,
     write_hugging_face,
 )
 from te_models.interop.hub import local_folder
@@ -111,7 +111,7 @@ def write_pretrained(
         raise unknown("format", format, FORMATS)
     tensors, documents = model_content(model, origin)
     if model.tp.rank == 0:
-        tokenizer = read_listed(origin.folder, TOKENIZER_FILES) if origin.folder is not None else {}
+        tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
         if format == "hf":
             write_hugging_face(model, origin, folder, tensors["model"], tokenizer, max_shard_bytes)
         else:

@@ -20,7 +20,7 @@ from te_models.errors import UsageError, unknown
 from te_models.files.formats import list_some
 from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.scaling_state import fp8_state
-from te_models.interop.hf import TOKENIZER_FILES, Origin, Place, write_hugging_face
+from te_models.interop.hf import Origin, Place, tokenizer_files, write_hugging_face
 from te_models.interop.quantized import BLOCK, E4M3
 from te_models.interop.stored_weights import collapse, spread
 from te_models.model.decoder import Decoder
@@ -69,7 +69,7 @@ def export(
     writer = _Writer(model, format, calibration)
     parameters = gather_state(weights(model), model.config, model.tp)
     if model.tp.rank == 0:
-        tokenizer = read_listed(origin.folder, TOKENIZER_FILES) if origin.folder is not None else {}
+        tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
         write_hugging_face(model, origin, folder, parameters, tokenizer, quantize=writer.quantize)
     model.tp.wait()
     notes = (*writer.notes, *_size_notes(format, writer.shapes))

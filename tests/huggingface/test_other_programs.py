@@ -1,0 +1,132 @@
+"""Programs that take a model of transformers: the same numbers with ours."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import TEModelsForCausalLM
+from te_models.data.tokenizer import ByteTokenizer
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=259, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=16, max_position_embeddings=512, bos_token_id=256, eos_token_id=257, pad_token_id=258,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of transformers with a tokenizer, and in te/ the same in our format."""
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("qwen3", **SIZES)).float()
+    for parameter in model.parameters():
+        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)
+    model.save_pretrained(path)
+    ByteTokenizer().save(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.pad_token = "<pad>"
+    tokenizer.save_pretrained(path)
+    TEModelsForCausalLM.from_pretrained(path, device="cpu").save_pretrained(path / "te")
+    return path
+
+
+def both(folder: Path) -> tuple[Any, TEModelsForCausalLM]:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    return theirs, TEModelsForCausalLM.from_pretrained(folder, device_map="cpu")
+
+
+def test_a_pipeline_gives_the_same_texts(folder: Path) -> None:
+    texts = []
+    for path in (folder, folder / "te"):
+        pipe = transformers.pipeline("text-generation", model=str(path), device="cpu")
+        texts.append(pipe(["Hello", "Why not? Then"], batch_size=2, max_new_tokens=10, do_sample=False))
+    assert isinstance(pipe.model, TEModelsForCausalLM) and texts[0] == texts[1]
+
+
+def test_label_smoothing_predicts_the_next_token(folder: Path, tmp_path: Path) -> None:
+    ids = torch.arange(20)[None] + 60
+    losses = []
+    for model in both(folder):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to=[]
+        )
+        trainer = transformers.Trainer(model=model, args=arguments)
+        losses.append(float(trainer.compute_loss(model.eval(), dict(input_ids=ids, labels=ids))))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_lm_evaluation_harness_measures_the_same(folder: Path) -> None:
+    models = pytest.importorskip("lm_eval.models.huggingface")
+    instance = pytest.importorskip("lm_eval.api.instance").Instance
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    pairs = [("The cat", " sat"), ("A", " longer text here"), ("Zzz", " b")]
+    asked = [
+        ("loglikelihood", pairs),
+        ("loglikelihood_rolling", [("A text that is long enough for two windows. " * 12,)]),
+        ("generate_until", [("Hello wor", {"until": ["\n"], "max_gen_toks": 20}), ("What", {"until": ["x"], "max_gen_toks": 20})]),
+    ]  # fmt: skip
+    found = []
+    for model in both(folder):
+        harness = models.HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=2, max_length=256)
+        found.append(
+            [
+                getattr(harness, kind)([instance(kind, {}, args, n) for n, args in enumerate(all_args)])
+                for kind, all_args in asked
+            ]
+        )
+    for ours, theirs in zip(found[1][0], found[0][0], strict=True):
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-5) and ours[1] == theirs[1]
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-5) and found[1][2] == found[0][2]
+    assert isinstance(models.HFLM(pretrained=str(folder / "te"), device="cpu").model, TEModelsForCausalLM)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, dict(packing=True, max_length=64), dict(gradient_checkpointing=True)])
+def test_sft_of_trl_has_the_same_losses(options: dict, folder: Path, tmp_path: Path) -> None:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"text": f"The quick brown fox number {n} jumps."} for n in range(16)])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    losses = []
+    for model in both(folder):
+        config = trl.SFTConfig(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1, report_to=[],
+            use_cpu=True, bf16=False, save_strategy="no", **{"gradient_checkpointing": False, **options},
+        )  # fmt: skip
+        trainer = trl.SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[0][-1] < losses[0][0] - 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", ["none", "copy", "our folder"])
+def test_dpo_of_trl_has_the_same_losses(reference: str, folder: Path, tmp_path: Path) -> None:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    rows = [{"prompt": f"Say {n}: ", "chosen": "yes it is", "rejected": "no"} for n in range(16)]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs, ours = both(folder)
+    if reference == "our folder":  # from which DPOTrainer loads the reference
+        ours = TEModelsForCausalLM.from_pretrained(folder / "te", device_map="cpu")
+    losses = []
+    for model in (theirs, ours):
+        config = trl.DPOConfig(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1, report_to=[],
+            use_cpu=True, bf16=False, save_strategy="no", gradient_checkpointing=False,
+        )  # fmt: skip
+        second = copy.deepcopy(model) if reference == "copy" else None
+        data = datasets.Dataset.from_list(rows)
+        trainer = trl.DPOTrainer(
+            model=model, ref_model=second, args=config, train_dataset=data, processing_class=tokenizer
+        )
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3) and losses[0][-1] < losses[0][0] - 0.1
