@@ -20,6 +20,7 @@ from te_models.data.chat_template import ChatTemplate
 from te_models.data.corpus_chunks import ChunkReader, find_chunks
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document, load_documents
+from te_models.data.sources import open_sources
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import DataError, TeModelsError
 from te_models.files.formats import flatten_state
@@ -193,6 +194,7 @@ def load_data(folder: Path, live: Live) -> Any:
     """The documents of a corpus, which are the same in memory and streamed, or refused both times."""
 
     def in_memory() -> str:
+        open_sources([str(folder)], {})
         return "".join(f"{d.prompt or ''}{d.text}" for d in load_documents(folder))
 
     def streamed() -> str:

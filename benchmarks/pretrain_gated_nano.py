@@ -26,7 +26,6 @@ import click
 
 from te_models import CausalLM
 from te_models.data.python_docstrings import python_docstrings, read_pairs
-from te_models.data.tokenizer import load_tokenizer
 from te_models.training.metrics import read_metrics
 
 PACKAGES = Path(__file__).with_name("gated_nano_packages.txt")  # name==version
@@ -176,7 +175,6 @@ def train(folder: Path, out: Path, run: Path, changes: tuple[str, ...]) -> None:
     for name in ("README.md", "sources.json"):
         (out / name).unlink(missing_ok=True)  # of the model that is replaced
     CausalLM.from_pretrained(run, recipe="bf16", device="cpu").save_pretrained(out)
-    load_tokenizer(folder / "tokenizer").save(out)
     sources = json.loads((folder / "sources.json").read_text())
     (out / "README.md").write_text(card(settings, sources, read_metrics(run / "metrics.jsonl")))
     (out / "sources.json").write_text(json.dumps(sources, indent=1) + "\n")
@@ -202,9 +200,9 @@ two CPU cores in minutes, and too small to be useful for anything else.
   Apache-2.0 and the like), listed with version and licence in sources.json. Tests and vendored code are left out, and so is
   every file that shares a docstring of {COPIED} characters or more with Python's standard library.
 * Training: {len(rows):,} steps of {settings["batch-size"]} x {settings["seq-len"]} tokens ({tokens / 1e6:.0f} million tokens) in FP8 under
-  the recipe `{settings["recipe"]}`, first and last layer in BF16, on one {on.get("gpu", "CPU")} with torch {on["torch"]} and
+  the recipe `{settings["recipe"]}`, first and last layer in BF16, in one run on one {on.get("gpu", "CPU")} with torch {on["torch"]} and
   Transformer Engine {on.get("transformer-engine", "emulated")}, {on["date"]}.
-* Loss on files held out: {evaluated[-1]:.3f} nats per token ({evaluated[0]:.3f} before the first step).
+* Loss on files held out: {evaluated[-1]:.3f} nats per token.
 
 Command, after `python benchmarks/pretrain_gated_nano.py prepare --folder nano`:
 

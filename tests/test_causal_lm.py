@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 from torch.nn.attention import SDPBackend
 
 from te_models import CausalLM, list_recipes
@@ -225,7 +226,7 @@ def test_a_swap_is_a_fresh_model_with_the_same_weights(build: Build, old: str, n
     for seed in range(3):
         assert step(model, tokens(seed=seed)) == step(fresh, tokens(seed=seed))
     for (name, p), q in zip(model.named_parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad), name
+        assert_same_bits(name, p.grad, q.grad)
     assert same(fp8_state(model), fp8_state(fresh)) and model.recipe.name == new
 
 
@@ -237,7 +238,7 @@ def test_a_swap_between_delayed_recipes_moves_the_scales_along(build: Build) -> 
     model.set_recipe("delayed", amax_history_len=8, amax_compute_algo="max")
     after = fp8_state(model)
     for name, tensor in before.items():
-        assert torch.equal(after[name][-3:], tensor[-3:]), name
+        assert_same_bits(name, after[name][-3:], tensor[-3:])
     step(model, tokens(seed=5))
     moved = [
         name
@@ -282,7 +283,7 @@ def test_saved_and_loaded_it_continues_with_the_same_bits(build: Build, recipe: 
         assert step(loaded, tokens(seed=seed)) == step(model, tokens(seed=seed))
     assert same(fp8_state(loaded), fp8_state(model))
     for p, q in zip(model.parameters(), loaded.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+        assert_same_bits("p.grad", p.grad, q.grad)
 
 
 def test_loaded_under_another_recipe_the_scales_are_left_out_aloud(build: Build, tmp_path: Path) -> None:
@@ -306,7 +307,7 @@ def test_generation_with_a_cache_is_generation_without(build: Build, recipe: str
         grown = ids
         for _ in range(8):
             grown = torch.cat((grown, model(grown).logits[:, -1].argmax(-1, keepdim=True)), dim=1)
-        assert torch.equal(out, grown)
+        assert_same_bits("out", out, grown)
     sampled = [model.generate(ids, max_new_tokens=8, do_sample=True, seed=s, top_k=20, top_p=0.9) for s in (3, 3, 4)]
     assert torch.equal(sampled[0], sampled[1]) and not torch.equal(sampled[0], sampled[2])
 

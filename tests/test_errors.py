@@ -83,7 +83,8 @@ def test_the_oldest_versions_are_those_of_pyproject() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "needs"
     }
     assert {package for package, _, _ in asked} == {
-        "huggingface_hub", "matplotlib", "peft", "pyarrow", "tensorboard", "tokenizers", "torchao", "trackio", "wandb"
+        "datasets", "huggingface_hub", "lm-eval", "matplotlib", "peft", "pyarrow", "tensorboard", "tokenizers", "torchao", "trackio",
+        "transformers", "wandb",
     }  # fmt: skip
     for package, oldest, extra in asked:
         (line,) = re.findall(rf"^{extra} = (.*)$", text, re.MULTILINE)

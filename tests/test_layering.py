@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "te_models"
-COMMANDS = ("bench", "convert", "export", "finetune", "generate", "list", "parity", "plan", "pretrain", "verify")
+COMMANDS = (
+    "bench", "chat", "convert", "evaluate", "export", "finetune", "generate", "list", "parity", "plan", "pretrain", "verify"
+)  # fmt: skip
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
     "config": [
@@ -20,6 +22,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"operations", "precision_plan"},
         {"memory_estimate"},
         {"memory_plan"},
+        {"smallest_change"},
     ],
     "files": [{"atomic", "lock"}, {"formats", "toml"}],
     "distributed": [{"collectives", "control", "dtensor"}],
@@ -45,7 +48,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"stored_weights"},
         {"hf", "te_checkpoint"},
     ],
-    "saving": [{"folder", "state_dict"}, {"run_folder"}, {"pretrained", "sharded"}],
+    "saving": [{"folder", "state_dict"}, {"run_folder"}, {"pretrained", "sharded"}, {"shape"}],
     "optim": [
         {"gradients", "groups", "parameter_owners", "state_tensors"},
         {"galore", "lowbit", "muon8bit"},
@@ -64,7 +67,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"training_data"},
     ],
     "serving": [{"formats", "text"}, {"export", "served"}, {"parity"}],
-    "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}],
+    "generation": [{"decode_loop", "options", "sampling"}, {"generate"}, {"text"}, {"conversation"}],
     "causal_lm": [{"causal_lm"}],
     "huggingface": [{"cache", "config", "registration", "saving"}, {"modeling"}],
     "training": [
@@ -84,14 +87,16 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         },
         {"lora_config", "lora_layer"},
         {"lora"},
-        {"launch", "lora_run", "run_file", "trainer"},
+        {"launch", "lora_run", "run_file", "samples", "trainer"},
+        {"preflight"},
         {"loggers", "report"},
+        {"ending"},
         {"finetune"},
     ],
-    "inspect": [{"bench_report", "environment", "peers", "roofline"}, {"bench", "verify"}],
+    "inspect": [{"bench_report", "environment", "peers", "roofline"}, {"bench", "evaluate", "verify"}, {"harness"}],
     "cli": [
         {"options"},
-        {"training"},
+        {"sampling", "training"},
         set(COMMANDS),
         {"commands"},
         {"__init__"},
@@ -101,25 +106,29 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
 ONLY_IN = {
     "transformer_engine": {"engine.native"},
     "transformer_engine_torch": {"engine.native"},
-    "click": {f"cli.{name}" for name in (*COMMANDS, "commands", "options", "training")},
+    "click": {f"cli.{name}" for name in (*COMMANDS, "commands", "options", "sampling", "training")},
     "jinja2": {"data.template_process"},
     "peft": {"training.lora", "training.lora_config", "training.lora_layer"},
     "huggingface_hub": {"interop.hub"},
-    "transformers": {"huggingface.cache", "huggingface.config", "huggingface.modeling"},
+    "transformers": {"huggingface.cache", "huggingface.config", "huggingface.modeling", "inspect.harness"},
     "safetensors": set(),
     "matplotlib": {"training.plots"},
     "rich": {
         "cli.bench",
+        "cli.evaluate",
         "cli.list",
         "cli.options",
         "inspect.bench_report",
+        "inspect.evaluate",
         "inspect.verify",
         "planning.memory_plan",
         "planning.precision_plan",
         "planning.printable",
+        "training.ending",
         "serving.parity",
         "training.finetune",
         "training.report",
+        "training.samples",
     },
     "triton": {
         "engine.emulated.nvfp4_triton",
@@ -131,6 +140,7 @@ ONLY_IN = {
         "kernels.lm_head_triton",
     },
     "torchao": {"inspect.peers", "optim.lowbit"},
+    "lm_eval": {"inspect.harness"},
     "pickle": set(),
 }
 NO_TORCH = {
@@ -152,6 +162,7 @@ NO_TORCH = {
     "interop.hf_places",
     "planning.memory_estimate",
     "planning.memory_plan",
+    "planning.smallest_change",
     "planning.operations",
     "planning.parameter_bytes",
     "training.settings",

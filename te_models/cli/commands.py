@@ -1,5 +1,4 @@
-"""The command line, one module per command: te-models list, plan, verify, pretrain, finetune, generate, bench, convert,
-export and parity.
+"""The command line: one module per command, from te-models list and plan to finetune, generate, chat and convert.
 
 A user's mistake ends with exit code 2 and one line on stderr; set TE_MODELS_DEBUG=1 for the traceback. Commands import
 torch when they run, so that `--help` is quick.
@@ -15,7 +14,9 @@ from collections.abc import Sequence
 import click
 
 from te_models.cli.bench import bench
+from te_models.cli.chat import chat
 from te_models.cli.convert import convert
+from te_models.cli.evaluate import evaluate
 from te_models.cli.export import export
 from te_models.cli.finetune import finetune
 from te_models.cli.generate import generate
@@ -56,11 +57,24 @@ def _fail(error: BaseException | None, message: str, code: int = 2) -> int:
     return code
 
 
-@click.group()
+@click.group(context_settings={"max_content_width": 100})
 @click.version_option(package_name="te-models", prog_name="te-models")
 def cli() -> None:
     """Gated-attention models in FP8: Transformer Engine on a GPU, its numbers anywhere."""
 
 
-for _command in (list_command, plan, verify, pretrain, finetune, generate, bench, convert, export, parity):
+for _command in (
+    list_command,
+    plan,
+    verify,
+    pretrain,
+    finetune,
+    generate,
+    chat,
+    evaluate,
+    bench,
+    convert,
+    export,
+    parity,
+):
     cli.add_command(_command)

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from te_models.cli.options import Command, build_model, model_options, option, sampling_option, tokenizer_option
+from te_models.cli.options import Command, build_model, model_options, option, tokenizer_option
+from te_models.cli.sampling import sampling_options, take_sampling
 from te_models.errors import UsageError
-
-if TYPE_CHECKING:
-    from te_models.causal_lm import CausalLM
-    from te_models.data.tokenizer import Tokenizer
-
-SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_strings", "seed")
 
 
 @click.command(cls=Command)
@@ -28,24 +22,18 @@ SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_st
 @option("--system", help="System message, with --chat.")
 @model_options
 @tokenizer_option
-@sampling_option("--max-new-tokens", default=200, help="Most tokens to generate.")
-@sampling_option("--greedy", is_flag=True, help="Take the likeliest token at every step.")
-@sampling_option("--temperature", default=0.8, help="Divisor of the logits: below 1 sharper, above 1 flatter.")
-@sampling_option("--top-k", type=int, help="Sample among the K likeliest tokens.")
-@sampling_option("--top-p", type=float, help="Sample from the smallest set of tokens of this probability.")
-@sampling_option(
-    "--min-p", type=float, help="Sample among tokens with at least this share of the likeliest token's probability."
-)
-@sampling_option("--stop", "stop_strings", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
-@sampling_option("--seed", type=int, help="Seed of the random numbers; default: a different one every time.")
+@sampling_options
 def generate(
     preset: str | None, model: str | None, prompt: str | None, chat: bool, system: str | None, tokenizer: str | None,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Continue a prompt, or talk to a chat model."""
-    from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415  imports torch
+    """Continue a prompt, or answer with --chat; `te-models chat` is the same with a history and commands."""
+    from te_models.data.dataset import check_vocabulary  # noqa: PLC0415  imports torch
+    from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415
+    from te_models.generation.conversation import Conversation  # noqa: PLC0415
+    from te_models.generation.text import stream_text  # noqa: PLC0415
 
-    sampling = {name: options.pop(name) for name in SAMPLING} | {"do_sample": not options.pop("greedy")}
+    sampling = take_sampling(options)
     if prompt is None and not chat:
         raise click.UsageError("give --prompt TEXT, or --chat")
     if prompt == "":
@@ -53,34 +41,13 @@ def generate(
     words = load_tokenizer(tokenizer or model)
     if chat:
         words.chat_template()  # fail before the model is loaded
-    lines = [prompt] if prompt is not None else (line.rstrip("\n") for line in sys.stdin)
-    answer_lines(build_model(preset, model, options), words, lines, chat, system, sampling)
-
-
-def answer_lines(
-    model: CausalLM,
-    tokenizer: Tokenizer,
-    lines: Iterable[str],
-    chat: bool,
-    system: str | None,
-    sampling: dict[str, Any],
-) -> None:
-    """Print the answer to each line as it is generated; without `chat`, the line and its continuation."""
-    from te_models.data.dataset import check_vocabulary  # noqa: PLC0415  imports torch
-    from te_models.generation.text import stream_text  # noqa: PLC0415
-
-    check_vocabulary(tokenizer, model.config.vocab_size)
-    messages = [{"role": "system", "content": system}] if system else []
-    for line in lines:
-        prompt: str | Sequence[int] = line
-        if chat:
-            messages.append({"role": "user", "content": line})
-            prompt = tokenizer.apply_chat_template(messages)
-        pieces = stream_text(model, tokenizer, prompt, **sampling)
-        answer = next(pieces, "")  # errors in the prompt appear here, before anything is printed
-        click.echo(answer if chat else line + answer, nl=False)
+    network = build_model(preset, model, options)
+    check_vocabulary(words, network.config.vocab_size)
+    talk = Conversation(network, words, system) if chat else None
+    for line in [prompt] if prompt is not None else (line.rstrip("\n") for line in sys.stdin):
+        pieces = talk.answer(line, **sampling) if talk else stream_text(network, words, line, **sampling)
+        first = next(pieces, "")  # errors in the prompt appear here, before anything is printed
+        click.echo(first if talk else line + first, nl=False)
         for piece in pieces:
             click.echo(piece, nl=False)
-            answer += piece
         click.echo()
-        messages.append({"role": "assistant", "content": answer})

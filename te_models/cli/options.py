@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
 
 TRAIN_GROUPS = {  # heading of the help -> fields of TrainConfig; the others are everyday options
-    "Training": ("gradient_accumulation", "cache_fp8_weights", "cuda_graph", "deterministic"),
+    "Training": ("gradient_accumulation", "cache_fp8_weights", "cuda_graph", "memory_check", "deterministic"),
     "Optimizer": (
         "optimizer", "optimizer_options", "optimizer_offload", "schedule", "final_learning_rate", "warmup_steps",
         "decay_steps", "weight_decay", "clip_grad_norm",
@@ -41,6 +41,7 @@ MEMORY_OPTIONS = {  # of a training run, which `plan --memory` takes too
     "activation_checkpointing", "activation_offload", *config_fields(), *recipe_fields(),
 }  # fmt: skip
 LAST_GROUPS = ("Recipe fields", "Model shape")
+HELP_ALL = "te_models.cli.help_all"  # in a context's meta: show every group
 TRAIN_FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -56,10 +57,18 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """A command whose help lists the everyday options first and all others below, by group.
+    """A command whose --help lists the everyday options and whose --help-all lists all others below them, by group.
 
     Out of memory, it ends with one line that says what helps.
     """
+
+    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        if any(_group(parameter) != "Options" for parameter in self.params):
+            self.params.append(
+                Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all_help,
+                       help="Show every option and exit.")
+            )  # fmt: skip
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
@@ -71,16 +80,34 @@ class Command(click.Command):
             raise OutOfMemory(f"out of memory ({first_line(error)}): {_memory_advice(ctx)}") from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one section per group of options."""
+        """Write one section per group of options; without --help-all, the first and the names of the others."""
         groups: dict[str, list[tuple[str, str]]] = {"Options": []}
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
-                group = parameter.group if isinstance(parameter, Option) else "Options"
-                groups.setdefault(group, []).append(record)
-        for title, records in sorted(groups.items(), key=lambda group: group[0] in LAST_GROUPS):
+                groups.setdefault(_group(parameter), []).append(record)
+        others = sorted(
+            groups.keys() - {"Options"}, key=lambda title: (title in LAST_GROUPS, list(groups).index(title))
+        )
+        for title in ["Options", *(others if ctx.meta.get(HELP_ALL) else ())]:
             with formatter.section(title):
-                formatter.write_dl(records)
+                formatter.write_dl(groups[title])
+        if others and not ctx.meta.get(HELP_ALL):
+            formatter.write_paragraph()
+            more = "; ".join(f"{title} ({len(groups[title])})" for title in others)
+            formatter.write_text(f"More options with --help-all: {more}.")
+
+
+def _group(parameter: click.Parameter) -> str:
+    """Return the heading of an option in the help."""
+    return parameter.group if isinstance(parameter, Option) else "Options"
+
+
+def _show_all_help(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[HELP_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
 
 
 def _is_out_of_memory(error: Exception) -> bool:

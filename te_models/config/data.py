@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from typing_extensions import TypedDict
@@ -67,6 +67,9 @@ class DataConfig(NamedFields):
         if self.num_workers < 0:
             raise ConfigError(f"num_workers={self.num_workers} is out of range: give 0 or more")
         parse_columns(self.columns)
+
+
+DATA_HELP = {field.name: field.metadata["help"] for field in fields(DataConfig)}
 
 
 class DataOptions(TypedDict, total=False):

@@ -38,6 +38,7 @@ class TrainConfig(NamedFields):
     gradient_accumulation: int = _field(1, "Micro-batches per step.")
     cache_fp8_weights: bool = _field(True, "Quantize the weights once per step instead of once per micro-batch.")
     cuda_graph: bool = _field(True, "Replay forward and backward as one CUDA graph where they can be captured.")
+    memory_check: bool = _field(True, "Refuse a run that the memory plan says does not fit.")
     deterministic: bool = _field(False, "Give the same bits in every run on the same GPU; slower.")
     optimizer: str = _field("adamw", "One of adamw, adamw8bit, adamwfp8, te-adam, muon, muon8bit or galore.")
     optimizer_options: str | Mapping[str, Any] = _field(

@@ -132,7 +132,9 @@ class Tokenizer(ABC):
             if source is None and self.folder is None:
                 raise DataError("bytes have no chat template: give --model or --tokenizer a folder that has one")
             if source is None:
-                raise DataError(f"{self.folder} has no chat template, so it is no chat model: leave out --chat")
+                raise DataError(
+                    f"{self.folder} has no chat template, so it is no chat model: give --chat-template FILE, or use generate without --chat"
+                )
             self._template = ChatTemplate(source, self._template_tokens())
         return self._template
 

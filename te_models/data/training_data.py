@@ -77,7 +77,7 @@ def open_data(
     if packing == "stream" and records:
         raise UsageError("packing stream would cut answers at the ends of windows: use documents, or none")
     if settings.chat_template is not None:
-        tokenizer.set_chat_template(_read_template(settings.chat_template))
+        tokenizer.set_chat_template(read_template(settings.chat_template))
     streaming = settings.streaming
     if streaming is None:
         streaming = not built_in and _must_stream(sources)
@@ -284,7 +284,8 @@ def _tuples(options: DataOptions) -> dict[str, Any]:
     return {**options, "eval_data": _paths(options.get("eval_data", ()))}
 
 
-def _read_template(path: str) -> str:
+def read_template(path: str) -> str:
+    """Return the Jinja source in a file; a DataError if there is none."""
     content = read_file(Path(path))
     if content is None:
         raise DataError(f"{path}: no such file; give a Jinja chat template")

@@ -176,7 +176,7 @@ def read_hugging_face(
     """
     opened = open_folder(build, folder)
     wanted = gated(opened.config, overrides)
-    dtype = _dtype(folder, opened.document)
+    dtype = config_dtype(folder, opened.document)
     model = build(wanted, **{"dtype": dtype, **options, "initialize": False})
     generation = folder / "generation_config.json"
     origin = Origin(folder, opened.document, read_json(generation) if generation.is_file() else None)
@@ -437,7 +437,8 @@ def _replaceable(name: str) -> bool:
     return name in REPLACEABLE or (name.startswith("model-") and name.endswith(".safetensors"))
 
 
-def _dtype(folder: Path, document: Mapping[str, Any]) -> torch.dtype:
+def config_dtype(folder: Path, document: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype that a config.json of Hugging Face names, FP32 if it names none."""
     name = document.get("dtype") or document.get("torch_dtype") or "float32"
     if name not in ("bfloat16", "float16", "float32"):
         raise CheckpointError(

@@ -102,11 +102,11 @@ def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Me
             extra = sum(step.saved for step in region.steps) - region.recompute_input
             now = now.plus(recomputed=extra, fp8_weight_copies=sum(step.copies for step in region.steps))
         for number, step in reversed(list(enumerate(region.steps))):
-            passing = step.produces + step.scratch
+            passing, weights = step.produces + step.scratch, 0 if training.frozen else step.weights
             if training.gradient_sums:
-                yield now.plus(step.name, activation_gradients=passing + step.weights)
+                yield now.plus(step.name, activation_gradients=passing + weights)
             else:  # a new gradient stays; under FSDP2 its shard does, and whole gradients are in buffers counted before
-                now = now.plus(gradients=step.weights // training.gpus)
+                now = now.plus(gradients=weights // training.gpus)
                 yield now.plus(step.name, activation_gradients=passing)
             change = step.produces - step.consumes
             now = now.plus(fp8_weight_copies=-step.copies, activation_gradients=change)
@@ -127,11 +127,11 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
         whole = gathered
         gathered -= 2 * fp8_saving(config, recipe, training) // config.num_hidden_layers
     state = 0
-    if training.optimizer is not None:
+    if training.optimizer is not None and not (training.optimizer_offload or training.frozen):
         state = OPTIMIZERS[training.optimizer].of(parameters, element) // gpus
     return Memory(
         weights=share + gathered,
-        gradients=whole + (sum(p.numel for p in parameters) * FP32 if training.gradient_sums else 0),
+        gradients=0 if training.frozen else whole + training.gradient_sums * FP32 * sum(p.numel for p in parameters),
         optimizer=state,
         fp8_weight_copies=_delayed_state(config, recipe),
         workspace=CUBLAS_WORKSPACE if training.cuda else 0,
@@ -153,7 +153,7 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     loss, *rest = _walk(list(Tape(config, recipe, training).regions()), standing, training)
     worst = max(rest, key=lambda memory: memory.total)
     moments = [replace(loss, moment="loss"), replace(worst, moment=f"backward of {worst.moment}")]
-    if training.optimizer is not None:
+    if training.optimizer is not None and not training.frozen:
         share = -(-sum(p.numel for p in model_parameters(config)) // training.gpus)
         size = share * training.dtype_bytes + min(share, UPDATE_CHUNK) * max(0, FP32 - training.dtype_bytes)
         if training.gradient_sums and training.gpus == 1:

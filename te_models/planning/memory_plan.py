@@ -169,6 +169,8 @@ def plan_memory(
     batch_size: int = 8,
     seq_len: int = 256,
     optimizer: str | None = "adamw",
+    optimizer_offload: bool = False,
+    frozen: bool = False,
     activation_checkpointing: str | int = "none",
     activation_offload: bool = False,
     gpus: int = 1,
@@ -187,6 +189,8 @@ def plan_memory(
         batch_size: sequences of one micro-batch over all `gpus`, as in `te_models.TrainConfig`.
         seq_len: tokens per sequence.
         optimizer: a name of `te_models.planning.parameter_bytes.OPTIMIZERS`; None for forward and backward only.
+        optimizer_offload: whether masters and optimizer state are in host memory.
+        frozen: whether no weight is trained, as under LoRA; adapters are not counted.
         activation_checkpointing: "none", "selective", "full", or an integer N for every N-th block.
         activation_offload: whether the saved tensors of blocks are moved to the host (te_models.model.offload).
         gpus: GPUs among which FSDP2 shares weights, gradients and optimizer state.
@@ -217,6 +221,8 @@ def plan_memory(
         batch_size=batch_size // gpus,
         seq_len=seq_len,
         optimizer=optimizer,
+        optimizer_offload=optimizer_offload,
+        frozen=frozen,
         activation_checkpointing=check_mode(activation_checkpointing),
         activation_offload=activation_offload,
         gpus=gpus,

@@ -51,6 +51,8 @@ class Training:
     Attributes:
         batch_size: sequences of `seq_len` tokens per GPU and micro-batch.
         optimizer: a name of `OPTIMIZERS`; None for forward and backward only.
+        optimizer_offload: whether masters and optimizer state are in host memory, where the update runs too.
+        frozen: whether no weight is trained, as under small adapters, which are not counted: no gradients of weights.
         activation_checkpointing: "none", "selective", "full" or every N-th block.
         activation_offload: whether the saved tensors of blocks are moved to the host.
         gpus: GPUs that share weights, gradients and optimizer state (FSDP2 with one unit per block).
@@ -65,6 +67,8 @@ class Training:
     batch_size: int = 8
     seq_len: int = 256
     optimizer: str | None = "adamw"
+    optimizer_offload: bool = False
+    frozen: bool = False
     activation_checkpointing: str | int = "none"
     activation_offload: bool = False
     gpus: int = 1

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from rich.text import Text
 
 from te_models.causal_lm import CausalLM
 from te_models.config.model import config_fields
@@ -23,27 +20,25 @@ from te_models.data.training_data import open_data, steps_of
 from te_models.engine import auto_recipe
 from te_models.errors import UsageError
 from te_models.generation.options import GenerationOptions
-from te_models.generation.text import continue_text
 from te_models.optim import resolve_options
 from te_models.saving.folder import save_folder
 from te_models.saving.pretrained import model_content
 from te_models.saving.run_folder import Checkpoints
+from te_models.training.ending import draw_run, print_next, print_outcome
 from te_models.training.evaluation import Batch
 from te_models.training.launch import choose_parallel, parallel, restarts
 from te_models.training.loggers import Run, check_loggers, open_loggers
-from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel
-from te_models.training.plots import plot_losses, try_drawing
-from te_models.training.report import outcome, progress, summary
+from te_models.training.preflight import check_memory
+from te_models.training.report import progress, summary
 from te_models.training.resume import resumed_options, run_folder, saved_choices, starting_step
 from te_models.training.run_file import read_record, run_document, run_id
+from te_models.training.samples import Prompt, Sampler, held_out_prompts
 from te_models.training.settings import RUN_FILE, RunSettings, changed_settings, read_run_file, resolved_path
 from te_models.training.trainer import Callback, Result, Trainer
 
 if TYPE_CHECKING:
     from te_models.training.lora_run import LoraRun
-
-SAMPLE_PROMPT = "def "
 
 
 def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
@@ -71,8 +66,9 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         settings = settings if resume else _with_recipe(settings, console)
         folder, newest = _place(settings, shared, resume)
         resume = newest is not None
+        memory = check_memory(settings, config, shared, newest)
         words = load_tokenizer(_tokenizer(settings, newest))
-        dataset, eval_batches = _open_data(settings, config, words, shared)
+        dataset, eval_batches = _open_data(settings, config, words, shared, newest)
         config = dataclasses.replace(config, steps=steps_of(dataset, config))
         settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, steps=config.steps))
         torch.manual_seed(config.seed)
@@ -84,7 +80,11 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
             console.print(line, highlight=False)
         if settings.preset is not None and not resume:
             console.print(f"{settings.preset} starts from random weights", highlight=False)
-        console.print(summary(model, dataset, config, start, shared.describe(), settings.command), highlight=False)
+        about = summary(model, dataset, config, start, shared.describe(), settings.command, memory)
+        console.print(about, highlight=False)
+        sampler = _sampler(settings, model, words, eval_batches, shared)
+        if sampler and settings.model is not None and not start and shared.ranks.world == 1:
+            sampler.note_before()
         record = {**(read_record(folder) if resume else {})}
         record["id"] = shared.ranks.from_first(lambda: run_id(record))
         run_file = run_document(settings, model, dataset, eval_batches, shared, record)
@@ -113,11 +113,14 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         finally:
             if isinstance(dataset, StreamingDataset):
                 dataset.close()
-        _print_result(console, result, settings, folder, model, shared)
-        if adapters is not None and not result.interrupted and shared.ranks.first:
-            _save_adapters(console, settings, adapters, folder, words)
-        if settings.sample_tokens and not result.interrupted and (shared.sharded or shared.ranks.first):
-            _print_sample(console, model, words, settings.sample_tokens, shared)
+        curve = draw_run(result, settings, folder, model, config.tokens_per_step) if shared.ranks.first else ""
+        print_outcome(console, result, settings, folder, curve)
+        if not result.interrupted:
+            if adapters is not None and shared.ranks.first:
+                _save_adapters(console, settings, adapters, folder, words)
+            if sampler:
+                sampler.show(console)
+            print_next(console, folder, words, sampler.prompts if sampler else [])
         return result
 
 
@@ -148,12 +151,13 @@ def _tokenizer(settings: RunSettings, newest: Path | None) -> str | Path | None:
 
 
 def _open_data(
-    settings: RunSettings, config: TrainConfig, words: Tokenizer, shared: Parallel
+    settings: RunSettings, config: TrainConfig, words: Tokenizer, shared: Parallel, newest: Path | None
 ) -> tuple[TokenDataset | StreamingDataset, list[Batch]]:
     """Return this process's share of the training data, and its evaluation batches."""
-    options = {
-        name: value for name, value in settings.data.items() if name not in ("data", "tokenizer", "data_workers")
-    }
+    others = {"data", "tokenizer", "data_workers"}
+    if newest is not None and "chat_template" not in settings.given:
+        others.add("chat_template")  # the checkpoint's tokenizer has it
+    options = {name: value for name, value in settings.data.items() if name not in others}
     return open_data(
         settings.data.get("data"),
         words,
@@ -227,28 +231,16 @@ def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None
         )
 
 
-def _print_result(
-    console: Console, result: Result, settings: RunSettings, folder: Path, model: CausalLM, shared: Parallel
-) -> None:
-    """Print the outcome and draw the loss curve."""
-    curve = ""
-    if shared.ranks.first:
-        path, runs = folder / "loss.png", {model.recipe.name: read_metrics(folder / "metrics.jsonl")}
-        curve = try_drawing(path, functools.partial(plot_losses, path, runs, folder.name))
-    if result.interrupted:
-        again = shlex.join(["te-models", settings.command, "--resume", str(folder)])
-        console.print(f"interrupted: step {result.step} is saved; `{again}` continues from it", highlight=False)
-        return
-    console.print(outcome(result), highlight=False)
-    console.print(Text(" loss curve ", "dim"), curve, sep="", highlight=False, soft_wrap=True)
-
-
-def _print_sample(console: Console, model: CausalLM, words: Tokenizer, tokens: int, shared: Parallel) -> None:
-    """Print a continuation of SAMPLE_PROMPT; every process of a sharded model takes part."""
-    room = model.config.max_position_embeddings - len(words.encode(SAMPLE_PROMPT))
-    options: GenerationOptions = {"do_sample": True, "seed": shared.config.seed}
+def _sampler(
+    settings: RunSettings, model: CausalLM, words: Tokenizer, batches: list[Batch], shared: Parallel
+) -> Sampler | None:
+    """Return what asks the model for samples; None on a process that takes no part. All take part in a sharded model."""
+    if not settings.sample_tokens or not (shared.sharded or shared.ranks.first):
+        return None
+    tokens, longest = settings.sample_tokens, model.config.longest_sequence
+    options: GenerationOptions = {"seed": shared.config.seed}
+    prompts = held_out_prompts(batches, words, longest - min(tokens, longest // 4))
     if shared.sharded:
         options["cuda_graph"] = False  # collectives are not captured
-    text = continue_text(model, words, SAMPLE_PROMPT, min(tokens, room), **options)
-    console.print(Text("\nsample", "bold"))
-    console.print(text, highlight=False)
+        prompts = [Prompt(*map(tuple, found)) for found in shared.ranks.from_first(lambda: prompts)]
+    return Sampler(model, words, prompts, tokens, options)

@@ -1,13 +1,96 @@
-"""Loss curves as PNG files, drawn with matplotlib, which is optional."""
+"""The curves of runs as PNG files, drawn with matplotlib, which is optional."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from te_models.errors import MissingPackage, needs
+
+INK, MUTED, TRAIN, EVAL, RATE, SPEED = "#111827", "#4b5563", "#2563eb", "#d9480f", "#7c3aed", "#0f766e"
+
+
+def plot_run(
+    path: Path, rows: Sequence[Mapping[str, Any]], title: str, subtitle: str = "", first_eval_loss: float = math.nan
+) -> None:
+    """Draw a run into a PNG: raw and smoothed loss with the evaluations, and below learning rate and tokens/s.
+
+    Args:
+        path: where.
+        rows: metrics of each step: step, loss, learning_rate, tokens_per_second and sometimes eval_loss.
+        title: what was trained, how, and on what.
+        subtitle: a line below it.
+        first_eval_loss: loss of the evaluation before the first step; nan: there was none.
+    """
+    figure = new_figure((9, 6.4))
+    figure.get_layout_engine().set(h_pad=0.08, w_pad=0.1, hspace=0.04)
+    grid = figure.add_gridspec(2, 2, height_ratios=(2.6, 1))
+    top = figure.add_subplot(grid[0, :])
+    rate, speed = (figure.add_subplot(grid[1, column]) for column in range(2))
+    top.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK, pad=30)
+    top.annotate(subtitle, (0, 1), (0, 12), "axes fraction", textcoords="offset points", fontsize=9.5, color=MUTED)
+    steps = [row["step"] for row in rows]
+    loss = [row["loss"] for row in rows]
+    points = [(0, first_eval_loss)] * math.isfinite(first_eval_loss)
+    points += [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
+    _draw_loss(top, steps, loss, points)
+    rate.plot(steps, [row["learning_rate"] for row in rows], color=RATE, linewidth=1.5)
+    rate.set_title("learning rate", loc="left", fontsize=9, color=MUTED)
+    rate.yaxis.set_major_formatter("{x:g}")
+    speeds = [row["tokens_per_second"] for row in rows]
+    speed.plot(steps, speeds, color=SPEED, alpha=0.3, linewidth=0.8)
+    typical = float(np.median(speeds))
+    speed.axhline(typical, color=SPEED, linewidth=1.2)
+    speed.set_title(f"tokens/s, median {typical:,.0f}", loc="left", fontsize=9, color=MUTED)
+    speed.set_ylim(0, 1.15 * float(np.quantile(speeds, 0.98)))
+    speed.yaxis.set_major_formatter("{x:,.0f}")
+    rate.set_ylim(bottom=0)
+    for panel in (top, rate, speed):
+        panel.set_xlim(0, max(steps))
+        panel.set_xlabel("step", fontsize=9, color=MUTED)
+        panel.grid(color="#e5e7eb", linewidth=0.8)
+        panel.set_axisbelow(True)
+        panel.tick_params(which="both", labelsize=8.5, colors=MUTED, length=0)
+        panel.spines[["top", "right", "left"]].set_visible(False)
+        panel.spines["bottom"].set_color("#9ca3af")
+    save_figure(figure, path)
+
+
+def _draw_loss(axes: Any, steps: Sequence[int], loss: Sequence[float], points: Sequence[tuple[int, float]]) -> None:
+    """Draw the training loss, and the evaluations with the first, the best and the last value written beside them."""
+    smoothed = smooth(loss)
+    axes.plot(steps, loss, color=TRAIN, alpha=0.25, linewidth=0.8, label="training")
+    axes.plot(steps, smoothed, color=TRAIN, linewidth=2, label="training, smoothed")
+    evaluated = [value for _, value in points]
+    if points:
+        axes.plot(*zip(*points, strict=True), "o-", color=EVAL, linewidth=1, markersize=5.5, markeredgecolor="white",
+                  label="evaluation", clip_on=False, zorder=3)  # fmt: skip
+    written = {0: (9, 3, "left"), len(points) - 1: (-4, 9, "right")} if points else {}
+    best = int(np.argmin(evaluated)) if evaluated else 0
+    if best not in written and points:
+        written[best] = (0, -15, "center")
+    for number, (x, y, side) in written.items():
+        axes.annotate(f"{evaluated[number]:.3f}", points[number], (x, y), textcoords="offset points", ha=side,
+                      fontsize=9, color=EVAL, fontweight="bold",
+                      bbox=dict(boxstyle="round,pad=0.15", facecolor="white", alpha=0.8, edgecolor="none"))  # fmt: skip
+    seen = np.concatenate([smoothed, evaluated, np.quantile(loss, [0.01, 0.99])])
+    low, high = float(seen.min()), float(seen.max())
+    if low > 0 and high > 2.5 * low:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.set_ylim(low / 1.06, high * 1.08)
+    else:
+        margin = 0.08 * (high - low) or 0.1
+        axes.set_ylim(low - margin, high + margin)
+    axes.set_ylabel("loss (nats per token)", fontsize=9, color=MUTED)
+    axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="upper right")
 
 
 def plot_losses(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str) -> None:
@@ -15,21 +98,21 @@ def plot_losses(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]], tit
 
     With several runs a second panel shows the smoothed loss of each relative to the first, in percent.
     """
-    smooth = {label: _smooth([row["loss"] for row in rows]) for label, rows in runs.items()}
+    curves = {label: smooth([row["loss"] for row in rows]) for label, rows in runs.items()}
     figure = new_figure((8, 4.5 if len(runs) == 1 else 6.5))
     axes = figure.subplots(min(2, len(runs)), 1, sharex=True, squeeze=False, height_ratios=(2, 1)[: len(runs)])[:, 0]
-    first = next(iter(smooth.values()))
+    first = next(iter(curves.values()))
     for number, (label, rows) in enumerate(runs.items()):
         steps, style = [row["step"] for row in rows], dict(color=f"C{number}", linewidth=1.5)
         if len(runs) == 1:
             axes[0].plot(steps, [row["loss"] for row in rows], color="C0", alpha=0.25, linewidth=0.8)
-        axes[0].plot(steps, smooth[label], label=f"{label}, train (smoothed)", **style)
+        axes[0].plot(steps, curves[label], label=f"{label}, train (smoothed)", **style)
         if points := [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]:
             axes[0].plot(*zip(*points, strict=True), "o", color=f"C{number}", markersize=5, label=f"{label}, eval")
         if len(runs) > 1:
-            gap = [100 * (own / reference - 1) for own, reference in zip(smooth[label], first, strict=False)]
+            gap = [100 * (own / reference - 1) for own, reference in zip(curves[label], first, strict=False)]
             axes[1].plot(steps[: len(gap)], gap, **style)
-    top = max(curve[len(curve) // 25] for curve in smooth.values())  # the first fall would flatten the rest
+    top = max(curve[len(curve) // 25] for curve in curves.values())  # the first fall would flatten the rest
     axes[0].set(title=title, ylabel="cross-entropy (nats per token)", ylim=(None, 1.05 * top))
     axes[0].legend(frameon=False, fontsize=8, ncols=2 if len(runs) > 1 else 1)
     if len(runs) > 1:
@@ -68,10 +151,26 @@ def save_figure(figure: Any, path: Path) -> None:
     os.replace(fresh, path)
 
 
-def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Return the exponential moving average, corrected for its start."""
-    out, average = [], 0.0
-    for count, value in enumerate(values, start=1):
-        average = weight * average + (1 - weight) * value
-        out.append(average / (1 - weight**count))
-    return out
+def smooth(values: Sequence[float], width: float | None = None) -> NDArray[np.float64]:
+    """Return values smoothed without lag: a straight line fitted around each of them, weighted by a Gaussian.
+
+    The fit is centred, so that a bend stays where it is. At the ends it uses the values that there are, on one side, and
+    follows their slope (local linear regression: Fan and Gijbels 1996), where an average would lag.
+
+    Args:
+        values: one per step.
+        width: standard deviation of the weights in steps; None: a 50th of the steps, at least one.
+    """
+    y = np.asarray(values, dtype=np.float64)
+    width = max(1.0, len(y) / 50) if width is None else width
+    reach = math.ceil(3 * width)
+    offsets = np.arange(-reach, reach + 1)
+    kernel = np.exp(-0.5 * (offsets / width) ** 2)
+
+    def moment(power: int, of: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.convolve(of, (kernel * offsets**power)[::-1])[reach : reach + len(of)]
+
+    s0, s1, s2 = (moment(power, np.ones_like(y)) for power in range(3))
+    t0, t1 = (moment(power, y) for power in range(2))
+    spread = s0 * s2 - s1**2
+    return np.where(spread > 1e-9, s2 * t0 - s1 * t1, t0) / np.where(spread > 1e-9, spread, s0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +17,7 @@ from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
 from te_models.training.cuda_graph import step_obstacle
-from te_models.training.trainer import Result
+from te_models.training.preflight import MemoryCheck
 
 
 def summary(
@@ -26,12 +27,21 @@ def summary(
     start: int,
     processes: str = "",
     command: str = "finetune",
+    memory: MemoryCheck | None = None,
 ) -> Table:
-    """Return the configuration in force as a table; `processes` describes how several processes share the run."""
+    """Return the configuration in force as a table.
+
+    Args:
+        model: the model.
+        dataset: its training data.
+        config: the run's options.
+        start: steps that were taken before.
+        processes: how several processes share the run; empty for one.
+        command: "pretrain" or "finetune".
+        memory: what the run needs and what there is; None: it was not planned.
+    """
     plan = model.plan()
     recipe = ", ".join(f"{k}={v}" for k, v in model.recipe.to_dict().items() if k not in ("name", "scheme"))
-    table = Table(title=f"te-models {command}", title_justify="left", title_style="bold", box=None, show_header=False)
-    _add_columns(table)
     rows = {
         "parameters": _parameters(model),
         "device": str(model.device),
@@ -51,10 +61,17 @@ def summary(
         "data": dataset.describe(),
         "processes": processes or "one",
         "steps": f"{start + 1} to {config.steps}" if start else f"{config.steps}",
+        "tokens": _tokens(dataset, config, start),
+        "memory": "not planned for this run" if memory is None else str(memory),
     }
-    for name, value in rows.items():
-        table.add_row(Text(name, "dim"), value)
-    return table
+    return table_of(rows, f"te-models {command}")
+
+
+def _tokens(dataset: TokenDataset | StreamingDataset, config: TrainConfig, start: int) -> str:
+    """Return how many tokens the run sees, and how often that is all of the data."""
+    tokens = (config.steps - start) * config.tokens_per_step
+    epochs = f", {tokens / dataset.num_tokens:.2g} epochs" if isinstance(dataset, TokenDataset) else ""
+    return f"{tokens:,}{epochs}"
 
 
 def _parameters(model: CausalLM) -> str:
@@ -83,11 +100,14 @@ def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Call
         TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]}"),
         TextColumn("{task.fields[speed]} tokens/s"), TimeRemainingColumn(),
     )  # fmt: skip
+    time_left = TimeLeft(config, start)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("train", total=config.steps, completed=start, loss="-", speed="-")
 
         def show(row: dict[str, Any]) -> None:
             bar.update(task, completed=row["step"], loss=f"{row['loss']:.3f}", speed=f"{row['tokens_per_second']:,.0f}")
+            if line := time_left.line(row):
+                console.print(line, highlight=False)
             if "eval_loss" in row:
                 console.print(
                     f"step {row['step']:>6}  loss {row['loss']:.4f}  eval loss {row['eval_loss']:.4f}  "
@@ -98,26 +118,52 @@ def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Call
         yield show
 
 
-def outcome(result: Result) -> Table:
-    """Return the outcome of a run as a table."""
-    table = Table(box=None, show_header=False)
-    _add_columns(table)
-    rows = {
-        "eval loss before": f"{result.first_eval_loss:.4f} nats per token",
-        "eval loss after": f"{result.eval_loss:.4f} ({result.first_eval_loss - result.eval_loss:.4f} lower)",
-        "speed": f"{result.tokens_per_second:,.0f} tokens/s",
-    }
-    if result.peak_memory is not None:
-        rows["peak memory"] = f"{result.peak_memory / 2**30:.2f} GiB"
-    if result.best_step not in (0, result.step):
-        rows["best eval loss"] = f"{result.best_eval_loss:.4f} at step {result.best_step}"
-    rows["checkpoint"] = str(result.checkpoint)
+class TimeLeft:
+    """The time that a run still takes, estimated once: when a few steps are behind it that were not among its first.
+
+    The first steps compile kernels, and the first of them after three eager ones captures a CUDA graph.
+    """
+
+    SKIPPED, MEASURED = 4, 6  # steps
+
+    def __init__(self, config: TrainConfig, start: int) -> None:
+        self.config, self.start = config, start
+        self.seconds: list[float] = []
+
+    def line(self, row: Mapping[str, Any]) -> str:
+        """Take the metrics of a step; return the line to print after it, "" if there is none."""
+        config, step, due = self.config, row["step"], self.start + self.SKIPPED + self.MEASURED
+        if step > due or config.steps < due:
+            return ""
+        if step > self.start + self.SKIPPED:
+            self.seconds.append(config.tokens_per_step / row["tokens_per_second"])
+        if step < due:
+            return ""
+        each, left = statistics.median(self.seconds), config.steps - step
+        every = config.eval_every or config.steps
+        evaluations = config.steps // every - step // every + bool(config.steps % every)
+        # an evaluation is forward alone, about a third of a step without accumulation
+        whole = each * left + evaluations * config.eval_batches * each / config.gradient_accumulation / 3
+        return f"estimated time: {duration(whole)} for the other {left:,} steps, of {duration(each)} each"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words, of two digits or so: "40 ms", "3.2 s", "12 min", "1 h 05 min"."""
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def table_of(rows: Mapping[str, str], title: str | None = None) -> Table:
+    """Return names and values as a table; a long path is wrapped rather than cut."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), value)
     return table
-
-
-def _add_columns(table: Table) -> None:
-    """Add the columns of names and values; a long path is wrapped rather than cut."""
-    table.add_column()
-    table.add_column(overflow="fold")

@@ -1,6 +1,7 @@
 """The command line: what it prints, that mistakes end in one line and exit code 2, that help is quick."""
 
 import json
+import re
 import shlex
 import sys
 import time
@@ -53,17 +54,39 @@ def test_every_flag_has_help(command: str) -> None:
         assert help.endswith("."), parameter.name
 
 
+@pytest.mark.parametrize("command", sorted(cli.commands))
+def test_help_is_short_and_help_all_is_grouped_and_complete(command: str, capsys: pytest.CaptureFixture) -> None:
+    found = cli.commands[command]
+    groups = {getattr(p, "group", "Options") for p in found.params if not getattr(p, "hidden", False)}
+    main([command, "--help"])
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) <= 48
+    if groups <= {"Options"}:
+        assert "--help-all" not in short
+        return
+    assert main([command, "--help-all"]) == 0
+    whole = capsys.readouterr().out
+    for parameter in found.params:
+        if isinstance(parameter, click.Option) and not parameter.hidden:
+            place = re.compile(rf"^  {re.escape(parameter.opts[0])}\b", re.MULTILINE)
+            assert place.search(whole), parameter.name
+            everyday = getattr(parameter, "group", "Options") == "Options"
+            assert bool(place.search(short)) == everyday, parameter.name
+    for title in groups - {"Options"}:
+        assert f"\n{title}:\n" in whole and f"{title} (" in " ".join(short.split())
+
+
 def test_help_begins_with_the_everyday_options(capsys: pytest.CaptureFixture) -> None:
-    main(["finetune", "--help"])
+    main(["finetune", "--help-all"])
     text = capsys.readouterr().out
     places = [text.index(part) for part in ("  --data", "  --steps", "  --recipe", "\nOptimizer:", "\nRecipe fields:")]
     assert places == sorted(places)
 
 
 def test_the_surface_is_what_the_documents_promise(capsys: pytest.CaptureFixture) -> None:
-    names = "list plan verify pretrain finetune generate bench convert export parity"
+    names = "list plan verify pretrain finetune generate chat evaluate bench convert export parity"
     assert set(cli.commands) == set(names.split())
-    main(["finetune", "--help"])
+    main(["finetune", "--help-all"])
     text = capsys.readouterr().out
     promised = "--model --recipe --engine --data --steps --batch-size --seq-len --seed --out --resume --optimizer"
     promised += " --activation-checkpointing --amax-history-len --num-hidden-layers --num-layers-at-start-in-bf16"

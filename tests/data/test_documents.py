@@ -377,3 +377,14 @@ def test_a_binary_file_is_left_out_in_every_range(tmp_path: Path) -> None:
     assert len(chunks) == 1
     assert [d.text for i in range(len(chunks)) for d in reader.documents(chunks[i])] == ["text\n"]
     assert in_memory(tmp_path) == [(None, "text\n")]
+
+
+@pytest.mark.parametrize("read", [in_memory, streamed])
+@pytest.mark.parametrize("place", [5, 20, -6])
+def test_a_damaged_archive_is_one_line(place: int, read: Callable, tmp_path: Path) -> None:
+    content = bytearray(gzip.compress(LINE * 50))
+    content[place] ^= 0xFF
+    (tmp_path / "a.jsonl.gz").write_bytes(content[:-1] if place > 0 else content)
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz") as caught:
+        read(tmp_path)
+    assert "\n" not in str(caught.value)

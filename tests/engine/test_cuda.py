@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 from torch import Tensor
 
 import te_models.engine.emulated as te
@@ -59,7 +60,7 @@ def test_quantizers(name: str, dtype: DType, source: torch.dtype) -> None:
     a, b = QUANTIZERS[name](dtype, "cpu")(x), QUANTIZERS[name](dtype, "cuda")(x.cuda())
     for left, right in zip(a.get_data_tensors(), b.get_data_tensors(), strict=True):
         assert right.is_cuda and torch.equal(bits(left), bits(right))
-    assert torch.equal(bits(a.dequantize()), bits(b.dequantize()))
+    assert_same_bits("bits(a.dequantize())", bits(a.dequantize()), bits(b.dequantize()))
 
 
 @pytest.mark.parametrize("name", QUANTIZERS | NVFP4)
@@ -79,7 +80,7 @@ def test_kernels_against_plain_functions(name: str, dtype: DType, shape: tuple[i
         with fused(True):
             b = make(dtype, "cuda")(x.to(source))
         for left, right in zip(a.get_data_tensors(), b.get_data_tensors(), strict=True):
-            assert torch.equal(bits(left), bits(right))
+            assert_same_bits("bits(left)", bits(left), bits(right))
 
 
 @pytest.mark.parametrize("name", RECIPES)

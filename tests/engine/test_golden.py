@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bits import assert_same_bits
 from safetensors import safe_open
 from safetensors.torch import load
 from torch import Tensor
@@ -74,7 +75,7 @@ def test_case(case: str, captured: dict[str, Tensor]) -> None:
             continue
         got = captured[key]
         assert got.dtype == expected.dtype and got.shape == expected.shape, key
-        assert torch.equal(bits(unpadded(key, got)), bits(unpadded(key, expected))), key
+        assert_same_bits(key, bits(unpadded(key, got)), bits(unpadded(key, expected)))
 
 
 def digest(key: str, tensor: Tensor) -> str:
@@ -96,4 +97,4 @@ def test_small_products_are_exact_without_being_asked(tmp_path: Path) -> None:
     """The chained layers, where a BF16 step of the first moves FP8 codes and amaxes of the second."""
     got, _ = capture(tmp_path / "out.safetensors", 12, exact=False, mxfp8=False)
     for key in (key for key in VECTORS if key.split(".")[0] in ("plain", "delayed_max", "current")):
-        assert torch.equal(bits(got[key]), bits(VECTORS[key])), key
+        assert_same_bits(key, bits(got[key]), bits(VECTORS[key]))

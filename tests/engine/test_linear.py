@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 from engine_reference import RECIPES, relative, run
 from torch import Tensor, nn
 
@@ -40,7 +41,7 @@ def test_forward_and_gradients_approximate_the_exact_layer(name: str, shape: tup
     assert relative(y, exact) < NOISE[name]
     assert relative(x.grad, g.double() @ m.weight.double()) < NOISE[name]
     assert relative(m.weight.grad, flat_g.t() @ flat_x) < NOISE[name]
-    assert torch.equal(m.bias.grad, g.reshape(-1, 160).float().sum(0).to(BF16))
+    assert_same_bits("m.bias.grad", m.bias.grad, g.reshape(-1, 160).float().sum(0).to(BF16))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -154,21 +155,21 @@ class TestDtypes:
         assert q(x)._scale_inv.item() == pytest.approx((1.0 + 2.0**-20) / 448, rel=1e-7)
         y.sum().backward()
         assert m.weight.grad.dtype == FP32
-        assert torch.equal(m.weight.grad, m.weight.grad.to(BF16).float())
+        assert_same_bits("m.weight.grad", m.weight.grad, m.weight.grad.to(BF16).float())
 
     def test_torch_autocast_does_not_narrow_the_gemm(self) -> None:
         m = te.Linear(64, 32, bias=False, params_dtype=BF16)
         x = torch.randn(32, 64).to(BF16)
         plain = run(m, R.Float8CurrentScaling(), x)
         with torch.autocast("cpu", BF16):
-            assert torch.equal(run(m, R.Float8CurrentScaling(), x), plain)
+            assert_same_bits("run(m, R.Float8CurrentScaling(), x)", run(m, R.Float8CurrentScaling(), x), plain)
 
     def test_torch_autocast_without_fp8(self) -> None:
         m = te.Linear(32, 32)
         x = torch.randn(32, 32)
         with torch.autocast("cpu", BF16):
             y = m(x)
-        assert torch.equal(y, nn.functional.linear(x.to(BF16), m.weight.to(BF16), m.bias.to(BF16)))
+        assert_same_bits("y", y, nn.functional.linear(x.to(BF16), m.weight.to(BF16), m.bias.to(BF16)))
 
     def test_the_bias_of_an_fp32_layer_is_rounded_to_bf16_in_fp8(self) -> None:
         m = te.Linear(32, 32)
@@ -183,7 +184,11 @@ class TestShapes:
     def test_non_contiguous_input(self) -> None:
         m = te.Linear(32, 32, params_dtype=BF16)
         x = torch.randn(32, 64, dtype=BF16)[:, ::2]
-        assert torch.equal(run(m, R.Float8CurrentScaling(), x), run(m, R.Float8CurrentScaling(), x.contiguous()))
+        assert_same_bits(
+            "run(m, R.Float8CurrentScaling(), x)",
+            run(m, R.Float8CurrentScaling(), x),
+            run(m, R.Float8CurrentScaling(), x.contiguous()),
+        )
 
     def test_wrong_size(self) -> None:
         with pytest.raises(AssertionError, match="GEMM not possible"):
@@ -270,9 +275,9 @@ class TestWeightCache:
         first = run(m, RECIPES[name](), x, is_first_microbatch=True)
         with torch.no_grad():
             m.weight.mul_(2)
-        assert torch.equal(run(m, RECIPES[name](), x, is_first_microbatch=False), first)
-        assert torch.equal(run(m, RECIPES[name](), x, is_first_microbatch=True), first * 2)
-        assert torch.equal(run(m, RECIPES[name](), x), first * 2)
+        assert_same_bits("result", run(m, RECIPES[name](), x, is_first_microbatch=False), first)
+        assert_same_bits("result", run(m, RECIPES[name](), x, is_first_microbatch=True), first * 2)
+        assert_same_bits("run(m, RECIPES[name](), x)", run(m, RECIPES[name](), x), first * 2)
         assert m._fp8_workspaces.keys() == {"weight"}
 
     def test_reset_fp8_state_drops_it(self) -> None:
@@ -297,7 +302,7 @@ class TestWeightCache:
         run(m, recipe, x, is_first_microbatch=True)
         before = m.fp8_meta["scaling_fwd"].amax_history[:, 1].clone()
         run(m, recipe, x, is_first_microbatch=False)
-        assert torch.equal(m.fp8_meta["scaling_fwd"].amax_history[:, 1], before)
+        assert_same_bits("result", m.fp8_meta["scaling_fwd"].amax_history[:, 1], before)
 
     def test_an_inference_cache_is_rebuilt_for_training(self) -> None:
         m = te.Linear(32, 32, params_dtype=BF16)
@@ -316,7 +321,7 @@ class TestWeightCache:
         with torch.no_grad():
             m.weight.zero_()
         run(m, R.Float8CurrentScaling(), x, is_first_microbatch=True)
-        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+        assert_same_bits("torch.autograd.grad(y.sum(), x)[0]", torch.autograd.grad(y.sum(), x)[0], expected)
 
 
 @pytest.mark.parametrize("make", [R.Float8CurrentScaling, R.Float8BlockScaling, R.MXFP8BlockScaling])
@@ -325,7 +330,7 @@ def test_backward_override(make: Callable[..., R.Recipe], override: str) -> None
     m = te.Linear(64, 64, bias=False, params_dtype=BF16)
     x, g = torch.randn(64, 64, dtype=BF16, requires_grad=True), torch.randn(64, 64, dtype=BF16)
     y = run(m, make(backward_override=override), x, g)
-    assert torch.equal(y, run(m, make(), x))
+    assert_same_bits("y", y, run(m, make(), x))
     w, v = m.weight.detach(), x.detach()
     if override == "dequantized":
         quantizers = [q.copy() for q in m.quantizers["scaling_fwd"]]
@@ -346,8 +351,8 @@ class TestQuantizedInputsAndOutputs:
         quantizer.internal = False
         quantizer.set_usage(rowwise=True, columnwise=True)
         quantized = quantizer(x)
-        assert torch.equal(run(b, RECIPES[name](), quantized, g), expected)
-        assert torch.equal(a.weight.grad, b.weight.grad)
+        assert_same_bits("run(b, RECIPES[name](), quantized, g)", run(b, RECIPES[name](), quantized, g), expected)
+        assert_same_bits("a.weight.grad", a.weight.grad, b.weight.grad)
         assert quantized.get_usages() == {"rowwise": True, "columnwise": True}
 
     @pytest.mark.parametrize("name", ["delayed", "current"])

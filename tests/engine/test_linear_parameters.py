@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 from engine_reference import RECIPES, run
 from torch import Tensor, nn
 
@@ -33,7 +34,7 @@ class TestParameters:
         torch.manual_seed(3)
         m = te.Linear(32, 16)
         torch.manual_seed(3)
-        assert torch.equal(m.weight, torch.empty(16, 32).normal_(0, 0.023))
+        assert_same_bits("m.weight", m.weight, torch.empty(16, 32).normal_(0, 0.023))
         assert (te.Linear(8, 8, init_method=nn.init.ones_).weight == 1).all()
 
     def test_the_third_positional_argument_is_not_the_bias(self) -> None:
@@ -77,7 +78,7 @@ class TestStateDict:
         with pytest.raises(RuntimeError, match="_extra_state"):
             m.load_state_dict(plain.state_dict())
         m.load_state_dict(plain.state_dict(), strict=False)
-        assert torch.equal(m.weight, plain.weight)
+        assert_same_bits("m.weight", m.weight, plain.weight)
 
     def test_a_pickled_extra_state_is_refused(self) -> None:
         state = te.Linear(8, 8).state_dict() | {"_extra_state": torch.ones(3, dtype=torch.uint8)}
@@ -134,7 +135,7 @@ class TestPrimaryWeights:
         x = torch.randn(32, 64, dtype=BF16)
         with pytest.warns(UserWarning, match="quantized weights without quantized compute"):
             y = m(x)
-        assert torch.equal(y, nn.functional.linear(x, m.weight.dequantize(), m.bias))
+        assert_same_bits("y", y, nn.functional.linear(x, m.weight.dequantize(), m.bias))
 
     def test_another_recipe_is_refused(self) -> None:
         m = self.make("current")
@@ -144,8 +145,10 @@ class TestPrimaryWeights:
     def test_state_dict_round_trip(self) -> None:
         a, b = self.make("mxfp8"), self.make("mxfp8")
         b.load_state_dict(a.state_dict())
-        assert torch.equal(a.weight.dequantize(), b.weight.dequantize())
-        assert torch.equal(copy.deepcopy(a).weight.dequantize(), a.weight.dequantize())
+        assert_same_bits("a.weight.dequantize()", a.weight.dequantize(), b.weight.dequantize())
+        assert_same_bits(
+            "copy.deepcopy(a).weight.dequantize()", copy.deepcopy(a).weight.dequantize(), a.weight.dequantize()
+        )
 
     def test_meta_then_reset(self) -> None:
         with te.quantized_model_init(recipe=R.Float8CurrentScaling()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bits import assert_same_bits
 from engine_reference import nearest, wide
 
 import te_models.engine.emulated as te
@@ -46,17 +47,19 @@ class TestNVFP4:
                     packed = data[i, j // 2 : j // 2 + 8].int()
                     got = torch.stack([packed & 15, packed >> 4], 1).flatten()
                     zero = values == 0
-                    assert torch.equal(got[~zero], codes.int()[~zero])
+                    assert_same_bits("got[~zero]", got[~zero], codes.int()[~zero])
                     assert (got[zero] & 7 == 0).all()
 
     def test_hadamard_is_orthogonal_and_only_columnwise(self) -> None:
         x = torch.randn(64, 48).to(BF16)
         plain, turned = te.NVFP4Quantizer()(x), te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)(x)
-        assert torch.equal(plain._rowwise_data, turned._rowwise_data)
+        assert_same_bits("plain._rowwise_data", plain._rowwise_data, turned._rowwise_data)
         assert not torch.equal(plain._columnwise_data, turned._columnwise_data)
         h = hadamard(True, torch.device("cpu"), FP32)
-        assert torch.equal(h @ h.t(), torch.eye(16))
-        assert torch.equal(h[:, 0] * 4, torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1.0]))
+        assert_same_bits("h @ h.t()", h @ h.t(), torch.eye(16))
+        assert_same_bits(
+            "h[:, 0] * 4", h[:, 0] * 4, torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1.0])
+        )
         y = torch.randn(64, 32).to(BF16)
         a, b = turned.operand(True), te.NVFP4Quantizer(with_rht=True)(y).operand(True)
         product = (a.values * a.scale).t() @ (b.values * b.scale)
@@ -75,7 +78,7 @@ class TestNVFP4:
         q = te.NVFP4Quantizer(stochastic_rounding=True, generator=generator)
         first = q(x).dequantize()
         generator.manual_seed(5)
-        assert torch.equal(q(x).dequantize(), first)
+        assert_same_bits("q(x).dequantize()", q(x).dequantize(), first)
         assert not torch.equal(q(x).dequantize(), first)
         rest = first[16:]
         assert rest.unique().numel() <= 2
@@ -102,7 +105,7 @@ class TestNVFP4:
         h = hadamard(True, torch.device("cpu"), FP32)
         expected = (x.float().t().reshape(-1, 16) @ h).view(32, 48).t()
         got = te.NVFP4Quantizer(with_rht=True)._transformed(x)
-        assert torch.equal(got, expected.to(BF16))
+        assert_same_bits("got", got, expected.to(BF16))
 
     def test_nan_is_not_swallowed(self) -> None:
         x = torch.ones(16, 16)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bits import assert_same_bits
 from ranks import run_ranks
 from torch import Tensor
 
@@ -147,7 +148,7 @@ def whole(parts: list[dict[str, Any]], name: str, mode: str, sequence: bool) -> 
     if dim is not None:
         return torch.cat(tensors, dim)
     if not sequence:
-        assert torch.equal(tensors[0], tensors[1])
+        assert_same_bits("tensors[0]", tensors[0], tensors[1])
         return tensors[0]
     # Tokens are split; a bias gradient is each rank's tokens' share.
     return tensors[0] + tensors[1] if name == "db" else torch.cat(tensors)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -69,7 +70,7 @@ def test_the_cast_inverts_decoding(dtype: DType, code: int) -> None:
     codes = torch.tensor([code], dtype=torch.uint8)
     values = numerics.decode_fp8(codes, dtype)
     if values.isfinite():
-        assert torch.equal(numerics.cast_fp8(values, torch.ones(1), dtype), codes)
+        assert_same_bits("result", numerics.cast_fp8(values, torch.ones(1), dtype), codes)
 
 
 @both
@@ -103,7 +104,7 @@ def block_maximum(x: Tensor, name: str, columnwise: bool) -> Tensor:
 @given(x=tensors())
 def test_negation_flips_signs_only(name: str, dtype: DType, x: Tensor) -> None:
     q = makers()[name](dtype)
-    assert torch.equal(q(-x).dequantize(), -q(x).dequantize())
+    assert_same_bits("q(-x).dequantize()", q(-x).dequantize(), -q(x).dequantize())
 
 
 @both
@@ -148,7 +149,7 @@ def test_requantizing_changes_nothing_with_power_of_two_scales(name: str, dtype:
         # A maximum that rounds up to the next power of two may take the next scale, which is coarser.
         assert ((twice - once).abs() <= once.abs() * ROUNDING[dtype] + once.abs().max() * 2.0**-9).all()
     if name == "mxfp8":
-        assert torch.equal(twice, once)
+        assert_same_bits("twice", twice, once)
 
 
 @both
@@ -158,7 +159,7 @@ def test_requantizing_changes_nothing_with_power_of_two_scales(name: str, dtype:
 def test_the_columnwise_copy_is_the_rowwise_copy_of_the_transpose(name: str, dtype: DType, x: Tensor) -> None:
     q = makers()[name](dtype)
     a, b = q(x).operand(True), q(x.t().contiguous()).operand(False)
-    assert torch.equal(a.values, b.values.t())
+    assert_same_bits("a.values", a.values, b.values.t())
 
 
 @fast

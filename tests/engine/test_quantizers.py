@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 from engine_reference import nearest, wide
 from torch import Tensor
 
@@ -51,7 +52,11 @@ class TestCast:
         special = torch.tensor([MAX[dtype] * 1.01, MAX[dtype] * 1e6, torch.inf, FLT_MAX, 1e-45, 1e-30])
         x = torch.cat([edges, special, torch.randn(100_000) * 10, torch.randn(100_000) * 1e-3])
         x = torch.cat([x, -x])
-        assert torch.equal(numerics.cast_fp8(x, torch.ones(1), dtype), reference_codes(x, dtype))
+        assert_same_bits(
+            "result",
+            numerics.cast_fp8(x, torch.ones(1), dtype),
+            reference_codes(x, dtype),
+        )
 
     def test_keeps_nan(self, dtype: DType) -> None:
         codes = numerics.cast_fp8(torch.tensor([torch.nan, -torch.nan]), torch.ones(1), dtype)
@@ -60,10 +65,16 @@ class TestCast:
     def test_decodes_every_code(self, dtype: DType) -> None:
         codes = torch.arange(256, dtype=torch.uint8)
         expected = codes.view(FP8[dtype]).float()
-        assert torch.equal(numerics.decode_fp8(codes, dtype).nan_to_num(-1.5), expected.nan_to_num(-1.5))
+        assert_same_bits(
+            "result",
+            numerics.decode_fp8(codes, dtype).nan_to_num(-1.5),
+            expected.nan_to_num(-1.5),
+        )
         finite = codes[expected.isfinite()]
         decoded = numerics.decode_fp8(finite, dtype)
-        assert torch.equal(decoded.view(torch.int32), expected[expected.isfinite()].view(torch.int32))
+        assert_same_bits(
+            "decoded.view(torch.int32)", decoded.view(torch.int32), expected[expected.isfinite()].view(torch.int32)
+        )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +100,7 @@ def test_scale_from_amax(amax: float, options: dict[str, Any], expected: float) 
 def test_the_scale_is_rounded_once() -> None:
     amax = torch.rand(10_000) * 100 + 1e-3
     expected = (448.0 / amax.double()).float()
-    assert torch.equal(numerics.scale_from_amax(amax, 448.0), expected)
+    assert_same_bits("numerics.scale_from_amax(amax, 448.0)", numerics.scale_from_amax(amax, 448.0), expected)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +141,8 @@ class TestAgainstLoops:
         x = wide(32, 48, source)
         scale, amax = torch.tensor([0.37]), torch.tensor([1.0])
         t = te.Float8Quantizer(scale, amax, dtype)(x)
-        assert torch.equal(t._data, reference_codes(x.float() * scale, dtype))
-        assert torch.equal(t._transpose, t._data.t())
+        assert_same_bits("t._data", t._data, reference_codes(x.float() * scale, dtype))
+        assert_same_bits("t._transpose", t._transpose, t._data.t())
         assert t._scale_inv.shape == (1,) and t._scale_inv == 1 / scale
         assert amax == x.float().abs().max()
 
@@ -141,7 +152,7 @@ class TestAgainstLoops:
         t = te.Float8CurrentScalingQuantizer(dtype, "cpu", force_pow_2_scales=power_of_2)(x)
         scale = torch.tensor(MAX[dtype]) / x.float().abs().max()
         scale = torch.exp2(torch.floor(torch.log2(scale))) if power_of_2 else scale
-        assert torch.equal(t._data, reference_codes(x.float() * scale, dtype))
+        assert_same_bits("t._data", t._data, reference_codes(x.float() * scale, dtype))
         assert t._scale_inv.item() == (1 / scale).item()
 
     @pytest.mark.parametrize("dim", [1, 2])
@@ -160,13 +171,13 @@ class TestAgainstLoops:
             block = (128, 128) if dim == 2 else (128, 1) if columnwise else (1, 128)
             codes, inverse = self.by_block(x, block, dtype, power_of_2)
             if columnwise:
-                assert torch.equal(t._columnwise_data, codes.t())
+                assert_same_bits("t._columnwise_data", t._columnwise_data, codes.t())
                 stored, expected = t._columnwise_scale_inv, inverse.t() if dim == 2 else inverse
             else:
-                assert torch.equal(t._rowwise_data, codes)
+                assert_same_bits("t._rowwise_data", t._rowwise_data, codes)
                 stored, expected = t._rowwise_scale_inv, inverse if dim == 2 else inverse.t()
             assert stored.dtype == FP32 and stored.shape == (expected.shape[0], -(-expected.shape[1] // 4) * 4)
-            assert torch.equal(stored[:, : expected.shape[1]], expected)
+            assert_same_bits("stored[:, : expected.shape[1]]", stored[:, : expected.shape[1]], expected)
 
     def by_block(self, x: Tensor, block: tuple[int, int], dtype: DType, power_of_2: bool) -> tuple[Tensor, Tensor]:
         (m, k), (bm, bk) = x.shape, block
@@ -205,7 +216,7 @@ class TestAgainstLoops:
                     where = (i // 32, j) if columnwise else (i, j // 32)
                     assert scales[where] == e
                     expected = reference_codes((part * 2.0 ** (127 - e)).float(), dtype)
-                    assert torch.equal(data[i : i + bm, j : j + bk], expected)
+                    assert_same_bits("data[i : i + bm, j : j + bk]", data[i : i + bm, j : j + bk], expected)
 
 
 class TestSpecialValues:
@@ -272,7 +283,7 @@ class TestTensor:
     def test_three_dimensions(self, name: str) -> None:
         q, t, x = self.make(name, (2, 32, 64))
         flat = q(x.view(64, 64))
-        assert torch.equal(t.dequantize().view(64, 64), flat.dequantize())
+        assert_same_bits("t.dequantize().view(64, 64)", t.dequantize().view(64, 64), flat.dequantize())
         if hasattr(t, "_data"):
             assert t._transpose.shape == (64, 2, 32)
         elif "mxfp8" in name:
@@ -289,7 +300,7 @@ class TestTensor:
     def test_operations_use_the_values(self, name: str) -> None:
         _, t, _ = self.make(name)
         assert type(t + 1) is Tensor and torch.equal(t + 1, t.dequantize() + 1)
-        assert torch.equal(t.float(), t.dequantize().float())
+        assert_same_bits("t.float()", t.float(), t.dequantize().float())
 
     def test_in_place_operations_quantize_again(self, name: str) -> None:
         q, t, _ = self.make(name)
@@ -307,7 +318,7 @@ class TestTensor:
         for other in (t.clone(), copy.deepcopy(t)):
             assert type(other) is type(t) and torch.equal(other.dequantize(), before)
             other.zero_()
-            assert torch.equal(t.dequantize(), before)
+            assert_same_bits("t.dequantize()", t.dequantize(), before)
         assert type(t.detach()) is type(t)
 
     def test_pickles(self, name: str) -> None:
@@ -323,17 +334,17 @@ class TestTensor:
         values = t.dequantize()
         t.update_usage(columnwise_usage=False)
         assert t.get_usages() == {"rowwise": True, "columnwise": False}
-        assert torch.equal(t.dequantize(), values)
+        assert_same_bits("t.dequantize()", t.dequantize(), values)
         if name in ("delayed", "current", "block2"):
             full = q(x)
             t.update_usage(columnwise_usage=True)
             for attribute in ("_transpose", "_columnwise_data", "_columnwise_scale_inv"):
                 if hasattr(full, attribute):
-                    assert torch.equal(getattr(t, attribute), getattr(full, attribute))
+                    assert_same_bits("getattr(t, attribute)", getattr(t, attribute), getattr(full, attribute))
             t.update_usage(rowwise_usage=False)
-            assert torch.equal(t.dequantize(), values)
+            assert_same_bits("t.dequantize()", t.dequantize(), values)
             t.update_usage(rowwise_usage=True)
-            assert torch.equal(t.dequantize(), values)
+            assert_same_bits("t.dequantize()", t.dequantize(), values)
         else:
             with pytest.raises(RuntimeError, match="quantize again with"):
                 t.update_usage(columnwise_usage=True)
@@ -354,7 +365,7 @@ class TestTensor:
         other = q.make_empty((64, 64), dtype=BF16)
         assert type(other) is type(t) and (other.dequantize() == 0).all()
         q.quantize(x, out=other)
-        assert torch.equal(other.dequantize(), t.dequantize())
+        assert_same_bits("other.dequantize()", other.dequantize(), t.dequantize())
         with pytest.raises(ValueError, match="cannot quantize shape"):
             q.quantize(x[:32], out=other)
 
@@ -364,7 +375,7 @@ def test_row_and_column_copies_of_a_transpose_agree() -> None:
     for make in (MAKE["block1"], MAKE["mxfp8"], MAKE["nvfp4"]):
         a, b = make(E4M3)(x), make(E4M3)(x.t().contiguous())
         left, right = a.operand(True), b.operand(False)
-        assert torch.equal(left.values, right.values.t())
+        assert_same_bits("left.values", left.values, right.values.t())
 
 
 def test_current_scaling_warns_about_ignored_arguments() -> None:

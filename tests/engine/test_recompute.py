@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -131,7 +132,7 @@ def test_restores_the_random_state_after_recomputing(reentrant: bool) -> None:
         y = te.checkpoint(block, x, use_reentrant=reentrant)
     before = torch.get_rng_state()
     y.sum().backward()
-    assert torch.equal(torch.get_rng_state(), before)
+    assert_same_bits("torch.get_rng_state()", torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

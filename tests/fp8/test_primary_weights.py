@@ -184,12 +184,12 @@ def test_saved_and_loaded_it_is_the_same_to_the_bit(recipe: str, tmp_path: Path)
     assert_same(loaded, model)
     for name, p in quantized(loaded).items():
         again = dict(model.named_parameters())[name]
-        assert torch.equal(p.get_high_precision_init_val(), masters[id(again)].bfloat16()), "the master, not the codes"
+        assert_same_bits("the master, not the codes", p.get_high_precision_init_val(), masters[id(again)].bfloat16())
     ids = batch(9)
     for one in (loaded, model):
         one(ids, labels=ids).loss.backward()
     for p, q in zip(loaded.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+        assert_same_bits("p.grad", p.grad, q.grad)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -200,7 +200,7 @@ def test_the_folder_loads_without_fp8_params_and_for_transformers(recipe: str, t
     dense = CausalLM.from_pretrained(tmp_path / "m", device="cpu", fp8_params=False)
     assert not quantized_weights(dense)
     for (name, p), q in zip(model.named_parameters(), dense.named_parameters(), strict=True):
-        assert torch.equal(plain(p), q[1]), name
+        assert_same_bits(name, plain(p), q[1])
     other = "blockwise" if recipe == "mxfp8" else "mxfp8"
     with (
         contextlib.nullcontext()
@@ -221,7 +221,7 @@ def test_from_hugging_face_and_back(tmp_path: Path) -> None:
     loaded.save_pretrained(tmp_path / "again", format="hf")
     again = CausalLM.from_pretrained(tmp_path / "again", device="cpu")
     for (name, p), q in zip(loaded.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(plain(p), q), name
+        assert_same_bits(name, plain(p), q)
     gated = CausalLM.from_pretrained(tmp_path / "hf", attention_gate="elementwise", **options)
     ids = batch(0)
     assert torch.allclose(gated(ids).logits, loaded(ids).logits, atol=0.02)
@@ -249,7 +249,7 @@ def test_a_swap_that_needs_other_codes_is_refused() -> None:
     weight: Any = model.layers[1].mlp.down_proj.weight
     now = fp8_state(model)
     name = "layers.1.mlp.down_proj.scaling_fwd.scale"
-    assert torch.equal(now[name][:2], scales[name][:2] / 2)
+    assert_same_bits("now[name][:2]", now[name][:2], scales[name][:2] / 2)
     train(model, 2, start=3, optimizer=optimizer)
     assert weight._scale_inv.item() == pytest.approx(1 / now[name][1].item(), rel=0.1), "updates reach the new scale"
 

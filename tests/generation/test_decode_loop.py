@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 from graph_tape import pretend_cuda
 
 from te_models import CausalLM, list_recipes
@@ -69,7 +70,7 @@ def test_a_replayed_step_is_the_eager_step(feature: str, on_tape: Callable[..., 
     model = build(**FEATURES[feature])
     eager = model.generate(PROMPTS, max_new_tokens=16)
     assert len(set(eager[:, 19:].flatten().tolist())) > 8
-    assert torch.equal(on_tape(model), eager)
+    assert_same_bits("on_tape(model)", on_tape(model), eager)
 
 
 @torch.no_grad()
@@ -95,7 +96,7 @@ def test_a_replayed_step_under_every_recipe(recipe: str, batch: int, on_tape: Ca
     model(ids, labels=ids).loss.backward()
     before = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
     eager = model.generate(PROMPTS[:batch], max_new_tokens=6)
-    assert torch.equal(on_tape(model, PROMPTS[:batch], 6), eager)
+    assert_same_bits("on_tape(model, PROMPTS[:batch], 6)", on_tape(model, PROMPTS[:batch], 6), eager)
     assert all(torch.equal(tensor, before[name]) for name, tensor in fp8_state(model).items())
 
 
@@ -106,7 +107,7 @@ def test_a_replayed_step_under_every_recipe(recipe: str, batch: int, on_tape: Ca
 def test_replayed_sampling_draws_the_same(options: dict, on_tape: Callable[..., torch.Tensor]) -> None:
     model = build()
     eager = model.generate(PROMPTS, max_new_tokens=16, do_sample=True, seed=5, **options)
-    assert torch.equal(on_tape(model, do_sample=True, seed=5, **options), eager)
+    assert_same_bits("result", on_tape(model, do_sample=True, seed=5, **options), eager)
     assert not torch.equal(on_tape(model, do_sample=True, seed=6, **options), eager)
 
 
@@ -116,10 +117,12 @@ def test_stops_are_the_same_under_replay(on_tape: Callable[..., torch.Tensor]) -
     stops = [int(free[0, 3]), int(free[1, 9])]
     eager = model.generate(PROMPTS, max_new_tokens=16, eos_token_id=stops)
     assert eager.shape[1] < 35 or (eager[:, -1] == stops[0]).any()
-    assert torch.equal(on_tape(model, eos_token_id=stops), eager)
+    assert_same_bits("on_tape(model, eos_token_id=stops)", on_tape(model, eos_token_id=stops), eager)
     ending = words.decode(free[0, 5:7].tolist())
     options = dict(stop_strings=ending, tokenizer=words, eos_token_id=None)
-    assert torch.equal(on_tape(model, **options), model.generate(PROMPTS, max_new_tokens=16, **options))
+    assert_same_bits(
+        "on_tape(model, **options)", on_tape(model, **options), model.generate(PROMPTS, max_new_tokens=16, **options)
+    )
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "bf16"])
@@ -168,7 +171,7 @@ def test_codes_of_older_weights_are_not_used() -> None:
         for block in model.layers:
             block.mlp.down_proj.weight.mul_(-3)
     text = model.generate(PROMPTS, max_new_tokens=4)
-    assert torch.equal(model.generate(PROMPTS, max_new_tokens=4), text), "the second time nothing was kept"
+    assert_same_bits("the second time nothing was kept", model.generate(PROMPTS, max_new_tokens=4), text)
 
 
 @torch.no_grad()
@@ -242,8 +245,16 @@ def test_a_cuda_graph_gives_the_eager_tokens(engine: str, recipe: str, batch: in
     before = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
     for options in (dict(), dict(do_sample=True, seed=3, top_k=20, top_p=0.9, min_p=0.01)):
         eager = model.generate(PROMPTS[:batch], max_new_tokens=24, cuda_graph=False, **options)
-        assert torch.equal(model.generate(PROMPTS[:batch], max_new_tokens=24, cuda_graph=True, **options), eager)
-        assert torch.equal(model.generate(PROMPTS[:batch], max_new_tokens=24, **options), eager)
+        assert_same_bits(
+            "result",
+            model.generate(PROMPTS[:batch], max_new_tokens=24, cuda_graph=True, **options),
+            eager,
+        )
+        assert_same_bits(
+            "result",
+            model.generate(PROMPTS[:batch], max_new_tokens=24, **options),
+            eager,
+        )
     assert all(torch.equal(tensor, before[name]) for name, tensor in fp8_state(model).items())
 
 
@@ -252,4 +263,4 @@ def test_a_cuda_graph_gives_the_eager_tokens(engine: str, recipe: str, batch: in
 def test_a_cuda_graph_of_every_feature(feature: str) -> None:
     model = build("current", device="cuda", engine="native", **FEATURES[feature])
     eager = model.generate(PROMPTS, max_new_tokens=16, cuda_graph=False)
-    assert torch.equal(model.generate(PROMPTS, max_new_tokens=16, cuda_graph=True), eager)
+    assert_same_bits("result", model.generate(PROMPTS, max_new_tokens=16, cuda_graph=True), eager)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+from chat_model import write_chat_model
 
 from te_models import CausalLM, list_recipes
 from te_models.cli import main
@@ -303,42 +304,10 @@ def test_what_cannot_be_continued_is_refused_in_one_line(prompt: Any, options: d
     assert message in str(error.value) and "\n" not in str(error.value) and model.training
 
 
-TEMPLATE = """{%- if messages[0].role == 'user' and not messages[0].content %}{{ raise_exception('say something') }}{% endif %}
-{{- bos_token }}
-{%- for message in messages %}
-    {%- if message['role'] == 'assistant' %}
-{% generation %}{{ '<|im_start|>assistant\\n' + message['content'] | trim + '<|im_end|>\\n' }}{% endgeneration %}
-    {%- else %}
-{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>\\n' }}
-    {%- endif %}
-    {%- if loop.last %}{% break %}{% endif %}
-{%- endfor %}
-{%- if tools is not none %}{{ tools | tojson(indent=2) }}{% endif %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}
-{%- endif %}"""
-
-
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Hugging Face folder whose tokenizer has a chat template."""
-    folder = tmp_path_factory.mktemp("chat") / "model"
-    specials = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
-    build(vocab_size=288, eos_token_id=258, dtype=torch.float32).save_pretrained(folder, format="hf")
-    document = ByteTokenizer().documents()["tokenizer"]
-    document["model"]["vocab"] = {k: v for k, v in document["model"]["vocab"].items() if v < 256}
-    document["model"]["vocab"] |= {token: 256 + i for i, token in enumerate(specials)}
-    added = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    document["added_tokens"] = [dict(id=256 + i, content=token, **added) for i, token in enumerate(specials)]
-    (folder / "tokenizer.json").write_text(json.dumps(document))
-    config = dict(
-        bos_token=specials[0],
-        eos_token=dict(__type="AddedToken", content=specials[2], **added),
-        tokenizer_class="PreTrainedTokenizerFast",
-    )
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    return folder
+    return write_chat_model(tmp_path_factory.mktemp("chat") / "model")
 
 
 MESSAGES = [

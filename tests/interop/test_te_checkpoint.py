@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 from safetensors.torch import save_file
 
 from te_models import CausalLM
@@ -65,7 +66,7 @@ def write(form: str, folder: Path, tensors: dict[str, Any]) -> Path:
 def assert_same(one: CausalLM, other: CausalLM) -> None:
     assert one.recipe.to_dict() == other.recipe.to_dict()
     for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q), name
+        assert_same_bits(name, p, q)
     have, want = fp8_state(one), fp8_state(other)
     assert have.keys() == want.keys() and [name for name in want if not torch.equal(have[name], want[name])] == []
 
@@ -80,7 +81,7 @@ def test_a_folder_with_a_config_loads_by_itself(form: str, recipe: str, tmp_path
     loaded = CausalLM.from_pretrained(tmp_path / "te", device="cpu")
     assert_same(loaded, model)
     with torch.no_grad():
-        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+        assert_same_bits("loaded(IDS).logits", loaded(IDS).logits, model(IDS).logits)
     assert main(["convert", "--model", str(tmp_path / "te"), "--format", "te", "--out", str(tmp_path / "ours")]) == 0
     assert_same(CausalLM.from_pretrained(tmp_path / "ours", device="cpu"), model)
 

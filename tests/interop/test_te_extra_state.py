@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 
 from te_models.errors import CheckpointError
 from te_models.interop.te_extra_state import MAX_BYTES, read_extra_state
@@ -88,7 +89,7 @@ def assert_tensors(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> 
     assert {name for name in found if isinstance(found[name], torch.Tensor)} == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == torch.float32
-        assert torch.equal(found[name], tensor)
+        assert_same_bits("found[name]", found[name], tensor)
 
 
 EXTRA = {"fp8_checkpoint": True, "num_gemms": 1, "fp8_max_fwd": 448.0, "shape": (3, 2), "note": "x"}
@@ -141,8 +142,8 @@ def test_reads_views_of_a_larger_storage() -> None:
     whole = torch.arange(20.0)
     state = {**tensors(), "scale_fwd": whole[5:8], "amax_history_fwd": whole[8:20].view(4, 3)}
     found = read_extra_state(payload(state))
-    assert torch.equal(found["scale_fwd"], whole[5:8])
-    assert torch.equal(found["amax_history_fwd"], whole[8:20].view(4, 3))
+    assert_same_bits("found['scale_fwd']", found["scale_fwd"], whole[5:8])
+    assert_same_bits("found['amax_history_fwd']", found["amax_history_fwd"], whole[8:20].view(4, 3))
 
 
 def test_reads_a_format_that_python_pickled_by_name() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bits import assert_same_bits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models import CausalLM
@@ -50,7 +51,7 @@ def test_the_losss_factor_is_not_rounded(retain: bool) -> None:
     whole = torch.autograd.grad(loss, (x, weight), retain_graph=True)
     third = torch.autograd.grad(loss * factor, (x, weight), retain_graph=retain)
     for one, other in zip(third, whole, strict=True):
-        assert torch.equal(one, (other.float() * factor).bfloat16())
+        assert_same_bits("one", one, (other.float() * factor).bfloat16())
 
 
 def test_no_target_counts() -> None:
@@ -92,9 +93,9 @@ def over_the_logits(
 def test_a_kernel_may_write_over_the_logits(chunk: int | None) -> None:
     x, weight, targets = inputs(torch.float32)
     plain, other = (linear_cross_entropy(x, weight, targets, chunk, k) for k in (loss_and_gradient, over_the_logits))
-    assert torch.equal(plain, other)
+    assert_same_bits("plain", plain, other)
     for one, two in zip(*(torch.autograd.grad(loss, (x, weight)) for loss in (plain, other)), strict=True):
-        assert torch.equal(one, two)
+        assert_same_bits("one", one, two)
 
 
 @pytest.mark.parametrize("kernel", [loss_and_gradient, over_the_logits])

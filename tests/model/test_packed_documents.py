@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 from torch import Tensor
 
 from te_models import CausalLM
@@ -122,7 +123,11 @@ def test_positions_count_from_the_start_of_each_document() -> None:
 
     together = described(ids, documents)
     for row, place, own in alone(ids):
-        assert torch.equal(together.rotary[False][0][row, place], described(own).rotary[False][0])
+        assert_same_bits(
+            "together.rotary[False][0][row, place]",
+            together.rotary[False][0][row, place],
+            described(own).rotary[False][0],
+        )
     assert described(ids).masks == {None: None}, "without documents: the causal kernel"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from bits import assert_same_bits
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn.attention import SDPBackend
 
@@ -335,4 +336,4 @@ def test_a_copied_model_is_its_own(make: Make) -> None:
     other.backward()
     one.backward()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+        assert_same_bits("p.grad", p.grad, q.grad)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_bits
 
 from te_models import CausalLM
 from te_models.config.model import ROPE_SCALINGS, ModelConfig
@@ -87,11 +88,15 @@ def test_text_across_the_end_of_the_original_context(pair: tuple[Any, CausalLM],
     mask = (torch.arange(9) >= torch.tensor([[0], [4]])).long()
     ids = torch.randint(1, SIZES["vocab_size"], (2, 9)) * mask
     expected = judge.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False)
-    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=24), expected)
+    assert_same_bits(
+        "result",
+        model.generate(ids, attention_mask=mask, max_new_tokens=24),
+        expected,
+    )
     uncached = model.generate(ids[:1], max_new_tokens=24, use_cache=False)
     if request.node.callspec.params["pair"] in BY_LENGTH:
         expected = judge.generate(ids[:1], max_new_tokens=24, do_sample=False, use_cache=False)
-    assert torch.equal(uncached, expected[:1])
+    assert_same_bits("uncached", uncached, expected[:1])
 
 
 def test_the_config_goes_back_as_it_came(pair: tuple[Any, CausalLM], tmp_path: Path) -> None:
@@ -100,7 +105,7 @@ def test_the_config_goes_back_as_it_came(pair: tuple[Any, CausalLM], tmp_path: P
     model.save_pretrained(tmp_path / "back", format="hf")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     ids = torch.randint(1, SIZES["vocab_size"], (1, 2 * ORIGINAL))
-    assert torch.equal(again(ids).logits, judge.eval()(ids).logits)
+    assert_same_bits("again(ids).logits", again(ids).logits, judge.eval()(ids).logits)
     assert CausalLM.from_pretrained(tmp_path / "back", device="cpu").config == model.config
     model.save_pretrained(tmp_path / "own")
     assert CausalLM.from_pretrained(tmp_path / "own", device="cpu").config == model.config

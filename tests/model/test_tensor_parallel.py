@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bits import assert_same_bits
 from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -205,7 +206,7 @@ def test_two_ranks_train_as_one(number: int, case: tuple[str, str, bool, dict[st
     assert parts[0]["losses"] == parts[1]["losses"] == pytest.approx(expected["losses"], rel=LOSS[case[1]])
     for name, tensor in parts[0]["gradients"].items():
         if not is_sharded(name):
-            assert torch.equal(tensor, parts[1]["gradients"][name]), name
+            assert_same_bits(name, tensor, parts[1]["gradients"][name])
     if case[1] in OWN_SCALES:
         return
     for name, tensor in expected["gradients"].items():
@@ -215,7 +216,7 @@ def test_two_ranks_train_as_one(number: int, case: tuple[str, str, bool, dict[st
         close = 1e-5 if case[1] == "bf16" else 2.0**-5
         assert (parts[0]["gathered"][name] - tensor).abs().max() < close * tensor.abs().max() + 1e-7, name
     for name, tensor in expected["scales"].items():
-        assert torch.equal(parts[0]["scales"][name], parts[1]["scales"][name]), name
+        assert_same_bits(name, parts[0]["scales"][name], parts[1]["scales"][name])
         # An amax is one sum of 64 or more products, as large as 8 of them. A code of E4M3 that tips changes one by
         # 2^-3, the sum by 2^-6; in either factor of a product.
         torch.testing.assert_close(parts[0]["scales"][name], tensor, rtol=2.0**-5, atol=0)
@@ -255,7 +256,7 @@ def test_saved_by_two_read_by_one_or_two(results: Path) -> None:
         again = CausalLM.from_pretrained(results / folder, engine="emulated", device="cpu")
         expected = build(case)
         for (name, a), b in zip(again.named_parameters(), expected.parameters(), strict=True):
-            assert torch.equal(a, b), name
+            assert_same_bits(name, a, b)
     assert fp8_state(CausalLM.from_pretrained(results / "te", engine="emulated", device="cpu"))
 
 

@@ -312,7 +312,7 @@ def test_quantization_is_within_half_a_step_of_each_block(shape: tuple[int, int]
     step = scales.expand(-1, 128).flatten()[: x.numel()].view(shape)
     assert ((dequantize(codes, scales, x.shape) - x).abs() <= step * 0.5001).all()
     blocks = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 128)).view(-1, 128)
-    assert torch.equal(scales.squeeze(1), blocks.abs().amax(1) / 127)
+    assert_same_bits("scales.squeeze(1)", scales.squeeze(1), blocks.abs().amax(1) / 127)
     assert not quantize(torch.zeros(5, 5))[0].any()
 
 
@@ -433,7 +433,7 @@ def test_te_adam_keeps_exact_masters_and_resumes_in_every_bit(moments: str) -> N
     weights = {name: p.detach() for name, p in half[0].named_parameters()}
     resumed = run(2, half[1].state_dict(), weights)
     for (name, p), q in zip(whole[0].named_parameters(), resumed[0].parameters(), strict=True):
-        assert torch.equal(p, q), name
+        assert_same_bits(name, p, q)
     assert same(whole[1].state_dict(), resumed[1].state_dict())
     per_parameter = state_bytes(whole[1].state_dict()["state"]) / sum(p.numel() for p in whole[0].parameters())
     assert per_parameter == pytest.approx({"bf16": 6, "fp8": 5, "fp32": 10}[moments], rel=0.01)

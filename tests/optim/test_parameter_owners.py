@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bits import assert_same_bits
 from distributed_job import continue_from, make_trainer, outcome, run_case
 from ranks import run_ranks
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -145,7 +146,7 @@ def test_resumed_by_as_many_it_is_the_same_run_to_the_bit(two: dict[str, Any], r
     for group in groups:
         assert saved.tensors[group].keys() == resumed.tensors[group].keys()
         for name, tensor in saved.tensors[group].items():
-            assert torch.equal(tensor, resumed.tensors[group][name]), name
+            assert_same_bits(name, tensor, resumed.tensors[group][name])
 
 
 def test_a_checkpoint_has_the_codes_and_the_values_of_the_masters(two: dict[str, Any], root: Path) -> None:
@@ -156,7 +157,7 @@ def test_a_checkpoint_has_the_codes_and_the_values_of_the_masters(two: dict[str,
     assert len(codes) == 8
     for name, tensor in codes.items():
         (master,) = [m for m in masters if torch.equal(m.bfloat16(), saved["model"][name])]
-        assert torch.equal(quantizer(master)._data, tensor), name
+        assert_same_bits(name, quantizer(master)._data, tensor)
 
 
 def test_any_number_of_processes_goes_on_from_any_other(two: dict[str, Any], root: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from bits import assert_same_bits
 from ranks import run_process
 from torch import Tensor
 
@@ -37,7 +38,7 @@ def step_of(path: Path | None) -> int:
     found = load_folder(path)
     step = found.documents["training"]["step"]
     assert found.tensors["model"]["v"] == step
-    assert torch.equal(found.tensors["model"]["w"], torch.full((100,), float(step)))
+    assert_same_bits("found.tensors['model']['w']", found.tensors["model"]["w"], torch.full((100,), float(step)))
     return step
 
 
@@ -366,7 +367,7 @@ def test_background_buffers_are_reused_and_follow_the_shapes(tmp_path: Path) -> 
     assert pointers[0] == pointers[1]
     for step, size in enumerate((10, 10, 20)):
         found = load_folder(tmp_path / f"step-{step:08d}").tensors["model"]["w"]
-        assert torch.equal(found, torch.full((size,), float(step)))
+        assert_same_bits("found", found, torch.full((size,), float(step)))
 
 
 def test_a_failed_background_save_surfaces_once(

@@ -1,0 +1,181 @@
+"""`te-models chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from te_models.cli.options import Command, build_model, model_options, option, tokenizer_option
+from te_models.cli.sampling import sampling_options, take_sampling
+from te_models.errors import TeModelsError, UsageError
+
+if TYPE_CHECKING:
+    from te_models.generation.conversation import Conversation
+
+COMMANDS = {
+    "/help": "list these commands",
+    "/reset": "forget the conversation, but for the system message",
+    "/undo": "forget the last question and its answer",
+    "/retry": "answer the last question again",
+    "/system [TEXT]": "show the system message, or replace it and start again",
+    "/history": "show the conversation",
+    "/save FILE": "append the conversation to FILE, as a line of JSONL that --data reads",
+    "/exit": "leave, as Ctrl-D does",
+}
+KEYS = "Ctrl-C stops an answer, Ctrl-D leaves. A line that ends with \\ goes on; a leading space sends a line with /."
+
+
+@click.command(cls=Command)
+@model_options
+@option("--system", metavar="TEXT", help="System message.")
+@option("--chat-template", metavar="FILE", help="Jinja template of the conversation; default: the tokenizer's own.")
+@option(
+    "--template-option",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Variable of the template, such as enable_thinking=false; may be repeated.",
+)
+@tokenizer_option
+@sampling_options
+def chat(
+    preset: str | None, model: str | None, system: str | None, chat_template: str | None,
+    template_option: tuple[str, ...],
+    tokenizer: str | None, **options: Any,
+) -> None:  # fmt: skip
+    """Talk to a chat model, with streamed answers, a history and commands such as /reset."""
+    from te_models.data.dataset import check_vocabulary  # noqa: PLC0415  imports torch
+    from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415
+    from te_models.data.training_data import read_template  # noqa: PLC0415
+    from te_models.generation.conversation import Conversation  # noqa: PLC0415
+
+    sampling, variables = take_sampling(options), dict(_variable(text) for text in template_option)
+    words = load_tokenizer(tokenizer or model)
+    if chat_template is not None:
+        words.set_chat_template(read_template(chat_template))
+    words.chat_template()  # fail before the model is loaded
+    network = build_model(preset, model, options)
+    check_vocabulary(words, network.config.vocab_size)
+    talk = Conversation(network, words, system, variables)
+    if sys.stdin.isatty():
+        _note(f"{model}: {network.num_parameters():,} parameters, recipe {network.recipe.name}, {network.device}")
+        _note(f"{KEYS} /help lists commands.")
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # line editing and history for input()
+    Session(talk, sampling).run()
+
+
+class Session:
+    """The loop of a chat: read a line, run a command or print an answer, until the input ends."""
+
+    def __init__(self, talk: Conversation, sampling: dict[str, Any]) -> None:
+        self.talk, self.sampling = talk, sampling
+
+    def run(self) -> None:
+        """Answer lines of standard input until its end or /exit; a second Ctrl-C in a row leaves too."""
+        interrupted = False
+        while True:
+            try:
+                line = _read_line()
+                interrupted = False
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if interrupted:
+                    return
+                interrupted = True
+                click.echo()
+                _note("Ctrl-C again, Ctrl-D or /exit leaves")
+                continue
+            try:
+                if line.startswith("/"):
+                    if not self.obey(*line.strip().partition(" ")[::2]):
+                        return
+                elif line.strip():
+                    self.answer(line.strip())
+            except (TeModelsError, OSError) as error:  # this line's; the conversation goes on
+                if not sys.stdin.isatty():
+                    raise
+                _note(f"{error}")
+
+    def answer(self, text: str) -> None:
+        """Print the answer to `text` as it is generated; Ctrl-C stops it, and what was printed stays in the history."""
+        with contextlib.closing(self.talk.answer(text, **self.sampling)) as pieces:
+            try:
+                for piece in pieces:
+                    click.echo(piece, nl=False)
+                click.echo()
+            except KeyboardInterrupt:
+                click.echo()
+                _note("stopped")
+        if self.talk.forgotten:
+            _note(
+                f"the first {self.talk.forgotten} messages no longer fit into the model's context: /reset starts again"
+            )
+
+    def obey(self, command: str, argument: str) -> bool:
+        """Run a command; return False for one that ends the chat."""
+        talk, argument = self.talk, argument.strip()
+        if command in ("/exit", "/quit", "/bye"):
+            return False
+        if command == "/help":
+            click.echo("\n".join(f"  {name:<15} {text}" for name, text in COMMANDS.items()) + f"\n  {KEYS}")
+        elif command == "/reset":
+            talk.reset()
+            _note("a new conversation")
+        elif command in ("/undo", "/retry"):
+            question = talk.undo()
+            if question is None:
+                raise UsageError(f"{command}: nothing has been asked yet")
+            _note(f"forgot: {question}") if command == "/undo" else self.answer(question)
+        elif command == "/system" and argument:
+            talk.reset()
+            talk.system = argument
+            _note("a new conversation with this system message")
+        elif command == "/system":
+            _note(talk.system or "no system message")
+        elif command == "/history":
+            click.echo("\n".join(f"{m['role']}: {m['content']}" for m in talk.messages) or "nothing yet")
+        elif command == "/save" and argument:
+            with Path(argument).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"messages": talk.messages}, ensure_ascii=False) + "\n")
+            _note(f"{len(talk.messages)} messages appended to {argument}")
+        else:
+            wrong = "/save: give it a file" if command == "/save" else f"unknown command {command}"
+            raise UsageError(f"{wrong}; /help lists the commands")
+        return True
+
+
+def _read_line() -> str:
+    """Return the next message, of several lines where each but the last ends with a backslash."""
+    terminal, lines = sys.stdin.isatty(), []
+    while True:
+        if terminal:
+            line = input("... " if lines else "> ")
+        elif line := sys.stdin.readline():
+            line = line.removesuffix("\n")
+        else:
+            raise EOFError
+        if not line.endswith("\\"):
+            return "\n".join([*lines, line])
+        lines.append(line[:-1])
+
+
+def _variable(text: str) -> tuple[str, Any]:
+    """Return name and value of NAME=VALUE; a value that is JSON, such as false or 3, is read as such."""
+    name, found, value = text.partition("=")
+    if not name.isidentifier() or not found:
+        raise UsageError(f"--template-option {text}: write it as NAME=VALUE")
+    with contextlib.suppress(ValueError):
+        return name, json.loads(value)
+    return name, value
+
+
+def _note(text: str) -> None:
+    """Print what is not part of the conversation: dim, and on standard error, so that answers can be piped."""
+    click.secho(text, dim=True, err=True)

@@ -1,0 +1,99 @@
+"""`te-models evaluate`: the loss of a model on your data, under one recipe or several, and its scores on tasks."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.text import Text
+
+from te_models.cli.options import (
+    Command,
+    build_model,
+    console,
+    data_option,
+    json_option,
+    model_options,
+    option,
+    show,
+    tokenizer_option,
+)
+from te_models.config.data import DATA_HELP, DataConfig
+from te_models.config.recipe import get_recipe
+
+if TYPE_CHECKING:
+    from te_models.causal_lm import CausalLM
+
+harness_option = functools.partial(option, group="With --tasks")
+
+
+@click.command(cls=Command)
+@option("--data", metavar="PATH", help="Text or records to measure the loss on, as for finetune --data.")
+@option(
+    "--tasks",
+    metavar="NAMES",
+    help="Tasks of lm-evaluation-harness, by name or path of a YAML file, separated by commas.",
+)
+@option("--recipes", metavar="NAMES", help="Recipes to compare, separated by commas; default: the model's own.")
+@model_options
+@tokenizer_option
+@option("--seq-len", type=int, help="Tokens per sequence; default: 1024, or what the model takes if that is less.")
+@option("--batch-size", default=8, help="Sequences per forward pass.")
+@data_option("--columns", default="", metavar="NAMES", help=DATA_HELP["columns"])
+@data_option("--truncate", default="drop", metavar="WAY", help=DATA_HELP["truncate"])
+@data_option("--chat-template", metavar="FILE", help=DATA_HELP["chat_template"])
+@option("--max-batches", default=0, help="Most batches, spread evenly over the data; 0: all.")
+@harness_option("--limit", type=int, help="Examples per task; default: all.")
+@harness_option("--few-shot", type=int, help="Solved examples before each; default: the task's own number.")
+@json_option
+def evaluate(
+    preset: str | None, model: str | None, data: str | None, tasks: str | None, recipes: str | None,
+    recipe: str | None, tokenizer: str | None, as_json: bool, seq_len: int | None, batch_size: int, max_batches: int,
+    columns: str, truncate: str, chat_template: str | None,
+    limit: int | None, few_shot: int | None, **options: Any,
+) -> int:  # fmt: skip
+    """Measure the loss of a model on your data: per token, as perplexity, and in bits per byte.
+
+    With --recipes there is a row per recipe, all on the same tokens. Prompts of records are read and not counted.
+    """
+    if data is None and tasks is None:
+        raise click.UsageError("give --data PATH, --tasks NAMES, or both")
+    if recipes is not None and recipe is not None:
+        raise click.UsageError("give --recipe NAME, or several as --recipes NAMES, not both")
+    names = [recipe] if recipes is None else _names(recipes)
+    for name in filter(None, names):
+        get_recipe(name)  # an unknown name is an error before anything is loaded
+    DataConfig(columns=columns, truncate=truncate)  # checks both
+    from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415  imports torch
+    from te_models.data.training_data import read_template  # noqa: PLC0415
+    from te_models.inspect.evaluate import evaluate_recipes  # noqa: PLC0415
+
+    words, score = load_tokenizer(tokenizer or model), None
+    if chat_template is not None:
+        words.set_chat_template(read_template(chat_template))
+    if tasks is not None:
+        from te_models.inspect.harness import find_tasks, score_tasks  # noqa: PLC0415  optional, and slow to import
+
+        manager = find_tasks(_names(tasks))
+        examples = dict(batch_size=batch_size, limit=limit, few_shot=few_shot)
+        score = functools.partial(score_tasks, tokenizer=words, tasks=_names(tasks), manager=manager, **examples)
+
+    def load(name: str | None) -> CausalLM:
+        return build_model(preset, model, {**options, "recipe": name})
+
+    terminal = console()
+    with terminal.status("") as status:
+        found = evaluate_recipes(
+            load, names, words, model=model or str(preset), data=data, score=score,
+            progress=lambda line: status.update(Text(line)),
+            seq_len=seq_len, batch_size=batch_size, max_batches=max_batches, columns=columns, truncate=truncate,
+        )  # fmt: skip
+    show(found, as_json)
+    for row in found.refused:
+        click.echo(f"te-models: recipe {row.recipe} was not run: {row.note}", err=True)
+    return 2 if found.refused else 0
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,0 +1,114 @@
+"""A conversation with a chat model: its messages so far, and answers streamed through the tokenizer's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from typing_extensions import Unpack
+
+from te_models.data.tokenizer import Tokenizer
+from te_models.generation.options import GenerationOptions
+from te_models.generation.text import stream_text
+from te_models.model.decoder import Decoder
+
+LEAST_ROOM = 4  # an answer may always use this part (1/4) of the longest sequence; old turns make room for it
+
+
+class Conversation:
+    """Messages of user and assistant in turn, after an optional system message.
+
+    Args:
+        model: the network that answers.
+        tokenizer: must have a chat template.
+        system: the system message.
+        variables: variables of the chat template, such as enable_thinking.
+
+    Attributes:
+        messages: dicts with "role" and "content", in order; a program may change the list between answers.
+        forgotten: number of messages left out of the last prompt because the whole history was too long for the model.
+
+    Raises:
+        DataError: the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        system: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        tokenizer.chat_template()
+        self.model, self.tokenizer, self.variables = model, tokenizer, dict(variables or {})
+        self.messages: list[dict[str, str]] = []
+        self.forgotten = 0
+        self.system = system
+
+    @property
+    def system(self) -> str | None:
+        """The system message, None if there is none; setting it keeps the rest of the conversation."""
+        first = self.messages[0] if self.messages else {}
+        return first["content"] if first.get("role") == "system" else None
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        turns = self.turns()
+        self.messages = [{"role": "system", "content": text}, *turns] if text else turns
+
+    def turns(self) -> list[dict[str, str]]:
+        """Return the messages after the system message."""
+        return [message for message in self.messages if message["role"] != "system"]
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.messages = self.messages[: len(self.messages) - len(self.turns())]
+
+    def undo(self) -> str | None:
+        """Forget the last question and its answer; return the question, None if there is none."""
+        asked = [number for number, message in enumerate(self.messages) if message["role"] == "user"]
+        if not asked:
+            return None
+        question = self.messages[asked[-1]]["content"]
+        del self.messages[asked[-1] :]
+        return question
+
+    def answer(self, text: str, max_new_tokens: int = 512, **options: Unpack[GenerationOptions]) -> Generator[str]:
+        """Ask `text` and yield the answer in pieces; question and answer join the messages.
+
+        An answer that the caller stops (by closing the iterator, or by an exception such as KeyboardInterrupt) joins as
+        far as it was yielded. If it fails before the first piece, the messages stay as they were.
+
+        Args:
+            text: the user's message.
+            max_new_tokens: most tokens of the answer; less where the model's longest sequence leaves less.
+            options: those of `te_models.generation.text.stream_text`, as are the errors.
+        """
+        self.messages.append({"role": "user", "content": text})
+        pieces: list[str] = []
+        complete = False
+        try:
+            ids, room = self._prompt(max_new_tokens)
+            for piece in stream_text(self.model, self.tokenizer, ids, min(max_new_tokens, room), **options):
+                pieces.append(piece)
+                yield piece
+            complete = True
+        finally:
+            if pieces or complete:
+                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+            else:
+                self.messages.pop()
+
+    def _prompt(self, max_new_tokens: int) -> tuple[list[int], int]:
+        """Return the ids of the conversation and the room for its answer, without the oldest turns if need be."""
+        limit = self.model.config.longest_sequence
+        before, turns = self.messages[: len(self.messages) - len(self.turns())], self.turns()
+        wanted, first = min(max_new_tokens, limit // LEAST_ROOM), 0
+        while True:
+            ids = self.tokenizer.apply_chat_template([*before, *turns[first:]], **self.variables)
+            room = limit - len(ids)
+            later = [number for number in range(first + 1, len(turns)) if turns[number]["role"] == "user"]
+            if room >= wanted or not later:
+                self.forgotten = first
+                return ids, max(room, 1)  # if one message is too long, the model says so
+            first = later[0]

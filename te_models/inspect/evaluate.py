@@ -1,0 +1,302 @@
+"""The quality of a model under one recipe or several: its loss on data and its scores on tasks, in one table each."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from te_models.causal_lm import CausalLM
+from te_models.config.data import parse_columns
+from te_models.data.dataset import TokenDataset, check_vocabulary
+from te_models.data.documents import Document, load_documents
+from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, python_docstrings
+from te_models.data.tokenizer import CONTEXT, Tokenizer, text_after
+from te_models.errors import CheckpointError, DataError, UsageError
+from te_models.fp8.scaling_state import fp8_state
+from te_models.planning.printable import Printable
+from te_models.training.evaluation import Batch, count_targets, evaluate, to_device
+
+SEQ_LEN = 1024  # by default, if the model takes as many
+CALIBRATION = 2  # training forwards: the second has scales that the first one found
+
+
+@dataclass(frozen=True)
+class RecipeLoss:
+    """The loss under one recipe.
+
+    Attributes:
+        recipe: its name.
+        loss: mean cross-entropy in nats per counted token.
+        tokens: tokens that the loss counts; 0 if the recipe was not run.
+        text_bytes: bytes of UTF-8 that these tokens stand for.
+        seconds: time of the forward passes.
+        note: how the scales came about, or why the recipe was not run.
+    """
+
+    recipe: str
+    loss: float = math.nan
+    tokens: int = 0
+    text_bytes: int = 0
+    seconds: float = math.nan
+    note: str = ""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), infinite where that overflows."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Loss in bits per byte of text, (tokens / bytes) * loss / ln 2, which models of any tokenizer share.
+
+        Source: Gao et al. 2020, The Pile (arXiv 2101.00027).
+        """
+        return self.loss * self.tokens / (self.text_bytes * math.log(2)) if self.text_bytes else math.nan
+
+
+@dataclass(frozen=True)
+class Score:
+    """One metric of one task under one recipe; `error` is its standard error, None if the task gives none."""
+
+    recipe: str
+    task: str
+    metric: str
+    value: float
+    error: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f}" + (f" ± {self.error:.4f}" if self.error is not None else "")
+
+
+@dataclass(frozen=True)
+class Evaluation(Printable):
+    """Losses and scores of one model. Print it for tables; `to_dict` returns plain JSON values.
+
+    Attributes:
+        model: its name.
+        data: the name of the data; "" if only tasks were run.
+        losses: one per recipe, refused ones included.
+        scores: one per recipe, task and metric.
+        remarks: lines about the data, such as records that were too long.
+    """
+
+    model: str
+    data: str
+    losses: tuple[RecipeLoss, ...]
+    scores: tuple[Score, ...] = ()
+    remarks: tuple[str, ...] = ()
+    width: ClassVar[int] = 120
+
+    @property
+    def refused(self) -> list[RecipeLoss]:
+        """The recipes that could not run here, each with the reason as its note."""
+        return [row for row in self.losses if not row.tokens]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the tables as plain JSON values; null where a recipe was not run."""
+        rows = [
+            {**asdict(row), "perplexity": row.perplexity, "bits_per_byte": row.bits_per_byte} for row in self.losses
+        ]
+        rows = [{name: None if value != value else value for name, value in row.items()} for row in rows]
+        return {
+            "model": self.model,
+            "data": self.data,
+            "losses": rows,
+            "scores": [asdict(s) for s in self.scores],
+            "remarks": self.remarks,
+        }
+
+    def __rich__(self) -> Group:
+        parts: list[Any] = (
+            [Text(f"{self.model} on {self.data}", "bold"), *map(Text, self.remarks), self._loss_table()]
+            if self.data
+            else []
+        )
+        if self.scores:
+            parts += [*([Text()] if parts else []), Text(f"{self.model} on tasks", "bold"), self._score_table()]
+        return Group(*parts)
+
+    def _loss_table(self) -> Table:
+        first = next((row for row in self.losses if row.tokens), None)
+        columns = ["loss (nats per token)", "perplexity", "bits per byte", "tokens counted"]
+        columns += [f"loss against {first.recipe}"] if first and len(self.losses) > 1 else []
+        table = _table("recipe", *columns)
+        noted = any(row.note for row in self.losses)
+        if noted:
+            table.add_column("")
+        for row in self.losses:
+            cells = [f"{row.loss:.4f}", f"{row.perplexity:,.3f}", f"{row.bits_per_byte:.4f}", f"{row.tokens:,}"]
+            if first and len(self.losses) > 1:
+                cells.append("" if row is first else f"{100 * (row.loss / first.loss - 1):+.2f} %")
+            table.add_row(row.recipe, *(cells if row.tokens else ["-"] * len(cells)), *([row.note] if noted else []))
+        return table
+
+    def _score_table(self) -> Table:
+        recipes = dict.fromkeys(score.recipe for score in self.scores)
+        found = {(score.task, score.metric, score.recipe): str(score) for score in self.scores}
+        table = _table("task", *recipes)
+        for task, metric in dict.fromkeys((score.task, score.metric) for score in self.scores):
+            table.add_row(f"{task}, {metric}", *(found.get((task, metric, recipe), "-") for recipe in recipes))
+        return table
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def evaluate_recipes(
+    load: Callable[[str | None], CausalLM],
+    recipes: Sequence[str | None],
+    tokenizer: Tokenizer,
+    *,
+    model: str,
+    data: str | None = None,
+    score: Callable[[CausalLM], list[Score]] | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+    columns: str = "",
+    **sizes: Any,
+) -> Evaluation:
+    """Measure a model under each recipe, on the same tokens; one model at a time is in memory.
+
+    Args:
+        load: builds the model under a recipe; None for its own.
+        recipes: names or TOML files, or None, for `load`.
+        tokenizer: the model's.
+        model: the model's name, for the title.
+        data: path of the data, as for finetune; None for scores only.
+        score: runs tasks on a model.
+        progress: called with a line on what is going on.
+        columns: your columns of the data, as DataConfig has them.
+        sizes: keywords of `make_batches`.
+
+    Raises:
+        ValueError: a recipe cannot run here, if it is the only one; one of several becomes a row with the reason.
+        DataError: the data cannot be read or has no token to count.
+    """
+    documents = read_documents(data or PYTHON_DOCSTRINGS, columns)  # without data, to find scales on
+    losses, scores, batches, remarks, text_bytes = [], [], [], [], 0
+    for name in recipes:
+        progress(f"loading the model under {name or 'its own recipe'}")
+        try:
+            network = load(name)
+        except ValueError as error:  # of the recipe, unless it is the only one or the model itself is damaged
+            if len(recipes) == 1 or isinstance(error, CheckpointError | DataError):
+                raise
+            losses.append(RecipeLoss(str(name), note=str(error)))
+            continue
+        if not batches:
+            batches, remarks = make_batches(documents, tokenizer, network, **sizes)
+            text_bytes = sum(counted_bytes(batch, tokenizer) for batch in batches)
+        progress(f"{network.recipe.name}: {sum(map(count_targets, batches)):,} tokens")
+        note = calibrate(network, batches)
+        if data is not None:
+            losses.append(measure_loss(network, batches, text_bytes, note))
+        if score is not None:
+            progress(f"{network.recipe.name}: tasks")
+            scores += score(network)
+        del network  # before the next one is loaded
+    return Evaluation(model, data or "", tuple(losses), tuple(scores), tuple(remarks))
+
+
+def read_documents(data: str, columns: str = "") -> list[Document]:
+    """Return the documents at a path; of the built-in python-docstrings, the modules that training does not see."""
+    return python_docstrings()[1] if data == PYTHON_DOCSTRINGS else load_documents(data, parse_columns(columns))
+
+
+def make_batches(
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    model: CausalLM,
+    seq_len: int | None = None,
+    batch_size: int | None = 8,
+    max_batches: int | None = None,
+    truncate: str = "drop",
+) -> tuple[list[Batch], list[str]]:
+    """Return batches in which attention stays inside each document, and lines about what is left out.
+
+    Conversations are put into the tokenizer's chat template; a tokenizer without one gets the plain one.
+
+    Args:
+        documents: the data.
+        tokenizer: the model's.
+        model: says how long a sequence may be.
+        seq_len: tokens per sequence; None: SEQ_LEN, or what the model takes.
+        batch_size: sequences per batch.
+        max_batches: most batches, spread evenly over the data; None or 0: all.
+        truncate: records longer than that are left out ("drop") or their prompts cut from the left ("prompt").
+
+    Raises:
+        UsageError: a size is out of range, or the tokenizer is of another model.
+    """
+    check_vocabulary(tokenizer, model.config.vocab_size)
+    limit = model.config.max_position_embeddings
+    if seq_len is not None and seq_len > limit:
+        raise UsageError(f"--seq-len {seq_len} is longer than the model's max_position_embeddings={limit}: lower it")
+    length = min(SEQ_LEN, limit) if seq_len is None else seq_len
+    if any(document.conversation is not None for document in documents) and tokenizer.template_source() is None:
+        tokenizer.set_chat_template()
+    options = dict(batch_size=batch_size or 1, seed=0, shuffle=False, packing="documents", truncate=truncate)
+    dataset = TokenDataset(documents, tokenizer, length, **options)
+    return dataset.eval_batches(max_batches or dataset.num_windows), dataset.remarks
+
+
+def measure_loss(model: CausalLM, batches: list[Batch], text_bytes: int, note: str = "") -> RecipeLoss:
+    """Return the loss of a model on batches under its recipe; `text_bytes` are their `counted_bytes`.
+
+    Raises:
+        DataError: the batches count no token.
+    """
+    tokens = sum(map(count_targets, batches))
+    if not tokens:
+        raise DataError("the data has no token to count: each record is a prompt without an answer, or a single token")
+    start = time.perf_counter()
+    loss = evaluate(model, batches)
+    return RecipeLoss(model.recipe.name, loss, tokens, text_bytes, time.perf_counter() - start, note)
+
+
+def calibrate(model: CausalLM, batches: Sequence[Batch]) -> str:
+    """Give a recipe whose scales are found while it runs its first ones; return a note that says so, "" without need.
+
+    Delayed scaling without saved scales would run with scales of one. Two training forwards of the first batches find
+    them, as training would.
+    """
+    if not model.recipe.stateful or fp8_state(model):
+        return ""
+    was_training = model.training
+    model.train()
+    with torch.enable_grad():  # as in training: scales are updated
+        for number in range(CALIBRATION):
+            model(**to_device(batches[number % len(batches)], model.device), return_logits=False)
+    model.train(was_training)
+    return f"scales from {CALIBRATION} forward passes"
+
+
+def counted_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
+    """Return the bytes of text that the counted tokens of a batch stand for; special tokens have none."""
+    counted = batch["labels"] != -100
+    counted[:, 0] = False  # nothing predicts it
+    return sum(
+        len(text_after(tokenizer, ids[max(0, start - CONTEXT) : start].tolist(), ids[start:stop].tolist()).encode())
+        for ids, row in zip(batch["input_ids"], counted, strict=True)
+        for start, stop in _runs(row)
+    )
+
+
+def _runs(chosen: Tensor) -> list[tuple[int, int]]:
+    """Return (start, stop) of each run of True in a row."""
+    edge = torch.zeros(1, dtype=torch.int)
+    edges = torch.diff(chosen.int(), prepend=edge, append=edge).nonzero().flatten().tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))

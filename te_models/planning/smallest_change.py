@@ -1,0 +1,102 @@
+"""The smallest change of a run's options that makes its memory fit, found with the memory plan."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.errors import UsageError
+from te_models.planning.memory_plan import MemoryPlan
+
+MOST = 4  # changes at once
+LEAST_SEQ_LEN = 256  # shorter sequences are no way to save memory
+
+Options = Mapping[str, Any]  # keywords of te_models.planning.memory_plan.plan_memory
+Value = tuple[tuple[str, ...], dict[str, Any]]  # flags, and the keywords that they stand for
+Plan = Callable[..., MemoryPlan]  # of the run, given keywords that differ from its own
+
+
+@dataclass(frozen=True)
+class Change:
+    """Options that make a run fit, and the memory that it then needs.
+
+    Attributes:
+        flags: as on the command line, such as ("--activation-checkpointing", "full").
+        peak: predicted bytes on each GPU.
+    """
+
+    flags: tuple[str, ...]
+    peak: int
+
+    def __str__(self) -> str:
+        return " ".join(self.flags)
+
+
+def smallest_change(plan: Plan, options: Options, available: int, lora: bool = True) -> Change | None:
+    """Return the fewest changes of `options` that make the peak fit into `available` bytes; None if there are none.
+
+    Among as many changes, those that cost least come first: recomputing activations, smaller micro-batches with as many
+    tokens per step, FP8 primary weights, an 8-bit optimizer, host memory, and last what changes the run itself: adapters
+    instead of all weights, shorter sequences.
+
+    Args:
+        plan: returns the memory plan of the run with these keywords in place of its own.
+        options: the run's own keywords.
+        available: bytes on the GPU.
+        lora: whether the run may train adapters instead of weights.
+    """
+
+    def needed(values: Sequence[Value]) -> float:
+        try:
+            return plan(**{name: value for _, keywords in values for name, value in keywords.items()}).peak.total
+        except UsageError:
+            return math.inf
+
+    levers = list(_levers(options, lora, plan().recipe.quantized))
+    everything = [values[-1] for values in levers]
+    # FP32 sums of gradients come with smaller micro-batches, so these may need more
+    without = [value for value in everything if "batch_size" not in value[1]]
+    if min(needed(everything), needed(without)) > available:
+        return None
+    for count in range(1, min(MOST, len(levers)) + 1):
+        for chosen in itertools.combinations(levers, count):
+            if needed([values[-1] for values in chosen]) > available:
+                continue  # not even with the strongest value of each
+            for values in itertools.product(*chosen):
+                if (peak := needed(values)) <= available:
+                    return Change(tuple(flag for flags, _ in values for flag in flags), int(peak))
+    return None
+
+
+def _levers(options: Options, lora: bool, quantized: bool) -> Iterator[list[Value]]:
+    """Yield the changes that are possible, each as a list of values from the mildest on."""
+    modes = ("none", "selective", "full")
+    mode = options["activation_checkpointing"]
+    if stronger := modes[modes.index(mode) + 1 :] if mode in modes else ("full",):
+        yield [(("--activation-checkpointing", m), dict(activation_checkpointing=m)) for m in stronger]
+    batch, gpus, parts = options["batch_size"], options["gpus"], options["gradient_accumulation"]
+    smaller = [size for size in range(batch // gpus - 1, 0, -1) if (batch // gpus) % size == 0]
+    if smaller:
+        yield [
+            (
+                ("--batch-size", str(size * gpus), "--gradient-accumulation", str(parts * (batch // gpus // size))),
+                dict(batch_size=size * gpus, gradient_accumulation=parts * (batch // gpus // size)),
+            )
+            for size in smaller
+        ]
+    if not options["fp8_params"] and quantized:
+        yield [(("--fp8-params",), dict(fp8_params=True))]
+    if options["optimizer"] == "adamw" and not options["frozen"]:
+        yield [(("--optimizer", "adamw8bit"), dict(optimizer="adamw8bit"))]
+    if not options["optimizer_offload"] and not options["frozen"] and gpus == 1:
+        yield [(("--optimizer-offload",), dict(optimizer_offload=True))]
+    if not options["activation_offload"]:
+        yield [(("--activation-offload",), dict(activation_offload=True))]
+    if lora and not options["frozen"]:
+        yield [(("--lora", "16"), dict(frozen=True))]
+    lengths = [options["seq_len"] // part for part in (2, 4, 8) if options["seq_len"] // part >= LEAST_SEQ_LEN]
+    if lengths:
+        yield [(("--seq-len", str(length)), dict(seq_len=length)) for length in lengths]

@@ -1,0 +1,153 @@
+"""Before a run: the memory that it needs against the memory that is there, before data or weights are read."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from te_models.config.model import ModelConfig, config_fields
+from te_models.config.presets import get_preset
+from te_models.config.recipe import Recipe, get_recipe, recipe_fields
+from te_models.config.training import TrainConfig
+from te_models.device.choice import choose_device
+from te_models.errors import UsageError
+from te_models.planning.memory_plan import MemoryPlan, plan_memory
+from te_models.planning.smallest_change import smallest_change
+from te_models.saving.shape import read_shape
+from te_models.training.parallel import Parallel
+from te_models.training.resume import resumed_options, saved_choices
+from te_models.training.settings import RunSettings
+
+GPUS = (2, 4, 8)  # of which a number that fits is named when nothing else does
+CGROUP = Path("/sys/fs/cgroup")
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryCheck:
+    """Predicted and available memory of a run, in bytes per device.
+
+    Attributes:
+        plan: the prediction.
+        needed: its peak.
+        available: what is free on the device now.
+        device: where.
+    """
+
+    plan: MemoryPlan
+    needed: int
+    available: int
+    device: torch.device
+
+    def __str__(self) -> str:
+        about = "" if self.device.type == "cuda" else "about "  # the plan is that of a GPU's kernels
+        return f"{about}{_gib(self.needed)} at the peak ({self._parts()}), {_gib(self.available)} free on {self.device}"
+
+    def _parts(self) -> str:
+        """Return the three largest parts of the peak."""
+        parts = sorted(self.plan.peak.parts().items(), key=lambda part: -part[1])[:3]
+        return ", ".join(f"{name.replace('_', ' ').replace('fp8', 'FP8')} {_gib(size)}" for name, size in parts if size)
+
+
+def check_memory(
+    settings: RunSettings, config: TrainConfig, shared: Parallel, newest: Path | None
+) -> MemoryCheck | None:
+    """Return the memory that a run needs and that there is; None if the plan does not know the run's kind.
+
+    Args:
+        settings: the run's, with a recipe other than "auto".
+        config: its training loop, with the kind of parallelism resolved.
+        shared: how the processes share it.
+        newest: the checkpoint that it resumes, if any.
+
+    Raises:
+        UsageError: the memory will not do; one line with the smallest change that does.
+    """
+    if shared.tp is not None:
+        return None  # the plan knows no split layers
+    found = _model(settings, newest)
+    if found is None:
+        return None
+    shape, recipe, options = found
+    device = torch.device(shared.device or choose_device(settings.build.get("device")))
+    options |= dict(
+        batch_size=config.batch_size if shared.uses_fsdp else shared.rows(config.batch_size),
+        gpus=shared.data_world if shared.uses_fsdp else 1,
+        seq_len=config.seq_len,
+        gradient_accumulation=config.gradient_accumulation,
+        optimizer=config.optimizer,
+        optimizer_offload=config.optimizer_offload,
+        frozen=settings.lora is not None,
+    )
+
+    def plan(**changes: Any) -> MemoryPlan:
+        found = plan_memory(shape, recipe, **{**options, **changes})
+        return replace(found, training=replace(found.training, cuda=device.type == "cuda"))
+
+    found_plan = plan()
+    check = MemoryCheck(found_plan, found_plan.peak.total, available_memory(device), device)
+    if check.needed > check.available and config.memory_check:
+        raise UsageError(_refusal(check, plan, options, settings, shared))
+    return check
+
+
+def available_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a device; of a CPU, what the host and this process's control group leave."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    free = sum(int(lines.get(name, "0").split()[0]) * 1024 for name in ("MemAvailable", "SwapFree"))
+    limit, used, stat = (CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
+    if limit.is_file() and stat.is_file() and (most := limit.read_text().strip()).isdecimal():
+        cached = dict(line.split() for line in stat.read_text().splitlines()).get("inactive_file", "0")
+        free = min(free, int(most) - int(used.read_text()) + int(cached))
+    return max(0, free)
+
+
+def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Recipe, dict[str, Any]] | None:
+    """Return shape, recipe and how the model is run, as keywords of plan_memory; None if only loading can tell."""
+    build: dict[str, Any] = {**settings.build, "recipe": settings.recipe}
+    if newest is not None:
+        build = resumed_options(settings, saved_choices(newest))
+    fields = {name: value for name, value in build.items() if name in config_fields()}
+    dtype, fp8_params = torch.bfloat16, False
+    if settings.preset is not None:
+        shape = get_preset(settings.preset, **fields)
+    else:
+        trained = newest if settings.lora is None else None  # a checkpoint of adapters has no model
+        saved = read_shape(trained or settings.model or "", {} if trained else fields)
+        if saved is None:
+            return None
+        shape, dtype = saved.config, saved.dtype
+    recipe = get_recipe(build["recipe"], **{name: build[name] for name in recipe_fields() if name in build})
+    names = ("activation_checkpointing", "activation_offload", "fp8_params", "compile")
+    own = {name: build[name] for name in names if build.get(name) is not None}
+    defaults: dict[str, Any] = dict(activation_checkpointing="none", activation_offload=False, fp8_params=fp8_params)
+    return shape, recipe, {**defaults, **own, "dtype_bytes": build.get("dtype", dtype).itemsize}
+
+
+def _refusal(check: MemoryCheck, plan: Any, options: dict[str, Any], settings: RunSettings, shared: Parallel) -> str:
+    """Return the line that says what is missing, and the smallest change that helps."""
+    line, anyway = f"this run does not fit: it needs {check}", "(--no-memory-check tries it)"
+    change = smallest_change(plan, options, check.available, lora=settings.command == "finetune")
+    if change is not None:
+        return f"{line}: add {change}, which needs {_gib(change.peak)} {anyway}"
+    if shared.ranks.world == 1 and check.device.type == "cuda":
+        for gpus in GPUS:
+            more = {**options, "gpus": gpus, "batch_size": max(gpus, options["batch_size"] // gpus * gpus)}
+            if change := smallest_change(functools.partial(plan, **more), more, check.available, lora=False):
+                started = f"start it on {gpus} such GPUs with torchrun --nproc-per-node {gpus} and --parallel fsdp"
+                return f"{line}: {started}, and add {change} {anyway}"
+    return f"{line}: no option of this run makes it fit; choose a smaller model, or more GPUs {anyway}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"

@@ -1,0 +1,151 @@
+"""Samples of a run: prompts from its evaluation data, and the model's answers to them before and after training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+
+from te_models.causal_lm import CausalLM
+from te_models.data.dataset import IGNORED
+from te_models.data.tokenizer import Tokenizer, text_after
+from te_models.generation.options import GenerationOptions
+from te_models.generation.text import stream_text
+from te_models.training.evaluation import Batch
+
+SAMPLES = 3
+OPENING = 24  # tokens of a text at most that are the prompt, where the data has no prompts; half of a short text
+READABLE = 256  # tokens: a longer prompt is taken only if there is no shorter one
+MAX_LINES = 14  # of a prompt that are shown
+
+
+class Prompt(NamedTuple):
+    """The beginning of a record that training does not see.
+
+    Attributes:
+        ids: its tokens.
+        reference: tokens of the answer in the data; empty for the opening of a text, which anything may continue.
+    """
+
+    ids: tuple[int, ...]
+    reference: tuple[int, ...] = ()
+
+
+def held_out_prompts(
+    batches: Sequence[Batch], tokenizer: Tokenizer, longest: int, count: int = SAMPLES
+) -> list[Prompt]:
+    """Return `count` prompts from evaluation batches, spread evenly; fewer if there are fewer.
+
+    A prompt is what comes before the first tokens of a record that the loss counts; of a plain text it is the opening.
+    Records with an answer come before those without, and whole ones before those that a window may have cut.
+
+    Args:
+        batches: input_ids and labels, int64 [B, S], perhaps document_ids.
+        tokenizer: whose end-of-text token ends a record.
+        longest: tokens that a prompt may have.
+        count: of prompts.
+    """
+    found = [
+        (whole, prompt)
+        for batch in batches
+        for whole, prompt in _prompts(batch, tokenizer.eos_token_id)
+        if len(prompt.ids) <= longest
+    ]
+    choices = [[p for whole, p in found if whole and p.reference and len(p.ids) <= READABLE]]
+    choices += [[p for whole, p in found if whole and p.reference], [p for _, p in found if p.reference]]
+    choices += [[p for whole, p in found if whole], [p for _, p in found]]
+    chosen = next((prompts for prompts in choices if len(prompts) >= count), choices[-1])
+    return [chosen[number * len(chosen) // count] for number in range(min(count, len(chosen)))]
+
+
+def _prompts(batch: Batch, end: int | None) -> Iterator[tuple[bool, Prompt]]:
+    """Yield a prompt per record of a batch, and whether the record is whole for certain."""
+    for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
+        edges = _edges(ids, batch["document_ids"][row] if "document_ids" in batch else None, end)
+        for start, stop in zip(edges[:-1], edges[1:], strict=True):
+            prompt = _prompt(ids[start:stop].tolist(), (labels[start:stop] != IGNORED).tolist(), end)
+            if prompt is not None:
+                yield start > 0 and stop < len(ids), prompt
+
+
+def _edges(ids: Tensor, documents: Tensor | None, end: int | None) -> list[int]:
+    """Return where the records of a window begin, and its length."""
+    if documents is not None:
+        after = (documents[1:] != documents[:-1]).nonzero().flatten() + 1
+    else:
+        after = (ids == (-1 if end is None else end)).nonzero().flatten() + 1
+    return sorted({0, *after.tolist(), len(ids)})
+
+
+def _prompt(ids: list[int], counted: list[bool], end: int | None) -> Prompt | None:
+    """Return the prompt of one record, None if it has none or the loss counts nothing of it."""
+    if True not in counted:
+        return None
+    first = counted.index(True)
+    if first < 2:  # of a text: packed by documents, the loss leaves out its first token
+        whole = [token for token in ids if token != end]
+        return Prompt(tuple(whole[: min(OPENING, len(whole) // 2)])) if len(whole) > 3 else None
+    stop = counted.index(False, first) if False in counted[first:] else len(ids)
+    answer = tuple(token for token in ids[first:stop] if token != end)
+    return Prompt(tuple(ids[:first]), answer) if answer else None
+
+
+class Sampler:
+    """Answers of a model to prompts of its evaluation data.
+
+    Args:
+        model: the model; training goes on with it.
+        tokenizer: the model's.
+        prompts: from `held_out_prompts`; on the processes of a sharded model, which all take part, the same.
+        tokens: most tokens of an answer.
+        options: how to generate. An answer takes the likeliest tokens, so that before and after compare; the
+            continuation of an opening is drawn with `options["seed"]`.
+    """
+
+    def __init__(
+        self, model: CausalLM, tokenizer: Tokenizer, prompts: Sequence[Prompt], tokens: int, options: GenerationOptions
+    ) -> None:
+        self.model, self.tokenizer, self.tokens, self.options = model, tokenizer, tokens, options
+        self.prompts = list(prompts)
+        self.before: list[str] = []
+
+    def answer(self, prompt: Prompt) -> Iterator[str]:
+        """Yield the answer to a prompt in pieces."""
+        options: GenerationOptions = {**self.options, "do_sample": not prompt.reference}
+        if options["do_sample"]:
+            options["temperature"] = 0.8
+        room = self.model.config.longest_sequence - len(prompt.ids)
+        yield from stream_text(self.model, self.tokenizer, prompt.ids, min(self.tokens, room), **options)
+
+    def note_before(self) -> None:
+        """Note the answers of the model as it is now, to be shown beside the later ones."""
+        self.before = ["".join(self.answer(prompt)) for prompt in self.prompts]
+
+    def show(self, console: Console) -> None:
+        """Print each prompt with the earlier answer and the one of the data, and stream the answer of now."""
+        for number, prompt in enumerate(self.prompts, start=1):
+            kind = "prompt" if prompt.reference else "opening"
+            console.print(Text(f"\nsample {number} of {len(self.prompts)}, from the evaluation data", "bold"))
+            _block(console, kind, _shortened(text_after(self.tokenizer, (), prompt.ids)), "dim")
+            if prompt.reference:
+                _block(console, "answer in the data", text_after(self.tokenizer, prompt.ids, prompt.reference), "dim")
+            if self.before:
+                _block(console, "before", self.before[number - 1], "dim")
+            console.print(Text("after" if self.before else "answer" if prompt.reference else "goes on", "bold green"))
+            for piece in self.answer(prompt):
+                console.print(piece, end="", highlight=False, soft_wrap=True)
+            console.print()
+
+
+def _block(console: Console, title: str, text: str, style: str) -> None:
+    console.print(Text(title, "bold"))
+    console.print(Text(text.strip("\n") or "(nothing)", style), highlight=False, soft_wrap=True)
+
+
+def _shortened(text: str) -> str:
+    """Return the last lines of a prompt."""
+    lines = text.strip("\n").splitlines()
+    return "\n".join(["...", *lines[-MAX_LINES:]] if len(lines) > MAX_LINES else lines)

@@ -1,0 +1,137 @@
+"""`te-models chat`: lines in, answers out; commands; Ctrl-C stops an answer and not the program."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from chat_model import write_chat_model
+
+from te_models.cli import main
+from te_models.generation import conversation
+
+FIXED = ["--device", "cpu", "--engine", "emulated", "--max-new-tokens", "4", "--greedy"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("chat") / "model")
+
+
+class Terminal(io.StringIO):
+    """Lines typed at a terminal; "^C" is the key, pressed at the prompt."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def chat(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., tuple]:
+    """Run the command on lines; return exit code, standard output and standard error."""
+
+    def call(*lines: str, options: tuple[str, ...] = (), terminal: bool = True) -> tuple[int, str, str]:
+        typed = iter(lines)
+
+        def read(prompt: str) -> str:
+            line = next(typed, None)
+            if line is None:
+                raise EOFError
+            if line == "^C":
+                raise KeyboardInterrupt
+            return line
+
+        monkeypatch.setattr("builtins.input", read)
+        text = "".join(f"{line}\n" for line in lines)
+        monkeypatch.setattr("sys.stdin", Terminal(text) if terminal else io.StringIO(text))
+        code = main(["chat", "--model", str(folder), *FIXED, *options])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace the model: each prompt is noted, the answer is "one two "."""
+    prompts: list[str] = []
+
+    def stream(model: object, tokenizer: conversation.Tokenizer, ids: list[int], *rest: object, **options: object):
+        prompts.append(tokenizer.decode(ids))
+        yield from ("one ", "two ")
+
+    monkeypatch.setattr(conversation, "stream_text", stream)
+    return prompts
+
+
+def test_a_chat_answers_as_generate_does(
+    chat: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    code, out, err = chat("hi", "again", options=("--system", "be brief"))
+    assert code == 0 and "parameters, recipe bf16, cpu" in err and "/help" in err
+    assert chat("hi", "again", options=("--system", "be brief"), terminal=False) == (0, out, "")
+    monkeypatch.setattr("sys.stdin", iter(["hi\n", "again\n"]))
+    assert main(["generate", "--model", str(folder), *FIXED, "--chat", "--system", "be brief"]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_ctrl_c_stops_an_answer(chat: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stream(*arguments: object, **options: object) -> Iterator[str]:
+        yield "one "
+        os.kill(os.getpid(), signal.SIGINT)
+        yield "two "
+
+    monkeypatch.setattr(conversation, "stream_text", stream)
+    code, out, err = chat("count", "/history", "count")
+    assert code == 0 and out == "one \nuser: count\nassistant: one \none \n" and err.count("stopped") == 2
+
+
+def test_ctrl_c_at_the_prompt_leaves_at_the_second_time(chat: Callable, answers: list[str]) -> None:
+    code, out, err = chat("^C", "hi", "^C", "^C", "never")
+    assert code == 0 and len(answers) == 1 and err.count("Ctrl-D or /exit leaves") == 2
+
+
+def test_commands(chat: Callable, answers: list[str], tmp_path: Path) -> None:
+    saved = tmp_path / "chat.jsonl"
+    code, out, err = chat(
+        "/help", "/retry", "a\\", "b", "/retry", "c", "/undo", f"/save {saved}", "/reset", "/history",
+        "/system be kind", "d", "/system", "/nothing", " /etc", "/exit", "never",
+    )  # fmt: skip
+    assert code == 0
+    for part in ("/reset", "/save FILE", "nothing yet"):
+        assert part in out
+    for part in ("/retry: nothing has been asked yet", "forgot: c", "be kind", "unknown command /nothing"):
+        assert part in err
+    record = {"messages": [dict(role="user", content="a\nb"), dict(role="assistant", content="one two ")]}
+    assert json.loads(saved.read_text()) == record
+    assert [prompt.count("a\nb") for prompt in answers] == [1, 1, 1, 0, 0] and "be kind" in answers[3]
+    assert "/etc" in answers[4]
+
+
+def test_an_error_ends_the_line_and_not_the_chat(chat: Callable) -> None:
+    code, out, err = chat("x" * 200, "hi")
+    assert code == 0 and "max_position_embeddings=96" in err and out
+    code, out, err = chat("x" * 200, "hi", terminal=False)
+    assert code == 2 and "max_position_embeddings=96" in err and not out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--template-option", "enable_thinking"), "write it as NAME=VALUE"),
+        (("--tokenizer", "PLAIN"), "no chat template"),
+    ],
+)
+def test_mistakes(options: tuple, message: str, chat: Callable, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    code, _, err = chat("hi", options=tuple(str(tmp_path) if o == "PLAIN" else o for o in options))
+    assert code == 2 and message in err and len(err.splitlines()) == 1
+
+
+def test_template_options_are_json_or_text(chat: Callable, answers: list[str]) -> None:
+    chat("hi", options=("--template-option", "enable_thinking=false"))
+    chat("hi", options=("--template-option", "enable_thinking=no"))
+    assert [prompt.endswith("<think></think>") for prompt in answers] == [True, False]

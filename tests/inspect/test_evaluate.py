@@ -1,0 +1,162 @@
+"""Losses per recipe: against torch's cross-entropy document by document, in bytes, and as one table."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from chat_model import write_chat_model
+
+from te_models import CausalLM, load_tokenizer
+from te_models.cli import main
+from te_models.data.documents import load_documents
+from te_models.errors import DataError, UsageError
+from te_models.fp8.scaling_state import fp8_state
+from te_models.inspect.evaluate import Evaluation, RecipeLoss, Score, calibrate, evaluate_recipes, make_batches
+
+PAIRS = [("2 + 2", " = 4"), ("a", "ü"), ("Say nothing", ""), ("", "No prompt at all.")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("chat") / "model")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    file.write_text("".join(json.dumps(dict(prompt=p, completion=c)) + "\n" for p, c in PAIRS))
+    return file
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "text.jsonl"
+    lines = [f"{number} green bottles, hanging on the wall.".ljust(40 + number) for number in range(9)]
+    file.write_text("".join(json.dumps(dict(text=line)) + "\n" for line in lines))
+    return file
+
+
+def load(folder: Path, recipe: str | None = None) -> CausalLM:
+    return CausalLM.from_pretrained(folder, device="cpu", engine="emulated", **({"recipe": recipe} if recipe else {}))
+
+
+@pytest.mark.parametrize("kind", ["pairs", "text"])
+def test_the_loss_is_that_of_each_document_by_itself(
+    kind: str, folder: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path, words, model = request.getfixturevalue(kind), load_tokenizer(folder), load(folder).eval()
+    if kind == "text":  # all in one window, so that no document is cut
+        path = tmp_path / "few.jsonl"
+        path.write_text("".join(request.getfixturevalue("text").read_text().splitlines(keepends=True)[:2]))
+    total, tokens, size = 0.0, 0, 0
+    for document in load_documents(path):
+        prompt, end = words.encode(document.prompt or ""), words.eos_token_id
+        ids = torch.tensor([[*prompt, *words.encode(document.text), end]])
+        start = max(1, len(prompt))
+        with torch.no_grad():
+            logits = model(ids).logits[0, start - 1 : -1]
+        total += torch.nn.functional.cross_entropy(logits, ids[0, start:], reduction="sum").item()
+        tokens += ids.shape[1] - start
+        size += len(document.text.encode()) - (not prompt)
+    found = evaluate_recipes(lambda name: load(folder), [None], words, model="m", data=str(path), seq_len=96)
+    (row,) = found.losses
+    assert (row.recipe, row.tokens, row.text_bytes) == ("bf16", tokens, size)
+    assert row.loss == pytest.approx(total / tokens, rel=1e-5)
+    assert row.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-4)
+    assert row.bits_per_byte == pytest.approx(total / math.log(2) / size, rel=1e-5)
+
+
+def test_every_recipe_sees_the_same_tokens(folder: Path, text: Path) -> None:
+    found = evaluate_recipes(
+        lambda name: load(folder, name), ["bf16", "delayed", "nvfp4"], load_tokenizer(folder), model="m", data=str(text)
+    )
+    assert len({(row.tokens, row.text_bytes) for row in found.losses}) == 1
+    assert len({row.loss for row in found.losses}) == 3
+    assert [row.note for row in found.losses] == ["", "scales from 2 forward passes", ""]
+    base, delayed, nvfp4 = (row.loss for row in found.losses)
+    assert abs(delayed / base - 1) < 0.01
+    assert f"{100 * (nvfp4 / base - 1):+.2f} %" in str(found) and "loss against bf16" in str(found)
+
+
+def test_saved_scales_are_used_as_they_are(folder: Path, text: Path, tmp_path: Path) -> None:
+    model = load(folder, "delayed")
+    batches, _ = make_batches(load_documents(text), load_tokenizer(folder), model)
+    assert calibrate(model, batches) and not calibrate(model, batches)
+    scales = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
+    assert any((tensor != 1).any() for name, tensor in scales.items() if name.endswith(".scale"))
+    model.save_pretrained(tmp_path / "m")
+    loaded = load(tmp_path / "m")
+    assert calibrate(loaded, batches) == ""
+    assert all(torch.equal(tensor, fp8_state(loaded)[name]) for name, tensor in scales.items())
+
+
+def test_a_recipe_that_cannot_run_is_a_row_among_others(
+    folder: Path, text: Path, capsys: pytest.CaptureFixture
+) -> None:
+    options = ["--model", str(folder), "--data", str(text), "--device", "cpu", "--fp8-params", "--max-batches", "1"]
+    assert main(["evaluate", *options, "--recipes", "bf16,current"]) == 2
+    out, err = capsys.readouterr()
+    rows = {line.split()[0]: line for line in out.splitlines() if line}
+    assert rows["bf16"].split()[1:5] == ["-"] * 4 and float(rows["current"].split()[1]) > 0
+    assert "recipe bf16 was not run: " in err and len(err.splitlines()) == 1
+    assert main(["evaluate", *options, "--recipes", "bf16"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_table_as_json(folder: Path, pairs: Path, capsys: pytest.CaptureFixture) -> None:
+    options = ["--data", str(pairs), "--device", "cpu", "--batch-size", "2", "--seq-len", "16", "--json"]
+    assert main(["evaluate", "--model", str(folder), *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == str(folder) and found["data"] == str(pairs) and found["scores"] == []
+    assert set(found["losses"][0]) == {
+        "recipe", "loss", "perplexity", "bits_per_byte", "tokens", "text_bytes", "seconds", "note"
+    }  # fmt: skip
+
+
+def test_scores_stand_side_by_side() -> None:
+    scores = (Score("bf16", "piqa", "acc", 0.7, 0.01), Score("current", "piqa", "acc", 0.69))
+    lines = [line.split() for line in str(Evaluation("m", "", (), scores)).splitlines()]
+    assert lines == [
+        ["m", "on", "tasks"],
+        ["task", "bf16", "current"],
+        ["piqa,", "acc", "0.7000", "±", "0.0100", "0.6900"],
+    ]
+    refused = Evaluation("m", "d", (RecipeLoss("bf16", note="why"),))
+    assert refused.to_dict()["losses"][0]["loss"] is None and refused.refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "give --data PATH, --tasks NAMES, or both"),
+        (["--data", "x", "--recipe", "bf16", "--recipes", "current"], "not both"),
+        (["--data", "x", "--recipes", "bf16,curent"], "did you mean 'current'"),
+        (["--data", "missing"], "missing"),
+        (["--data", "TEXT", "--seq-len", "97"], "max_position_embeddings=96"),
+        (["--data", "ONE"], "none of the 1 records fits"),
+    ],
+)
+def test_mistakes(
+    options: list[str], message: str, folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    one = tmp_path / "one.jsonl"
+    one.write_text(json.dumps(dict(prompt="x", completion="y" * 3)) + "\n")
+    given = [{"TEXT": str(text), "ONE": str(one)}.get(option, option) for option in options]
+    if "ONE" in options:
+        given += ["--seq-len", "2", "--max-batches", "0"]
+        one.write_text(json.dumps(dict(prompt="x" * 30, completion="")) + "\n")
+    assert main(["evaluate", "--model", str(folder), "--device", "cpu", *given]) == 2
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) == 1
+
+
+def test_the_errors_are_the_projects_own(folder: Path) -> None:
+    model, words = load(folder), load_tokenizer(folder)
+    with pytest.raises(UsageError, match="seq-len 1000"):
+        make_batches(load_documents(None)[:1], words, model, seq_len=1000)
+    with pytest.raises(DataError, match="no such file"):
+        evaluate_recipes(lambda name: model, [None], words, model="m", data="nothing/here")

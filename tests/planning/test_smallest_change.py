@@ -1,0 +1,93 @@
+"""The smallest change that makes a run fit: it fits, fewer changes do not, and milder ones come first."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+
+from te_models.config.presets import get_preset
+from te_models.config.recipe import get_recipe
+from te_models.planning.memory_plan import MemoryPlan, plan_memory
+from te_models.planning.smallest_change import smallest_change
+
+OWN: dict[str, Any] = dict(
+    batch_size=8, seq_len=2048, optimizer="adamw", optimizer_offload=False, frozen=False,
+    activation_checkpointing="none", activation_offload=False, gpus=1, gradient_accumulation=1, fp8_params=False,
+)  # fmt: skip
+
+
+def planner(preset: str, recipe: str) -> Any:
+    def plan(**changes: Any) -> MemoryPlan:
+        return plan_memory(get_preset(preset), get_recipe(recipe), **{**OWN, **changes})
+
+    return plan
+
+
+def keywords(flags: tuple[str, ...]) -> dict[str, Any]:
+    """Return flags as a user would have typed them, as keywords of plan_memory."""
+    text = " ".join(flags).replace("--lora 16", "--frozen")
+    found: dict[str, Any] = {}
+    for name, value in re.findall(r"--([\w-]+)(?: (\w+))?", text):
+        found[name.replace("-", "_")] = int(value) if value.isdecimal() else value or True
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "current"])
+@pytest.mark.parametrize(("preset", "gib"), [("gated-1b", 30), ("gated-1b", 12), ("gated-350m", 10), ("gated-8b", 80)])
+def test_the_change_is_enough_and_no_single_one_is_if_it_has_several(preset: str, gib: float, recipe: str) -> None:
+    plan, available = planner(preset, recipe), int(gib * 2**30)
+    assert plan().peak.total > available
+    change = smallest_change(plan, OWN, available)
+    assert change is not None
+    changed = keywords(change.flags)
+    assert plan(**changed).peak.total == change.peak <= available
+    if recipe == "bf16":
+        assert "fp8_params" not in changed
+    steps = [name for name in changed if name != "gradient_accumulation"]
+    for fewer in itertools.combinations(steps, len(steps) - 1):
+        kept = {
+            n: v for n, v in changed.items() if n in fewer or (n == "gradient_accumulation" and "batch_size" in fewer)
+        }
+        assert plan(**kept).peak.total > available, "one of the changes is not needed"
+
+
+def test_milder_changes_come_first() -> None:
+    plan = planner("gated-1b", "current")
+    peaks = {mode: plan(activation_checkpointing=mode).peak.total for mode in ("selective", "full")}
+    assert str(smallest_change(plan, OWN, peaks["selective"])) == "--activation-checkpointing selective"
+    assert str(smallest_change(plan, OWN, peaks["selective"] - 1)) == "--activation-checkpointing full"
+    flags = str(smallest_change(plan, OWN, peaks["full"] - 1))
+    assert "--seq-len" not in flags and "--lora" not in flags
+
+
+def test_batches_keep_the_tokens_of_a_step() -> None:
+    own = {**OWN, "activation_checkpointing": "full", "batch_size": 64, "gradient_accumulation": 2}
+
+    def plan(**changes: Any) -> MemoryPlan:
+        return plan_memory(get_preset("gated-350m"), get_recipe("bf16"), **{**own, **changes})
+
+    change = smallest_change(plan, own, int(0.6 * plan().peak.total))
+    assert change is not None and change.flags[0] == "--batch-size"
+    assert int(change.flags[1]) * int(change.flags[3]) == 64 * 2
+
+
+def test_adapters_only_where_they_may_be() -> None:
+    plan = planner("gated-350m", "current")
+    least = smallest_change(plan, {**OWN, "seq_len": 256}, int(1.2 * 2**30))
+    assert least is not None and "--lora" in least.flags
+    without = smallest_change(plan, {**OWN, "seq_len": 256}, int(1.2 * 2**30), lora=False)
+    assert without is None or "--lora" not in without.flags
+    assert smallest_change(plan, OWN, 2**20) is None
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "current"])
+def test_frozen_weights_and_an_offloaded_optimizer_leave_their_parts_out(recipe: str) -> None:
+    plan = planner("gated-350m", recipe)
+    whole, frozen, offloaded = plan(), plan(frozen=True), plan(optimizer_offload=True)
+    assert whole.peak.optimizer and not frozen.peak.optimizer and not offloaded.peak.optimizer
+    assert all(memory.gradients == 0 for memory in frozen.moments)
+    assert [m.gradients for m in offloaded.moments] == [m.gradients for m in whole.moments]
+    assert frozen.peak.weights == whole.peak.weights and frozen.peak.activations

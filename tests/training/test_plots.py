@@ -1,0 +1,87 @@
+"""Curves of a run: smoothing without lag, and what a plot shows."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from te_models.training import plots
+from te_models.training.plots import plot_losses, plot_run, smooth
+
+pytest.importorskip("matplotlib")
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    found = [
+        dict(step=step, loss=3 - step / count, learning_rate=1e-3 / step, tokens_per_second=1000.0 + step)
+        for step in range(1, count + 1)
+    ]
+    for row in found:
+        if row["step"] % 5 == 0:
+            row["eval_loss"] = row["loss"] + 0.1
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 50, 400])
+def test_a_straight_line_stays_as_it_is_to_its_ends(count: int) -> None:
+    line = 3 - 0.01 * np.arange(count)
+    np.testing.assert_allclose(smooth(line), line, atol=1e-9)
+
+
+@pytest.mark.parametrize("place", [0, 1, 7, 20, 39])
+def test_each_value_is_a_weighted_line_fit_around_it(place: int) -> None:
+    values, width = np.random.default_rng(0).normal(size=40), 2.5
+    steps = np.arange(40) - place
+    near = np.abs(steps) <= math.ceil(3 * width)
+    weights = np.sqrt(np.exp(-0.5 * (steps[near] / width) ** 2))
+    expected = np.polynomial.polynomial.polyfit(steps[near], values[near], 1, w=weights)[0]
+    assert smooth(values, width)[place] == pytest.approx(expected, abs=1e-9)
+
+
+def test_it_neither_lags_nor_leads() -> None:
+    values = np.random.default_rng(0).normal(size=300) + np.repeat([2.0, 1.0], 150)
+    smoothed = smooth(values)
+    np.testing.assert_allclose(smooth(values[::-1])[::-1], smoothed, atol=1e-9)
+    bend = smooth(np.repeat([2.0, 1.0], 150))
+    assert bend[149] + bend[150] == pytest.approx(3)  # the middle of the fall is where it was
+    assert smoothed[200:].std() < values[200:].std() / 2
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are drawn, instead of files."""
+    found: list[Any] = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: found.append(figure))
+    return found
+
+
+@pytest.mark.parametrize("first", [3.25, math.nan])
+def test_a_run_shows_loss_evaluations_rate_and_speed(first: float, figures: list[Any], tmp_path: Path) -> None:
+    plot_run(tmp_path / "loss.png", rows(20), "nano · current · text", "better", first)
+    top, rate, speed = figures[0].axes
+    raw, smoothed, evaluations = top.lines
+    assert list(raw.get_ydata()) == [row["loss"] for row in rows(20)] and len(smoothed.get_ydata()) == 20
+    expected = [(0, first)] * (first == first) + [(step, 3 - step / 20 + 0.1) for step in (5, 10, 15, 20)]
+    np.testing.assert_allclose(evaluations.get_xydata(), expected)
+    assert top.get_title(loc="left") == "nano · current · text" and "better" in [t.get_text() for t in top.texts]
+    assert rate.lines[0].get_ydata()[0] == 1e-3 and "median 1,010" in speed.get_title(loc="left")
+    assert top.get_ylim()[0] < 2 and top.get_ylim()[1] > (3.25 if first == first else 3)
+
+
+def test_a_large_fall_is_drawn_on_a_logarithmic_axis(figures: list[Any], tmp_path: Path) -> None:
+    plot_run(tmp_path / "loss.png", rows(20), "", "", 11.0)
+    plot_run(tmp_path / "loss.png", rows(20), "", "", 3.0)
+    assert [figure.axes[0].get_yscale() for figure in figures] == ["log", "linear"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 12])
+def test_files_are_written(count: int, tmp_path: Path) -> None:
+    plot_run(tmp_path / "loss.png", rows(count), "title", "subtitle", 3.0)
+    plot_losses(tmp_path / "both.png", {"a": rows(count), "b": rows(count)}, "title")
+    for name in ("loss.png", "both.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.iterdir())) == 2

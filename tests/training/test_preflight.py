@@ -1,0 +1,115 @@
+"""Memory before a run: what is compared with what, and that a run which does not fit is refused before data is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import CausalLM
+from te_models.cli import main
+from te_models.config.presets import get_preset
+from te_models.config.recipe import get_recipe
+from te_models.config.training import TrainConfig
+from te_models.planning.memory_plan import plan_memory
+from te_models.saving.shape import read_shape
+from te_models.training import preflight
+from te_models.training.parallel import Parallel
+from te_models.training.preflight import available_memory, check_memory
+from te_models.training.settings import LoraSettings, RunSettings, run_settings
+
+TINY: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2)
+TINY |= dict(num_key_value_heads=1)
+
+
+def settings(**given: Any) -> RunSettings:
+    return run_settings("pretrain", {"preset": "gated-1b", "recipe": "current", "device": "cpu", **given})
+
+
+def check(own: RunSettings) -> Any:
+    return check_memory(own, own.train, Parallel(config=own.train), None)
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`there(gib)` has so much memory free."""
+    return lambda gib: monkeypatch.setattr(preflight, "available_memory", lambda device: int(gib * 2**30))
+
+
+def test_the_plan_is_that_of_the_run(there: Any) -> None:
+    there(500)
+    own = settings(
+        batch_size=4, seq_len=1024, fp8_params=True, activation_checkpointing="selective", num_hidden_layers=6
+    )
+    found = check(own)
+    shape = get_preset("gated-1b", num_hidden_layers=6)
+    expected = plan_memory(
+        shape, get_recipe("current"), batch_size=4, seq_len=1024, fp8_params=True, activation_checkpointing="selective"
+    )
+    on_cpu = dataclasses.replace(expected, training=dataclasses.replace(expected.training, cuda=False))
+    assert found.needed == on_cpu.peak.total
+    assert found.plan.recipe == get_recipe("current") and found.available == 500 * 2**30
+    lora = dataclasses.replace(own, lora=LoraSettings(rank=8))
+    assert check(lora).needed < found.needed and not check(lora).plan.peak.optimizer
+    assert "500.0 GiB free on cpu" in str(found)
+
+
+def test_a_run_that_does_not_fit_names_the_smallest_change(there: Any) -> None:
+    there(20)
+    with pytest.raises(ValueError, match="does not fit") as error:
+        check(settings(batch_size=8, seq_len=2048))
+    line = str(error.value)
+    assert "20.0 GiB free on cpu: add --activation-checkpointing" in line and "\n" not in line
+    assert check(settings(batch_size=8, seq_len=2048, memory_check=False)).needed > 20 * 2**30
+    there(0.01)
+    with pytest.raises(ValueError, match="no option of this run makes it fit"):
+        check(settings(batch_size=8, seq_len=2048))
+
+
+def test_nothing_is_read_before(there: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    there(1)
+    run = ["pretrain", "--preset", "llama-3.1-8b", "--device", "cpu", "--data", str(tmp_path / "missing")]
+    assert main([*run, "--out", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert "does not fit" in err and "GiB" in err and len(err.splitlines()) == 1 and not (tmp_path / "run").exists()
+    there(10**4)
+    assert main([*run, "--out", str(tmp_path / "run")]) == 2
+    assert "missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format", ["te", "hf"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_saved_model_is_planned_from_its_small_files(format: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    options = dict(engine="emulated", device="cpu", dtype=dtype, **TINY)
+    model = CausalLM.from_preset("llama-3.1-8b", recipe="current", vocab_size=288, **options)
+    model.save_pretrained(tmp_path / "m", format=format)
+    (weights,) = (tmp_path / "m").glob("model*.safetensors")
+    weights.write_bytes(bytes(weights.stat().st_size))  # nothing reads it
+    found = read_shape(tmp_path / "m")
+    assert found is not None and found.config == model.config and found.dtype == dtype
+    assert found.recipe.name == ("current" if format == "te" else "bf16")
+    own = run_settings("finetune", {"model": str(tmp_path / "m"), "recipe": "current", "device": "cpu"})
+    elements = sum(p.numel() for p in model.parameters())
+    assert check(own).plan.peak.weights >= elements * dtype.itemsize
+    gated = read_shape(tmp_path / "m", {"attention_gate": "elementwise"})
+    assert gated is not None and gated.config.attention_gate == "elementwise"
+
+
+def test_memory_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "CGROUP", tmp_path)
+    free = available_memory(torch.device("cpu"))
+    assert 2**20 < free < 2**50
+    for name, text in dict(max=str(free // 2), current=str(free // 4), stat="anon 5\ninactive_file 1024\n").items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert available_memory(torch.device("cpu")) == free // 2 - free // 4 + 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory(torch.device("cpu")) > free // 2
+
+
+def test_split_layers_are_not_planned(there: Any) -> None:
+    there(0.001)
+    shared = Parallel(config=TrainConfig(), tp=torch.empty(0))  # type: ignore[arg-type]  any mesh
+    assert check_memory(settings(), TrainConfig(), shared, None) is None

@@ -1,0 +1,153 @@
+"""Samples: which prompts are taken from evaluation batches, and what is shown of the answers."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from te_models import CausalLM
+from te_models.cli import main
+from te_models.config.training import TrainConfig
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import Document
+from te_models.data.tokenizer import ByteTokenizer
+from te_models.generation.text import stream_text
+from te_models.training.ending import print_next
+from te_models.training.report import TimeLeft, duration
+from te_models.training.samples import OPENING, Prompt, Sampler, held_out_prompts
+
+WORDS = ByteTokenizer()
+TINY: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2)
+TINY |= dict(num_key_value_heads=1, device="cpu", engine="emulated")
+
+
+def batches(documents: list[Document], packing: str, seq_len: int = 64) -> list[dict[str, torch.Tensor]]:
+    dataset = TokenDataset(documents, WORDS, seq_len, batch_size=2, seed=0, shuffle=False, packing=packing)
+    return dataset.eval_batches(100)
+
+
+def texts(prompts: list[Prompt]) -> list[tuple[str, str]]:
+    return [(WORDS.decode(prompt.ids), WORDS.decode(prompt.reference)) for prompt in prompts]
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_prompts_and_answers_are_whole_records(packing: str) -> None:
+    records = [Document(f"answer {n:02}", prompt=f"question {n:02}: ") for n in range(40)]
+    found = texts(held_out_prompts(batches(records, packing), WORDS, 60))
+    pairs = [(record.prompt, record.text) for record in records]
+    assert len(found) == 3 and all(pair in pairs for pair in found)
+    places = [pairs.index(pair) for pair in found]
+    assert places == sorted(places) and places[-1] - places[0] > 15  # spread over the data
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_a_text_gives_its_opening(packing: str) -> None:
+    records = [Document(f"{n:02} " + "the quick brown fox jumps over the lazy dog, again") for n in range(20)]
+    found = held_out_prompts(batches(records, packing), WORDS, 60)
+    assert len(found) == 3 and all(not prompt.reference and len(prompt.ids) == OPENING for prompt in found)
+    if packing == "documents":
+        assert all(any(r.text.startswith(text) for r in records) for text, _ in texts(found))
+
+
+def test_what_a_window_has_cut_comes_last() -> None:
+    records = [Document("b" * 20, prompt="a" * 30), Document("z", prompt="yy"), Document("x", prompt="ww")]
+    assert texts(held_out_prompts(batches(records, "stream", 61), WORDS, 60, count=1))[0] == ("yy", "z")
+    assert texts(held_out_prompts(batches(records[:1], "stream"), WORDS, 60, count=1))[0] == ("a" * 30, "b" * 20)
+    assert held_out_prompts(batches(records[:1], "stream"), WORDS, 8, count=1) == []
+
+
+def test_padding_and_short_texts_are_no_prompts() -> None:
+    assert held_out_prompts(batches([Document("ab")], "documents"), WORDS, 60) == []
+
+
+@pytest.fixture
+def model() -> CausalLM:
+    return CausalLM.from_preset("gated-nano", recipe="delayed", **TINY)
+
+
+def test_answers_before_and_after(model: CausalLM) -> None:
+    prompts = [Prompt(tuple(b"ab"), tuple(b"cd")), Prompt(tuple(b"once"))]
+    sampler = Sampler(model, WORDS, prompts, 6, {"seed": 3})
+    sampler.note_before()
+    expected = "".join(stream_text(model, WORDS, list(b"ab"), 6))
+    assert sampler.before[0] == expected
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    out = io.StringIO()
+    sampler.show(Console(file=out, width=200))
+    text = out.getvalue()
+    places = [text.index(part) for part in ("sample 1 of 2", "prompt\nab", "answer in the data\ncd", "before\n", "after\n",
+                                            "sample 2 of 2", "opening\nonce")]  # fmt: skip
+    assert places == sorted(places)
+    assert "".join(sampler.answer(prompts[0])) != expected
+
+
+def test_samples_change_nothing_of_a_run(model: CausalLM) -> None:
+    state, draw = {name: p.clone() for name, p in model.named_parameters()}, torch.get_rng_state()
+    Sampler(model, WORDS, [Prompt(tuple(b"once"))], 4, {"seed": 3}).note_before()
+    assert torch.equal(draw, torch.get_rng_state()) and model.training
+    assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
+
+
+def test_next_commands(tmp_path: Path) -> None:
+    out = io.StringIO()
+    print_next(Console(file=out, width=200), tmp_path / "my run", WORDS, [Prompt(tuple(b"\n def f(it's):\n  pass"))])
+    first, second = out.getvalue().splitlines()[-2:]
+    assert first.startswith(f"  te-models generate --model '{tmp_path}/my run' --prompt 'def f(it'\"'\"'s):'  #")
+    assert second.startswith(f"  te-models export --model '{tmp_path}/my run' --out ")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0412, "41 ms"), (3.24, "3.2 s"), (59.7, "60 s"), (100, "2 min"), (5300, "88 min"), (9000, "2 h 30 min")],
+)
+def test_durations_in_words(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("start", [0, 7])
+def test_the_time_is_estimated_once_without_the_first_steps(start: int) -> None:
+    config = TrainConfig(steps=110 + start, batch_size=2, seq_len=50, eval_every=0, eval_batches=30)
+    left = TimeLeft(config, start)
+    speed = {start + n: 1.0 if n <= 4 else 50.0 for n in range(1, 111)}  # tokens/s; a step has 100 tokens
+    lines = [left.line(dict(step=step, tokens_per_second=rate)) for step, rate in speed.items()]
+    # 100 steps of 2 s, and one evaluation of 30 batches, each a third of a step
+    assert [(n + 1, line) for n, line in enumerate(lines) if line] == [
+        (10, "estimated time: 4 min for the other 100 steps, of 2.0 s each")
+    ]
+    assert not any(TimeLeft(TrainConfig(steps=5), 0).line(dict(step=s, tokens_per_second=9.0)) for s in range(1, 6))
+
+
+def test_a_run_shows_the_same_prompts_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    data = tmp_path / "pairs.jsonl"
+    pairs = [dict(prompt=f"number {n:03} is ", completion=f"written {n:03}.") for n in range(120)]
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    CausalLM.from_preset("gated-nano", recipe="current", **TINY).save_pretrained(tmp_path / "start")
+    sizes = ["--steps", "12", "--seq-len", "64", "--batch-size", "2", "--sample-tokens", "6", "--device", "cpu"]
+    given = [
+        "--model",
+        str(tmp_path / "start"),
+        "--data",
+        str(data),
+        "--recipe",
+        "current",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert main(["finetune", *given, *sizes]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "memory", "tokens", "epochs", "estimated time: ", "eval loss before", "eval loss after",
+        "sample 3 of 3", "\nprompt\nnumber ", "\nanswer in the data\nwritten ", "\nbefore\n", "\nafter\n", "metrics.jsonl",
+        "run.toml", "loss.png", "te-models generate --model", "te-models export --model",
+    ):  # fmt: skip
+        assert part in out, part
+    assert "free on cpu" in " ".join(out.split())
+    assert main(["finetune", "--resume", str(tmp_path / "run"), "--steps", "14", "--sample-tokens", "6"]) == 0
+    assert "\nbefore\n" not in capsys.readouterr().out
