@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +122,9 @@ def _row(model: Decoder, origin: Origin, name: str, batches: list[dict[str, Tens
         modules = quantized_modules(model)
         calibration = None if trained_scales(model, modules).keys() == modules.keys() else tokens
         try:
-            export(model, origin, folder, name, calibration)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of who can load the folder
+                export(model, origin, folder, name, calibration)
         except UsageError as error:
             if required:
                 raise

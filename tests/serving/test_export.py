@@ -41,6 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": dict(attention_bias=True, tie_word_embeddings=True),
     "qwen3": dict(qk_norm=True, **ODD),  # sizes that are no multiples of 128
+    "gated": dict(attention_gate="elementwise"),  # with code of its own in the folder
 }
 QUANTIZED = [name for name in FORMATS if name != "bf16"]
 COMPRESSED = ["fp8-channel", "mxfp8", "nvfp4"]
@@ -74,7 +75,9 @@ def theirs(folder: Path, format: str, dtype: torch.dtype = torch.float32) -> Any
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, quantization_config=config, trust_remote_code=True
+        )
     return model.eval()
 
 
@@ -82,6 +85,7 @@ def scheme_of(folder: Path) -> Any:
     return QuantizationConfig.model_validate(config_of(folder)["quantization_config"]).config_groups["group_0"]
 
 
+@pytest.mark.filterwarnings("ignore:.*needs its own code in transformers")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("format", ["fp8-block", *COMPRESSED])
 def test_transformers_computes_the_same_logits(format: str, shape: str, tmp_path: Path) -> None:
@@ -287,7 +291,7 @@ def test_calibration_measures_the_inputs(tmp_path: Path) -> None:
     assert "random tokens" in model.export(tmp_path / "four", format="nvfp4").notes[0]
 
 
-@pytest.mark.filterwarnings("ignore:.* needs its own code in transformers")
+@pytest.mark.filterwarnings("ignore:.*needs its own code in transformers")
 @pytest.mark.parametrize("format", QUANTIZED)
 @pytest.mark.parametrize("gate", ["elementwise", "headwise"])
 def test_gated_models_come_back_quantized(gate: str, format: str, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_programs_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tmp_path / "served/config.json").is_file()
 
 
-@pytest.mark.filterwarnings("ignore:.* needs its own code in transformers")
+@pytest.mark.filterwarnings("ignore:.*needs its own code in transformers")
 def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2)
