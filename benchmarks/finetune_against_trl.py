@@ -190,7 +190,7 @@ def theirs(job: Job) -> dict[str, Any]:
         weight_decay=0.0, bf16=on_gpu, use_cpu=not on_gpu, max_length=own["seq_len"], disable_tqdm=True,
         dataset_kwargs={"skip_prepare_dataset": True}, gradient_checkpointing=own["recompute"] == "full",
         optim="adamw_torch_8bit" if train.optimizer == "adamw8bit" else "adamw_torch_fused" if on_gpu else "adamw_torch",
-        train_sampling_strategy="sequential",
+        train_sampling_strategy="sequential", remove_unused_columns=False,
     )  # fmt: skip
     found: dict[str, Any] = dict(losses=[], times=[])
 

@@ -45,8 +45,8 @@ END, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 PIECES = r"\n[ ]*| ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+"
 SHAPE = ["--preset", "gated-nano", "--vocab-size", str(VOCABULARY), "--eos-token-id", "0", "--pad-token-id", "0"]
 SETTINGS: dict[str, Any] = {
-    "recipe": "current", "optimizer": "adamw", "steps": 3000, "batch-size": 32, "seq-len": 1024, "learning-rate": 6e-3,
-    "warmup-steps": 200, "schedule": "cosine", "weight-decay": 0.1, "packing": "stream", "eval-every": 500, "save-every": 0, "seed": 0,
+    "recipe": "current", "optimizer": "adamw", "steps": 2200, "batch-size": 32, "seq-len": 1024, "learning-rate": 6e-3,
+    "warmup-steps": 200, "schedule": "cosine", "weight-decay": 0.1, "packing": "stream", "eval-every": 500, "save-every": 550, "seed": 0,
     "sample-tokens": 0,
 }  # fmt: skip
 
@@ -173,6 +173,8 @@ def train(folder: Path, out: Path, run: Path, changes: tuple[str, ...]) -> None:
     options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     data = ["--data", str(folder / "corpus.jsonl"), "--tokenizer", str(folder / "tokenizer"), "--out", str(run)]
     subprocess.run([sys.executable, "-m", "te_models", "pretrain", *SHAPE, *options, *data], check=True)
+    for name in ("README.md", "sources.json"):
+        (out / name).unlink(missing_ok=True)  # of the model that is replaced
     CausalLM.from_pretrained(run, recipe="bf16", device="cpu").save_pretrained(out)
     load_tokenizer(folder / "tokenizer").save(out)
     sources = json.loads((folder / "sources.json").read_text())
@@ -200,9 +202,9 @@ two CPU cores in minutes, and too small to be useful for anything else.
   Apache-2.0 and the like), listed with version and licence in sources.json. Tests and vendored code are left out, and so is
   every file that shares a docstring of {COPIED} characters or more with Python's standard library.
 * Training: {len(rows):,} steps of {settings["batch-size"]} x {settings["seq-len"]} tokens ({tokens / 1e6:.0f} million tokens) in FP8 under
-  the recipe `{settings["recipe"]}`, first and last layer in BF16, on one {on.get("gpu", "CPU")} with torch {on["torch"]} and
+  the recipe `{settings["recipe"]}`, first and last layer in BF16, in one run on one {on.get("gpu", "CPU")} with torch {on["torch"]} and
   Transformer Engine {on.get("transformer-engine", "emulated")}, {on["date"]}.
-* Loss on files held out: {evaluated[-1]:.3f} nats per token ({evaluated[0]:.3f} before the first step).
+* Loss on files held out: {evaluated[-1]:.3f} nats per token.
 
 Command, after `python benchmarks/pretrain_gated_nano.py prepare --folder nano`:
 

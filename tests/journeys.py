@@ -113,6 +113,17 @@ ONE_GPU: dict[str, Journey] = {
          "examples/finetune_lora.py --model {out} --recipe delayed --steps 24 --seq-len 512 --batch-size 8 --out {again}"),
         falls=0.02, needs=("peft",), prints="adapter and merged model in",
     ),
+    "lora-flag": Journey(
+        (pretrain("--recipe delayed --steps 12"),
+         "-m te_models finetune --model {out} --recipe current --fp8-params --lora 16 --merge --steps 24 --seq-len 512 "
+         "--learning-rate 1e-3 --sample-tokens 0 --out {again}"),
+        falls=0.02, needs=("peft",), prints="merged",
+    ),
+    "run-file": Journey(
+        (pretrain("--recipe delayed --steps 12"), "-m te_models pretrain {out}/run.toml --steps 24 --out {again}"),
+    ),
+    "early-stop": train("--recipe current --patience 2 --schedule warmup-stable-decay --log tensorboard",
+                        needs=("tensorboard",)),
     # Micro-batches and memory.
     "accumulate": train("--recipe delayed --gradient-accumulation 4", graph=False),
     "accumulate-save": train("--recipe current --gradient-accumulation 4 --save-every 8", graph=False),

@@ -150,6 +150,19 @@ def test_many_gpus_on_two_processes(run: Any, corpus: Path, tmp_path: Path) -> N
     assert printed_losses(done.stdout) == pytest.approx(one, rel=0.01)
 
 
+def test_chat_data(run: Any, model: Path, tmp_path: Path) -> None:
+    out = run("chat_data.py", "--steps", 2, "--out", tmp_path / "run")
+    assert "messages (OpenAI) in JSONL" in out and "a plain one is used" in out and "eval loss" in out
+    chat = shutil.copytree(model, tmp_path / "chat")
+    (chat / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    again = run("chat_data.py", "--model", chat, "--data", tmp_path / "run/colours.jsonl", "--steps", 1, "--seq-len",
+                128, "--out", tmp_path / "other")  # fmt: skip
+    assert "answers found by prefixes of the chat template's text" in again
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_own_modules(run: Any, recipe: str) -> None:
     out = run("own_modules.py", "--recipe", recipe, "--steps", 2)

@@ -42,7 +42,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     "interop": [
         {"hf_parts", "hf_places"},
         {"hf_families", "hub", "quantized", "te_extra_state"},
-        {"stored_codes"},
+        {"stored_weights"},
         {"hf", "te_checkpoint"},
     ],
     "saving": [{"folder", "state_dict"}, {"run_folder"}, {"pretrained", "sharded"}],

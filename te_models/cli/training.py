@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from te_models.errors import UsageError
 from te_models.training.settings import resumed_settings, run_settings
 
 DATA_HELP = {field.name: field.metadata["help"] for field in dataclasses.fields(DataConfig)}
-INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it; SIGTERM asks to save and stop, which is no failure
 
 
 def training_options(learning_rate: str) -> Decorator:
@@ -86,4 +87,4 @@ def run_training(command: str, file: str | None, resume: str | None, options: Ma
     from te_models.training.finetune import finetune  # noqa: PLC0415  imports torch
 
     settings = dataclasses.replace(settings, called=called)
-    return INTERRUPTED if finetune(settings, resume=resume is not None).interrupted else 0
+    return INTERRUPTED if finetune(settings, resume=resume is not None).signal == signal.SIGINT else 0

@@ -22,6 +22,65 @@ _QWEN3: dict[str, Any] = dict(
     vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1000000.0,
     rms_norm_eps=1e-6, attention_gate="none", qk_norm=True, bos_token_id=151643, eos_token_id=151645,
 )  # fmt: skip
+_MISTRAL: dict[str, Any] = dict(
+    vocab_size=131072, num_attention_heads=32, num_key_value_heads=8, head_dim=128, attention_gate="none",
+    bos_token_id=1, eos_token_id=2, pad_token_id=11,
+)  # fmt: skip
+_MINISTRAL3: dict[str, Any] = dict(
+    **_MISTRAL, max_position_embeddings=262144, rope_theta=1000000.0, query_scale_beta=0.1, query_scale_length=16384,
+    rope_scaling=dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
+                      beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
+)  # fmt: skip
+_GRANITE: dict[str, Any] = dict(
+    vocab_size=49155, num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=8, attention_gate="none",
+    max_position_embeddings=131072, embedding_multiplier=12.0, residual_multiplier=0.22, tie_word_embeddings=True,
+    bos_token_id=0, eos_token_id=0, pad_token_id=0,
+)  # fmt: skip
+_OLMO: dict[str, Any] = dict(
+    rms_norm_eps=1e-6, rope_theta=500000.0, attention_gate="none", norm_position="post", qk_norm=True,
+    qk_norm_scope="all_heads", eos_token_id=100257, pad_token_id=100277,
+)  # fmt: skip
+_OLMO2: dict[str, Any] = dict(**_OLMO, vocab_size=100352, max_position_embeddings=4096)
+_OLMO3: dict[str, Any] = dict(
+    **_OLMO, vocab_size=100278, max_position_embeddings=65536, sliding_window=4096,
+    rope_scaling=dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=8192,
+                      attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0),
+    sliding_rope=dict(rope_theta=500000.0),
+)  # fmt: skip
+_EXAONE4: dict[str, Any] = dict(
+    vocab_size=102400, num_key_value_heads=8, rope_theta=1000000.0, rope_scaling=_llama3_scaling(16.0),
+    attention_gate="none", norm_position="post", qk_norm=True, bos_token_id=1, eos_token_id=361, pad_token_id=0,
+)  # fmt: skip
+_GEMMA: dict[str, Any] = dict(
+    rms_norm_eps=1e-6, attention_gate="none", norm_position="both", zero_centered_norm=True,
+    hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True, bos_token_id=2, eos_token_id=1, pad_token_id=0,
+)  # fmt: skip
+
+
+def _layers(count: int, period: int, first: int = 0) -> dict[str, Any]:
+    """Return the kinds of `count` layers, of which one in `period`, from number `first` on, sees all keys."""
+    kinds = ("full_attention" if layer % period == first else "sliding_attention" for layer in range(count))
+    return dict(num_hidden_layers=count, layer_types=tuple(kinds))
+
+
+def _gemma2(hidden: int, layers: int, **fields: Any) -> dict[str, Any]:
+    """Return the shape of a Gemma 2: every second layer sees all keys, and logits are capped."""
+    caps = dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096)
+    sizes = dict(vocab_size=256000, hidden_size=hidden, embedding_multiplier=hidden**0.5, max_position_embeddings=8192)
+    return {**_GEMMA, **_layers(layers, 2, 1), **caps, **sizes, "head_dim": 256, **fields}
+
+
+def _gemma3(hidden: int, layers: int, window: int = 1024, factor: float | None = 8.0, **fields: Any) -> dict[str, Any]:
+    """Return the shape of a Gemma 3's text model: every sixth layer sees all keys, with a RoPE of its own."""
+    stretched = None if factor is None else dict(rope_type="linear", factor=factor)
+    rope = dict(rope_theta=1000000.0, rope_scaling=stretched, sliding_rope=dict(rope_theta=10000.0))
+    sizes = dict(
+        vocab_size=262208, hidden_size=hidden, embedding_multiplier=hidden**0.5, max_position_embeddings=131072
+    )
+    own = dict(head_dim=256, qk_norm=True, sliding_window=window)
+    return {**_GEMMA, **_layers(layers, 6, 5), **rope, **sizes, **own, **fields}
+
+
 # QwQZh/gated_attention; the elementwise model pays for its gate with a narrower MLP.
 _QWEN_GATED: dict[str, Any] = dict(
     vocab_size=152064, hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
@@ -97,6 +156,111 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_key_value_heads=4, max_position_embeddings=65536, rope_theta=5000000.0, rms_norm_eps=1e-6,
         no_rope_layers=(1, 1, 1, 0) * 9, attention_gate="none", tie_word_embeddings=True, bos_token_id=128000,
         eos_token_id=128012, pad_token_id=128004,
+    ),
+    "ministral-8b-2410": dict(
+        **_MISTRAL, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, max_position_embeddings=32768,
+        rope_theta=100000000.0, sliding_window=32768,
+    ),
+    "ministral3-3b": dict(
+        **_MINISTRAL3, hidden_size=3072, intermediate_size=9216, num_hidden_layers=26, tie_word_embeddings=True,
+    ),
+    "ministral3-8b": dict(**_MINISTRAL3, hidden_size=4096, intermediate_size=14336, num_hidden_layers=34),
+    "cwm-32b": dict(
+        vocab_size=128256, hidden_size=6144, intermediate_size=21504, num_attention_heads=48, num_key_value_heads=8,
+        head_dim=128, max_position_embeddings=131072, rope_theta=1000000.0, rope_scaling=_llama3_scaling(16.0),
+        sliding_window=8192, **_layers(64, 4), attention_gate="none", bos_token_id=128000,
+        eos_token_id=(128001, 128008, 128009),
+    ),
+    "internlm3-8b": dict(
+        vocab_size=128512, hidden_size=4096, intermediate_size=10240, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=32768, rope_theta=50000000.0,
+        rope_scaling=dict(rope_type="dynamic", factor=6.0), attention_gate="none", bos_token_id=1, eos_token_id=2,
+        pad_token_id=2,
+    ),
+    "iquest-coder-v1-40b": dict(
+        vocab_size=76800, hidden_size=5120, intermediate_size=27648, num_hidden_layers=80, num_attention_heads=40,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rope_theta=500000.0,
+        attention_gate="none", bos_token_id=1, eos_token_id=(2, 75864, 75869),
+    ),
+    "seed-oss-36b": dict(
+        vocab_size=155136, hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=80,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=524288, rope_theta=10000000.0, rms_norm_eps=1e-6,
+        attention_gate="none", attention_bias=True, bos_token_id=0, eos_token_id=2, pad_token_id=1,
+    ),
+    "phi-3-mini-4k": dict(
+        vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
+        sliding_window=2047, attention_gate="none", bos_token_id=1, eos_token_id=32000, pad_token_id=32000,
+    ),
+    "phi-4": dict(
+        vocab_size=100352, hidden_size=5120, intermediate_size=17920, num_hidden_layers=40, num_attention_heads=40,
+        num_key_value_heads=10, max_position_embeddings=16384, rope_theta=250000.0, attention_gate="none",
+        bos_token_id=100257, eos_token_id=100257, pad_token_id=100257,
+    ),
+    "granite-3.1-2b": dict(
+        **_GRANITE, hidden_size=2048, intermediate_size=8192, rope_theta=5000000.0, attention_multiplier=0.015625,
+        logits_scaling=8.0,
+    ),
+    "granite-3.1-8b": dict(
+        **_GRANITE, hidden_size=4096, intermediate_size=12800, rope_theta=10000000.0, attention_multiplier=0.0078125,
+        logits_scaling=16.0,
+    ),
+    "afm-4.5b": dict(
+        vocab_size=128004, hidden_size=2560, intermediate_size=18432, num_hidden_layers=36, num_attention_heads=20,
+        num_key_value_heads=4, head_dim=128, max_position_embeddings=65536, hidden_act="relu2", mlp_gate=False,
+        rope_scaling=dict(rope_type="yarn", factor=20.0, original_max_position_embeddings=4096, beta_fast=32.0,
+                          beta_slow=1.0, mscale=1.0),
+        attention_gate="none", bos_token_id=128000, eos_token_id=128003,
+    ),
+    "olmo2-7b": dict(
+        **_OLMO2, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+    ),
+    "olmo2-13b": dict(
+        **_OLMO2, hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40,
+    ),
+    "olmo2-32b": dict(
+        **_OLMO2, hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40,
+        num_key_value_heads=8,
+    ),
+    "olmo3-7b": dict(
+        **_OLMO3, hidden_size=4096, intermediate_size=11008, **_layers(32, 4, 3), num_attention_heads=32,
+    ),
+    "olmo3-32b": dict(
+        **_OLMO3, hidden_size=5120, intermediate_size=27648, **_layers(64, 4, 3), num_attention_heads=40,
+        num_key_value_heads=8,
+    ),
+    "exaone4-1.2b": dict(
+        **_EXAONE4, hidden_size=2048, intermediate_size=4096, num_hidden_layers=30, num_attention_heads=32, head_dim=64,
+        max_position_embeddings=65536, tie_word_embeddings=True,
+    ),
+    "exaone4-32b": dict(
+        **_EXAONE4, hidden_size=5120, intermediate_size=27392, **_layers(64, 4, 3), num_attention_heads=40,
+        head_dim=128, max_position_embeddings=131072, sliding_window=4096, no_rope_layers=(1, 1, 1, 0) * 16,
+    ),
+    "glm4-9b": dict(
+        vocab_size=151552, hidden_size=4096, intermediate_size=13696, num_hidden_layers=40, num_attention_heads=32,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=32768, partial_rotary_factor=0.5,
+        rope_interleaved=True, norm_position="both", attention_gate="none", attention_bias=True,
+        eos_token_id=(151329, 151336, 151338), pad_token_id=151329,
+    ),
+    "gemma2-2b": _gemma2(2304, 26, intermediate_size=9216, num_attention_heads=8, num_key_value_heads=4),
+    "gemma2-9b": _gemma2(3584, 42, intermediate_size=14336, num_attention_heads=16, num_key_value_heads=8),
+    "gemma2-27b": _gemma2(
+        4608, 46, intermediate_size=36864, num_attention_heads=32, num_key_value_heads=16, head_dim=128,
+        attention_multiplier=144**-0.5,
+    ),
+    "gemma3-270m": _gemma3(
+        640, 18, window=512, factor=None, vocab_size=262144, max_position_embeddings=32768, intermediate_size=2048,
+        num_attention_heads=4, num_key_value_heads=1,
+    ),
+    "gemma3-1b": _gemma3(
+        1152, 26, window=512, factor=None, vocab_size=262144, max_position_embeddings=32768, intermediate_size=6912,
+        num_attention_heads=4, num_key_value_heads=1,
+    ),
+    "gemma3-4b": _gemma3(2560, 34, intermediate_size=10240, num_attention_heads=8, num_key_value_heads=4),
+    "gemma3-12b": _gemma3(3840, 48, intermediate_size=15360, num_attention_heads=16, num_key_value_heads=8),
+    "gemma3-27b": _gemma3(
+        5376, 62, intermediate_size=21504, num_attention_heads=32, num_key_value_heads=16, head_dim=128,
+        attention_multiplier=168**-0.5,
     ),
     "qwen-gated-1b-elementwise": dict(**_QWEN_GATED, intermediate_size=5504, attention_gate="elementwise"),
     "qwen-gated-1b-headwise": dict(**_QWEN_GATED, intermediate_size=6144, attention_gate="headwise"),

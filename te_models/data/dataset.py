@@ -161,8 +161,7 @@ class TokenDataset:
         """Return this rank's next batch."""
         rows = []
         for number in range(self.batch_size * self.world_size):
-            while self._position >= self._shuffled(self._epoch).num_windows:
-                self._epoch, self._position = self._epoch + 1, 0
+            self._end_epochs()
             if number // self.batch_size == self.rank:
                 rows.append(self._shuffled(self._epoch).window(self._position))
             self._position += 1
@@ -192,9 +191,9 @@ class TokenDataset:
 
         `position` in `epoch` counts whole windows of all ranks, so batch_size and world_size may change on resume.
         """
-        ended = self._position >= self._shuffled(self._epoch).num_windows
-        epoch, position = (self._epoch + 1, 0) if ended else (self._epoch, self._position)
-        return {"epoch": epoch, "position": position, "seed": self.seed, "fingerprint": self.fingerprint}
+        self._end_epochs()
+        position = {"epoch": self._epoch, "position": self._position}
+        return {**position, "seed": self.seed, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue with the batch that would have followed when `state` was taken; its seed replaces this one's.
@@ -256,6 +255,11 @@ class TokenDataset:
                 documents = np.repeat(documents, repeats(self.weights, epoch))
             self._cached = epoch, self._lay(documents[random.permutation(len(documents))], random)
         return self._cached[1]
+
+    def _end_epochs(self) -> None:
+        """Go on to the epoch that has the next window; with weights below 1, epochs may have none."""
+        while self._position >= self._shuffled(self._epoch).num_windows:
+            self._epoch, self._position = self._epoch + 1, 0
 
     def _blank(self) -> dict[str, NDArray[np.int64]]:
         """Return a window of padding."""

@@ -9,6 +9,7 @@ import contextlib
 import csv
 import functools
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
@@ -93,7 +94,7 @@ def file_ranges(system: Any, file: str, range_bytes: int) -> Iterator[tuple[File
         yield FileRange(file, group, start, stop), stop - start
 
 
-def read_range(part: FileRange, source: str, columns: Columns = {}) -> Iterator[Document]:  # noqa: B006  never written to
+def read_range(part: FileRange, source: str, columns: Columns | None = None) -> Iterator[Document]:
     """Yield the documents of a range. A text file is one document, unless the range is a part of it.
 
     Raises:
@@ -106,8 +107,8 @@ def read_range(part: FileRange, source: str, columns: Columns = {}) -> Iterator[
                 if text := _read_text(file, part):
                     yield Document(text, name=part.path, source=source)
             return
-        for row, place in _read_rows(part, columns):
-            yield row_document(row, columns, place, source)
+        for row, place in _read_rows(part, columns or {}):
+            yield row_document(row, columns or {}, place, source)
 
 
 def first_row(part: FileRange, columns: Columns) -> tuple[Mapping[str, Any], str] | None:
@@ -290,7 +291,11 @@ def _hub_dataset(path: str) -> Any:
 
 @contextlib.contextmanager
 def _hub_errors(name: str) -> Iterator[None]:
-    """Turn an error of the datasets library in the block into one line that names the dataset."""
+    """Turn an error of the datasets library in the block into one line that names the dataset, without its warnings."""
+    loggers = [logging.getLogger(library) for library in ("datasets", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)  # every attempt to reach the Hub is a line or two
     try:
         yield
     except Exception as error:  # the library and those below it have no common base but this one
@@ -298,3 +303,6 @@ def _hub_errors(name: str) -> Iterator[None]:
             f"{name}: no such file or folder, and no dataset of the Hub that can be read "
             f"({type(error).__name__}: {first_line(error)[:200]}): check the path or the name, written owner/name#split"
         ) from None
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -25,6 +25,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, is larger, or is not TOML.
     """
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"cannot read {path}: it is not a file")
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)

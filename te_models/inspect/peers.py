@@ -138,10 +138,17 @@ PEERS: dict[str, Callable[[ModelConfig, torch.device], Peer]] = {
 }
 
 
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "final_logit_softcapping")
+
+
 def _check(config: ModelConfig) -> None:
     """Raise for features that the peers lack, rather than time another model."""
     own = {"qk_norm": config.qk_norm, "attention_bias": config.attention_bias, "sliding_window": config.sliding_window}
     own |= {"partial_rotary_factor below 1": config.rotary_size != config.head_dim}
+    own |= dict.fromkeys((*config.attention_obstacles, *config.mlp_obstacles), True)
+    own |= {"norm_position": config.norm_position != "pre", "attention_output_bias": config.attention_output_bias}
+    fields = config.to_dict()
+    own |= {name: fields[name] not in (1, None) for name in MULTIPLIERS}
     if found := [name for name, value in own.items() if value]:
         raise UsageError(f"the peers have no {found[0]}: choose a gated-* preset, or --peers none")
 

@@ -39,7 +39,7 @@ from te_models.fp8.primary_weights import plain, write_weight
 from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.interop.hf_places import TOP, Rows
 from te_models.interop.quantized import CONFIG_KEYS, MODELOPT_FILE, StoredWeights, open_weights, read_scheme
-from te_models.interop.stored_codes import keep_stored_weights
+from te_models.interop.stored_weights import keep_stored_weights
 from te_models.model.decoder import Decoder
 
 Model = TypeVar("Model", bound=Decoder)
@@ -169,7 +169,7 @@ def read_hugging_face(
     """Return the model in `folder`, built by `build(config, **options)` and filled shard by shard, and its origin.
 
     Everything is checked before the model is built. Quantized weights are dequantized; FP8 primary weights keep the
-    stored data and scales where both have the same blocks (te_models.interop.stored_codes).
+    stored data and scales where both have the same blocks (te_models.interop.stored_weights).
 
     Raises:
         CheckpointError: something of the folder is missing, damaged, of a wrong shape or not supported; one line.
@@ -195,6 +195,11 @@ def gated(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
         raise UsageError(
             f"the model has attention_gate={config.attention_gate!r}, which cannot become {wanted.attention_gate!r}: "
             "only an ungated model can be given a gate"
+        )
+    if wanted.attention_gate != config.attention_gate and wanted.attention_gate_activation != "sigmoid":
+        raise UsageError(
+            f"a gate with attention_gate_activation={wanted.attention_gate_activation!r} would change the model's outputs: "
+            "only a sigmoid gate can be added"
         )
     return wanted
 

@@ -342,6 +342,13 @@ def biases(qkv: str | None = "attention_bias", out: str | None = "attention_bias
     )
 
 
+def _read_internlm_biases(theirs: Values) -> dict[str, Any]:
+    """Read the keys of transformers, or `qkv_bias` and `bias` of the files that came with the model."""
+    qkv = theirs.get("attention_bias", theirs.get("qkv_bias", False))
+    rest = theirs.get("mlp_bias", theirs.get("bias", False))
+    return {"attention_bias": qkv, "attention_output_bias": rest, "mlp_bias": rest}
+
+
 ALIASES = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}  # other names of transformers for the same function
 
 
@@ -436,6 +443,11 @@ DENSE_AFMOE = Part(
     ("num_dense_layers", "num_experts", "mup_enabled"),
     _read_dense_afmoe,
     lambda config: {"num_dense_layers": config.num_hidden_layers, "mup_enabled": config.embedding_multiplier != 1},
+)
+INTERNLM_BIASES = Part(
+    ("attention_bias", "mlp_bias", "qkv_bias", "bias"),
+    _read_internlm_biases,
+    lambda config: {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias},
 )
 LAGUNA = Part(("gating", "mlp_layer_types", "num_attention_heads_per_layer"), _read_laguna, _write_laguna)
 ATTENTION_MULTIPLIER = Part(

@@ -30,6 +30,9 @@ from te_models.fp8.scaling_state import delayed_states, overwrite
 from te_models.kernels.early_save import discarding
 from te_models.model.offload import Offload
 
+# Libraries whose modules and hooks draw no random numbers but for dropout; the last has an adapter's buffers.
+DRAW_NOTHING = ("torch.", "transformer_engine.", "te_models.", "peft.tuners._buffer_dict")
+
 
 class Recompute:
     """The activation checkpointing of one forward pass.
@@ -208,7 +211,7 @@ def may_draw(owner: nn.Module) -> bool:
 
 def _draws_nothing(source: Any) -> bool:
     """Whether a class or a hook comes from a library known to draw no random numbers, such as FSDP2's hooks."""
-    return str(getattr(source, "__module__", "")).startswith(("torch.", "transformer_engine.", "te_models."))
+    return str(getattr(source, "__module__", "")).startswith(DRAW_NOTHING)
 
 
 def forward_states(owner: nn.Module) -> dict[str, Any]:

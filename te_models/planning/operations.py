@@ -358,6 +358,7 @@ class Tape:
         mode, c, fp8_weights = self.training.activation_checkpointing, self.config, self.training.fp8_params
         # Where SwiGLU writes the FP8 input of down_proj itself, it can also recompute it.
         hands_over = fp8_weights and self.training.fused and self.training.cuda and self.recipe.scheme in PER_TENSOR
+        hands_over = hands_over and not c.mlp_obstacles
         rotary = self.rotary_tables()
         table = c.vocab_size * c.hidden_size * self.element
         tied = c.tie_word_embeddings  # then its gradient is added to lm_head's

@@ -22,7 +22,7 @@ from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.scaling_state import fp8_state
 from te_models.interop.hf import TOKENIZER_FILES, Origin, Place, write_hugging_face
 from te_models.interop.quantized import BLOCK, E4M3
-from te_models.interop.stored_codes import collapse, spread
+from te_models.interop.stored_weights import collapse, spread
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.folder import read_listed
@@ -98,7 +98,7 @@ class _Writer:
                 )
         self.inputs, self.notes = _input_scales(model, self.format, self.modules, calibration)
         self.options = _options(model)
-        self.codes = quantized_weights(model) if model.tp.size == 1 else {}
+        self.fp8_weights = quantized_weights(model) if model.tp.size == 1 else {}
         self.quantized: list[str] = []
         self.ignored: list[str] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -155,9 +155,9 @@ class _Writer:
         """Return one of our weights quantized as a whole; None for a format with blocks of several rows."""
         if self.format.encode is None:
             return None
-        if self.name == "fp8-tensor" and f"{ours}.data" in self.codes:
-            scale = self.codes[f"{ours}.scale_inv"]
-            return {"weight": self.codes[f"{ours}.data"].view(E4M3), "weight_scale": scale.reshape(())}
+        if self.name == "fp8-tensor" and f"{ours}.data" in self.fp8_weights:
+            scale = self.fp8_weights[f"{ours}.scale_inv"]
+            return {"weight": self.fp8_weights[f"{ours}.data"].view(E4M3), "weight_scale": scale.reshape(())}
         whole = torch.zeros_like(parameter)  # without the rows that pad a headwise gate, which nobody reads
         for name in names:
             places[name].load(whole, places[name].save(parameter))
@@ -167,9 +167,9 @@ class _Writer:
         """Return one of their weights in 128 x 128 blocks: those of an FP8 primary weight where they coincide."""
         rows, columns = values.shape
         aligned = not (rows % BLOCK.block[0] or columns % BLOCK.block[1])
-        scale_inv = self.codes.get(f"{ours}.rowwise_scale_inv")
+        scale_inv = self.fp8_weights.get(f"{ours}.rowwise_scale_inv")
         if aligned and scale_inv is not None and scale_inv.is_floating_point():
-            data = self.codes[f"{ours}.rowwise_data"]
+            data = self.fp8_weights[f"{ours}.rowwise_data"]
             by_row = spread(
                 scale_inv[:, : columns // BLOCK.block[1]], BLOCK.block, (len(data), columns), BLOCK.block[1]
             )

@@ -72,7 +72,7 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         folder, newest = _place(settings, shared, resume)
         resume = newest is not None
         words = load_tokenizer(_tokenizer(settings, newest))
-        dataset, eval_batches = _open_data(settings, config, words, shared)
+        dataset, eval_batches = _open_data(settings, config, words, shared, newest)
         config = dataclasses.replace(config, steps=steps_of(dataset, config))
         settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, steps=config.steps))
         torch.manual_seed(config.seed)
@@ -148,12 +148,13 @@ def _tokenizer(settings: RunSettings, newest: Path | None) -> str | Path | None:
 
 
 def _open_data(
-    settings: RunSettings, config: TrainConfig, words: Tokenizer, shared: Parallel
+    settings: RunSettings, config: TrainConfig, words: Tokenizer, shared: Parallel, newest: Path | None
 ) -> tuple[TokenDataset | StreamingDataset, list[Batch]]:
     """Return this process's share of the training data, and its evaluation batches."""
-    options = {
-        name: value for name, value in settings.data.items() if name not in ("data", "tokenizer", "data_workers")
-    }
+    others = {"data", "tokenizer", "data_workers"}
+    if newest is not None and "chat_template" not in settings.given:
+        others.add("chat_template")  # the checkpoint's tokenizer has it
+    options = {name: value for name, value in settings.data.items() if name not in others}
     return open_data(
         settings.data.get("data"),
         words,

@@ -50,7 +50,7 @@ with needs("te_models.training.lora", "peft", "0.19", "lora"):
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in an adapter's file
 # What peft 0.21 takes for experts in any model of an architecture that can have them (its convert_peft_config_moe).
-EXPERT_TARGETS = {"qwen3_next": ("gate_proj", "up_proj", "down_proj")}
+EXPERT_TARGETS = dict.fromkeys(("qwen3_next", "afmoe"), ("gate_proj", "up_proj", "down_proj"))
 PROJECTIONS = ("qkvg_proj", "o_proj", "gate_up_proj", "down_proj")
 
 

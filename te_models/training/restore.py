@@ -10,7 +10,7 @@ from torch import Tensor
 from te_models.errors import CheckpointError
 
 COUNT_LIMIT = 2**62
-LATER = {"best_eval_loss", "best_step", "evaluations_since_best", "stopped_early"}
+LATER = {"best_eval_loss", "best_step", "evaluations_since_best", "stopped_early", "signal"}
 
 
 def check_random_state(state: Any, rank: int, generator: torch.Generator, name: str) -> Tensor:

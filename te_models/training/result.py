@@ -18,6 +18,7 @@ class Result:
         tokens_per_second: median over the last 100 steps, over all processes.
         peak_memory: bytes allocated on the device at most; None on a CPU.
         interrupted: True if the run was stopped before its last step.
+        signal: the number of the signal that this process was stopped by; 0: none.
         checkpoint: path of the last checkpoint.
         best_eval_loss: the lowest evaluation loss, that before the first step left out.
         best_step: the step of that evaluation; 0: there was none.
@@ -37,3 +38,4 @@ class Result:
     best_step: int = 0
     evaluations_since_best: int = 0
     stopped_early: bool = False
+    signal: int = 0

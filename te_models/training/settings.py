@@ -52,7 +52,7 @@ LEARNING_RATE = {"pretrain": 1e-3, "finetune": 2e-5, "lora": 2e-4}
 # A resumed run keeps these: with others it would be another run.
 FIXED = (
     "command", "preset", "model", *config_fields(), "seed", "batch_size", "seq_len", "gradient_accumulation", "streaming",
-    "packing", "optimizer", "lora", "lora_targets", "lora_alpha", "lora_dropout",
+    "packing", "truncate", "columns", "chat_template", "eval_split", "optimizer", "lora", "lora_targets", "lora_alpha", "lora_dropout",
 )  # fmt: skip
 PATHS = ("model", "data", "eval_data", "chat_template", "tokenizer")  # settings that may be paths
 SAID = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}

@@ -9,10 +9,11 @@ from types import FrameType
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C or SIGTERM has arrived; a second signal acts as usual.
+def stop_signals() -> Iterator[Callable[[], int]]:
+    """Yield a function that returns the number of the signal that arrived, SIGINT (Ctrl-C) or SIGTERM; 0 if none has.
 
-    Outside the main thread signals cannot be handled: the caller's own handlers stay, and the function returns False.
+    A second signal acts as usual. Outside the main thread signals cannot be handled: the caller's own handlers stay, and
+    the function returns 0.
     """
     received: list[int] = []
 
@@ -25,10 +26,10 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         for number in before:
             signal.signal(number, note)
     except ValueError:
-        yield lambda: False
+        yield lambda: 0
         return
     try:
-        yield lambda: bool(received)
+        yield lambda: received[0] if received else 0
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

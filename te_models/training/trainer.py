@@ -159,7 +159,7 @@ class Trainer(NamedFields):
             name: document if isinstance(document, bytes) else render_json(document, name)
             for name, document in self.documents.items()
         }
-        self.stop_requested: Callable[[], bool] = lambda: False  # of this process
+        self.stop_requested: Callable[[], int] = lambda: 0  # of this process: the signal's number
         self.stopping = False  # of any process, as of the last step that was read
         self.result = Result()
 
@@ -203,12 +203,13 @@ class Trainer(NamedFields):
                 if self._due(self.config.save_every, row["step"]):
                     self.save(blocking=False)
             self.result.interrupted = self.result.step < self.config.steps and not self.result.stopped_early
+            self.result.signal = max(0, self.stop_requested())
             self.save()
         return self.result
 
     def stop(self) -> None:
         """End the run after the step under way, with a checkpoint, as Ctrl-C does; any process may call it."""
-        self.stop_requested = lambda: True
+        self.stop_requested = lambda: -1
 
     def _evaluated(self, row: Row) -> None:
         """Note whether an evaluation was the best so far, save the model if so, and end a run that no longer improves."""
@@ -278,7 +279,7 @@ class Trainer(NamedFields):
         start = timestamp(device) if before is None else before.end
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
         loss = self._forward_backward(micro_batches)
-        loss, stops = self.parallel.mean_and_any(loss, self.stop_requested())
+        loss, stops = self.parallel.mean_and_any(loss, self.stop_requested() != 0)
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
         queued = QueuedStep(step, start, micro_batches, *copy_to_host(torch.stack([loss, norm.to(loss), stops])))
         if before is not None:
@@ -434,7 +435,7 @@ class Trainer(NamedFields):
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
         self.result = Result(**state["result"])
-        self.result.stopped_early = False
+        self.result.stopped_early, self.result.signal = False, 0
 
     def _refuse_to_wait_on(self, result: dict[str, Any]) -> None:
         """Raise UsageError if the saved run ended early and nothing has changed that would let it go on."""

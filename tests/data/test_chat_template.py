@@ -103,6 +103,11 @@ def test_a_tokenizer_travels_without_its_template(tmp_path: Path) -> None:
         ByteTokenizer().chat_template()
 
 
+def test_the_guide_shows_the_plain_template() -> None:
+    guide = Path(__file__).parents[2] / "docs/guide/data.md"
+    assert f"```jinja\n{module.PLAIN}```\n" in guide.read_text()
+
+
 def test_the_message_of_a_template_is_one_line_of_bounded_length() -> None:
     template = ChatTemplate("{{ raise_exception('no ' * 999 ~ '\\n' ~ 'second') }}", {})
     with pytest.raises(DataError, match="refuses these messages: no no") as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,13 @@ def test_a_value_reads_back_equal(name: str) -> None:
 def test_a_value_without_a_form_is_an_error() -> None:
     with pytest.raises(TypeError, match="a Path has no place|a PosixPath has no place"):
         render_toml({"one": {"path": Path("x")}}, "")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.toml")
+    for path in (tmp_path / "run.toml", tmp_path):
+        with pytest.raises(ConfigError, match="it is not a file"):
+            read_toml(path)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from families import CASES, FAMILY_CASES, make_config
 from safetensors.torch import load_file
 from torch import Tensor
 
-from te_models import CausalLM
+from te_models import CausalLM, get_preset, list_presets
 from te_models.interop.hf import Origin
-from te_models.interop.hf_families import FAMILIES
+from te_models.interop.hf_families import FAMILIES, family_for
 from te_models.model.kv_cache import KVCache
 
 pytest.importorskip("transformers")
@@ -77,6 +77,16 @@ def test_every_new_family_has_ten_shapes() -> None:
     assert few == {"llama", "qwen3", "smollm3"}, "these have others in test_hf.py"
     others = {"mistral", "qwen2", "qwen3_next", "te_models_decoder"}
     assert set(FAMILY_CASES) | others == {family.model_type for family in FAMILIES}
+
+
+@pytest.mark.parametrize("name", [name for name in list_presets() if get_preset(name).attention_gate == "none"])
+def test_presets_have_the_parameters_of_transformers_models(name: str) -> None:
+    config = get_preset(name)
+    written = family_for(config).write(config)
+    with torch.device("meta"):
+        kind = written.pop("model_type")
+        judge = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **written))
+    assert sum(p.numel() for p in judge.parameters()) == config.num_parameters
 
 
 @pytest.mark.parametrize("case", CASES)

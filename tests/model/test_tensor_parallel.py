@@ -33,6 +33,27 @@ SHAPES = {
     # Each rank has whole 128x128 blocks of every weight.
     "blocks": ModelConfig(**BASE | dict(hidden_size=128, intermediate_size=256, head_dim=128)),
     "none": ModelConfig(**BASE | dict(attention_gate="none", num_key_value_heads=4, qk_norm=False)),
+    "options": ModelConfig(
+        **BASE,
+        norm_position="both",
+        hidden_act="gelu_pytorch_tanh",
+        attention_gate_activation="softplus",
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=5.0,
+        residual_multiplier=0.5,
+        embedding_multiplier=4.0,
+        rope_interleaved=True,
+    ),
+    "biases": ModelConfig(
+        **BASE,
+        norm_position="post",
+        hidden_act="relu2",
+        mlp_gate=False,
+        mlp_bias=True,
+        attention_output_bias=True,
+        query_scale_beta=0.2,
+        query_scale_length=3,
+    ),
 }
 EDGES: dict[str, Any] = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
 OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(list_recipes(), EDGES)
@@ -45,6 +66,8 @@ CASES: list[tuple[str, str, bool, dict[str, Any]]] = [
 CASES += [("elementwise", "bf16", False, {}), ("elementwise", "delayed", False, {}), ("none", "current", False, {})]
 CASES += [("headwise", "bf16", True, {}), ("headwise", "mxfp8", False, {"lm_head": "fp8"})]
 CASES += [("elementwise", "delayed", True, {"activation_checkpointing": "full"})]
+CASES += [("options", "bf16", True, {}), ("options", "delayed", True, {}), ("options", "mxfp8", False, {})]
+CASES += [("biases", "bf16", False, {}), ("biases", "delayed", False, {})]
 # How far the losses of five steps may lie apart, relative. Under BF16, FP32 sums in another order: a few of its last
 # bits, 2^-24 = 6e-8. Under FP8 such a bit tips a code now and then; and where a scale is a tensor's, all codes differ,
 # as the scales are those of the shards of weights and of the inputs of row-parallel layers (te.Linear's own rule).
@@ -137,6 +160,8 @@ def others(mesh: Any, folder: str) -> dict[str, Any]:
         ("seed", {}),
         ("heads", {"config": ModelConfig(**BASE | dict(num_attention_heads=3, num_key_value_heads=3))}),
         ("features", {"recipe": "mxfp8", "config": ModelConfig(**BASE | dict(intermediate_size=96)), **EDGES}),
+        ("all heads", {"config": ModelConfig(**BASE | dict(qk_norm_scope="all_heads"))}),
+        ("output bias", {"config": SHAPES["biases"], "sequence_parallel": True}),
         ("amax", {"recipe": "delayed", "reduce_amax": False, "sequence_parallel": True, **EDGES}),
     ):
         try:
@@ -241,6 +266,10 @@ def test_what_cannot_be_divided_is_refused(results: Path) -> None:
     assert found["heads"] == "num_attention_heads=3 cannot be divided between 2 ranks: use 1"
     assert found["features"].startswith("intermediate_size=48 on each of 2 ranks is not a multiple of 32")
     assert "use reduce_amax=True or sequence_parallel=False" in found["amax"]
+    assert (
+        found["all heads"] == "qk_norm_scope='all_heads' needs the heads of all ranks: build the model without tp_mesh"
+    )
+    assert found["output bias"].endswith("attention_output_bias and mlp_bias: use sequence_parallel=False")
 
 
 def test_sequence_parallelism_needs_ranks() -> None:

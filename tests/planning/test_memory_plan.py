@@ -131,6 +131,20 @@ def test_activations_are_what_autograd_keeps(
         assert autograd_bytes(model, torch.randint(0, 288, rows)) == expected
 
 
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("recipe", ["bf16", "current"])
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+def test_what_is_saved_is_freed_once(fields: dict[str, Any], recipe: str, mode: str) -> None:
+    """When the backward has come down to the embedding, only what the embedding itself saves is left."""
+    config = get_preset("gated-nano", **{k: v for k, v in (SHAPE | fields).items() if k != "dtype"})
+    training = Training(batch_size=2, seq_len=64, activation_checkpointing=mode)
+    regions = list(Tape(config, get_recipe(recipe), training).regions())
+    *_, last = _walk(regions, Memory(), training)
+    assert last.activations == regions[0].steps[0].saved
+    assert (last.recomputed, last.fp8_weight_copies, last.logits) == (0, 0, 0)
+    assert last.activation_gradients == regions[0].steps[0].consumes + regions[0].steps[0].scratch
+
+
 @pytest.mark.parametrize("rows", [(2, 64), (1, 23)], ids=["whole", "padded"])
 @pytest.mark.parametrize("recipe", ["bf16", "current"])
 def test_a_head_without_logits_keeps_two_gradients(recipe: str, rows: tuple[int, int]) -> None:

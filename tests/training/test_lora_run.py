@@ -19,6 +19,7 @@ from te_models.errors import CheckpointError, ConfigError, UsageError
 from te_models.files.toml import read_toml
 from te_models.fp8.primary_weights import plain
 from te_models.fp8.scaling_state import fp8_state
+from te_models.model.recompute import may_draw
 from te_models.training.launch import choose_parallel
 from te_models.training.lora_run import LoraRun, trained
 from te_models.training.metrics import read_metrics
@@ -84,6 +85,14 @@ def test_recompute_changes_no_number(tmp_path: Path) -> None:
     trainer(tmp_path / "frozen", "current", learning_rate=0.0).run()
     assert losses(tmp_path / "none") == losses(tmp_path / "selective") == losses(tmp_path / "full")
     assert losses(tmp_path / "none") != losses(tmp_path / "frozen")
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj")])
+def test_adapters_need_random_numbers_only_for_dropout(targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Else a step under recompute would be no CUDA graph, and the host would restore their state in each block."""
+    for dropout in (0.0, 0.5):
+        run = trainer(tmp_path, "current", {"targets": targets, "dropout": dropout})
+        assert [may_draw(block) for block in run.model.layers] == [dropout > 0] * 4
 
 
 def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:

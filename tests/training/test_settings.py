@@ -100,10 +100,13 @@ def test_a_file_with_an_unknown_command_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["seed", "batch_size", "seq_len", "gradient_accumulation", "packing", "streaming",
-                                  "preset", "hidden_size", "optimizer"])  # fmt: skip
+                                  "preset", "hidden_size", "optimizer", "truncate", "columns", "eval_split", "chat_template",
+                                  "lora", "lora_targets", "lora_alpha", "lora_dropout"])  # fmt: skip
 def test_a_resumed_run_keeps_what_would_make_it_another(name: str) -> None:
-    saved = {"seed": 0, "batch_size": 8, "seq_len": 64, "gradient_accumulation": 1, "packing": "stream",
+    saved: dict[str, Any] = {"seed": 0, "batch_size": 8, "seq_len": 64, "gradient_accumulation": 1, "packing": "stream",
              "streaming": False, "preset": "gated-nano", "hidden_size": 64, "optimizer": "adamw"}  # fmt: skip
+    saved |= {"truncate": "drop", "columns": "", "eval_split": 0.05, "chat_template": "a.jinja", "lora": 4,
+              "lora_targets": "", "lora_alpha": 8.0, "lora_dropout": 0.0}  # fmt: skip
     other = "other" if isinstance(saved[name], str) else True if name == "streaming" else 5
     with pytest.raises(UsageError, match=f"a resumed run keeps its {name}: .*leave out --{name.replace('_', '-')}, or"):
         changed_settings(saved, {name: other})

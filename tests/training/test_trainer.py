@@ -268,7 +268,8 @@ def test_a_background_save_that_fails_is_an_error_of_the_run(tmp_path: Path, mon
         run.run()
 
 
-def test_ctrl_c_saves_and_ends_cleanly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_saves_and_ends_cleanly(sent: int, code: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "te_models", "pretrain", "--preset", "gated-nano", "--hidden-size", "64"]
     command += [
         "--intermediate-size",
@@ -300,9 +301,9 @@ def test_ctrl_c_saves_and_ends_cleanly(tmp_path: Path) -> None:
     deadline = time.time() + 60
     while time.time() < deadline and not (log.exists() and len(log.read_text().splitlines()) > 3):
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    assert process.returncode == code, err
     assert "continues from it" in " ".join(out.split())
     newest = saved_folder(tmp_path / "run")
     step = json.loads((newest / "training.json").read_text())["result"]["step"]

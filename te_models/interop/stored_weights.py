@@ -164,10 +164,10 @@ def _write(model: nn.Module, name: str, data: Tensor, scales: Tensor, parameter:
         return
     made = {"rowwise_data": data, "columnwise_data": data.t().contiguous()}
     made |= {"rowwise_scale_inv": scales, "columnwise_scale_inv": scales.t()}
-    codes = {}
+    padded_parts = {}
     for part, tensor in made.items():
         if f"{name}.{part}" in live:
             padded = torch.zeros(live[f"{name}.{part}"].shape, dtype=tensor.dtype)
             padded[tuple(slice(size) for size in tensor.shape)] = tensor
-            codes[f"{name}.{part}"] = padded
-    load_quantized_weights(model, codes)
+            padded_parts[f"{name}.{part}"] = padded
+    load_quantized_weights(model, padded_parts)

@@ -1,0 +1,191 @@
+"""config.json as published, in the forms of the versions of transformers that wrote them, against our presets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from te_models import get_preset
+from te_models.errors import ConfigError
+from te_models.interop.hf_families import family_of
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+SILU = dict(hidden_act="silu", attention_dropout=0.0, initializer_range=0.02, use_cache=True, torch_dtype="bfloat16")
+LLAMA3 = dict(rope_type="llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=8192)
+
+
+def sizes(hidden: int, mlp: int, layers: int, heads: int, kv: int, vocabulary: int, positions: int) -> dict[str, Any]:
+    return dict(
+        hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv, vocab_size=vocabulary, max_position_embeddings=positions,
+    )  # fmt: skip
+
+
+def tokens(bos: Any, eos: Any, pad: Any) -> dict[str, Any]:
+    return dict(bos_token_id=bos, eos_token_id=eos, pad_token_id=pad)
+
+
+GEMMA3 = dict(
+    model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], attention_bias=False, attention_dropout=0.0,
+    attn_logit_softcapping=None, cache_implementation="hybrid", final_logit_softcapping=None, head_dim=256,
+    hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, rms_norm_eps=1e-6,
+)  # fmt: skip
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma3-1b": dict(
+        **GEMMA3, **sizes(1152, 6912, 26, 4, 1, 262144, 32768), **tokens(2, 1, 0), rope_local_base_freq=10000,
+        rope_scaling=None, rope_theta=1000000, sliding_window=512, _sliding_window_pattern=6,
+        layer_types=[FULL if layer % 6 == 5 else SLIDING for layer in range(26)],
+    ),
+    "gemma3-270m": dict(
+        **GEMMA3, **sizes(640, 2048, 18, 4, 1, 262144, 32768), **tokens(2, 1, 0), sliding_window=512,
+        use_bidirectional_attention=False, tie_word_embeddings=True,
+        layer_types=[FULL if layer % 6 == 5 else SLIDING for layer in range(18)],
+        rope_parameters={FULL: dict(rope_theta=1000000.0, rope_type="default"),
+                         SLIDING: dict(rope_theta=10000.0, rope_type="default")},
+    ),
+    "gemma3-12b": dict(
+        **GEMMA3, **sizes(3840, 15360, 48, 16, 8, 262208, 131072), **tokens(2, 1, 0), rope_local_base_freq=10000.0,
+        rope_scaling=dict(factor=8.0, rope_type="linear"), rope_theta=1000000.0, sliding_window=1024,
+        sliding_window_pattern=6,
+    ),
+    "gemma2-9b": dict(
+        model_type="gemma2", architectures=["Gemma2ForCausalLM"], attention_bias=False, attention_dropout=0.0,
+        attn_logit_softcapping=50.0, cache_implementation="hybrid", final_logit_softcapping=30.0, head_dim=256,
+        hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256,
+        **sizes(3584, 14336, 42, 16, 8, 256000, 8192), **tokens(2, 1, 0), rms_norm_eps=1e-6, rope_theta=10000.0,
+        sliding_window=4096, sliding_window_size=4096,
+    ),
+    "olmo2-32b": dict(
+        model_type="olmo2", architectures=["Olmo2ForCausalLM"], **SILU, attention_bias=False,
+        **sizes(5120, 27648, 64, 40, 8, 100352, 4096), **tokens(None, 100257, 100277), rms_norm_eps=1e-6,
+        rope_scaling=None, rope_theta=500000, tie_word_embeddings=False,
+    ),
+    "olmo3-7b": dict(
+        model_type="olmo3", architectures=["Olmo3ForCausalLM"], **SILU, attention_bias=False,
+        **sizes(4096, 11008, 32, 32, 32, 100278, 65536), **tokens(None, 100257, 100277), rms_norm_eps=1e-6,
+        rope_theta=500000, sliding_window=4096, layer_types=[FULL if n % 4 == 3 else SLIDING for n in range(32)],
+        rope_scaling=dict(rope_type="yarn", factor=8.0, attention_factor=1.2079441541679836, beta_fast=32, beta_slow=1,
+                          original_max_position_embeddings=8192),
+    ),
+    "exaone4-1.2b": dict(
+        model_type="exaone4", architectures=["Exaone4ForCausalLM"], **SILU, head_dim=64,
+        **sizes(2048, 4096, 30, 32, 8, 102400, 65536), **tokens(1, 361, 0), rms_norm_eps=1e-5, rope_theta=1000000.0,
+        rope_scaling=LLAMA3, sliding_window=None, sliding_window_pattern=None, layer_types=[FULL] * 30,
+        tie_word_embeddings=True,
+    ),
+    "exaone4-32b": dict(
+        model_type="exaone4", architectures=["Exaone4ForCausalLM"], **SILU, head_dim=128,
+        **sizes(5120, 27392, 64, 40, 8, 102400, 131072), **tokens(1, 361, 0), rms_norm_eps=1e-5, rope_theta=1000000.0,
+        rope_scaling=LLAMA3, sliding_window=4096, sliding_window_pattern="LLLG", tie_word_embeddings=False,
+    ),
+    "glm4-9b": dict(
+        model_type="glm4", architectures=["Glm4ForCausalLM"], **SILU, attention_bias=True, head_dim=128,
+        **sizes(4096, 13696, 40, 32, 2, 151552, 32768), **tokens(None, [151329, 151336, 151338], 151329),
+        partial_rotary_factor=0.5, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False,
+    ),
+    "granite-3.1-2b": dict(
+        model_type="granite", architectures=["GraniteForCausalLM"], **{**SILU, "attention_dropout": 0.1},
+        attention_bias=False, mlp_bias=False, attention_multiplier=0.015625, embedding_multiplier=12.0,
+        logits_scaling=8.0, residual_multiplier=0.22, **sizes(2048, 8192, 40, 32, 8, 49155, 131072), **tokens(0, 0, 0),
+        rms_norm_eps=1e-5, rope_scaling=None, rope_theta=5000000.0, tie_word_embeddings=True,
+    ),
+    "phi-4": dict(
+        model_type="phi3", architectures=["Phi3ForCausalLM"], **SILU, attention_bias=False, auto_map={}, embd_pdrop=0.0,
+        resid_pdrop=0.0, **sizes(5120, 17920, 40, 40, 10, 100352, 16384), **tokens(100257, 100257, 100257),
+        original_max_position_embeddings=16384, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=250000,
+        sliding_window=None, tie_word_embeddings=False,
+    ),
+    "phi-3-mini-4k": dict(
+        model_type="phi3", architectures=["Phi3ForCausalLM"], **SILU, auto_map={"AutoConfig": "c.Phi3Config"},
+        embd_pdrop=0.0, resid_pdrop=0.0, **sizes(3072, 8192, 32, 32, 32, 32064, 4096), **tokens(1, 32000, 32000),
+        original_max_position_embeddings=4096, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=10000.0,
+        sliding_window=2047, tie_word_embeddings=False,
+    ),
+    "afm-4.5b": dict(
+        model_type="arcee", architectures=["ArceeForCausalLM"], **{**SILU, "hidden_act": "relu2"}, attention_bias=False,
+        mlp_bias=False, head_dim=128, **sizes(2560, 18432, 36, 20, 4, 128004, 65536), **tokens(128000, 128003, None),
+        rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False,
+        rope_scaling=dict(rope_type="yarn", type="yarn", factor=20.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
+                          original_max_position_embeddings=4096),
+    ),
+    "seed-oss-36b": dict(
+        model_type="seed_oss", architectures=["SeedOssForCausalLM"], **{**SILU, "attention_dropout": 0.1},
+        residual_dropout=0.1, attention_bias=True, attention_out_bias=False, mlp_bias=False, head_dim=128,
+        **sizes(5120, 27648, 64, 80, 8, 155136, 524288), **tokens(0, 2, 1), pretraining_tp=1, rms_norm_eps=1e-6,
+        rope_scaling=dict(rope_type="default"), rope_theta=10000000.0, tie_word_embeddings=False,
+    ),
+    "internlm3-8b": dict(
+        model_type="internlm3", architectures=["InternLM3ForCausalLM"], **SILU, bias=False, qkv_bias=False,
+        auto_map={"AutoConfig": "c.InternLM3Config"}, head_dim=128, **sizes(4096, 10240, 48, 32, 2, 128512, 32768),
+        **tokens(1, 2, 2), rms_norm_eps=1e-5, rope_scaling=dict(factor=6.0, rope_type="dynamic"), rope_theta=50000000,
+        tie_word_embeddings=False,
+    ),
+    "iquest-coder-v1-40b": dict(
+        model_type="iquestcoder", architectures=["IQuestCoderForCausalLM"], **SILU, attention_bias=False, mlp_bias=False,
+        auto_map={"AutoConfig": "c.IQuestCoderConfig"}, clip_qkv=None, use_sliding_window=False, sliding_window=None,
+        max_window_layers=0, head_dim=128, **sizes(5120, 27648, 80, 40, 8, 76800, 131072),
+        **tokens(1, [2, 75864, 75869], None), pretraining_tp=1, rms_norm_eps=1e-5, rope_scaling=None,
+        rope_theta=500000.0, tie_word_embeddings=False,
+    ),
+    "ministral3-3b": dict(
+        model_type="ministral3", architectures=["Ministral3ForCausalLM"], **SILU, head_dim=128,
+        **sizes(3072, 9216, 26, 32, 8, 131072, 262144), **tokens(1, 2, 11), rms_norm_eps=1e-5, sliding_window=None,
+        tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="yarn", type="yarn", rope_theta=1000000.0, factor=16.0, beta_fast=32.0,
+                             beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
+                             original_max_position_embeddings=16384),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_the_preset(name: str) -> None:
+    document = PUBLISHED[name]
+    assert family_of(document).read(document) == get_preset(name)
+
+
+def test_devstral_turns_scales_off_with_zeros() -> None:
+    rope = dict(PUBLISHED["ministral3-3b"]["rope_parameters"], mscale_all_dim=0.0, llama_4_scaling_beta=0.0)
+    config = family_of(PUBLISHED["ministral3-3b"]).read({**PUBLISHED["ministral3-3b"], "rope_parameters": rope})
+    assert config.query_scale_beta is None and config.query_scale_length is None
+    assert config.rope_scaling is not None and "mscale_all_dim" not in config.rope_scaling
+
+
+def test_phi_35_wrote_longrope_under_other_names() -> None:
+    short, long = [1.0] * 48, [float(n) for n in range(1, 49)]
+    written = {**PUBLISHED["phi-3-mini-4k"], "max_position_embeddings": 131072, "sliding_window": None}
+    found = [
+        family_of(written).read({**written, "rope_scaling": dict(type=kind, short_factor=short, long_factor=long)})
+        for kind in ("su", "longrope")
+    ]
+    assert found[0] == found[1] and found[0].rope_scaling is not None
+    assert found[0].rope_scaling["original_max_position_embeddings"] == 4096
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("seed-oss-36b", dict(hidden_act="tanh"), "hidden_act='tanh' is not supported: te-models computes 'silu'"),
+        ("phi-4", dict(resid_pdrop=0.1), "resid_pdrop=0.1"),
+        ("phi-4", dict(full_attn_mod=2), "full_attn_mod=2"),
+        ("gemma2-9b", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True"),
+        ("gemma3-1b", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0"),
+        ("iquest-coder-v1-40b", dict(use_sliding_window=True), "use_sliding_window=True"),
+        ("iquest-coder-v1-40b", dict(clip_qkv=8.0), "clip_qkv=8.0"),
+        ("olmo2-32b", dict(clip_qkv=8.0), "clip_qkv=8.0"),
+        ("phi-4", dict(model_type="afmoe", num_dense_layers=2, num_experts=64), "num_experts=64 in layer 2"),
+        ("phi-4", dict(model_type="laguna", mlp_layer_types=["dense", "sparse"]), "layer 1 is 'sparse'"),
+        ("phi-4", dict(model_type="gemma3"), "unknown architecture (model_type) 'gemma3'"),
+        ("phi-4", dict(model_type="muse_glimmer"), "unknown architecture (model_type) 'muse_glimmer'"),
+    ],
+)
+def test_what_is_not_computed_is_named(name: str, change: dict[str, Any], message: str) -> None:
+    document = {**PUBLISHED[name], **change}
+    if "model_type" in change:
+        document = {key: value for key, value in document.items() if "pdrop" not in key and key != "auto_map"}
+        document.pop("original_max_position_embeddings")
+    with pytest.raises((ConfigError, ValueError)) as error:
+        family_of(document).read(document)
+    assert message in str(error.value) and "\n" not in str(error.value)

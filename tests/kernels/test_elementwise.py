@@ -1,0 +1,59 @@
+"""Elementwise operations against autograd and transformers' activations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from te_models.config.model import CHOICES
+from te_models.kernels.elementwise import (
+    ACTIVATIONS,
+    mlp_activation,
+    mlp_activation_backward,
+    scaled_logits,
+    softplus_gate,
+    swiglu,
+)
+from te_models.kernels.lm_head import loss_and_gradient, with_scaled_logits
+
+
+def test_every_activation_of_the_config_is_there() -> None:
+    assert set(ACTIVATIONS) == set(CHOICES["hidden_act"])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_and_their_gradients(name: str, gated: bool) -> None:
+    activations = pytest.importorskip("transformers.activations")
+    x = torch.randn(7, 12, dtype=torch.float64, requires_grad=True)
+    y = mlp_activation(x, name, gated)
+    reference = activations.ACT2FN[name]
+    gate, up = x.chunk(2, -1)
+    torch.testing.assert_close(y, reference(gate) * up if gated else reference(x))
+    dy = torch.randn_like(y)
+    torch.testing.assert_close(mlp_activation_backward(dy, x, name, gated), torch.autograd.grad(y, x, dy)[0])
+
+
+def test_silu_is_swiglu() -> None:
+    x = torch.randn(5, 8, dtype=torch.bfloat16)
+    assert torch.equal(mlp_activation(x, "silu", True), swiglu(x))
+
+
+def test_the_softplus_gate() -> None:
+    x, logits = torch.randn(4, 3, 8), torch.randn(4, 3, 1)
+    torch.testing.assert_close(softplus_gate(x, logits), x * torch.log1p(logits.exp()))
+
+
+@pytest.mark.parametrize("divisor, cap", [(1.0, None), (3.0, None), (1.0, 2.0), (3.0, 2.0)])
+def test_the_loss_of_scaled_logits(divisor: float, cap: float | None) -> None:
+    logits, targets = torch.randn(9, 20, dtype=torch.float64) * 4, torch.randint(0, 20, (9,))
+    targets[::4] = -100
+    own = logits.clone().requires_grad_()
+    expected = F.cross_entropy(scaled_logits(own, divisor, cap), targets)
+    expected.backward()
+    kernel = with_scaled_logits(loss_and_gradient, divisor, cap)
+    loss, slope = kernel(logits, targets, (targets != -100).sum(), True)
+    torch.testing.assert_close(loss.double(), expected.detach(), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(slope, own.grad, atol=1e-7, rtol=1e-5)
+    assert kernel(logits, targets, (targets != -100).sum(), False)[1] is None

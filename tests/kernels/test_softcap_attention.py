@@ -1,0 +1,65 @@
+"""Attention with capped logits, against autograd through its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_models.kernels.sdpa import attention_mask, causal_attention
+from te_models.kernels.softcap_attention import softcap_attention
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    scores = cap * torch.tanh(q @ k.mT * scale / cap)
+    if mask is None:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+
+def masks(kind: str) -> Tensor | None:
+    real = torch.ones(2, 9, dtype=torch.bool)
+    real[1, :3] = False
+    documents = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
+    window, real, documents = {
+        "causal": (None, None, None),
+        "window": (4, None, None),
+        "padding": (None, real, None),
+        "documents": (3, None, documents),
+    }[kind]
+    return attention_mask(9, window, real, documents, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "padding", "documents"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
+def test_outputs_and_gradients(heads: tuple[int, int], kind: str) -> None:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 9, count, 5).transpose(1, 2).requires_grad_() for count in (heads[0], heads[1], heads[1]))
+    out = softcap_attention(q, k, v, masks(kind), 0.7, 1.5)
+    expected = by_definition(q, k, v, masks(kind), 0.7, 1.5)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+    slope = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(y, (q, k, v), slope) for y in (out, expected))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_a_wide_cap_is_no_cap_and_a_mask_may_be_added() -> None:
+    q, k, v = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2))
+    torch.testing.assert_close(
+        softcap_attention(q, k, v, None, 8**-0.5, 1e4), causal_attention(q, k, v), atol=1e-5, rtol=0
+    )
+    seen = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    added = torch.zeros(2, 1, 6, 6).masked_fill(~seen, float("-inf"))
+    assert torch.equal(softcap_attention(q, k, v, added, 0.3, 2.0), softcap_attention(q, k, v, seen, 0.3, 2.0))
+
+
+def test_scores_exist_for_one_row_at_a_time() -> None:
+    """What autograd keeps is q, k and v, whatever the length."""
+    saved: list[Tensor] = []
+    q, k, v = (torch.randn(3, 2, 33, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = softcap_attention(q, k, v, None, 0.3, 2.0)
+    assert out.dtype == torch.bfloat16 and [t.data_ptr() for t in saved] == [t.data_ptr() for t in (q, k, v)]
