@@ -31,17 +31,22 @@ TURNED = 8  # heads per program of rotate_fp8, which share a token's angles
 
 
 @triton.jit
+def _heads_of_token(seq, heads, width: tl.constexpr, block: tl.constexpr):
+    """This program's token, its row and place in it, heads [block, 1], channels [1, width], and which of them exist."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * block + tl.arange(0, block)[:, None]
+    channel = tl.arange(0, width)[None, :]
+    return token, token // seq, token % seq, head, channel, (head < heads) & (channel >= 0)
+
+
+@triton.jit
 def _rotate_kernel(
     x, out, cos, sin,
     x_batch, x_seq, x_head, out_batch, out_seq, out_head, table_batch, table_seq,
     seq, heads,
     sign: tl.constexpr, half: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, place = token // seq, token % seq
-    head = part * block + tl.arange(0, block)[:, None]
-    channel = tl.arange(0, half)[None, :]
-    inside = (head < heads) & (channel >= 0)
+    token, batch, place, head, channel, inside = _heads_of_token(seq, heads, half, block)
     source = x + batch * x_batch + place * x_seq + head * x_head + channel
     target = out + batch * out_batch + place * out_seq + head * out_head + channel
     angle = batch * table_batch + place * table_seq + channel
@@ -59,11 +64,7 @@ def _copy_kernel(
     seq, heads,
     dim: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, place = token // seq, token % seq
-    head = part * block + tl.arange(0, block)[:, None]
-    channel = tl.arange(0, dim)[None, :]
-    inside = (head < heads) & (channel >= 0)
+    token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, block)
     value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside)
     tl.store(out + batch * out_batch + place * out_seq + head * out_head + channel, value, inside)
 
@@ -75,11 +76,7 @@ def _gate_kernel(
     seq, heads,
     headwise: tl.constexpr, dim: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, place = token // seq, token % seq
-    head = part * block + tl.arange(0, block)[:, None]
-    channel = tl.arange(0, dim)[None, :]
-    inside = (head < heads) & (channel >= 0)
+    token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, block)
     value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside).to(tl.float32)
     column = head * g_head + (0 if headwise else channel)
     opening = tl.sigmoid(tl.load(logits + batch * g_batch + place * g_seq + column, inside).to(tl.float32))
@@ -93,11 +90,7 @@ def _gate_backward_kernel(
     seq, heads,
     headwise: tl.constexpr, dim: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, place = token // seq, token % seq
-    head = part * block + tl.arange(0, block)[:, None]
-    channel = tl.arange(0, dim)[None, :]
-    inside = (head < heads) & (channel >= 0)
+    token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, block)
     slope = tl.load(dy + batch * dy_batch + place * dy_seq + head * dy_head + channel, inside, 0.0).to(tl.float32)
     value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside, 0.0).to(tl.float32)
     column = head * g_head + (0 if headwise else channel)
@@ -136,17 +129,9 @@ def gate(x: Tensor, logits: Tensor) -> Tensor:
     out = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     grid = (batch * seq, triton.cdiv(heads, HEADS))
     _gate_kernel[grid](
-        x,
-        logits,
-        out,
-        *x.stride()[:3],
-        *logits.stride()[:3],
-        seq,
-        heads,
-        headwise=logits.shape[-1] != dim,
-        dim=dim,
-        block=HEADS,
-    )
+        x, logits, out, *x.stride()[:3], *logits.stride()[:3], seq, heads,
+        headwise=logits.shape[-1] != dim, dim=dim, block=HEADS,
+    )  # fmt: skip
     return out
 
 
@@ -155,22 +140,11 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
     batch, seq, heads, dim = x.shape
     dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     grid = (batch * seq, triton.cdiv(heads, HEADS))
+    strides = [stride for tensor in (dy, x, logits, dlogits) for stride in tensor.stride()[:3]]
     _gate_backward_kernel[grid](
-        dy,
-        x,
-        logits,
-        dlogits,
-        dx,
-        *dy.stride()[:3],
-        *x.stride()[:3],
-        *logits.stride()[:3],
-        *dlogits.stride()[:3],
-        seq,
-        heads,
-        headwise=logits.shape[-1] != dim,
-        dim=dim,
-        block=HEADS,
-    )
+        dy, x, logits, dlogits, dx, *strides, seq, heads,
+        headwise=logits.shape[-1] != dim, dim=dim, block=HEADS,
+    )  # fmt: skip
     return dx
 
 

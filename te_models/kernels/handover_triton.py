@@ -11,7 +11,7 @@ it is made of integers.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -265,39 +265,35 @@ def new_fp8(rows: int, columns: int, device: torch.device, rowwise: bool = True)
     return FP8Data(data, transposed, torch.empty(1, dtype=torch.float32, device=device))
 
 
-def cast(x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:
-    """Contiguous x [N, K] itself, of any float dtype: data [N, K], the bits of Transformer Engine's cast."""
-    rows, columns = x.shape
-    out = new_fp8(rows, columns, x.device)
-    _cast_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
-        x, out.data, out.transposed, scale, amax, out.scale_inv, rows, columns,
+def _by_tiles(
+    kernel: Any, inputs: tuple[Tensor, ...], rows: int, columns: int, place: tuple[Tensor, Tensor, bool], out: FP8Data
+) -> FP8Data:
+    """Launch a kernel that writes `out`, one program per tile of [rows, columns]; `place`: scale, amax, E5M2."""
+    scale, amax, e5m2 = place
+    kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
+        *inputs, out.data, out.transposed, scale, amax, out.scale_inv, rows, columns,
         E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def cast(x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:
+    """Contiguous x [N, K] itself, of any float dtype: data [N, K], the bits of Transformer Engine's cast."""
+    return _by_tiles(_cast_kernel, (x,), *x.shape, (scale, amax, e5m2), new_fp8(*x.shape, x.device))
 
 
 def swiglu(gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool, rowwise: bool = True) -> FP8Data:
     """silu(gate) * up of contiguous gate_up [N, 2F]: data [N, F], the transposed copy alone if not `rowwise`."""
     rows, columns = len(gate_up), gate_up.shape[1] // 2
     out = new_fp8(rows, columns, gate_up.device, rowwise)
-    grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)
-    _swiglu_kernel[grid](
-        gate_up, out.data, out.transposed, scale, amax, out.scale_inv, rows, columns,
-        E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
-    )  # fmt: skip
-    return out
+    return _by_tiles(_swiglu_kernel, (gate_up,), rows, columns, (scale, amax, e5m2), out)
 
 
 def dswiglu(dy: Tensor, gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:
     """The gradient of contiguous gate_up [N, 2F] for dy [N, F] of `swiglu`'s output: data [N, 2F]."""
     rows, columns = dy.shape
     out = new_fp8(rows, 2 * columns, dy.device)
-    grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)
-    _dswiglu_kernel[grid](
-        dy, gate_up, out.data, out.transposed, scale, amax, out.scale_inv, rows, columns,
-        E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
-    )  # fmt: skip
-    return out
+    return _by_tiles(_dswiglu_kernel, (dy, gate_up), rows, columns, (scale, amax, e5m2), out)
 
 
 def norm(
