@@ -111,6 +111,8 @@ def ours(job: Job) -> dict[str, Any]:
 def measure(rows: Any, device: str) -> dict[str, Any]:
     """Run the steps of an iterator of {"loss": ...}, and time those after the warm-up."""
     losses, times = [], []
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()  # not later: the eager steps allocate what the graph then owns
     start = time.perf_counter()
     for row in rows:
         losses.append(row["loss"])
@@ -118,8 +120,6 @@ def measure(rows: Any, device: str) -> dict[str, Any]:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
         start = time.perf_counter()
-        if len(losses) == WARM_UP and device != "cpu":
-            torch.cuda.reset_peak_memory_stats()
     peak = torch.cuda.max_memory_allocated() if device != "cpu" else None
     return dict(losses=losses, seconds=statistics.median(times[WARM_UP:]), peak=peak)
 
@@ -199,8 +199,6 @@ def theirs(job: Job) -> dict[str, Any]:
             if on_gpu:
                 torch.cuda.synchronize()
             found["times"].append(time.perf_counter())
-            if len(found["times"]) == WARM_UP and on_gpu:
-                torch.cuda.reset_peak_memory_stats()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if logs and "loss" in logs:
@@ -209,6 +207,8 @@ def theirs(job: Job) -> dict[str, Any]:
     adapters = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear") if job.method == "lora" else None
     trainer = SFTTrainer(model=model, args=options, train_dataset=as_dataset(rows), processing_class=tokenizer,
                          peft_config=adapters, callbacks=[Watch()])  # fmt: skip
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     trainer.train()
     gaps = [b - a for a, b in zip(found["times"], found["times"][1:], strict=False)]
     peak = torch.cuda.max_memory_allocated() if on_gpu else None

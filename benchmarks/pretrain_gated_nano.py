@@ -26,7 +26,6 @@ import click
 
 from te_models import CausalLM
 from te_models.data.python_docstrings import python_docstrings, read_pairs
-from te_models.data.tokenizer import load_tokenizer
 from te_models.training.metrics import read_metrics
 
 PACKAGES = Path(__file__).with_name("gated_nano_packages.txt")  # name==version
@@ -176,7 +175,6 @@ def train(folder: Path, out: Path, run: Path, changes: tuple[str, ...]) -> None:
     for name in ("README.md", "sources.json"):
         (out / name).unlink(missing_ok=True)  # of the model that is replaced
     CausalLM.from_pretrained(run, recipe="bf16", device="cpu").save_pretrained(out)
-    load_tokenizer(folder / "tokenizer").save(out)
     sources = json.loads((folder / "sources.json").read_text())
     (out / "README.md").write_text(card(settings, sources, read_metrics(run / "metrics.jsonl")))
     (out / "sources.json").write_text(json.dumps(sources, indent=1) + "\n")
