@@ -4,7 +4,7 @@ RUN := .venv/bin
 STAMP := .venv/.installed
 OUT ?= runs/first-light
 RECIPE ?= current
-STEPS ?= 120
+STEPS ?= 100
 
 .PHONY: pretrain finetune test test-slow test-gpu test-lowest test-newest check docs tables format clean
 
