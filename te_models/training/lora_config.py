@@ -169,6 +169,7 @@ def _without_experts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_values(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Raise UsageError for a value that would make peft run without end or take memory without limit."""
+    _check_types(values)
     ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
     if not isinstance(ranks, dict) or not isinstance(alphas, dict):
         raise UsageError("rank_pattern and alpha_pattern are objects")
@@ -184,6 +185,21 @@ def _check_values(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> N
     for field in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
         _check_patterns(values.get(field))
     _check_patterns([*ranks, *alphas])
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    """Raise UsageError for a field that peft uses without looking at its type."""
+    texts = ("bias", "base_model_name_or_path", "revision", "task_type")
+    wrong = [name for name in texts if not isinstance(values.get(name), str | None)]
+    switches = ("fan_in_fan_out", "inference_mode", "use_rslora", "lora_bias", "use_dora", "ensure_weight_tying")
+    wrong += [name for name in switches if not isinstance(values.get(name), bool | None)]
+    layers = values.get("layers_to_transform")
+    if any(
+        type(layer) is not int for layer in (layers if isinstance(layers, list) else [0 if layers is None else layers])
+    ):
+        wrong.append("layers_to_transform")
+    if wrong:
+        raise UsageError(f"{wrong[0]} is {str(values[wrong[0]])[:40]!r}, which is of a type that it cannot have")
 
 
 def _check_patterns(patterns: Any) -> None:

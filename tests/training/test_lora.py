@@ -289,6 +289,8 @@ LORA_DAMAGE: dict[str, Any] = {
     "other method": lambda tensors, config: config.update(peft_type="IA3"),
     "dora": lambda tensors, config: config.update(use_dora=True),
     "no modules": lambda tensors, config: config.update(target_modules=["nothing"]),
+    "bias is false": lambda tensors, config: config.update(bias=False),
+    "layers are text": lambda tensors, config: config.update(layers_to_transform="../x"),
 }
 
 
