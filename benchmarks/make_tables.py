@@ -96,10 +96,34 @@ def readme_speed() -> str:
         for layers, name in OURS.items():
             ours, torch = rows[name], rows["torch"]
             others = [f"{ours['speed'] / rows[peer]['speed']:.2f}x" for peer in ("torch", "torchao", "te-layer")]
-            lines.append([shape, layers, f"{ours['tokens_per_second']:,.0f}", *others, f"{ours['peak_gib']:.1f} GiB",
-                          f"{torch['peak_gib']:.1f} GiB"])  # fmt: skip
-    header = "model, tokens per step | layers | tokens/s | torch | torchao float8 | te.TransformerLayer | peak memory"
-    return f"{markdown(header + ' | torch', lines)}\n\n{measured_on(load('step_h200')['runs'][RUNS['1b']])}"
+            memory = f"{ours['peak_gib']:.1f} ({torch['peak_gib']:.1f}) GiB"
+            lines.append([shape, layers, f"{ours['tokens_per_second']:,.0f}", *others, memory])
+    header = "model, tokens per step | layers | tokens/s | torch | torchao | te.TransformerLayer | peak memory (torch)"
+    return f"{markdown(header, lines)}\n\n{measured_on(load('step_h200')['runs'][RUNS['1b']])}"
+
+
+def readme_story() -> str:
+    """What `make finetune` prints: the loss, and the last of its samples with the first line of an answer of before."""
+    result = load("make_finetune_cpu")
+    lines = [line.rstrip() for line in result["output"]]
+    losses = [line.strip() for line in lines if line.startswith((" eval loss before", " eval loss after"))]
+    parts: dict[str, list[str]] = {}
+    for line in lines[max(n for n, line in enumerate(lines) if line.startswith("sample ")) : lines.index("next")]:
+        if line in ("prompt", "answer in the data", "before", "after"):
+            parts[line] = []
+        elif parts and line:
+            list(parts.values())[-1].append(line)
+    shown = [
+        *losses,
+        "",
+        *parts["prompt"],
+        "",
+        f"before  {parts['before'][0].strip()} ...",
+        f"after   {' '.join(parts['after'])}",
+    ]
+    minutes = f"{result['seconds'] // 60} min {result['seconds'] % 60} s"
+    about = f"It took {minutes}, {'without' if result['installed_before'] else 'with'} the installation."
+    return "\n".join(["```", *shown, "```", "", about])
 
 
 def readme_8b() -> str:
@@ -475,6 +499,7 @@ def resume_parity() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "readme-story": readme_story,
     "readme-speed": readme_speed,
     "readme-8b": readme_8b,
     **{f"step-{key}": partial(step, key) for key in RUNS},

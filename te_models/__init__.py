@@ -25,6 +25,7 @@ if _TYPE_CHECKING:
     from te_models.huggingface.modeling import TEModelsForCausalLM
     from te_models.model.user_modules import checkpoint, fp8_state, load_fp8_state
     from te_models.saving.pretrained import load_te_checkpoint
+    from te_models.serving.parity import parity
     from te_models.training.cuda_graph import GraphedStep
     from te_models.training.launch import parallel
     from te_models.training.lora import add_lora, load_lora, save_lora
@@ -55,6 +56,7 @@ _MODULES = {  # public name -> its module below te_models
     "load_tokenizer": "data.tokenizer",
     "open_data": "data.training_data",
     "parallel": "training.launch",
+    "parity": "serving.parity",
     "plan": "causal_lm",
     "save_lora": "training.lora",
     "stream_text": "generation.text",
@@ -83,6 +85,7 @@ __all__ = [
     "load_tokenizer",
     "open_data",
     "parallel",
+    "parity",
     "plan",
     "save_lora",
     "stream_text",

@@ -185,7 +185,11 @@ def test_parts_that_other_programs_look_for(build: Callable[..., CausalLM]) -> N
     model = TEModelsForCausalLM.wrap(build(tie_word_embeddings=True))
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert model._no_split_modules == {"Block"} and type(model.model.layers[0]).__name__ == "Block"
-    assert model.can_generate() and model.base_model is model.model and model.device.type == "cpu"
+    assert model.can_generate() and model.device.type == "cpu"
+    hidden = model.base_model(
+        torch.arange(8)[None]
+    ).last_hidden_state  # what reward models and losses of TRL start from
+    assert torch.equal(model.get_output_embeddings()(hidden), model(torch.arange(8)[None]).logits)
     assert "model.lm_head.weight" not in model.state_dict() and not any("_extra_state" in n for n in model.state_dict())
     assert model.num_parameters() == model.model.num_parameters()
 
