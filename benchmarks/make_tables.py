@@ -103,12 +103,13 @@ def readme_speed() -> str:
 
 
 def readme_story() -> str:
-    """What `make finetune` prints: the loss, and the last of its samples with the first line of an answer of before."""
+    """What `make finetune` prints: the loss, and the second of its samples with the first line of the answer before."""
     result = load("make_finetune_cpu")
     lines = [line.rstrip() for line in result["output"]]
     losses = [line.strip() for line in lines if line.startswith((" eval loss before", " eval loss after"))]
     parts: dict[str, list[str]] = {}
-    for line in lines[max(n for n, line in enumerate(lines) if line.startswith("sample ")) : lines.index("next")]:
+    samples = [n for n, line in enumerate(lines) if line.startswith("sample ")]
+    for line in lines[samples[1] : samples[2]]:
         if line in ("prompt", "answer in the data", "before", "after"):
             parts[line] = []
         elif parts and line:

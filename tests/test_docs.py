@@ -166,7 +166,7 @@ RUNNABLE = [
     ("docs/guide/recipes.md", 0),
     ("docs/guide/checkpoints.md", 0),
     ("docs/guide/generation.md", 0),
-    ("docs/guide/huggingface.md", 2),
+    ("docs/guide/huggingface.md", 3),
     ("docs/internals/emulation.md", 0),
 ]
 

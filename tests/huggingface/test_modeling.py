@@ -43,8 +43,16 @@ def run(model: Any, **options: Any) -> Tensor:
     return model.generate(IDS, **{"attention_mask": MASK, "max_new_tokens": 14, "eos_token_id": None, **options})
 
 
-@pytest.mark.parametrize("way", GENERATE)
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        pytest.param(
+            case, way, marks=[pytest.mark.slow] if n > 1 and m > 2 else []
+        )  # all ways for two families, three for all
+        for n, case in enumerate(FAMILIES)
+        for m, way in enumerate(GENERATE)
+    ],
+)
 def test_generate_gives_the_tokens_of_transformers(case: str, way: str, pair: Callable[..., Any]) -> None:
     """A batch of unequal prompts, padded on the left, beyond the sliding windows."""
     models, options = pair(case), GENERATE[way]

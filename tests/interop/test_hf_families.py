@@ -104,7 +104,9 @@ def test_logits_are_those_of_transformers(case: str, theirs: Callable[[str], Pai
     close(model(ids, attention_mask=mask).logits[mask.bool()], reference[mask.bool()])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if n % 3 else []) for n, case in enumerate(CASES)]
+)
 @torch.no_grad()
 def test_token_by_token_with_a_cache(case: str, theirs: Callable[[str], Pair]) -> None:
     judge, folder = theirs(case)
