@@ -324,6 +324,19 @@ def optimizer_loss() -> str:
     return markdown("optimizer | eval loss (nats per byte) | relative to `adamw`", rows)
 
 
+def chat_finetune() -> str:
+    """Steps of fine-tuning on packed chat records."""
+    result = load("finetune_against_trl_h200")
+    shapes = result["shapes"]
+    rows = (
+        [f"`{r['shape']}`, {shapes[r['shape']]['batch_size']} x {shapes[r['shape']]['seq_len']:,}",
+         {"full": "all weights", "lora": f"LoRA, rank {result['rank']}"}[r["method"]], f"`{r['way']}`",
+         f"{r['tokens_per_second']:,.0f}"]
+        for r in result["rows"]
+    )  # fmt: skip
+    return f"{markdown('model, tokens per step | trained | recipe | tokens/s', rows)}\n\n{measured_on(result)}"
+
+
 def finetune_8b() -> str:
     """A whole 8B model on one GPU."""
     r = load("finetune_8b_h200")
@@ -517,6 +530,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "optimizer-bytes": optimizer_bytes,
     "optimizer-memory": optimizer_memory,
     "optimizer-loss": optimizer_loss,
+    "chat-finetune": chat_finetune,
     "finetune-8b": finetune_8b,
     "scaling": scaling,
     "scaling-estimate": scaling_estimate,
