@@ -19,7 +19,7 @@ from te_models.training.evaluation import Batch
 SAMPLES = 3
 OPENING = 24  # tokens of a text at most that are the prompt, where the data has no prompts; half of a short text
 READABLE = 256  # tokens: a longer prompt is taken only if there is no shorter one
-MAX_LINES = 14  # of a prompt that are shown
+MAX_LINES = 14  # of a prompt, and of an answer before training, that are shown
 
 
 class Prompt(NamedTuple):
@@ -133,7 +133,7 @@ class Sampler:
             if prompt.reference:
                 _block(console, "answer in the data", text_after(self.tokenizer, prompt.ids, prompt.reference), "dim")
             if self.before:
-                _block(console, "before", self.before[number - 1], "dim")
+                _block(console, "before", _first_lines(self.before[number - 1]), "dim")
             console.print(Text("after" if self.before else "answer" if prompt.reference else "goes on", "bold green"))
             for piece in self.answer(prompt):
                 console.print(piece, end="", highlight=False, soft_wrap=True)
@@ -143,6 +143,12 @@ class Sampler:
 def _block(console: Console, title: str, text: str, style: str) -> None:
     console.print(Text(title, "bold"))
     console.print(Text(text.strip("\n") or "(nothing)", style), highlight=False, soft_wrap=True)
+
+
+def _first_lines(text: str) -> str:
+    """Return the first lines of an answer: that of an untrained model may not end."""
+    lines = text.strip("\n").splitlines()
+    return "\n".join([*lines[:MAX_LINES], "..."] if len(lines) > MAX_LINES else lines)
 
 
 def _shortened(text: str) -> str:
