@@ -159,4 +159,4 @@ def test_the_errors_are_the_projects_own(folder: Path) -> None:
     with pytest.raises(UsageError, match="seq-len 1000"):
         make_batches(load_documents(None)[:1], words, model, seq_len=1000)
     with pytest.raises(DataError, match="no such file"):
-        evaluate_recipes(lambda name: model, [None], words, model="m", data="nothing/here")
+        evaluate_recipes(lambda name: model, [None], words, model="m", data=str(folder / "missing.jsonl"))
