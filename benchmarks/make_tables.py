@@ -324,6 +324,20 @@ def optimizer_loss() -> str:
     return markdown("optimizer | eval loss (nats per byte) | relative to `adamw`", rows)
 
 
+def recipe_finetune() -> str:
+    """The held-out loss of one model after fine-tuning under each recipe."""
+    result = load("recipe_finetune_cpu")
+    rows, settings = result["rows"], result["settings"]
+    base = rows[0]["after"]
+    lines = ([f"`{r['recipe']}`", f"{r['before']:.4f}", f"{r['after']:.4f}", f"{100 * (r['after'] / base - 1):+.2f} %"]
+             for r in rows)  # fmt: skip
+    about = prose(
+        f"`{result['model']}` on `{result['data']}`, {settings['steps']} steps of {settings['batch_size']} x "
+        f"{settings['seq_len']} tokens on a CPU (emulated engine), the same batches under each recipe; nats per token."
+    )
+    return f"{about}\n\n{markdown('recipe | held-out loss before | after | relative to BF16', lines)}"
+
+
 def chat_finetune() -> str:
     """Steps of fine-tuning on packed chat records."""
     result = load("finetune_against_trl_h200")

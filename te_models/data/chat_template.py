@@ -18,6 +18,7 @@ from te_models.errors import DataError, UsageError
 
 SECONDS = 10
 BESIDE = "chat_template.jinja"
+PACKAGES = Path(__file__).resolve().parents[2]  # the folder of the package te_models
 
 # For models without a chat template: readable by any tokenizer, since all but the end-of-text token is plain text.
 PLAIN = """\
@@ -72,7 +73,8 @@ class ChatTemplate:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUTF8": "1"},
+            cwd=PACKAGES,  # which `-m` puts first on the path: a random.py beside the data must not run
+            env={"PYTHONPATH": os.pathsep.join(_import_path()), "PYTHONUTF8": "1"},
             start_new_session=True,  # Ctrl-C is for this process
         )
         self._end = weakref.finalize(self, _end, self._process)
@@ -172,6 +174,12 @@ def template_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     values = {name: value for name, value in config.items() if name.endswith("_token")}
     values = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
     return {name: value for name, value in values.items() if value and isinstance(value, str)}
+
+
+def _import_path() -> list[str]:
+    """Return this process's import path without the current folder, which may hold anything."""
+    here = Path.cwd().resolve()
+    return [str(PACKAGES), *(entry for entry in sys.path if entry and Path(entry).resolve() not in (here, PACKAGES))]
 
 
 def _end(process: subprocess.Popen) -> None:

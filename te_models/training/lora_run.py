@@ -122,6 +122,8 @@ def load_merged(
         base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not base:
         raise CheckpointError(f"{folder / ADAPTERS} does not name the model that the adapters are for")
+    if options.get("recipe") is None and (folder / "recipe.json").is_file():
+        options["recipe"] = read_recipe(load_folder(folder))  # that of the run, not of the model that it started from
     model = load_lora(CausalLM.from_pretrained(base, build=build, **options), folder).merge_and_unload()
     assert isinstance(model, CausalLM)
     return model

@@ -54,6 +54,7 @@ def held_out_prompts(
         for whole, prompt in _prompts(batch, tokenizer.eos_token_id)
         if len(prompt.ids) <= longest
     ]
+    found = list(dict.fromkeys(found))  # a short evaluation repeats its records
     choices = [[p for whole, p in found if whole and p.reference and len(p.ids) <= READABLE]]
     choices += [[p for whole, p in found if whole and p.reference], [p for _, p in found if p.reference]]
     choices += [[p for whole, p in found if whole], [p for _, p in found]]

@@ -113,3 +113,12 @@ def test_the_message_of_a_template_is_one_line_of_bounded_length() -> None:
     with pytest.raises(DataError, match="refuses these messages: no no") as caught:
         template.render([{"role": "user", "content": "Why?"}])
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("name", ["random", "json", "jinja2", "te_models"])
+def test_modules_beside_the_data_are_not_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / f"{name}.py").write_text("open('ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    assert ChatTemplate("{{ messages[0].content }}", {}).render([{"role": "user", "content": "hello"}]) == "hello"
+    assert not Path("ran").exists()

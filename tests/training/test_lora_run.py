@@ -20,8 +20,9 @@ from te_models.files.toml import read_toml
 from te_models.fp8.primary_weights import plain
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.recompute import may_draw
+from te_models.saving.pretrained import adapter_folder
 from te_models.training.launch import choose_parallel
-from te_models.training.lora_run import LoraRun, trained
+from te_models.training.lora_run import LoraRun, load_merged, trained
 from te_models.training.metrics import read_metrics
 from te_models.training.settings import LoraSettings, run_settings
 
@@ -183,3 +184,15 @@ def test_a_folder_of_adapters_says_what_it_is(start: list[str]) -> None:
     assert main([*start, "--recipe", "bf16", "--out", "run"]) == 0
     with pytest.raises(CheckpointError, match="holds adapters and not a model: .*load_lora.*merged/"):
         CausalLM.from_pretrained("run", device="cpu")
+
+
+def test_merged_adapters_have_the_recipe_that_they_were_trained_under(tmp_path: Path) -> None:
+    base = CausalLM.from_preset("gated-nano", recipe="bf16", device="cpu", **TINY)
+    base.save_pretrained(tmp_path / "base")
+    run = trainer(tmp_path / "run", "current", steps=1)
+    run.saved.adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")  # type: ignore[union-attr]
+    run.run()
+    newest = adapter_folder(tmp_path / "run")
+    assert newest is not None
+    assert load_merged(newest, device="cpu").recipe.name == "current"
+    assert load_merged(newest, device="cpu", recipe="delayed").recipe.name == "delayed"
