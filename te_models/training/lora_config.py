@@ -34,6 +34,8 @@ HARMLESS = frozenset((
     "runtime_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
     "qalora_group_size", "ensure_weight_tying",
 ))  # fmt: skip
+# What peft is given of a file: it takes the others, such as trainable_token_indices=false, for features that are on.
+PASSED = SUPPORTED | {"task_type", "base_model_name_or_path", "revision", "inference_mode"}
 INITS = (True, False, "gaussian")  # the others of peft change the base weights
 
 
@@ -144,8 +146,7 @@ def read_config(path: Path, values: Any, tensors: Mapping[str, Tensor]) -> LoraC
         values = _without_experts(values)
         check_fields(values, init=False)
         _check_values(values, tensors)
-        known = {field.name for field in dataclasses.fields(LoraConfig)}
-        config = LoraConfig(**{name: value for name, value in values.items() if name in known and value is not None})
+        config = LoraConfig(**{name: values[name] for name in PASSED & values.keys() if values[name] is not None})
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: {first_line(error)}") from None
     config.init_lora_weights = True

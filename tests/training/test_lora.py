@@ -294,6 +294,15 @@ LORA_DAMAGE: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("field", ["trainable_token_indices", "layer_replication", "use_bdlora", "eva_config"])
+def test_a_feature_that_is_off_is_off(field: str, build: Any, tmp_path: Path) -> None:
+    save_lora(add_lora(build("bf16"), r=4), tmp_path / "adapter")
+    saved = load_folder(tmp_path / "adapter")
+    config = {**saved.documents["adapter_config"], field: False}
+    save_folder(tmp_path / "off", {"adapter_model": saved.tensors["adapter_model"]}, {"adapter_config": config})
+    load_lora(build("bf16"), tmp_path / "off")
+
+
 @pytest.mark.parametrize("damage", LORA_DAMAGE)
 def test_a_crafted_adapter_is_refused_and_the_model_is_untouched(damage: str, build: Any, tmp_path: Path) -> None:
     if damage == "endless pattern":
