@@ -103,7 +103,7 @@ def readme_speed() -> str:
 
 
 def readme_story() -> str:
-    """What `make finetune` prints: the loss, and the second of its samples with the first line of the answer before."""
+    """Show the end of `make finetune`: the loss, and the second of its samples with the first line of the answer before."""
     result = load("make_finetune_cpu")
     lines = [line.rstrip() for line in result["output"]]
     losses = [line.strip() for line in lines if line.startswith((" eval loss before", " eval loss after"))]
@@ -462,7 +462,7 @@ def save_blocking() -> str:
 
 
 def journeys() -> str:
-    """What a user does at the command line, on one and on two GPUs."""
+    """Count the journeys that passed on one and on two GPUs."""
     lines = []
     for name, place in (("journeys_h200", "one"), ("journeys_h200_x2", "two")):
         result = load(name)
@@ -511,7 +511,7 @@ def length_sweep() -> str:
 
 
 def resume_parity() -> str:
-    """Whether a resumed run has the bits of a run in one piece."""
+    """Compare resumed runs with runs in one piece."""
     result = load("resume_parity_h200")
     names = {"again": "a second run", "saving": "a run that also saves", "resumed": "a resumed run"}
     lines = []
