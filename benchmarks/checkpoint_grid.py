@@ -36,7 +36,7 @@ def cli() -> None:
 
 
 def prepared(model: CausalLM, mode: str, ids: torch.Tensor, weights: int) -> tuple[Callable[[], float], int, int]:
-    """What runs a step under `mode` and gives its milliseconds; the peak bytes of one, without other modes' graphs;
+    """Return a function that times a step under `mode` in milliseconds; the peak bytes of one, without other modes' graphs;
     and the
     bytes that its forward leaves for its backward."""
     model.activation_checkpointing = mode

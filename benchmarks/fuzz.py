@@ -210,7 +210,7 @@ def run_cases(root: str, seed: int, first: int, count: int, results: Any) -> Non
 
 
 def load_all(root: Path, live: Live) -> dict[str, Any]:
-    """What loading the undamaged folder of each kind gives, of those that could be made."""
+    """Return the state loaded from the undamaged folder of each kind that could be made."""
     return {k: kind.load(root / kind.folder, live) for k, kind in KINDS.items() if (root / kind.folder).is_dir()}
 
 

@@ -1,4 +1,4 @@
-"""What `te-models pretrain` and `te-models finetune` share: options, and the run that they describe."""
+"""Options that `te-models pretrain` and `te-models finetune` share, and the run that they describe."""
 
 from __future__ import annotations
 

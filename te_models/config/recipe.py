@@ -143,12 +143,12 @@ class Recipe:
 
     @property
     def quantized(self) -> bool:
-        """Whether any layer runs below BF16."""
+        """Return whether any layer runs below BF16."""
         return self.scheme != "none"
 
     @property
     def stateful(self) -> bool:
-        """Whether scales and amax histories persist over steps."""
+        """Return whether scales and amax histories persist over steps."""
         return SCHEMES[self.scheme].stateful
 
     @property

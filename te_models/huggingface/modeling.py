@@ -285,7 +285,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether backward recomputes activations."""
+        """Return whether backward recomputes activations."""
         return self.model.activation_checkpointing != "none"
 
     def half(self, *args: Any) -> TEModelsForCausalLM:

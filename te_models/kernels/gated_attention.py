@@ -23,7 +23,7 @@ from te_models.kernels.sdpa import suits_cudnn
 
 
 def can_fuse(config: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether attention_core computes this model's attention of `tokens` tokens a row.
+    """Return whether attention_core computes this model's attention of `tokens` tokens a row.
 
     Not with QK-norm, RoPE on a part of the channels and others of ModelConfig.attention_obstacles; and on CUDA devices
     where cuDNN's kernel is the one for them.
@@ -200,7 +200,7 @@ def _write_fp8(
 
 
 def _has_filling(qkvg: Tensor, rows: int, heads: Heads) -> bool:
-    """Whether qkvg has rows or columns that only fill up the alignment, whose gradient is zero."""
+    """Return whether qkvg has rows or columns that only fill up the alignment, whose gradient is zero."""
     return len(qkvg) != rows or any(section.used != section.stored for section in heads.sections)
 
 

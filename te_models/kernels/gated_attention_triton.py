@@ -277,7 +277,7 @@ Place = tuple[Tensor, Tensor, bool]  # scale, amax, E5M2
 
 
 def _of(out: FP8Data, place: Place) -> tuple[Tensor, ...]:
-    """What a kernel is told of where it writes."""
+    """Arguments that tell a kernel where to write."""
     return out.data, out.transposed, *place[:2], out.scale_inv
 
 

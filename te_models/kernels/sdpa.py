@@ -20,7 +20,7 @@ DECODE_ORDER = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def suits_cudnn(seq: int, size: int, dtype: torch.dtype, masked: bool = False) -> bool:
-    """Whether cuDNN's kernel is the one for `seq` queries of `size` channels per head, `masked` by a tensor or causal.
+    """Return whether cuDNN's kernel takes `seq` queries of `size` channels per head, `masked` by a tensor or causal.
 
     With a mask, cuDNN 9.19 makes NaN gradients at some lengths that are no multiple of its tiles of 128 keys
     (pytorch/pytorch#196678). Its backward is not deterministic.

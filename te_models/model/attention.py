@@ -53,7 +53,7 @@ class GatedAttention(nn.Module):
         return self.config.window(self.layer) is not None
 
     def _can_fuse(self, qkvg: Tensor, context: ForwardContext) -> bool:
-        """Whether the model asked for one operation, and these tokens need no mask but the causal one."""
+        """Return whether the model asked for one operation, and these tokens need no mask but the causal one."""
         masked = context.real is not None or context.masks.get(self.config.window(self.layer)) is not None
         asked = context.kernels.attention is not None and context.cache is None and not masked
         return asked and can_fuse(self.config, context.seq, qkvg.device, qkvg.dtype)

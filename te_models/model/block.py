@@ -72,7 +72,7 @@ class Block(nn.Module):
         return self.mlp.hidden(h, context), x
 
     def _delta(self, norm: nn.Module | None, out: Tensor) -> Tensor:
-        """What the output of attention or of the MLP adds to the residual stream."""
+        """Return what the output of attention or of the MLP adds to the residual stream."""
         out = out if norm is None else self.tp.norm(norm, out, self.tp.scatters)
         return out if self.residual_multiplier == 1 else out * self.residual_multiplier
 

@@ -140,7 +140,7 @@ class Decoder(nn.Module):
 
     @property
     def compile_status(self) -> str:
-        """Whether the operations between the GEMMs are compiled, or why not, in a few words."""
+        """Return whether the operations between the GEMMs are compiled, or why not, in a few words."""
         if self.compile_mode is None:
             return "off, because compile=False"
         if (place := target_device(self).type) != "cuda":
@@ -338,7 +338,7 @@ class Decoder(nn.Module):
 
     @property
     def _head_is_fused(self) -> bool:
-        """Whether head and loss can run as one operation: a plain BF16 head can, an FP8 or an adapted one cannot."""
+        """Return whether head and loss can run as one operation: a plain BF16 head can, an FP8 or adapted one cannot."""
         return not self._head_in_fp8 and type(self.lm_head) is self.te.Linear
 
     @property

@@ -92,7 +92,7 @@ class HostMemory:
                 yield
 
     def mark(self) -> Any:
-        """What to wait for until all copies so far are done; None: they are."""
+        """Return the event that all copies so far precede; None: they are done."""
         return None if self.stream is None else self.stream.record_event()
 
 
@@ -118,7 +118,7 @@ class _Storage:
 
 
 class _Kept:
-    """What autograd holds in place of a tensor that a block saved."""
+    """Stand-in that autograd saves for a tensor of a block."""
 
     def __init__(self, block: _Block, tensor: Tensor) -> None:
         self.block, self.version = block, tensor._version

@@ -1,4 +1,4 @@
-"""Whether the sizes of a model suit the GEMMs of a recipe."""
+"""Check that the sizes of a model suit the GEMMs of a recipe."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ class Recompute:
 
 
 def may_draw(owner: nn.Module) -> bool:
-    """Whether random numbers could be drawn in `owner`: by dropout, or by a third-party hook or module.
+    """Return whether random numbers could be drawn in `owner`: by dropout, or by a third-party hook or module.
 
     Restoring their state takes the host longer than the recompute's launches, so it is left out where nothing can need
     it.
@@ -210,7 +210,7 @@ def may_draw(owner: nn.Module) -> bool:
 
 
 def _draws_nothing(source: Any) -> bool:
-    """Whether a class or a hook comes from a library known to draw no random numbers, such as FSDP2's hooks."""
+    """Return whether a class or a hook comes from a library known to draw no random numbers, such as FSDP2's hooks."""
     return str(getattr(source, "__module__", "")).startswith(DRAW_NOTHING)
 
 

@@ -77,7 +77,7 @@ def _yarn(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: T
 
 
 def _yarn_factor(scaling: Scaling) -> float:
-    """What YaRN multiplies cos and sin with, so that attention over more keys stays as sharp."""
+    """Return the factor of cos and sin under YaRN, so that attention over more keys stays as sharp."""
     if "attention_factor" in scaling:
         return scaling["attention_factor"]
     log = math.log(scaling["factor"]) if scaling["factor"] > 1 else 0.0

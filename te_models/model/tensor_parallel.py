@@ -40,7 +40,7 @@ SPLITS: dict[str, Callable[[ModelConfig], tuple[Section, ...]] | None] = {**FUSE
 
 
 def is_sharded(name: str) -> bool:
-    """Whether the parameter of this name is divided between the ranks."""
+    """Return whether the parameter of this name is divided between the ranks."""
     *_, module, kind = ("", *name.split("."))
     return module in SPLITS and (kind == "weight" or (kind == "bias" and SPLITS[module] is not None))
 
@@ -78,7 +78,7 @@ class TensorParallel:
 
     @property
     def scatters(self) -> bool:
-        """Whether a rank has its own rows alone of the residual stream."""
+        """Return whether a rank has its own rows alone of the residual stream."""
         return self.sequence and self.size > 1
 
     def linear(self, mode: str) -> dict[str, Any]:

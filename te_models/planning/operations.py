@@ -135,18 +135,18 @@ class Tape:
 
     @property
     def copies_for_attention(self) -> bool:
-        """Whether attention runs on FP32 copies, as kernels/sdpa.py does on a CPU."""
+        """Return whether attention runs on FP32 copies, as kernels/sdpa.py does on a CPU."""
         return not self.training.cuda and self.element < FP32
 
     def fuses(self, layer: int) -> bool:
-        """Whether attention, RoPE and gate are one operation, as kernels/gated_attention.py decides on CUDA devices."""
+        """Return whether attention, RoPE and gate are one operation, as kernels/gated_attention.py decides on GPUs."""
         c, training, window = self.config, self.training, self.config.window(layer)
         plain = not c.attention_obstacles and (window is None or window >= training.seq_len)
         cudnn = c.head_dim in (64, 128) and training.seq_len >= 128 and self.element == 2
         return training.fused and training.cuda and not training.activation_offload and plain and cudnn
 
     def fp8(self, layer: int) -> bool:
-        """Whether this layer runs inside the autocast."""
+        """Return whether this layer runs inside the autocast."""
         last = self.config.num_hidden_layers - self.recipe.num_layers_at_end_in_bf16
         return self.recipe.quantized and self.recipe.num_layers_at_start_in_bf16 <= layer < last
 

@@ -1,4 +1,4 @@
-"""What a saved model is, read from its small files alone: shape, recipe and dtype, without its weights."""
+"""Shape, recipe and dtype of a saved model, read from its small files without its weights."""
 
 from __future__ import annotations
 

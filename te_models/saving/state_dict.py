@@ -1,4 +1,4 @@
-"""What a CausalLM has in its state_dict: a tied table once, and its FP8 state, for programs that save nothing else."""
+"""The state_dict of a CausalLM: a tied table once, and its FP8 state, for programs that save nothing else."""
 
 from __future__ import annotations
 

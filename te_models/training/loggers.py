@@ -17,7 +17,7 @@ PROJECT = "te-models"  # where Weights & Biases and trackio file the run
 
 @dataclass(frozen=True)
 class Run:
-    """What a logger is told of a run: its folder, an id that a resume does not change, and its settings."""
+    """A run as loggers see it: its folder, an id that a resume does not change, and its settings."""
 
     folder: Path
     id: str

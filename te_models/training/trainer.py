@@ -67,7 +67,7 @@ class Saved(Protocol):
 
 
 class Callback:
-    """What a run calls as it goes, on every process; a subclass overrides what it needs, which here does nothing.
+    """Methods that a run calls as it goes, on every process; a subclass overrides those it needs; here they do nothing.
 
     On a GPU the next step is already queued when `on_step` is called, except before an evaluation or a save: a change of
     the model takes effect in the step after it. `trainer.stop()` ends the run after the step under way.

@@ -189,7 +189,7 @@ def _fma(a: Tensor, b: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor:
 
 @functools.cache
 def _fuses(device: torch.device) -> bool:
-    """Whether torch.addcmul rounds once here, as it does where it is compiled to FMA instructions (AVX2, GPUs)."""
+    """Return whether torch.addcmul rounds once here, as where it is compiled to FMA instructions (AVX2, GPUs)."""
     a, b = (torch.linspace(1.0, last, 4099, device=device) for last in (1.9, 1.7))
     fused = [torch.addcmul(-(p * q), p, q) for p, q in ((a, b), (a[::2], b[::2]), (a[:, None], b[:8]))]
     exact = [

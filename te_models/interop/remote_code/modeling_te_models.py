@@ -320,7 +320,7 @@ class TEModelsDecoderLayer(nn.Module):
 
 
 class TEModelsDecoderPreTrainedModel(PreTrainedModel):
-    """What the models below share."""
+    """Base of the models below."""
 
     config_class = TEModelsDecoderConfig
     base_model_prefix = "model"
