@@ -18,10 +18,10 @@ pretrain: $(STAMP)  ## train gated-nano from random weights in FP8 on Python's o
 	$(RUN)/te-models pretrain --preset gated-nano --recipe $(RECIPE) --steps 250 --out $(OUT)
 
 test: $(STAMP)  ## the test suite
-	$(RUN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
+	$(RUN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: $(STAMP)  ## long runs, which continuous integration adds
-	$(RUN)/python -m pytest -q -n 2 --dist loadfile -m slow
+	$(RUN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow
 
 test-gpu:  ## on a machine with a GPU and Transformer Engine, in its own Python
 	$(PYTHON) -m pytest -q -m gpu
@@ -32,7 +32,7 @@ test-lowest test-newest: test-%:
 	$(PYTHON) -m venv --clear .venv-$*
 	.venv-$*/bin/pip install --quiet --disable-pip-version-check uv
 	.venv-$*/bin/uv pip install --quiet --python .venv-$* --resolution $(RESOLUTION) -e ".[train,hf,dev]"
-	.venv-$*/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow"
+	.venv-$*/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 check: $(STAMP)  ## lint, format, types, import layers
 	$(RUN)/ruff check .

@@ -53,7 +53,7 @@ def timed(runs: list[Callable[[], None]], rounds: int = 30, warm_up: int = 5) ->
             torch.cuda.synchronize()
             if i >= warm_up:
                 found.append((time.perf_counter() - start, host))
-    return [tuple(statistics.median(column) for column in zip(*found, strict=True)) for found in times]  # type: ignore[misc]
+    return [tuple(statistics.median(column) for column in zip(*found, strict=True)) for found in times]
 
 
 def counted(run: Callable[[], None]) -> dict[str, int]:

@@ -46,7 +46,7 @@ def main(preset: str, recipe: str, optimizer: str, optimizer_options: str, activ
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         run = Trainer(model, data, [], config, Path(folder), on_step=rows.append)
-        run.checkpoints.save = lambda *args, **options: Path(folder)  # type: ignore[method-assign]
+        run.checkpoints.save = lambda *args, **options: Path(folder)
         result = run.run()
     found = dict(settings, optimizer=optimizer, optimizer_options=optimizer_options, batch_size=batch_size,
                  seq_len=seq_len, parameters=model.config.num_parameters, losses=[row["loss"] for row in rows],

@@ -8,12 +8,17 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from te_models import CausalLM
+from te_models.config.model import config_fields
+from te_models.config.presets import get_preset
+from te_models.config.recipe import get_recipe
+from te_models.config.toml import render_toml
 from te_models.config.training import TrainConfig
 from te_models.data.chat_template import SECONDS as TEMPLATE_SECONDS
 from te_models.data.chat_template import ChatTemplate
@@ -25,7 +30,10 @@ from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import DataError, TeModelsError
 from te_models.files.formats import flatten_state
 from te_models.fp8.scaling_state import fp8_state
+from te_models.planning.memory_plan import plan_memory
 from te_models.saving.pretrained import load_te_checkpoint
+from te_models.training.run_file import read_record
+from te_models.training.settings import RUN_FILE, run_settings
 from te_models.training.trainer import Trainer
 
 SECONDS = 5.0
@@ -74,6 +82,8 @@ def make_folders(root: Path) -> None:
     plain = CausalLM.from_preset("gated-nano", attention_gate="none", **SHAPE, **PLACE)
     plain.save_pretrained(root / "hf", format="hf")
     words.save(root / "hf")
+    for format in ("fp8-block", "nvfp4"):
+        plain.export(root / format, format)
     (root / "te").mkdir()
     torch.save(model.state_dict(), root / "te" / "model.pt")
     make_trainer(root / "run").run()
@@ -82,6 +92,7 @@ def make_folders(root: Path) -> None:
     tokens = dict(bos_token="<s>", eos_token={"content": "</s>"}, chat_template=TEMPLATE)
     (root / "chat" / "tokenizer_config.json").write_text(json.dumps(tokens))
     make_data(root / "data")
+    make_run_file(root / "settings")
     with contextlib.suppress(ImportError, TeModelsError):
         from te_models.training.lora import add_lora, save_lora
 
@@ -102,6 +113,22 @@ def make_data(folder: Path) -> None:
 
         table = pyarrow.table({"text": [f"row {i} of a table" for i in range(8)]})
         pyarrow.parquet.write_table(table, folder / "d.parquet", row_group_size=3)
+
+
+def make_run_file(folder: Path) -> None:
+    """The run.toml of a run of a small model."""
+    folder.mkdir()
+    sections: dict[str, dict[str, Any]] = {
+        "run": dict(command="pretrain", preset="gated-nano", sample_tokens=8, log=""),
+        "model": {**PLACE, "compile": False, "fp8_params": False, "activation_checkpointing": "none"},
+        "recipe": get_recipe("delayed", amax_history_len=4).to_dict(),
+        "shape": {**SHAPE, "vocab_size": 288, "rope_scaling": {"rope_type": "llama3", "factor": 8.0,
+                  "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}},
+        "data": dict(data=["a.jsonl:2", "b"], eval_split=0.1, streaming=False, packing="documents", data_workers=0),
+        "training": asdict(TrainConfig(steps=2, batch_size=2, seq_len=16)),
+        "record": dict(id="0123abcd", commands=["te-models pretrain"], versions={"torch": torch.__version__}),
+    }  # fmt: skip
+    (folder / RUN_FILE).write_text(render_toml(sections, "Every setting"))
 
 
 class Live:
@@ -222,6 +249,24 @@ def load_data(folder: Path, live: Live) -> Any:
     return one
 
 
+def load_settings(folder: Path, live: Live) -> Any:
+    """The settings and the record in a run.toml, the model that they describe, and the memory that it would take."""
+    settings = run_settings("finetune", {}, folder / RUN_FILE)
+    record = dict(read_record(folder))
+    shape = get_preset(str(settings.preset), **{n: v for n, v in settings.build.items() if n in config_fields()})
+    recipe = get_recipe("bf16" if settings.recipe == "auto" else settings.recipe)
+    train = settings.train
+    plan = plan_memory(shape, recipe, batch_size=train.batch_size, seq_len=train.seq_len, optimizer=train.optimizer)
+    return [repr(settings), repr(record), repr(shape), repr(recipe), plan.peak.total]
+
+
+def load_interface(folder: Path, live: Live) -> Any:
+    """A folder of ours as a model of transformers."""
+    from te_models.huggingface.modeling import TEModelsForCausalLM
+
+    return state_of(TEModelsForCausalLM.from_pretrained(folder, **PLACE).model)
+
+
 class Kind(NamedTuple):
     """A kind of folder, whether its manifests are made to fit after the damage, its loader,
     and the loader's time in s."""
@@ -238,6 +283,10 @@ KINDS: dict[str, Kind] = {
     "sharded run, damaged": Kind("run", False, load_run),
     "sharded run, crafted": Kind("run", True, load_run),
     "Hugging Face": Kind("hf", False, load_own),
+    "Hugging Face, FP8": Kind("fp8-block", False, load_own),
+    "Hugging Face, NVFP4": Kind("nvfp4", False, load_own),
+    "interface of transformers": Kind("own", True, load_interface),
+    "run.toml": Kind("settings", False, load_settings),
     "Transformer Engine": Kind("te", False, load_te),
     "LoRA, damaged": Kind("lora", False, load_adapter),
     "LoRA, crafted": Kind("lora", True, load_adapter),

@@ -39,7 +39,7 @@ TINY |= dict(head_dim=16, vocab_size=288, max_position_embeddings=512, dtype=tor
 
 @dataclass
 class Plan:
-    """What is measured: prompt length, the two lengths that decode is the slope between, repeats, and the time left."""
+    """Settings: prompt length, the two lengths whose slope is the decode speed, repeats, and the time left."""
 
     prompt: int
     short: int
@@ -124,7 +124,7 @@ def load(folder: Path, device: str, reader: str) -> None:
 
 
 def loaders() -> dict[str, Callable[[Path, str], Any]]:
-    """Who reads a folder onto a device, by name."""
+    """Return readers of a folder onto a device by name."""
 
     def theirs(folder: Path, device: str) -> Any:
         from transformers import AutoModelForCausalLM
@@ -281,10 +281,11 @@ def table(result: dict[str, Any]) -> str:
         if "error" in row:
             lines.append(f"| `{row['model']}` | {row['shards']} | {row['reader']} | failed | | |")
             continue
-        lines.append(
-            f"| `{row['model']}` | {row['shards']}, {row['largest_shard_bytes'] / 2**30:.2f} GiB | {row['reader']} | "
-            f"{row['seconds']:.1f} | {row['peak_host_bytes'] / 2**30:.2f} GiB | {row['peak_device_bytes'] / 2**30:.2f} GiB |"
+        shard, host, device = (
+            f"{row[name] / 2**30:.2f} GiB" for name in ("largest_shard_bytes", "peak_host_bytes", "peak_device_bytes")
         )
+        cells = (f"`{row['model']}`", f"{row['shards']}, {shard}", row["reader"], f"{row['seconds']:.1f}", host, device)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, *(f"skipped: {what}" for what in result["skipped"])])
 
 

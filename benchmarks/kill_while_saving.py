@@ -45,7 +45,7 @@ def content(number: int) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, 
 
 
 def checkpoints(root: Path) -> Checkpoints:
-    """As a training run would have them."""
+    """Return the run folder's checkpoints with the settings of a training run."""
     return Checkpoints(root, keep_last=2, max_shard_bytes=600_000)
 
 
@@ -141,7 +141,7 @@ def run(kills: int, seed: int, root: Path) -> dict[str, Any]:
 
 
 def leftovers(root: Path, number: int) -> list[str]:
-    """What a last, undisturbed save does not sweep away in each folder."""
+    """List leftovers in each folder after a last, undisturbed save."""
     found = []
     for folder in root.iterdir():
         run = checkpoints(folder)

@@ -94,7 +94,7 @@ class Bench:
         self.key = key
 
     def compare(self, case: Case) -> dict[str, float]:
-        """How far loss and gradients of the graph and of the plain model are from those of the eager step."""
+        """Return the distances of loss and gradients of the graph and the plain model from the eager step."""
         self.prepare(case)
         fast, plain = self.models
         found: dict[str, float] = {}
@@ -214,7 +214,7 @@ class Worker:
             self.job.kill()
             for pipe in (self.job.stdin, self.job.stdout):
                 with contextlib.suppress(OSError):  # it may still hold what the process did not read
-                    pipe.close()  # type: ignore[union-attr]
+                    pipe.close()
             self.job.wait()
             self.job = None
 

@@ -1,4 +1,6 @@
-"""Run `make finetune` and keep what it printed: python benchmarks/make_finetune.py --out benchmarks/results/make_finetune_cpu.json
+"""Run `make finetune` and save its output.
+
+    python benchmarks/make_finetune.py --out benchmarks/results/make_finetune_cpu.json
 
 In a fresh clone the time includes the installation.
 """

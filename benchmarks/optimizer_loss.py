@@ -29,13 +29,8 @@ SHAPE: dict[str, Any] = dict(
 )
 RUN: dict[str, Any] = dict(steps=500, batch_size=8, seq_len=128, eval_every=100, eval_batches=16, warmup_steps=25)
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "muon": {},
-    "muon8bit": {},
-    "adamw": {},
-    "galore": {"rank": 16},
-    "adamwfp8": {},
-    "adamw8bit": {},
-}
+    "muon": {}, "muon8bit": {}, "adamw": {}, "galore": {"rank": 16}, "adamwfp8": {}, "adamw8bit": {},
+}  # fmt: skip
 
 
 def train(optimizer: str, shape: dict[str, Any], documents: tuple[Any, Any]) -> dict[str, Any]:

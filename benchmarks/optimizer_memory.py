@@ -1,4 +1,4 @@
-"""What each optimizer keeps for a model of 282M parameters, and how long its step takes: the memory table, measured.
+"""Measure the state of each optimizer for a model of 282M parameters, and the time of its step.
 
     python benchmarks/optimizer_memory.py [--out RESULT.json]
 
@@ -48,7 +48,7 @@ ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def is_timed(name: str, other: str) -> bool:
-    """Whether the table gives a time for the row."""
+    """Return whether the table gives a time for the row."""
     return bool(other) and (DEVICE == "cuda" or name not in ("adamw8bit", "adamwfp8"))
 
 
@@ -100,7 +100,7 @@ def measure_seconds(shape: dict[str, Any], rounds: int) -> dict[str, float]:
     as_shipped = muon8bit.product_dtype
 
     def in_bf16() -> None:
-        muon8bit.product_dtype = lambda device: torch.bfloat16  # type: ignore[assignment]
+        muon8bit.product_dtype = lambda device: torch.bfloat16
         steps["muon8bit"]()
         muon8bit.product_dtype = as_shipped
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
+from benchmarks.tables.text import load
 from te_models.config.presets import get_preset
 from te_models.config.recipe import get_recipe
 from te_models.planning.memory_plan import plan_memory
 
-RESULTS = Path(__file__).parent / "results"
 NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
-
-
-def load(name: str) -> dict[str, Any]:
-    """Return the content of a file in benchmarks/results/, named without its suffix."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def planned_and_measured() -> Iterator[tuple[str, int, int]]:

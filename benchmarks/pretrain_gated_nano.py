@@ -3,10 +3,10 @@
     python benchmarks/pretrain_gated_nano.py prepare --folder nano          # anywhere with PyPI, about 10 minutes
     python benchmarks/pretrain_gated_nano.py train --folder nano --out te_models/pretrained/gated-nano    # one H200
 
-`prepare` downloads the packages in gated_nano_packages.txt, keeps the Python sources of those whose metadata name a permissive licence, leaves
-out tests, vendored and generated files, duplicates and whatever shares a docstring with Python's standard library (on
-which the model is fine-tuned and judged), and trains a byte-level BPE tokenizer on them. `train` runs `te-models
-pretrain`, takes the weights of its last checkpoint and writes the card.
+`prepare` downloads the packages in gated_nano_packages.txt and keeps the Python sources of those whose metadata name
+a permissive licence. It leaves out tests, vendored and generated files, duplicates and files that share a docstring
+with Python's standard library (on which the model is fine-tuned and evaluated), and trains a byte-level BPE tokenizer
+on the rest. `train` runs `te-models pretrain`, takes the weights of its last checkpoint and writes the card.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ END, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 PIECES = r"\n[ ]*| ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+"
 SHAPE = ["--preset", "gated-nano", "--vocab-size", str(VOCABULARY), "--eos-token-id", "0", "--pad-token-id", "0"]
 SETTINGS: dict[str, Any] = {
-    "recipe": "current", "optimizer": "adamw", "steps": 2200, "batch-size": 32, "seq-len": 1024, "learning-rate": 6e-3,
-    "warmup-steps": 200, "schedule": "cosine", "weight-decay": 0.1, "packing": "stream", "eval-every": 500, "save-every": 550, "seed": 0,
-    "sample-tokens": 0,
+    "recipe": "current", "optimizer": "adamw", "steps": 12000, "batch-size": 64, "seq-len": 1024,
+    "learning-rate": 6e-3, "warmup-steps": 600, "schedule": "cosine", "weight-decay": 0.1, "packing": "stream",
+    "eval-every": 1000, "save-every": 3000, "seed": 0, "sample-tokens": 0,
 }  # fmt: skip
 
 
@@ -61,19 +61,8 @@ def prepare(folder: Path) -> None:
     """Write corpus.jsonl, sources.json and tokenizer/ into FOLDER."""
     wheels = folder / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    command += [
-        "--python-version",
-        "3.12",
-        "--implementation",
-        "cp",
-        "--abi",
-        "cp312",
-        "--abi",
-        "abi3",
-        "--abi",
-        "none",
-    ]
+    options = "--quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp"
+    command = [sys.executable, "-m", "pip", "download", *f"{options} --abi cp312 --abi abi3 --abi none".split()]
     for platform in ("2_28", "2_27", "2_17"):
         command += ["--platform", f"manylinux_{platform}_x86_64"]
     subprocess.run([*command, "--dest", str(wheels), "--requirement", str(PACKAGES)], check=True)
@@ -88,13 +77,12 @@ def prepare(folder: Path) -> None:
             sources += [source] if texts else []
     (folder / "sources.json").write_text(json.dumps(sources, indent=1) + "\n")
     train_tokenizer(folder)
-    print(
-        f"{len(sources)} packages, {sum(s['files'] for s in sources):,} files, {sum(s['bytes'] for s in sources) / 1e6:.1f} MB"
-    )
+    files, size = sum(s["files"] for s in sources), sum(s["bytes"] for s in sources)
+    print(f"{len(sources)} packages, {files:,} files, {size / 1e6:.1f} MB")
 
 
 def read_wheel(wheel: Path, seen: set[bytes], known: set[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return what the card says of a package, and its texts: at most PACKAGE_BYTES, chosen by the hash of their content."""
+    """Return a package's entry in the card, and its texts: at most PACKAGE_BYTES, chosen by their hash."""
     archive = zipfile.ZipFile(wheel)
     metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     fields = email.message_from_string(archive.read(metadata).decode("utf-8", "replace"))
@@ -149,8 +137,10 @@ def train_tokenizer(folder: Path) -> None:
         ]
     )
     made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[END, START_OF_TURN, END_OF_TURN],
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)  # fmt: skip
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[END, START_OF_TURN, END_OF_TURN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
     with (folder / "corpus.jsonl").open(encoding="utf-8") as corpus:
         made.train_from_iterator((json.loads(line)["text"] for line in corpus), trainer)
     target = folder / "tokenizer"
@@ -196,12 +186,13 @@ two CPU cores in minutes, and too small to be useful for anything else.
 
 * Blocks: those of the preset `gated-nano` (6 layers, width 192, elementwise gate). Tokens: a byte-level BPE of
   {VOCABULARY:,}, trained on the same text.
-* Data: {files:,} Python files ({size / 1e6:.0f} MB) of {len(sources)} packages from PyPI under permissive licences (MIT, BSD,
-  Apache-2.0 and the like), listed with version and licence in sources.json. Tests and vendored code are left out, and so is
-  every file that shares a docstring of {COPIED} characters or more with Python's standard library.
-* Training: {len(rows):,} steps of {settings["batch-size"]} x {settings["seq-len"]} tokens ({tokens / 1e6:.0f} million tokens) in FP8 under
-  the recipe `{settings["recipe"]}`, first and last layer in BF16, in one run on one {on.get("gpu", "CPU")} with torch {on["torch"]} and
-  Transformer Engine {on.get("transformer-engine", "emulated")}, {on["date"]}.
+* Data: {files:,} Python files ({size / 1e6:.0f} MB) of {len(sources)} packages from PyPI under permissive licences
+  (MIT, BSD, Apache-2.0 and the like), listed with version and licence in sources.json. Tests and vendored code are
+  left out, and so is every file that shares a docstring of {COPIED} characters or more with Python's standard library.
+* Training: {len(rows):,} steps of {settings["batch-size"]} x {settings["seq-len"]} tokens ({tokens / 1e6:.0f} million)
+  in FP8 under the recipe `{settings["recipe"]}`, first and last layer in BF16, in one run on one
+  {on.get("gpu", "CPU")} with torch {on["torch"]} and Transformer Engine {on.get("transformer-engine", "emulated")},
+  {on["date"]}.
 * Loss on files held out: {evaluated[-1]:.3f} nats per token.
 
 Command, after `python benchmarks/pretrain_gated_nano.py prepare --folder nano`:

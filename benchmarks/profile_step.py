@@ -1,6 +1,7 @@
-"""Where the time of one training step goes on a GPU: kernels by kind, in milliseconds.
+"""Times of the kernels of one training step on a GPU by kind, in milliseconds.
 
-python benchmarks/profile_step.py gated-1b delayed --batch-size 8 --seq-len 2048 --out benchmarks/results/profile_1b_h200.json
+    python benchmarks/profile_step.py gated-1b delayed --batch-size 8 --seq-len 2048 \\
+        --out benchmarks/results/profile_1b_h200.json
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ KINDS: list[tuple[str, tuple[str, ...]]] = [
 
 
 def kind(name: str) -> str:
-    """What kind of kernel this is; cuBLAS's own GEMMs (nvjet_sm90_qqtst_...) say by a letter an operand:
+    """Return the kind of a kernel; the names of cuBLAS's GEMMs (nvjet_sm90_qqtst_...) have a letter per operand.
+
     q and r are FP8."""
     lower = name.lower()
     if lower.startswith("nvjet"):

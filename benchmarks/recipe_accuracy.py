@@ -1,5 +1,4 @@
-"""How far each recipe's logits are from FP32's, and what that costs:
-SQNR and perplexity of one model under all recipes.
+"""SQNR of the logits and perplexity of one model under all recipes, against FP32.
 
     python benchmarks/recipe_accuracy.py --out benchmarks/results/recipe_accuracy_cpu.json     # tunes gated-nano first
     python benchmarks/recipe_accuracy.py --model runs/mine

@@ -1,14 +1,14 @@
 """Does a resumed run go on with the same bits? 100 steps at once against 50, a checkpoint, and 50 more.
 
-    python benchmarks/resume_parity.py --out benchmarks/results/resume_parity_h200.json                      # about 4 minutes
-    python benchmarks/resume_parity.py --device cpu --tiny --steps 8 --rounds 2 --out resume_parity.json     # anywhere
+    python benchmarks/resume_parity.py --out benchmarks/results/resume_parity_h200.json                     # 4 minutes
+    python benchmarks/resume_parity.py --device cpu --tiny --steps 8 --rounds 2 --out resume_parity.json    # anywhere
 
 Every run has a process of its own. Under the default flags cuDNN's attention adds in an order that varies from run to
 run, so there the question is whether a resumed run is as near to one in a piece as a second run in a piece is; with
 deterministic=True whether they are the same in every bit: losses after the checkpoint, weights, scales and amax
 histories, masters and moments. A third run of 100 steps saves after 50 and goes on, which must change nothing either.
 
-And what deterministic=True costs: milliseconds a step of both, in turns, at gated-124m and gated-350m.
+The cost of deterministic=True: milliseconds per step of both, in turns, at gated-124m and gated-350m.
 """
 
 from __future__ import annotations
@@ -40,13 +40,9 @@ from te_models.training.metrics import read_metrics
 from te_models.training.trainer import Trainer, deterministic
 
 SMALL: dict[str, Any] = dict(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=1,
+    hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
     vocab_size=288,
-)
+)  # fmt: skip
 Settings = dict[str, Any]
 
 
@@ -190,7 +186,7 @@ def turn(steps: int) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done all that is queued."""
+    """Wait for all queued work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 

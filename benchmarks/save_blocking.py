@@ -30,7 +30,7 @@ from te_models.saving.run_folder import Checkpoints
 
 
 def seconds(action: Callable[..., Any], *args: Any, **options: Any) -> float:
-    """How long it takes."""
+    """Return the seconds that a call takes."""
     start = time.perf_counter()
     action(*args, **options)
     return time.perf_counter() - start
@@ -38,7 +38,7 @@ def seconds(action: Callable[..., Any], *args: Any, **options: Any) -> float:
 
 def forward_and_backward(model: CausalLM, ids: torch.Tensor) -> None:
     """One step up to the update."""
-    model(ids, labels=ids).loss.backward()  # type: ignore[union-attr]
+    model(ids, labels=ids).loss.backward()
 
 
 @click.command()

@@ -117,7 +117,7 @@ def report(args: argparse.Namespace, shared: Parallel, alone: Any, together: dic
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the estimate rests on. Bandwidths in bytes a second that one GPU sends and receives."""
+    """Assumptions of the estimate. Bandwidths in bytes per second that one GPU sends and receives."""
 
     compute: float = 0.1875  # measured: s, gated-1b forward and backward, DelayedScaling, one H200, 8 x 2048 tokens
     contention: float = (

@@ -3,8 +3,9 @@
     python -m benchmarks.serving_parity --model gated-nano --out benchmarks/results/serving_parity.json
 
 The same weights run under each recipe, as the trained model, and are exported from it in each format. DelayedScaling
-first sees two training forwards, as it would have in training. Without --model the weights of --preset are random, which
-says how formats rank but not what serving costs a trained model. The default text is held-out documentation of Python.
+first sees two training forwards, as it would have in training. Without --model the weights of --preset are random:
+that ranks the formats, but does not tell what serving costs a trained model. The default text is held-out
+documentation of Python.
 """
 
 from __future__ import annotations

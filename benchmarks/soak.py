@@ -1,12 +1,12 @@
 """A long run through the command line that is killed three times: does memory stay flat, and does the loss go on?
 
-    python benchmarks/soak.py --out benchmarks/results/soak_h200.json --figure docs/results/soak_h200.png    # about 4 minutes
-    python benchmarks/soak.py --tiny --steps 240 --every 20 --out soak.json --figure soak.png        # on a CPU
+    python benchmarks/soak.py --out benchmarks/results/soak_h200.json --figure docs/results/soak_h200.png
+    python benchmarks/soak.py --tiny --steps 240 --every 20 --out soak.json --figure soak.png    # on a CPU
 
-`te-models pretrain` evaluates and saves every 50 steps. At three random steps (drawn from --seed) it is sent SIGKILL
-and started again with --resume. While it runs, its host memory (VmRSS of its processes) and the device's (nvidia-smi;
-nothing else may run there) are sampled, and kept as the largest of every 50 steps; PyTorch's own peak is in the
-checkpoints.
+It takes about 4 minutes on a GPU. `te-models pretrain` evaluates and saves every 50 steps. At three random steps
+(drawn from --seed) it is sent SIGKILL and started again with --resume. While it runs, its host
+memory (VmRSS of its processes) and the device's (nvidia-smi; nothing else may run there) are sampled, and the largest
+of every 50 steps is kept; PyTorch's own peak is in the checkpoints.
 
 Checked, with exit code 1 if one fails:
 
@@ -43,7 +43,8 @@ ROOT = Path(__file__).parent.parent
 REAL = "--preset gated-124m --recipe delayed --batch-size 8 --seq-len 512"
 TINY = (
     "--preset gated-nano --hidden-size 64 --intermediate-size 96 --num-hidden-layers 3 --num-attention-heads 2 "
-    "--device cpu --num-key-value-heads 1 --recipe delayed --batch-size 2 --seq-len 32 --eval-batches 2 --data te_models/config"
+    "--device cpu --num-key-value-heads 1 --recipe delayed --batch-size 2 --seq-len 32 --eval-batches 2 "
+    "--data te_models/config"
 )
 SETTLED = 100  # steps of a process after which its memory has to stay
 WINDOW = 20  # steps of which a mean is taken
@@ -60,7 +61,7 @@ def host_memory(pid: int) -> int:
 
 
 def read(path: Path) -> str:
-    """What a file holds; nothing if it is not there."""
+    """Return the content of a file, or nothing if it does not exist."""
     try:
         return path.read_text()
     except OSError:
@@ -105,15 +106,8 @@ class Soak:
         self.run, self.every, self.steps = run, every, steps
         self.command = [sys.executable, "-m", "te_models", "pretrain", *flags.split(), "--sample-tokens", "0"]
         self.command += [
-            "--steps",
-            str(steps),
-            "--eval-every",
-            str(every),
-            "--save-every",
-            str(every),
-            "--out",
-            str(run),
-        ]
+            "--steps", str(steps), "--eval-every", str(every), "--save-every", str(every), "--out", str(run),
+        ]  # fmt: skip
         self.lives: list[dict[str, Any]] = []  # of each process: where it began and ended, and its memory
 
     def live(self, kill_at: int | None) -> None:
@@ -164,8 +158,7 @@ def note(samples: Samples, step: int, host: int, device: int | None, peak: int |
 
 
 def growth(life: dict[str, Any], name: str) -> dict[str, float] | None:
-    """How many MiB a process grew by after it had settled: at most,
-    and in a thousand steps as a straight line has it."""
+    """Return by how many MiB a process grew after it settled: at most, and per thousand steps of a fitted line."""
     points = [
         (step, row[name]) for step, row in life["memory"].items() if name in row and step - life["first"] > SETTLED
     ]
@@ -177,7 +170,7 @@ def growth(life: dict[str, Any], name: str) -> dict[str, float] | None:
 
 
 def jumps(losses: dict[int, float], places: list[int]) -> dict[str, Any]:
-    """By how much the mean loss changes where a process took over, and how that compares with other places."""
+    """Return the change of the mean loss where a process took over, and that at other places."""
 
     def jump(step: int) -> float:
         after, before = range(step + 1, step + WINDOW + 1), range(step - WINDOW + 1, step + 1)
@@ -191,7 +184,7 @@ def jumps(losses: dict[int, float], places: list[int]) -> dict[str, Any]:
 
 
 def repeated(lives: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How far the losses of steps done twice are apart, relative."""
+    """Return the relative difference of the losses of steps done twice."""
     found = []
     for before, after in zip(lives, lives[1:], strict=False):
         both = [step for step in before["losses"] if step > after["first"]]

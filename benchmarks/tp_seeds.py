@@ -1,7 +1,7 @@
 """Is what two tensor-parallel GPUs compute something else than what one computes, or the same in another order?
 
-    torchrun --nproc-per-node 2 benchmarks/tp_seeds.py --out benchmarks/results/tp_seeds_h200_x2.json               # two GPUs
-    torchrun --nproc-per-node 2 benchmarks/tp_seeds.py --device cpu --seeds 3 --recipes bf16 --out tp_seeds.json    # anywhere
+    torchrun --nproc-per-node 2 benchmarks/tp_seeds.py --out benchmarks/results/tp_seeds_h200_x2.json
+    torchrun --nproc-per-node 2 benchmarks/tp_seeds.py --device cpu --seeds 3 --recipes bf16 --out tp_seeds.json
 
 tests/model/test_tensor_parallel.py takes five steps of gradient descent at a rate of 0.1. From each seed of weights and
 tokens they are taken by one GPU with plain kernels (those that tensor parallelism has), by two GPUs with and without
@@ -167,7 +167,7 @@ def ways(seed: int, recipe: str, device: str, settings: dict[str, Any], mesh: An
 
 
 def gradient_gap(name: str, one: dict[str, Tensor], other: dict[str, Tensor]) -> float | None:
-    """How far the first gradients are apart, relative, in norm; channels that were put in another order cannot say."""
+    """Return the relative distance of the first gradients in norm, without channels in another order."""
     if name == "turned":
         one, other = ({n: g for n, g in of.items() if ".mlp." not in n} for of in (one, other))
     gap, size = (
@@ -196,7 +196,7 @@ def summary(runs: dict[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 def verdict(found: dict[str, Any]) -> list[str]:
-    """What looks like a defect rather than like rounding."""
+    """List differences that look like a defect rather than rounding."""
     said = []
     for name in SPLITS:
         for step in range(STEPS):

@@ -1,6 +1,6 @@
-"""Fine-tune on conversations: which tokens are answers, and what the model says before and after.
+"""Fine-tune on conversations; show which tokens are answers, and samples before and after.
 
-python examples/chat_data.py                                  # a small model and its own data: half a minute on two cores
+python examples/chat_data.py    # a small model and its own data: half a minute on two cores
 python examples/chat_data.py --model path/to/Qwen3-0.6B --data chats.jsonl --data more.csv:2 --seq-len 2048
 """
 
@@ -15,14 +15,15 @@ from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer, open_data,
 COLOURS = {"sky": "blue", "grass": "green", "snow": "white", "coal": "black", "blood": "red", "sun": "yellow"}
 
 
-def write_example(path: Path) -> None:
-    """Write conversations of two answers each, in the format of OpenAI."""
+def write_example(path: Path) -> str:
+    """Write conversations of two answers each, in the format of OpenAI; return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for first, second in ((a, b) for a in COLOURS for b in COLOURS if a != b):
             turns = [[("user", f"{thing}?"), ("assistant", f"{COLOURS[thing]}.")] for thing in (first, second)]
             messages = [{"role": role, "content": text} for turn in turns for role, text in turn]
             file.write(json.dumps({"messages": messages}) + "\n")
+    return str(path)
 
 
 def main() -> None:
@@ -34,23 +35,22 @@ def main() -> None:
     options.add_argument("--seq-len", type=int, default=192)
     options.add_argument("--out", default="runs/chat")
     arguments = options.parse_args()
-    if arguments.data is None:
-        write_example(Path(arguments.out, "colours.jsonl"))
-        arguments.data = [str(Path(arguments.out, "colours.jsonl"))]
+    data = arguments.data or [write_example(Path(arguments.out, "colours.jsonl"))]
 
     rate = 2e-5 if arguments.model else 3e-3
     config = TrainConfig(steps=arguments.steps, batch_size=4, seq_len=arguments.seq_len, learning_rate=rate)
     tokenizer = load_tokenizer(arguments.model)
-    dataset, evaluation = open_data(arguments.data, tokenizer, config)
+    dataset, evaluation = open_data(data, tokenizer, config)
     print(dataset.describe())  # formats, what is left out, padding, and how many tokens the loss counts
 
     torch.manual_seed(config.seed)
     start = CausalLM.from_pretrained if arguments.model else CausalLM.from_preset
     model = start(arguments.model or "gated-nano", recipe=arguments.recipe)
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "sky?"}])
+    prompt = tokenizer.encode_prompt("sky?")
+    if tokenizer.template_source() is not None:  # the model's, or the plain one that conversations bring
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": "sky?"}])
     print("before:", "".join(stream_text(model, tokenizer, prompt, 24, do_sample=False)))
-    trainer = Trainer(model, dataset, evaluation, config, Path(arguments.out), documents=tokenizer.documents())
-    result = trainer.run()
+    result = Trainer(model, dataset, evaluation, config, Path(arguments.out), documents=tokenizer.documents()).run()
     print(f"eval loss {result.first_eval_loss:.4f} -> {result.eval_loss:.4f}; saved in {result.checkpoint}")
     print("after:", "".join(stream_text(model, tokenizer, prompt, 24, do_sample=False)))
 

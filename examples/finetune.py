@@ -17,8 +17,10 @@ from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer, open_data
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", default="gated-nano", help="a folder, a name on the Hub, or a shipped model")
-    options.add_argument("--data", help="text, JSONL or Parquet: file, folder, glob or URL; default: Python's docs")
-    options.add_argument("--recipe", default="current", help="bf16, delayed, current, blockwise, mxfp8 or a .toml file")
+    options.add_argument("--data", help="file, folder, glob, URL or Hub dataset; default: Python's docs")
+    options.add_argument(
+        "--recipe", default="current", help="bf16, delayed, current, blockwise, mxfp8, nvfp4, FILE.toml"
+    )
     options.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="a field of the recipe")
     options.add_argument("--recompute", default="none", help="none, selective, full, or N for every N-th block")
     options.add_argument("--steps", type=int, default=20)

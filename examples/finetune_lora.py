@@ -14,8 +14,10 @@ from te_models import CausalLM, TrainConfig, add_lora, load_tokenizer, open_data
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", default="gated-nano", help="a folder, a name on the Hub, or a shipped model")
-    options.add_argument("--data", help="text, JSONL or Parquet: file, folder, glob or URL; default: Python's docs")
-    options.add_argument("--recipe", default="current", help="bf16, delayed, current, blockwise, mxfp8 or a .toml file")
+    options.add_argument("--data", help="file, folder, glob, URL or Hub dataset; default: Python's docs")
+    options.add_argument(
+        "--recipe", default="current", help="bf16, delayed, current, blockwise, mxfp8, nvfp4, FILE.toml"
+    )
     options.add_argument("--rank", type=int, default=8)
     options.add_argument("--targets", default="", help="modules with adapters; default: all linears of every block")
     options.add_argument("--steps", type=int, default=20)
@@ -43,6 +45,7 @@ def main() -> None:
 
     save_lora(adapted, f"{arguments.out}/adapter")  # in peft's files, with the names of transformers
     adapted.merge_and_unload().save_pretrained(f"{arguments.out}/merged", format="hf")
+    tokenizer.save(f"{arguments.out}/merged")  # with the chat template that conversations were put into
     print(f"adapter and merged model in {arguments.out}")
 
 

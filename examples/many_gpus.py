@@ -17,10 +17,12 @@ from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer, open_data,
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--preset", default="gated-nano")
-    options.add_argument("--recipe", default="current", help="bf16, delayed, current, blockwise, mxfp8 or a .toml file")
+    options.add_argument(
+        "--recipe", default="current", help="bf16, delayed, current, blockwise, mxfp8, nvfp4, FILE.toml"
+    )
     options.add_argument("--fp8-params", action="store_true", help="store weights in FP8 only, and gather FP8")
     options.add_argument("--parallel", default="auto", help="auto, ddp, fsdp, tp or fsdp+tp")
-    options.add_argument("--data", help="text, JSONL or Parquet: file, folder, glob or URL; default: Python's docs")
+    options.add_argument("--data", help="file, folder, glob, URL or Hub dataset; default: Python's docs")
     options.add_argument("--steps", type=int, default=15)
     options.add_argument("--batch-size", type=int, default=8, help="sequences of all processes together")
     options.add_argument("--seq-len", type=int, default=128)

@@ -1,4 +1,4 @@
-"""Recompute and FP8 state for modules of your own, made of te layers: Transformer Engine's on a GPU, emulated elsewhere.
+"""Recompute and FP8 state for modules of your own, made of te layers.
 
 python examples/own_modules.py --recipe delayed
 """

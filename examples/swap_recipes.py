@@ -29,7 +29,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", default="gated-nano", help="a folder, a name on the Hub, or a shipped model")
     options.add_argument("--preset", help="train this shape from random weights instead of --model")
-    options.add_argument("--data", help="text, JSONL or Parquet: file, folder, glob or URL; default: Python's docs")
+    options.add_argument("--data", help="file, folder, glob, URL or Hub dataset; default: Python's docs")
     options.add_argument("--recipes", default="bf16,delayed,current", help="names or .toml files, in this order")
     options.add_argument("--every", type=int, default=5, help="steps under each recipe")
     options.add_argument("--batch-size", type=int, default=4)

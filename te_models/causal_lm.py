@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -20,10 +21,10 @@ from te_models.files.formats import parse_size
 from te_models.generation.generate import Prompts, generate, stream
 from te_models.generation.options import GenerationOptions
 from te_models.interop.hf import Origin
-from te_models.interop.hub import local_folder, split_options
+from te_models.interop.hub import local_folder, push_folder, split_options
 from te_models.kernels.sdpa import attention_kernel
 from te_models.model.decoder import Decoder
-from te_models.model.options import BuildOptions, LoadOptions, ModelOptions
+from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, PushOptions
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.precision_plan import PlanRow, PrecisionPlan
 from te_models.saving.pretrained import read_pretrained, write_pretrained
@@ -44,26 +45,26 @@ class CausalLM(Decoder):
             save_tie_once(self)
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:
-        """Hugging Face's name (its Trainer calls it) for activation_checkpointing="full"; its options do not apply."""
+        """Set activation_checkpointing="full", as Hugging Face's Trainer asks; its options do not apply."""
         self.activation_checkpointing = "full"
 
     def gradient_checkpointing_disable(self) -> None:
-        """Hugging Face's name for activation_checkpointing="none"."""
+        """Set activation_checkpointing="none", as Hugging Face's Trainer asks."""
         self.activation_checkpointing = "none"
 
     def tie_weights(self) -> None:
-        """Hugging Face's name: share the embedding's table with the head again, where a loader has separated them."""
+        """Share the embedding's table with the head again, where one of Hugging Face's loaders has separated them."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """The number of parameters, tied ones once; of a sharded model those of all ranks. transformers.Trainer calls it."""
+        """Return the number of parameters, tied ones once and those of all ranks; transformers.Trainer calls it."""
         left_out = self.embed_tokens.weight if exclude_embeddings else None
         counted = (p for p in self.parameters() if p is not left_out)
         return sum(p.numel() for p in counted if p.requires_grad or not only_trainable)
 
     def __repr__(self) -> str:
-        """Recipe, engine, and each linear's precision; layers that are alike on one line."""
+        """Show recipe, engine, and each linear's precision; layers that are alike on one line."""
         recipe = f"{self.recipe.name} ({self.recipe.scheme}, {self.recipe.formats})"
         dtype = str(self.dtype).removeprefix("torch.")
         head = f"{type(self).__name__}({self.num_parameters():,} parameters in {dtype}, recipe={recipe}, "
@@ -78,7 +79,7 @@ class CausalLM(Decoder):
         return f"<pre>{html.escape(repr(self))}</pre>"
 
     def plan(self) -> PrecisionPlan:
-        """The precision of each te.Linear, the engine it runs on, and the reason; what fused kernels do not compute."""
+        """Return the precision and engine of each te.Linear with the reason, and what fused kernels do not compute."""
         rows, fp8 = [], self.fp8_layers
         for name, module in self.named_modules():
             if not isinstance(module, self.te.Linear):
@@ -115,7 +116,7 @@ class CausalLM(Decoder):
         return plan_memory(self.config, self.recipe, **{**own, **options})
 
     def _reason(self, layer: int) -> str:
-        """The reason for this layer's precision."""
+        """Return the reason for this layer's precision."""
         if not self.recipe.quantized:
             return f"recipe = {self.recipe.name!r}"
         if layer < self.fp8_layers.start:
@@ -125,7 +126,7 @@ class CausalLM(Decoder):
         return f"inside the autocast of {self.recipe.name!r}"
 
     def attention_kernel(self) -> str:
-        """The attention kernel that runs first on the model's device."""
+        """Return the attention kernel that runs first on the model's device."""
         return attention_kernel(self.device, self.config.attn_logit_softcapping is not None)
 
     @property
@@ -171,9 +172,11 @@ class CausalLM(Decoder):
         Args:
             folder: where; what an earlier save left there is replaced.
             format: "te" writes config.json, model.safetensors, recipe.json and, for a stateful recipe,
-                fp8_state.safetensors. With FP8 primary weights, model.safetensors holds their dequantized values, so that
-                the folder loads under any recipe, and fp8_weights.safetensors the quantized values and scales. "hf" writes
-                what `transformers` loads, with the tokenizer that came along; the recipe has no place there.
+                fp8_state.safetensors. With FP8 primary weights, model.safetensors holds their dequantized values, so
+                that the folder loads under any recipe, and fp8_weights.safetensors the quantized values and scales.
+                "hf" writes what `transformers` loads, with a model card (where the package huggingface_hub is
+                installed) unless the folder has one of yours; the recipe is only in the card. Both save the
+                tokenizer's files that came along.
             max_shard_size: weights larger than this are split into files of this size; bytes, or text such as "5GB".
 
         Raises:
@@ -181,6 +184,30 @@ class CausalLM(Decoder):
             SaveError: writing failed; what was there is intact.
         """
         write_pretrained(self, self.origin, folder, format, parse_size(max_shard_size))
+
+    def push_to_hub(self, repo_id: str, *, max_shard_size: int | str = "5GB", **options: Unpack[PushOptions]) -> str:
+        """Write the model as `save_pretrained(format="hf")` does and upload it to the Hugging Face hub.
+
+        A model card of yours in the repository stays as it is.
+
+        Args:
+            repo_id: "owner/model", or "model" for the account of the token; made if it is not there.
+            max_shard_size: as in `save_pretrained`.
+            options: token, private, revision (a branch), commit_message and create_pr, as in transformers.
+
+        Returns:
+            the address of the commit.
+
+        Raises:
+            UsageError: the package huggingface_hub is missing, an unknown keyword, or the hub refused it.
+        """
+        for name in options:
+            if name not in get_type_hints(PushOptions):
+                raise unknown("keyword", name, get_type_hints(PushOptions))
+        with tempfile.TemporaryDirectory() as temp:
+            folder = Path(temp) / "model"
+            write_pretrained(self, self.origin, folder, "hf", parse_size(max_shard_size), name=repo_id)
+            return push_folder(folder, repo_id, options) if self.tp.rank == 0 else ""
 
     def export(
         self, folder: str | Path, format: str = "fp8-block", calibration: Tensor | Iterable[Tensor] | None = None
@@ -216,7 +243,7 @@ class CausalLM(Decoder):
 
         Args:
             name: one of `list_presets()`.
-            build: called in place of CausalLM, here and in `from_pretrained` (te_models.training.parallel.Parallel.build).
+            build: called in place of CausalLM, as te_models.training.parallel.Parallel.build is.
             options: keywords of the model, fields of its config and of its recipe, mixed.
 
         Raises:
@@ -231,9 +258,9 @@ class CausalLM(Decoder):
     ) -> CausalLM:
         """Load a model from `folder`, in our format or Hugging Face's, or from the Hugging Face hub by name.
 
-        Its own recipe (BF16 for one of Hugging Face) is used unless `recipe=` says another. `attention_gate=` adds a gate
-        to an ungated model: zero weights, which halve the output of attention, and a doubled o_proj, so that no output
-        changes and the gate trains from there. Keywords of transformers are taken, or refused with the reason.
+        Its own recipe (BF16 for one of Hugging Face) is used unless `recipe=` says another. `attention_gate=` adds a
+        gate to an ungated model: zero weights, which halve the output of attention, and a doubled o_proj, so that no
+        output changes and the gate trains from there. Keywords of transformers are taken, or refused with the reason.
 
         Raises:
             ValueError: an unknown keyword, or a folder that is damaged or does not fit; it is checked before a model is
@@ -245,11 +272,11 @@ class CausalLM(Decoder):
 
 
 def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of the config, and all other options; a name that is in neither is an error."""
+    """Return the fields of the config, and all other options; a name that is in neither is an error."""
     config, known = config_fields(), get_type_hints(ModelOptions)
     for name in options:
         if name not in known:
-            raise unknown("keyword", name, known)
+            raise unknown("keyword", name, known, "te_models.model.options.ModelOptions")
     shape = {name: value for name, value in options.items() if name in config}
     return shape, {name: value for name, value in options.items() if name not in config}
 

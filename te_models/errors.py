@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import importlib.metadata
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+MANY = 20  # choices, in the line about an unknown one
+LONGEST = 1000  # characters of a message
+_CONTROLS = dict.fromkeys([*range(32), *range(127, 160), 0x2028, 0x2029], " ")
+
 
 class TeModelsError(Exception):
     """Base of every error that te-models raises on purpose. Its message is one line: what is wrong and what to do.
+
+    A message may show a name or a value from a file: control characters become spaces, so that it stays one line and no
+    terminal obeys it, half surrogate pairs their numbers, and of more than LONGEST characters the middle is left out.
 
     Attributes:
         exit_code: the exit code of the command line. 2 means that the request or its input is wrong, 1 that the run
@@ -19,6 +27,12 @@ class TeModelsError(Exception):
     """
 
     exit_code = 1
+
+    def __init__(self, message: str = "", *others: Any) -> None:
+        line = str(message).translate(_CONTROLS).encode(errors="backslashreplace").decode()
+        if len(line) > LONGEST:
+            line = f"{line[: LONGEST // 2]} ... {line[-(LONGEST // 2 - 5) :]}"
+        super().__init__(line, *others)
 
 
 class UsageError(TeModelsError, ValueError):
@@ -77,18 +91,32 @@ class LostPeer(TeModelsError, RuntimeError):
     """Another process of the run died or no longer answers."""
 
 
-def unknown(kind: str, given: object, choices: Iterable[str]) -> UsageError:
-    """Return the error for a `given` name that is not among `choices`; it names the nearest valid one."""
+def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "") -> UsageError:
+    """Return the error for a `given` name that is not among `choices`; it names the nearest valid one.
+
+    `listed` says where more than MANY choices are listed, so that the line stays short.
+    """
     names = sorted(choices)
     near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
     near = near or [name for name in names if _initials(name) == str(given).lower()]
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return UsageError(f"unknown {kind} {given!r}: {hint}choose one of {', '.join(names)}")
+    rest = f"{listed} lists all {len(names)}" if listed and len(names) > MANY else f"choose one of {', '.join(names)}"
+    return UsageError(f"unknown {kind} {given!r}: {hint}{rest}")
+
+
+def plural(number: int, noun: str, nouns: str = "") -> str:
+    """Return "1 record" or "2,000 records"; `nouns` is a plural that is not formed with s."""
+    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
 def _initials(name: str) -> str:
     """Return "lr" for "learning_rate"."""
     return "".join(word[:1] for word in name.split("_"))
+
+
+def documented(default: Any, text: str, **options: Any) -> Any:
+    """Return a dataclass field with a help text in its metadata, which the command line shows."""
+    return dataclasses.field(default=default, metadata={"help": text}, **options)
 
 
 class NamedFields:
@@ -99,7 +127,7 @@ class NamedFields:
         known = [name for name, field in cls.__dict__["__dataclass_fields__"].items() if field.init]
         for name in fields:
             if name not in known:
-                raise unknown(f"field of {cls.__name__}", name, known)
+                raise unknown(f"field of {cls.__name__}", name, known, f"help(te_models.{cls.__name__})")
         return super().__new__(cls)
 
 
@@ -107,11 +135,7 @@ class NamedFields:
 def needs(what: str, package: str, oldest: str, extra: str) -> Iterator[None]:
     """Turn a failed import of an optional package in the block into one line that says what to install.
 
-    Args:
-        what: the feature that needs the package.
-        package: the package's name for pip.
-        oldest: the oldest version that works, as in pyproject.toml.
-        extra: the extra of te-models that installs it.
+    `what` is the feature that needs the package, `extra` the extra of te-models that installs it, as in pyproject.toml.
 
     Raises:
         MissingPackage: the package is not installed, is older than `oldest`, or fails to import.

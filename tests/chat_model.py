@@ -9,7 +9,8 @@ import torch
 from te_models import CausalLM
 from te_models.data.tokenizer import ByteTokenizer
 
-TEMPLATE = """{%- if messages[0].role == 'user' and not messages[0].content %}{{ raise_exception('say something') }}{% endif %}
+TEMPLATE = """
+{%- if messages[0].role == 'user' and not messages[0].content %}{{ raise_exception('say something') }}{% endif %}
 {{- bos_token }}
 {%- for message in messages %}
     {%- if message['role'] == 'assistant' %}

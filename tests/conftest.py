@@ -2,9 +2,10 @@
 
 import importlib.metadata
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import hypothesis
+import places
 import pytest
 import seeds
 import torch
@@ -26,6 +27,13 @@ def fresh_state():
     emulated.FP8GlobalStateManager.reset()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def plain_gemms() -> Iterator[None]:
+    """Outside tests/engine FP8 products are plain ones: emulating tensor cores takes most of a tiny model's time."""
+    with emulated.exact_gemm(0):
+        yield
+
+
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str | None], None]:
     """`pretend(package, version)` has it installed in that version; None: not at all."""
@@ -42,7 +50,19 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str | None], None
     return pretend
 
 
+# They come first, so that no worker of `make test` is left with one of them at the end.
+LONGEST = (
+    "test_parallel.py",
+    "test_trainer.py",
+    "test_examples.py",
+    "test_triton_kernels.py",
+    "test_tensor_parallel.py",
+)
+LONGEST += ("test_hf_families.py", "test_lora_files.py", "test_modeling.py", "test_commands.py", "test_crafted.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     # torch.randn's code for AVX2 rounds its logarithm and cosine otherwise than the code for other CPUs.
     if seeds.OFFSET or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         skip = pytest.mark.skip(
@@ -51,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "recorded" in item.keywords:
                 item.add_marker(skip)
-    if not torch.cuda.is_available():
+    if not (places.ON_GPU or places.DRY_RUN):
         skip = pytest.mark.skip(reason="needs a CUDA device with Transformer Engine: run `make test-gpu` on one")
         for item in items:
             if "gpu" in item.keywords:

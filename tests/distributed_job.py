@@ -1,5 +1,4 @@
-"""Run by tests/training/test_parallel.py in each of several processes: the cases one after the other,
-so that one start serves all."""
+"""Runs that tests of several processes compare; one start of the processes serves all cases."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +63,7 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
 
 
 def outcome(run: Trainer, result: Result) -> dict[str, Any]:
-    """What a test compares: the curves, and what each rank holds of scales."""
+    """Return what tests compare: the curves, and the scales of each rank."""
     reshard(run.model)
     shared = run.parallel
     scales = {n: t.tolist() for n, t in fp8_state(run.model).items()}
@@ -128,16 +126,11 @@ def continue_from(source: Path, out: Path) -> None:
         shutil.rmtree(later)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def run_cases(cases: dict[str, dict[str, Any]], name: str, rank: int, folder: str) -> None:
+    """Run the cases one after the other, and write their results to NAME.json; for run_ranks without a backend."""
     offload.SMALL = 0  # tiny tensors are moved too
-    root = Path(sys.argv[1])
-    cases = json.loads((root / sys.argv[2]).read_text())
+    root = Path(folder)
     with parallel(TrainConfig(parallel="ddp"), "cpu") as shared:
         results = {name: run_case(shared, root, name, case) for name, case in cases.items()}
         if shared.ranks.first:
-            (root / f"{sys.argv[2]}.out").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
+            (root / f"{name}.json").write_text(json.dumps(results))

@@ -1,4 +1,4 @@
-"""What several engine tests share: recipes, inputs, a search-based rounding, a training step."""
+"""Helpers of the engine tests: recipes, inputs, a search-based rounding, a training step."""
 
 from __future__ import annotations
 

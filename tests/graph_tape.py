@@ -111,8 +111,10 @@ def pretend_cuda(patch: Any) -> list[Tape]:
     for module in ("generation.decode_loop", "training.cuda_graph"):
         patch.setattr(f"te_models.{module}.capture", lambda tape, stream, *generators: tape.capture())
     # On a processor labels are checked at once, on a GPU without waiting for it.
-    targets = lambda labels, mask, size: (torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).flatten(), None)  # noqa: E731
-    patch.setattr("te_models.model.decoder.next_token_targets", targets)
+    patch.setattr(
+        "te_models.model.decoder.next_token_targets",
+        lambda labels, mask, size: (torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).flatten(), None),
+    )
     # On a processor the emulated engine looks for NaN before it decodes; this is what it does on a GPU.
     patch.setattr(numerics, "decode_fp8", lambda codes, dtype: codes.view(numerics.TORCH_FP8[dtype]).float())
     patch.setattr("te_models.generation.generate._with_graph", lambda model, settings: settings.cuda_graph is True)

@@ -1,18 +1,17 @@
-"""What a user walks through at the command line, as a table: default flags, real shapes,
-and what each journey must leave.
+"""Journeys of a user at the command line, as a table: default flags, real shapes, expected results.
 
     python tests/journeys.py --jobs 10                     # the whole table; on two GPUs those for two as well
     python tests/journeys.py delayed resume two-fsdp       # these
     python tests/journeys.py --tiny --jobs 2 delayed kill  # a tiny model on the CPU: does the table itself work?
 
-A journey is a few commands, one after the other, in a folder of its own (`{out}`, `{again}`); several journeys run at a
-time. tests/test_journeys.py asserts what `problems` finds. A new feature adds a row.
+A journey is a few commands, one after the other, in a folder of its own; several journeys run at a time. The table is
+in tests/journey_table.py, and tests/test_journeys.py asserts what `problems` finds. A new feature adds a row.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import importlib.util
 import json
 import math
@@ -33,196 +32,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from journey_data import write_records
+from journey_table import BASE, JOURNEYS, ONE_GPU, ROOT, SMALL_TEXTS, TINY, TWO_GPUS
 
 from te_models.inspect.environment import environment
 from te_models.training.metrics import read_metrics
 
-ROOT = Path(__file__).parent.parent
-BASE = "--preset gated-124m --batch-size 8 --seq-len 512 --steps 24 --eval-every 8 --sample-tokens 0"
-WIDE = "--preset gated-350m --num-hidden-layers 6"  # head_dim 128
-TINY = (
-    "--preset gated-nano --vocab-size 288 --hidden-size 64 --intermediate-size 96 --num-hidden-layers 4 --head-dim 32 "
-    "--num-attention-heads 2 --num-key-value-heads 2 --seq-len 32 --batch-size 4 --device cpu --engine emulated "
-    "--learning-rate 0.005 --warmup-steps 2"
-)
-SMALL_TEXTS = "--data te_models/config"
-TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
-RESTARTING = f"{TORCHRUN} --max-restarts 1"
 MARK = "TE_MODELS_JOURNEY"  # in the environment of all processes of a journey
 SECONDS = 240  # a command may take
-
-
-@dataclasses.dataclass(frozen=True)
-class Journey:
-    """Commands, each what follows `python`, and what is expected of the last run."""
-
-    commands: tuple[str, ...]
-    steps: int = 24  # which the last run's metrics.jsonl must have
-    falls: float = 0.5  # nats a token, by which the mean loss of the last three steps is below that of the first three
-    graph: bool = True  # whether a GPU captures the step
-    gpus: int = 1
-    needs: tuple[str, ...] = ()  # packages
-    prints: str = ""  # what the output must have in it
-    native: bool = False  # whether the emulated engine cannot do it
-    killed: str = ""  # "all" or "one" process, in the first command, once it has saved
-
-
-def train(flags: str, **fields: Any) -> Journey:
-    """A journey of one run of `te-models pretrain`."""
-    return Journey((pretrain(flags),), **fields)
-
-
-def pretrain(flags: str, out: str = "{out}", launch: str = "") -> str:
-    """One run's command."""
-    return f"{launch} -m te_models pretrain {BASE} {flags} --out {out}".strip()
-
-
-def together(flags: str, **fields: Any) -> Journey:
-    """One run on two GPUs."""
-    return Journey((pretrain(flags, launch=TORCHRUN),), **{"gpus": 2, **fields})
-
-
-ONE_GPU: dict[str, Journey] = {
-    # Recipes; those of Blackwell run with plain PyTorch's numbers, slowly.
-    "delayed": train("--recipe delayed --sample-tokens 20"),
-    "bf16": train("--recipe bf16"),
-    "current": train("--recipe current"),
-    "blockwise": train("--recipe blockwise"),
-    "mxfp8": train("--recipe mxfp8 --engine emulated --steps 8 --warmup-steps 2", steps=8),
-    "nvfp4": train("--recipe nvfp4 --engine emulated --steps 8 --warmup-steps 2", steps=8),
-    # Saving.
-    "save": train("--recipe delayed --save-every 8"),
-    "save-eager": train("--recipe current --save-every 8 --no-cuda-graph", graph=False),
-    "resume": Journey((pretrain("--recipe delayed --steps 12"), pretrain("--recipe delayed --resume"))),
-    "kill": Journey(
-        (pretrain("--recipe delayed --steps 60 --save-every 20"), pretrain("--recipe delayed --steps 60 --resume")),
-        steps=60, killed="all",
-    ),
-    "tune-again": Journey(
-        (pretrain("--recipe delayed"),
-         "-m te_models finetune --model {out} --recipe current --learning-rate 1e-3 --steps 32 --seq-len 512 --sample-tokens 0 --out {again}"),
-        steps=32, falls=0.05,
-    ),
-    "generate": Journey(
-        (pretrain("--recipe delayed --steps 12"),
-        '-m te_models generate --model {out} --prompt "def f(" --max-new-tokens 40'),
-        steps=12, prints="def f(",
-    ),
-    "lora": Journey(
-        (pretrain("--recipe delayed --steps 12"),
-         "examples/finetune_lora.py --model {out} --recipe delayed --steps 24 --seq-len 512 --batch-size 8 --out {again}"),
-        falls=0.02, needs=("peft",), prints="adapter and merged model in",
-    ),
-    "lora-flag": Journey(
-        (pretrain("--recipe delayed --steps 12"),
-         "-m te_models finetune --model {out} --recipe current --fp8-params --lora 16 --merge --steps 24 --seq-len 512 "
-         "--learning-rate 1e-3 --sample-tokens 0 --out {again}"),
-        falls=0.02, needs=("peft",), prints="merged",
-    ),
-    "run-file": Journey(
-        (pretrain("--recipe delayed --steps 12"), "-m te_models pretrain {out}/run.toml --steps 24 --out {again}"),
-    ),
-    "early-stop": train("--recipe current --patience 2 --schedule warmup-stable-decay --log tensorboard",
-                        needs=("tensorboard",)),
-    # Micro-batches and memory.
-    "accumulate": train("--recipe delayed --gradient-accumulation 4", graph=False),
-    "accumulate-save": train("--recipe current --gradient-accumulation 4 --save-every 8", graph=False),
-    "selective": train("--recipe delayed --activation-checkpointing selective"),
-    "selective-bf16": train("--recipe bf16 --activation-checkpointing selective"),
-    "full": train("--recipe current --activation-checkpointing full"),
-    "full-save": train("--recipe delayed --activation-checkpointing full --save-every 8"),
-    "offload": train("--recipe delayed --activation-offload", graph=False),
-    "fp8-params": train("--recipe delayed --fp8-params"),
-    "fp8-params-current": train("--recipe current --fp8-params"),
-    "fp8-params-accumulate": train("--recipe current --fp8-params --gradient-accumulation 2", graph=False),
-    "fp8-params-save": train("--recipe delayed --fp8-params --save-every 8"),
-    # Data.
-    "documents": train("--recipe delayed --packing documents"),
-    "streaming": train("--recipe delayed --streaming --data {texts}"),
-    "streaming-documents": train("--recipe bf16 --streaming --packing documents --data {texts}"),
-    # Optimizers.
-    "adamw8bit": train("--recipe delayed --optimizer adamw8bit", needs=("torchao",)),
-    "adamwfp8": train("--recipe delayed --optimizer adamwfp8", needs=("torchao",)),
-    "te-adam": train("--recipe delayed --optimizer te-adam", native=True),
-    "muon": train("--recipe delayed --optimizer muon"),
-    "muon8bit": train("--recipe delayed --optimizer muon8bit"),
-    "galore": train("--recipe delayed --optimizer galore"),
-    "optimizer-offload": train("--recipe delayed --optimizer-offload"),
-    # Lengths, shapes, and other ways through the model.
-    "length-333": train("--recipe delayed --seq-len 333 --batch-size 3"),
-    "length-1000": train("--recipe bf16 --seq-len 1000 --batch-size 4"),
-    "length-48": train("--recipe delayed --seq-len 48 --batch-size 5"),
-    "window": train("--recipe delayed --sliding-window 128"),
-    "headwise": train("--recipe delayed --attention-gate headwise"),
-    "ungated": train("--recipe delayed --attention-gate none"),
-    "fp8-head": train("--recipe delayed --lm-head fp8 --num-layers-at-end-in-bf16 0"),
-    "deterministic": train("--recipe delayed --deterministic"),
-    "wide": train(f"{WIDE} --recipe delayed"),
-    "wide-bf16": train(f"{WIDE} --recipe bf16 --seq-len 333 --batch-size 3"),
-    "wide-grouped": train(f"{WIDE} --recipe current --num-key-value-heads 2 --activation-checkpointing selective"),
-    "wide-blockwise": train(f"{WIDE} --recipe blockwise --seq-len 1000 --batch-size 4"),
-    "wide-1b": train("--preset gated-1b --num-hidden-layers 4 --recipe delayed --fp8-params --seq-len 2048"),
-    "heads-of-96": train("--num-attention-heads 8 --recipe delayed"),
-    "heads-of-256": train("--num-attention-heads 3 --recipe delayed"),
-}  # fmt: skip
-
-SHARED = "--recipe delayed --parallel"
-TWO_GPUS: dict[str, Journey] = {
-    "two-ddp": together(f"{SHARED} ddp", graph=False),
-    "two-fsdp": together(f"{SHARED} fsdp"),
-    "two-fsdp-bf16": together("--recipe bf16 --parallel fsdp"),
-    "two-fsdp-current": together("--recipe current --parallel fsdp --no-reshard-after-forward"),
-    "two-fsdp-fp8-params": together(f"{SHARED} fsdp --fp8-params", graph=False),
-    "two-fsdp-full": together(f"{SHARED} fsdp --activation-checkpointing full"),
-    "two-fsdp-selective": together(f"{SHARED} fsdp --activation-checkpointing selective"),
-    "two-fsdp-accumulate": together(f"{SHARED} fsdp --gradient-accumulation 2", graph=False),
-    "two-fsdp-save": together(f"{SHARED} fsdp --save-every 8"),
-    "two-fsdp-length-333": together(f"{SHARED} fsdp --seq-len 333 --batch-size 6"),
-    "two-ddp-save": together("--recipe current --parallel ddp --save-every 8", graph=False),
-    "two-ddp-streaming": together(f"{SHARED} ddp --streaming --data {{texts}}", graph=False),
-    "two-fsdp-muon": together(f"{SHARED} fsdp --optimizer muon"),
-    "two-tp": together(f"{SHARED} tp", graph=False),
-    "two-tp-save": together("--recipe current --parallel tp --save-every 8", graph=False),
-    "two-tp-sequence": together(f"{SHARED} tp --sequence-parallel", graph=False),
-    "two-then-one": Journey(
-        (pretrain(f"{SHARED} fsdp --steps 12", launch=TORCHRUN), pretrain("--recipe delayed --resume")), gpus=2
-    ),
-    "one-then-two": Journey(
-        (pretrain("--recipe delayed --steps 12"), pretrain(f"{SHARED} fsdp --resume", launch=TORCHRUN)), gpus=2
-    ),
-    "two-kill-one": Journey(
-        (pretrain(f"{SHARED} fsdp --steps 60 --save-every 20", launch=RESTARTING),), steps=60, gpus=2, killed="one"
-    ),
-    "two-kill-all": Journey(
-        (pretrain(f"{SHARED} fsdp --steps 60 --save-every 20", launch=TORCHRUN),
-         pretrain(f"{SHARED} fsdp --steps 60 --resume", launch=TORCHRUN)),
-        steps=60, gpus=2, killed="all",
-    ),
-}  # fmt: skip
-JOURNEYS = ONE_GPU | TWO_GPUS
+PLACES = dict(out="run", again="again", served="served", model="model", texts="texts.jsonl", chats="chats.jsonl")
+PLACES |= dict(pairs="pairs.csv")
 
 
 class Walk:
-    """A journey under way, in a folder of its own."""
+    """A journey that runs, in a folder of its own."""
 
     def __init__(self, name: str, folder: Path, tiny: bool = False) -> None:
         self.name, self.journey, self.tiny = name, JOURNEYS[name], tiny
         self.folder, self.mark = folder / name, f"{folder.name}-{name}-{os.getpid()}"
-        self.places = dict(out=str(self.folder / "run"), again=str(self.folder / "again"))
-        self.places |= dict(texts=str(self.folder / "texts.jsonl"))
+        self.places = {name: str(self.folder / place) for name, place in PLACES.items()}
         self.said: list[str] = []  # a command and its output each
         self.codes: list[int | None] = []
 
     def command(self, template: str) -> list[str]:
-        """What to execute."""
+        """Return the command to execute."""
         words = shlex.split(template.format(**self.places))
         if self.tiny and {"pretrain", "finetune"} & set(words):
-            words += shlex.split(TINY if "--preset" in words else "--device cpu --engine emulated --seq-len 32")
-            words += [] if "--streaming" in words else shlex.split(SMALL_TEXTS)
+            if "--preset" in words:
+                words += shlex.split(TINY)
+            elif "--model" in words:
+                words += shlex.split("--device cpu --engine emulated")
+                words += shlex.split("--batch-size 2 --eval-batches 1" if "--data" in words else "--seq-len 32")
+            if "--data" not in words and {"--preset", "--model"} & set(words):  # a run.toml has all of it
+                words += shlex.split(SMALL_TEXTS)
         elif self.tiny and words[0].startswith("examples/"):
             words += shlex.split(f"--seq-len 32 --batch-size 4 {SMALL_TEXTS}")
         elif self.tiny:
-            words += ["--device", "cpu", "--engine", "emulated"]
+            words += ["--tiny"] if words[0].startswith("tests/") else ["--device", "cpu", "--engine", "emulated"]
         return [sys.executable, *words]
 
     def environment(self) -> dict[str, str]:
@@ -230,7 +76,7 @@ class Walk:
         and a log of what the run decides."""
         caches = Path(tempfile.gettempdir())
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
-        write_texts(Path(self.places["texts"]))
+        write_records(self.folder)
         (self.folder / "log").mkdir(exist_ok=True)
         (self.folder / "log" / "sitecustomize.py").write_text(
             "import logging\nlogging.basicConfig()\nlogging.getLogger('te_models').setLevel('INFO')\n"
@@ -249,7 +95,11 @@ class Walk:
             command = self.command(template)
             log = self.folder / f"{number}.log"
             with log.open("w") as file:
-                job = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
+                streams: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=file, stderr=file)
+                job = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **streams)
+                assert job.stdin is not None
+                with job.stdin as typed, contextlib.suppress(BrokenPipeError):
+                    typed.write(self.journey.typed.encode() if "chat" in command else b"")
                 killed = number == 0 and bool(self.journey.killed) and self.kill(job)
                 try:
                     self.codes.append(job.wait(SECONDS))
@@ -280,7 +130,7 @@ class Walk:
         return True
 
     def row(self) -> dict[str, Any]:
-        """What the journey came to; `problems` is empty if all is well."""
+        """Return the row of results; `problems` is empty if all is well."""
         said = "\n".join(self.said)
         rows = self.losses()
         losses = [row["loss"] for row in rows]
@@ -308,21 +158,23 @@ class Walk:
         return read_metrics(path) if path.exists() else []
 
     def failures(self, rows: list[dict[str, Any]], said: str) -> list[str]:
-        """What is not as it should be in codes, steps and losses."""
+        """List problems with exit codes, steps and losses."""
         journey, losses = self.journey, [row["loss"] for row in rows]
         wanted: list[int | None] = [0] * len(journey.commands)
         if journey.killed == "all":
             wanted[0] = -signal.SIGKILL
         found = [] if self.codes == wanted else [f"exit codes {self.codes} instead of {wanted}"]
-        if [row["step"] for row in rows] != list(range(1, journey.steps + 1)):
-            found.append(f"{journey.steps} steps were wanted, and those logged are {[row['step'] for row in rows]}")
+        steps = [row["step"] for row in rows]
+        enough = 0 < len(steps) < journey.steps if journey.early else len(steps) == journey.steps
+        if steps != list(range(1, len(steps) + 1)) or not enough:
+            found.append(f"{journey.steps} steps were wanted, and those logged are {steps}")
         if not all(map(math.isfinite, losses)):
             found.append("a loss is not finite")
         elif len(losses) >= 6:
             fall = statistics.mean(losses[:3]) - statistics.mean(losses[-3:])
             least = min(journey.falls, 0.01) if self.tiny else journey.falls
             found += [] if fall > least else [f"the loss fell by {fall:.3f} instead of {least} or more"]
-        if journey.prints not in said:
+        if journey.prints not in "\n".join(text.partition("\n")[2] for text in self.said):  # the commands left out
             found.append(f"{journey.prints!r} was not printed")
         graph = graph_of(said)
         if not self.tiny and journey.graph != graph.startswith("captured"):
@@ -331,7 +183,7 @@ class Walk:
 
     def left_behind(self) -> list[str]:
         """Temporary files and folders that the run did not take away; compilers' own are not ours."""
-        runs = [Path(self.places[name]) for name in ("out", "again")]
+        runs = [Path(self.places[name]) for name in ("out", "again", "served")]
         strange = [path for run in runs for path in run.rglob("*") if path.name.startswith(".") or ".tmp" in path.name]
         if not self.journey.killed:  # nobody can tidy up after that
             strange += [
@@ -346,15 +198,8 @@ def tail(said: str, lines: int = 40) -> str:
     return "\n".join([command, *output[-lines:]])
 
 
-def write_texts(path: Path) -> None:
-    """This package's sources as a corpus of many small documents, some of which fall to evaluation."""
-    texts = [file.read_text() for file in sorted((ROOT / "te_models").rglob("*.py"))]
-    parts = [text[first : first + 2000] for text in texts for first in range(0, len(text), 2000)]
-    path.write_text("".join(json.dumps(dict(text=part)) + "\n" for part in parts))
-
-
 def graph_of(said: str) -> str:
-    """Whether steps ran as a CUDA graph, from the log. One that was captured says nothing."""
+    """Say from the log whether steps ran as a CUDA graph; a captured one logs nothing."""
     if refused := re.findall(r"no CUDA graph of the step: (.*)", said):
         return f"none: {refused[-1]}"
     if "--no-cuda-graph" in said or "all further steps run without it" in said:
@@ -394,7 +239,7 @@ def end(mark: str, wait: float = 5) -> list[str]:
 
 
 def obstacle(name: str, tiny: bool = False) -> str:
-    """Why a journey cannot be walked here; empty if it can."""
+    """Return why a journey cannot run here; empty if it can."""
     journey = JOURNEYS[name]
     if missing := [package for package in journey.needs if importlib.util.find_spec(package) is None]:
         return f"{missing[0]} is not installed"

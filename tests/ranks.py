@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
+import os
+import socket
 import subprocess
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +19,33 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import te_models.engine.emulated as emulated
+
 multiprocessing.set_forkserver_preload(
-    [
-        "torch.distributed.tensor",
-        "torch._dynamo",
-        "einops._torch_specific",
-        "te_models.causal_lm",
-        "te_models.engine.emulated",
-        "pytest",
-    ]
+    ["torch.distributed.tensor", "torch._dynamo", "einops._torch_specific", "te_models.causal_lm", "pytest"]
+    + ["te_models.engine.emulated", "te_models.data.corpus_chunks", "te_models.training.launch"]
 )
+if "PYTEST_XDIST_WORKER" in os.environ:  # of the whole suite: it imports while the first tests run
+    multiprocessing.forkserver.ensure_running()
 
 
-def run_ranks(function: Callable[[int, str], Any], folder: Path, ranks: int, backend: str = "gloo") -> None:
+def run_ranks(
+    function: Callable[[int, str], Any], folder: Path, ranks: int, backend: str | None = "gloo", exact: bool = False
+) -> None:
     """Run `function(rank, folder)` in each of `ranks` processes, which share a process group.
 
-    If one fails, the test fails with the traceback of the rank that failed first, as that rank saw it.
+    Without a backend the function makes the group itself, from the variables that torchrun sets. `exact` emulates
+    tensor cores in FP8 products, which takes most of a tiny model's time. If a rank fails, the test fails with the
+    traceback of the one that failed first, as that rank saw it.
     """
+    if backend is None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            (folder / "port").write_text(str(probe.getsockname()[1]))
     try:
-        mp.start_processes(_run, (function, str(folder), ranks, backend), nprocs=ranks, start_method="forkserver")  # type: ignore[attr-defined]
+        mp.start_processes(
+            _run, (function, str(folder), ranks, backend, exact), nprocs=ranks, start_method="forkserver"
+        )
     except mp.ProcessException as error:
         failures = sorted(folder.glob("failure-*"), key=lambda path: path.stat().st_mtime_ns)
         pytest.fail(failures[0].read_text() if failures else str(error), pytrace=False)
@@ -47,15 +59,23 @@ def run_process(command: list[str], **options: Any) -> subprocess.CompletedProce
     return done
 
 
-def _run(rank: int, function: Callable[[int, str], Any], folder: str, ranks: int, backend: str) -> None:
+def _run(
+    rank: int, function: Callable[[int, str], Any], folder: str, ranks: int, backend: str | None, exact: bool
+) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{folder}/init", rank=rank, world_size=ranks)
+    if backend is None:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": Path(folder, "port").read_text()}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    else:
+        dist.init_process_group(backend, init_method=f"file://{folder}/init", rank=rank, world_size=ranks)
     try:
-        function(rank, folder)
+        with nullcontext() if exact else emulated.exact_gemm(0):
+            function(rank, folder)
     except BaseException:
         Path(folder, f"failure-{rank}").write_text(f"rank {rank} of {ranks}\n{traceback.format_exc()}")
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -17,4 +17,4 @@ class Generator(torch.Generator):
 
 if OFFSET:
     torch.manual_seed = lambda seed: manual_seed(seed + OFFSET)
-    torch.Generator = Generator  # type: ignore[misc]
+    torch.Generator = Generator

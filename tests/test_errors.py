@@ -33,6 +33,14 @@ RUN_FAILURES = (Diverged, EngineError, LostPeer, OutOfMemory)
 Pretend = Callable[[str, str | None], None]
 
 
+@pytest.mark.parametrize("kind", [TeModelsError, UsageError, DataUnavailable, MissingPackage, errors.OutputInUse])
+def test_a_message_is_one_short_line_of_text(kind: type[TeModelsError]) -> None:
+    text = str(kind("a\nb\r\x1b[31mc\x9bd\u2028\ud800 \u00e9" + "x" * 5000 + "end"))
+    assert text.startswith("a b  [31mc d \\ud800 \u00e9xx") and text.endswith("xxend")
+    assert len(text) <= errors.LONGEST and len(text.splitlines()) == 1 and text.encode()
+    assert str(kind("as it is: 'a  b'")) == "as it is: 'a  b'"
+
+
 @pytest.mark.parametrize(
     ("version", "message"),
     [
@@ -55,7 +63,7 @@ def test_a_version_is_compared_by_its_numbers(pretend: Pretend, version: str | N
 
 
 def test_a_package_that_cannot_be_imported_is_named(pretend: Pretend) -> None:
-    """As torchao 0.18 on torch 2.9, whose import asks torch for a name that is not there."""
+    """Importing torchao 0.18 on torch 2.9 fails, since torch lacks a name."""
     pretend("numpy", "2.0")
     message = (
         "drawing needs numpy, and the installed 2.0 cannot be imported (no name 'x'): pip install -U torch 'te-models"
@@ -83,8 +91,8 @@ def test_the_oldest_versions_are_those_of_pyproject() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "needs"
     }
     assert {package for package, _, _ in asked} == {
-        "datasets", "huggingface_hub", "lm-eval", "matplotlib", "peft", "pyarrow", "tensorboard", "tokenizers", "torchao", "trackio",
-        "transformers", "wandb",
+        "datasets", "huggingface_hub", "lm-eval", "matplotlib", "peft", "pyarrow", "tensorboard", "tokenizers",
+        "torchao", "trackio", "transformers", "wandb",
     }  # fmt: skip
     for package, oldest, extra in asked:
         (line,) = re.findall(rf"^{extra} = (.*)$", text, re.MULTILINE)

@@ -43,10 +43,7 @@ assert STEPS > WARM_UP + 2  # replays with other batches and other weights than 
 SPREAD = 4.0
 # Relative: of a loss, of the weights' way from where they began (in norm), and of scales and amax histories in the mean
 # of their entries (an amax by itself is one element, which may be anything).
-FLOOR = {
-    "graph": dict(losses=2e-4, weights=0.01, scales=0.02),
-    "plain": dict(losses=5e-4, weights=0.02, scales=0.05),
-}
+FLOOR = {"graph": dict(losses=2e-4, weights=0.01, scales=0.02), "plain": dict(losses=5e-4, weights=0.02, scales=0.05)}
 
 Run = dict[str, Any]
 WAYS: dict[str, dict[str, Any]] = {
@@ -102,7 +99,7 @@ def one_step(model: CausalLM, graphed: GraphedStep | None, step: int) -> Tensor:
 
 
 def distances(one: Run, other: Run) -> dict[str, float]:
-    """How far two runs are apart, relative; nothing that is not finite is near to anything."""
+    """Return the relative distances of two runs; values that are not finite are infinitely far."""
     losses = ((one["losses"] - other["losses"]).abs() / one["losses"]).max()
     gap = torch.stack([(way - other["weights"][name]).norm() for name, way in one["weights"].items()]).norm()
     way = torch.stack([way.norm() for way in one["weights"].values()]).norm()
@@ -117,7 +114,7 @@ def distances(one: Run, other: Run) -> dict[str, float]:
 
 
 def near(found: dict[str, float], usual: list[dict[str, float]], floor: dict[str, float]) -> list[str]:
-    """What is further apart than it may be."""
+    """List distances beyond their limits."""
     limits = {name: SPREAD * max(pair[name] for pair in usual) + floor[name] for name in found}
     return [f"{name}: {value:.3g} > {limits[name]:.3g}" for name, value in found.items() if not value <= limits[name]]
 
@@ -186,7 +183,7 @@ def test_any_length(size: int, compile: bool, recipe: str, length_sweep: Any) ->
     assert {length: problems for length, problems in wrong.items() if problems} == {}
 
 
-def test_a_case_that_ends_its_process_is_told_and_the_others_go_on(length_sweep: Any) -> None:
+def test_a_case_that_ends_its_process_is_reported_and_the_rest_runs(length_sweep: Any) -> None:
     todo = length_sweep.cases([1, 16], [1], [64], False)
     todo[1]["head_dim"] = 63  # no pairs to rotate
     rows = length_sweep.run(todo, 1, "cpu", "bf16")
@@ -197,7 +194,7 @@ def test_a_case_that_ends_its_process_is_told_and_the_others_go_on(length_sweep:
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-def test_what_is_compared(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distances_of_equal_and_different_runs(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU: the same run is no distance from itself, and another seed, or a poisoned loss, is far."""
     monkeypatch.setitem(PLACE, "device", "cpu")
     monkeypatch.setitem(PLACE, "engine", "emulated")

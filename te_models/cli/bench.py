@@ -8,6 +8,7 @@ import click
 from rich.text import Text
 
 from te_models.cli.options import Command, compile_option, console, given_options, model_options, option, out_option
+from te_models.config.data import split_names
 from te_models.config.model import config_fields
 from te_models.config.presets import get_preset
 
@@ -37,18 +38,8 @@ def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: 
     device = choose_device(given.pop("device", None))
     terminal = console(160)
     with terminal.status("") as status:
-        result = run(
-            config,
-            _names(recipes),
-            _names(peers),
-            device=device,
-            progress=lambda line: status.update(Text(line)),
-            **given,
-        )
+        variants = ([name for name in split_names(text) if name != "none"] for text in (recipes, peers))
+        result = run(config, *variants, device=device, progress=lambda line: status.update(Text(line)), **given)
     terminal.print(bench_table(result))
     if out is not None:
         terminal.print(f"plot: {write_bench(result, out, preset)}", soft_wrap=True, markup=False, highlight=False)
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip() not in ("", "none")]

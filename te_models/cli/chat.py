@@ -13,7 +13,7 @@ import click
 
 from te_models.cli.options import Command, build_model, model_options, option, tokenizer_option
 from te_models.cli.sampling import sampling_options, take_sampling
-from te_models.errors import TeModelsError, UsageError
+from te_models.errors import TeModelsError, UsageError, plural
 
 if TYPE_CHECKING:
     from te_models.generation.conversation import Conversation
@@ -144,7 +144,7 @@ class Session:
         elif command == "/save" and argument:
             with Path(argument).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": talk.messages}, ensure_ascii=False) + "\n")
-            _note(f"{len(talk.messages)} messages appended to {argument}")
+            _note(f"{plural(len(talk.messages), 'message')} appended to {argument}")
         else:
             wrong = "/save: give it a file" if command == "/save" else f"unknown command {command}"
             raise UsageError(f"{wrong}; /help lists the commands")
@@ -171,7 +171,7 @@ def _variable(text: str) -> tuple[str, Any]:
     name, found, value = text.partition("=")
     if not name.isidentifier() or not found:
         raise UsageError(f"--template-option {text}: write it as NAME=VALUE")
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         return name, json.loads(value)
     return name, value
 

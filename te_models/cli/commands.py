@@ -6,10 +6,14 @@ torch when they run, so that `--help` is quick.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import click
 
@@ -27,12 +31,16 @@ from te_models.cli.pretrain import pretrain
 from te_models.cli.verify import verify
 from te_models.errors import TeModelsError
 
+# torchao, which peft and lm-evaluation-harness import, logs its missing kernels and its use of torch's registry.
+QUIET = ("torchao", "torch.utils._pytree")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = cli.main(words, prog_name="te-models", standalone_mode=False, obj=shlex.join(["te-models", *words]))
+        with _plain_warnings():
+            code = cli.main(words, prog_name="te-models", standalone_mode=False, obj=shlex.join(["te-models", *words]))
         return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
@@ -52,9 +60,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _fail(error: BaseException | None, message: str, code: int = 2) -> int:
     if error is not None and os.environ.get("TE_MODELS_DEBUG"):
         raise error
+    _say(message)
+    return code
+
+
+def _say(message: str) -> None:
+    """Print one line on standard error."""
     rank = f" [rank {os.environ['RANK']}]" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
     click.echo(f"te-models{rank}: {' '.join(message.split())}", err=True)
-    return code
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Show warnings in the block as one line each, without file names and lines of source."""
+
+    def show(message: Warning | str, *place: Any, **more: Any) -> None:
+        _say(f"note: {message}")
+
+    for library in QUIET:
+        logging.getLogger(library).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 @click.group(context_settings={"max_content_width": 100})
@@ -63,18 +90,8 @@ def cli() -> None:
     """Gated-attention models in FP8: Transformer Engine on a GPU, its numbers anywhere."""
 
 
-for _command in (
-    list_command,
-    plan,
-    verify,
-    pretrain,
-    finetune,
-    generate,
-    chat,
-    evaluate,
-    bench,
-    convert,
-    export,
-    parity,
-):
+COMMANDS = (
+    list_command, plan, verify, pretrain, finetune, generate, chat, evaluate, bench, convert, export, parity
+)  # fmt: skip
+for _command in COMMANDS:
     cli.add_command(_command)

@@ -23,14 +23,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 @option("--te-checkpoint", metavar="PATH", help="state_dict of Transformer Engine modules: .pt or safetensors.")
 @option("--preset", metavar="NAME", help="Shape of --te-checkpoint.")
 def convert(
-    model: str | None,
-    preset: str | None,
-    te_checkpoint: str | None,
-    out: str,
-    format: str,
-    dtype: str | None,
+    model: str | None, preset: str | None, te_checkpoint: str | None, out: str, format: str, dtype: str | None,
     **options: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Convert a model between the formats of te-models and Hugging Face; its tokenizer comes along."""
     import torch  # noqa: PLC0415
 

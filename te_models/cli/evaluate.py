@@ -19,7 +19,7 @@ from te_models.cli.options import (
     show,
     tokenizer_option,
 )
-from te_models.config.data import DATA_HELP, DataConfig
+from te_models.config.data import DATA_HELP, DataConfig, split_names
 from te_models.config.recipe import get_recipe
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ harness_option = functools.partial(option, group="With --tasks")
 @option(
     "--tasks",
     metavar="NAMES",
-    help="Tasks of lm-evaluation-harness, by name or path of a YAML file, separated by commas.",
+    help="Tasks of lm-evaluation-harness, separated by commas: names, YAML files, or folders of your own YAML files.",
 )
 @option("--recipes", metavar="NAMES", help="Recipes to compare, separated by commas; default: the model's own.")
 @model_options
@@ -61,7 +61,7 @@ def evaluate(
         raise click.UsageError("give --data PATH, --tasks NAMES, or both")
     if recipes is not None and recipe is not None:
         raise click.UsageError("give --recipe NAME, or several as --recipes NAMES, not both")
-    names = [recipe] if recipes is None else _names(recipes)
+    names = [recipe] if recipes is None else split_names(recipes)
     for name in filter(None, names):
         get_recipe(name)  # an unknown name is an error before anything is loaded
     DataConfig(columns=columns, truncate=truncate)  # checks both
@@ -75,9 +75,9 @@ def evaluate(
     if tasks is not None:
         from te_models.inspect.harness import find_tasks, score_tasks  # noqa: PLC0415  optional, and slow to import
 
-        manager = find_tasks(_names(tasks))
+        manager, found_tasks = find_tasks(split_names(tasks))
         examples = dict(batch_size=batch_size, limit=limit, few_shot=few_shot)
-        score = functools.partial(score_tasks, tokenizer=words, tasks=_names(tasks), manager=manager, **examples)
+        score = functools.partial(score_tasks, tokenizer=words, tasks=found_tasks, manager=manager, **examples)
 
     def load(name: str | None) -> CausalLM:
         return build_model(preset, model, {**options, "recipe": name})
@@ -93,7 +93,3 @@ def evaluate(
     for row in found.refused:
         click.echo(f"te-models: recipe {row.recipe} was not run: {row.note}", err=True)
     return 2 if found.refused else 0
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]

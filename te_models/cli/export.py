@@ -7,27 +7,22 @@ from typing import Any
 import click
 
 from te_models.cli.options import Command, build_model, model_options, option, out_option, tokenizer_option
+from te_models.config.data import DATA_HELP
 
 
 @click.command(cls=Command)
 @out_option("Folder to write.", required=True)
 @option("--format", default="fp8-block", help="Format: fp8-block, fp8-tensor, fp8-channel, mxfp8, nvfp4 or bf16.")
-@option("--data", metavar="PATH", help="Text to measure inputs on, for fp8-tensor and nvfp4.")
+@option("--data", metavar="PATH", help="Text or records to measure inputs on, for fp8-tensor and nvfp4.")
 @option("--batches", default=8, help="Sequences of --data to measure on.")
 @option("--seq-len", default=512, help="Tokens per sequence of --data.")
+@option("--columns", default="", metavar="NAMES", help=DATA_HELP["columns"])
 @model_options
 @tokenizer_option
 def export(
-    preset: str | None,
-    model: str | None,
-    out: str,
-    format: str,
-    data: str | None,
-    batches: int,
-    seq_len: int,
-    tokenizer: str | None,
-    **options: Any,
-) -> None:
+    preset: str | None, model: str | None, out: str, format: str, data: str | None, batches: int, seq_len: int,
+    columns: str, tokenizer: str | None, **options: Any,
+) -> None:  # fmt: skip
     """Write a model for vLLM, SGLang or transformers, with quantized weights."""
     from te_models.errors import unknown  # noqa: PLC0415
     from te_models.serving.formats import FORMATS  # noqa: PLC0415  imports torch
@@ -38,7 +33,7 @@ def export(
     built = build_model(preset, model, options)
     calibration = None
     if data is not None:
-        read = read_batches(built, data, tokenizer or model, batches, seq_len)
+        read = read_batches(built, data, tokenizer or model, batches, seq_len, columns)
         calibration = [batch["input_ids"] for batch in read]
     result = built.export(out, format=format, calibration=calibration)
     click.echo(f"{out}: {format}, {len(result.quantized)} linears quantized, {len(result.ignored)} not")

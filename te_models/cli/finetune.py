@@ -14,9 +14,11 @@ from te_models.cli.training import run_training, training_options
 @click.argument("file", required=False, metavar="[RUN.TOML]")
 @model_option
 @option("--preset", hidden=True, help="Refused: a preset has no weights.")
-@training_options(learning_rate="2e-5, with --lora 2e-4")
+@training_options(learning_rate="2e-5, with --lora 2e-4", lora=True)
 def finetune(file: str | None, resume: str | None, **options: Any) -> int:
-    """Fine-tune a model on text; evaluates, saves, draws the loss curve and prints a sample.
+    """Fine-tune a model on your data, in full or with --lora.
+
+    Evaluates, saves, draws the loss curve, and prints answers to held-out prompts before and after.
 
     RUN.TOML is the record of an earlier run, or a file of your own like it: its settings hold where no option is given.
     """

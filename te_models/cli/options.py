@@ -8,18 +8,19 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import FIELD_HELP, list_recipes, recipe_fields
 from te_models.config.training import TrainConfig
 from te_models.errors import OutOfMemory, UsageError
 from te_models.files.atomic import first_line
+from te_models.planning.printable import Printable
 
 if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
@@ -142,7 +143,6 @@ def option(*declarations: str, group: str = "Options", **attributes: Any) -> Dec
     return click.option(*declarations, cls=Option, group=group, **attributes)
 
 
-sampling_option = functools.partial(option, group="Sampling")
 data_option = functools.partial(option, group="Data")
 
 
@@ -165,26 +165,15 @@ def flag(name: str, kind: Any, **attributes: Any) -> Decorator:
     return option(text, type=kind, **attributes)
 
 
-def _recipe_options() -> list[Decorator]:
-    return [
-        flag(name, _choice(check), default=None, group="Recipe fields", help=FIELD_HELP[name])
-        for name, check in recipe_fields().items()
-    ]
-
-
-def _config_options() -> list[Decorator]:
-    """One flag per field of ModelConfig that a single value can express; lists with one entry per layer have none."""
-    kinds = {name: _scalar(kind) for name, kind in config_fields().items()}
-    help = {field.name: field.metadata["help"] for field in dataclasses.fields(ModelConfig)}
-    return [
-        flag(name, kind, default=None, group="Model shape", help=help[name])
-        for name, kind in kinds.items()
-        if kind is not None
-    ]
-
-
-def _choice(check: Any) -> Any:
-    return click.Choice([str(value) for value in check]) if isinstance(check, tuple) else check
+def _field_options() -> Iterator[Decorator]:
+    """Yield a flag per field of a recipe, and of ModelConfig unless it is a list with one entry per layer."""
+    for name, check in recipe_fields().items():
+        kind = click.Choice([str(value) for value in check]) if isinstance(check, tuple) else check
+        yield flag(name, kind, default=None, group="Recipe fields", help=FIELD_HELP[name])
+    types = config_fields()
+    for field in dataclasses.fields(ModelConfig):
+        if kind := _scalar(types[field.name]):
+            yield flag(field.name, kind, default=None, group="Model shape", help=field.metadata["help"])
 
 
 def _scalar(kind: Any) -> type | None:
@@ -207,8 +196,7 @@ build_options = chained(
     option("--device", group="Model", help="Such as cpu or cuda:1; default: the first GPU, else the CPU."),
     option("--fp8-params/--no-fp8-params", default=None, group="Model",
            help="Store the weights of FP8 layers in FP8 only, without a BF16 copy."),
-    *_recipe_options(),
-    *_config_options(),
+    *_field_options(),
 )  # fmt: skip
 model_options = chained(preset_option, model_option, recipe_option, build_options)
 
@@ -252,9 +240,8 @@ def out_option(help: str, **attributes: Any) -> Decorator:
 
 def _refuse_file(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     if value is not None:
-        path = next(
-            path for path in (Path(value), *Path(value).parents) if os.path.lexists(path) or path == path.parent
-        )
+        parents = (Path(value), *Path(value).parents)
+        path = next(path for path in parents if os.path.lexists(path) or path == path.parent)
         if not path.is_dir():
             raise UsageError(f"--out {value}: {path} is not a folder: give another one")
     return value
@@ -281,40 +268,22 @@ def _number(name: str, value: Any) -> Any:
     return next((choice for choice in check if str(choice) == value), value) if isinstance(check, tuple) else value
 
 
-def build_model(
-    preset: str | None,
-    model: str | None,
-    options: Mapping[str, Any],
-    build: Callable[..., CausalLM] | None = None,
-    **defaults: Any,
-) -> CausalLM:
-    """Build the model that the options describe.
-
-    Args:
-        preset: a preset's name, or None.
-        model: a saved model, or None.
-        options: keywords of CausalLM and fields of recipe and config; None means not given.
-        build: makes the model from a config, in place of CausalLM itself.
-        defaults: keywords of CausalLM to use where the user gave none, as in a resumed run.
-    """
+def build_model(preset: str | None, model: str | None, options: Mapping[str, Any]) -> CausalLM:
+    """Build the model that the options describe: keywords of CausalLM, and fields of recipe and config, or None."""
     from te_models.causal_lm import CausalLM  # noqa: PLC0415  imports torch
+    from te_models.saving.pretrained import adapter_folder  # noqa: PLC0415
 
     if (preset is None) == (model is None):
         raise click.UsageError("give either --preset NAME or --model DIR")
     given = given_options(options)
-    if "recipe" in given:
-        defaults.pop("fp8_params", None)  # another recipe may have no such weights
-    given = {**defaults, **given}
-    if model is not None:
-        from te_models.saving.pretrained import adapter_folder  # noqa: PLC0415  imports torch
+    if preset is not None:
+        return CausalLM.from_preset(preset, **given)
+    assert model is not None
+    if (adapters := adapter_folder(model)) is not None:
+        from te_models.training.lora_run import load_merged  # noqa: PLC0415  needs peft
 
-        if (adapters := adapter_folder(model)) is not None:
-            from te_models.training.lora_run import load_merged  # noqa: PLC0415  needs peft
-
-            return load_merged(adapters, build=build, **given)
-        return CausalLM.from_pretrained(model, build=build, **given)
-    assert preset is not None
-    return CausalLM.from_preset(preset, build=build, **given)
+        return load_merged(adapters, **given)
+    return CausalLM.from_pretrained(model, **given)
 
 
 def console(width: int = 140) -> Console:
@@ -325,19 +294,7 @@ def console(width: int = 140) -> Console:
     return Console(width=None if sys.stdout.isatty() else width, markup=False, emoji=False)
 
 
-class Report(Protocol):
-    """A result with tables for people and a dict for programs."""
-
-    def to_dict(self) -> Any:
-        """Return the result as plain JSON values."""
-        ...
-
-    def __rich__(self) -> RenderableType:
-        """Return the result as tables."""
-        ...
-
-
-def show(result: Report, as_json: bool) -> None:
+def show(result: Printable, as_json: bool) -> None:
     """Print a result as tables or as JSON."""
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=1))

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from te_models.cli.options import Command, build_model, json_option, model_options, option, show, tokenizer_option
+from te_models.config.data import DATA_HELP
 
 
 @click.command(cls=Command)
@@ -17,27 +18,21 @@ from te_models.cli.options import Command, build_model, json_option, model_optio
     metavar="FORMAT|DIR",
     help="Format of `te-models export`, or an exported folder; may be repeated; default: every format.",
 )
-@option("--data", metavar="PATH", required=True, help="Text to compare on: a file, folder or glob.")
+@option("--data", metavar="PATH", required=True, help="Text or records to compare on, as for finetune --data.")
 @option("--batches", default=8, help="Sequences of --data.")
 @option("--seq-len", default=512, help="Tokens per sequence.")
+@option("--columns", default="", metavar="NAMES", help=DATA_HELP["columns"])
 @json_option
 @model_options
 @tokenizer_option
 def parity(
-    preset: str | None,
-    model: str | None,
-    exports: tuple[str, ...],
-    data: str,
-    batches: int,
-    seq_len: int,
-    as_json: bool,
-    tokenizer: str | None,
-    **options: Any,
-) -> None:
+    preset: str | None, model: str | None, exports: tuple[str, ...], data: str, batches: int, seq_len: int,
+    columns: str, as_json: bool, tokenizer: str | None, **options: Any,
+) -> None:  # fmt: skip
     """Measure how far the probabilities of a served model are from those of the trained one; serving is emulated."""
     from te_models.serving.parity import parity as run  # noqa: PLC0415  imports torch
     from te_models.serving.text import read_batches  # noqa: PLC0415
 
     built = build_model(preset, model, options)
-    read = read_batches(built, data, tokenizer or model, batches, seq_len)
+    read = read_batches(built, data, tokenizer or model, batches, seq_len, columns)
     show(run(built, built.origin, exports, read), as_json)

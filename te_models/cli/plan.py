@@ -50,5 +50,5 @@ def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **o
         rows = [{**step, "module": name, "reason": text} for name, text in speed.items()]
         click.echo(json.dumps([*precision.to_dict(), *rows], indent=1))
         return
-    show(precision, as_json)
+    show(precision, as_json=False)
     click.echo("\n" + "\n".join(f"{name}: {text}" for name, text in speed.items()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,8 +33,9 @@ from te_models.training.settings import resumed_settings, run_settings
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it; SIGTERM asks to save and stop, which is no failure
 
 
-def training_options(learning_rate: str) -> Decorator:
-    """Add the options of a run; `learning_rate` is the text of its default."""
+def training_options(learning_rate: str, lora: bool) -> Decorator:
+    """Add the options of a run; `learning_rate` is the text of its default, `lora` shows those of adapters."""
+    lora_option = functools.partial(option, hidden=not lora)
     return chained(
         option("--data", multiple=True, metavar="PATH[:WEIGHT]", help=DATA_HELP["data"]),
         out_option("Folder of the run; default: runs/<model>-<recipe>."),
@@ -41,17 +43,17 @@ def training_options(learning_rate: str) -> Decorator:
                help="Continue the run in this folder; without DIR that in --out, or the only one of the model."),
         train_options(learning_rate=learning_rate, parallel="auto"),
         option("--recipe", metavar="NAME|FILE",
-               help=f"Scheme of te.Linear: {RECIPES}, a TOML file, or auto (the default): mxfp8 on Blackwell, current on "
-               "Hopper and Ada, else bf16."),
-        option("--lora", type=int, metavar="RANK", group="LoRA",
+               help=f"Scheme of te.Linear: {RECIPES}, a TOML file, or auto (the default): mxfp8 on Blackwell, current "
+               "on Hopper and Ada, else bf16."),
+        lora_option("--lora", type=int, metavar="RANK",
                help="Train low-rank adapters of this rank, such as 16, and no weights of the model."),
-        option("--lora-targets", metavar="NAMES", group="LoRA",
+        lora_option("--lora-targets", metavar="NAMES", group="LoRA",
                help="Modules with adapters, such as q_proj,v_proj; default: all linears of every block."),
-        option("--lora-alpha", type=float, group="LoRA",
+        lora_option("--lora-alpha", type=float, group="LoRA",
                help="Updates are multiplied by alpha / rank; default: twice the rank."),
-        option("--lora-dropout", type=float, default=0.0, group="LoRA",
+        lora_option("--lora-dropout", type=float, default=0.0, group="LoRA",
                help="Probability with which an adapter's input is dropped."),
-        option("--merge/--no-merge", default=False, group="LoRA",
+        lora_option("--merge/--no-merge", default=False, group="LoRA",
                help="At the end, also save the model with the adapters in its weights, in the folder merged/."),
         build_options,
         tokenizer_option,

@@ -25,12 +25,8 @@ def verify(preset: str | None, model: str | None, batch_size: int, seq_len: int,
         found = run(build_model(None, model, options), batch_size, seq_len)
     else:  # plan the whole model, but run one layer of each precision
         whole = build_model(preset, model, {**options, "engine": "emulated", "device": "meta"})
-        sample = CausalLM(
-            sample_config(whole.config, whole.recipe),
-            recipe=whole.recipe,
-            engine=options["engine"],
-            device=options["device"],
-        )
+        where = {name: options[name] for name in ("engine", "device")}
+        sample = CausalLM(sample_config(whole.config, whole.recipe), recipe=whole.recipe, **where)
         found = run(sample, batch_size, seq_len, whole.plan())
     show(found, as_json)
     return 1 if found.failures else 0

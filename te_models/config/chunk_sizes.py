@@ -11,12 +11,8 @@ def head_rows(rows: int, vocabulary: int, width: int, cuda: bool) -> int:
     """Return how many rows of logits kernels/lm_head.py computes per chunk.
 
     On a GPU all rows form one chunk if their BF16 logits take no more memory than the default chunk plus the FP32 sum
-    of the weight gradient that several chunks need.
-
-    Args:
-        rows: rows of logits in total.
-        vocabulary, width: rows and columns of the head's weight.
-        cuda: whether the head runs on a GPU.
+    of the weight gradient that several chunks need. `vocabulary` and `width` are the rows and columns of the head's
+    weight.
     """
     allowed = HEAD_CHUNK[cuda]
     if cuda and rows * vocabulary * 2 <= allowed // 2 + vocabulary * width * FP32:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
 
 from typing_extensions import TypedDict
 
-from te_models.errors import ConfigError, NamedFields, unknown
+from te_models.errors import ConfigError, NamedFields, documented, unknown
 
 PACKINGS = ("stream", "documents", "none")
 TRUNCATIONS = ("drop", "prompt")
 COLUMNS = ("messages", "role", "content", "tools", "instruction", "input", "output", "system", "prompt", "completion",
            "text")  # fmt: skip
 _WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d*)?|\.\d+)", re.DOTALL)
-
-
-def _field(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,28 +25,30 @@ class DataConfig(NamedFields):
         ValueError: a field is unknown (the message names the nearest) or its value out of range.
     """
 
-    data: tuple[str, ...] = _field(
+    data: tuple[str, ...] = documented(
         (), "File, folder, glob, URL or Hub dataset; a:2 twice per epoch. May be repeated; default: Python's own docs."
     )
-    eval_data: tuple[str, ...] = _field((), "Data to evaluate on, as --data; default: a part of --data.")
-    eval_split: float | None = _field(
+    eval_data: tuple[str, ...] = documented((), "Data to evaluate on, as --data; default: a part of --data.")
+    eval_split: float | None = documented(
         None, "Share of --data that is held out for evaluation; default: 0.05, streamed 0.01."
     )
-    columns: str = _field("", 'Your names of a format\'s columns, such as "prompt=question,completion=answer".')
-    truncate: str = _field(
+    columns: str = documented("", 'Your names of a format\'s columns, such as "prompt=question,completion=answer".')
+    truncate: str = documented(
         "drop", "Records longer than --seq-len: drop, or prompt to cut the prompt from the left. Answers stay whole."
     )
-    packing: str | None = _field(
+    packing: str | None = documented(
         None,
         "stream: whole windows of text; documents: attend only within each document or record; none: one record per "
         "window. Default: stream for text, documents for records.",
     )
-    chat_template: str | None = _field(None, "Jinja file to use, and save, in place of the tokenizer's chat template.")
-    streaming: bool | None = _field(
+    chat_template: str | None = documented(
+        None, "Jinja file to use, and save, in place of the tokenizer's chat template."
+    )
+    streaming: bool | None = documented(
         None,
         "Read the data while training; default: if it exceeds 1 GiB or is at a URL, and texts in globs or compressed.",
     )
-    num_workers: int = _field(2, "Processes that encode streamed data ahead.")
+    num_workers: int = documented(2, "Processes that encode streamed data ahead.")
 
     def __post_init__(self) -> None:
         if self.packing is not None and self.packing not in PACKINGS:
@@ -92,7 +89,7 @@ def parse_columns(text: str) -> Mapping[str, str]:
         ConfigError: it is written otherwise, or a name is unknown or given twice.
     """
     columns: dict[str, str] = {}
-    for pair in filter(None, (part.strip() for part in text.split(","))):
+    for pair in split_names(text):
         name, equals, yours = (part.strip() for part in pair.partition("="))
         if not equals or not yours:
             raise ConfigError(f'columns: {pair!r} is not of the form name=yours, as in "prompt=question"')
@@ -102,6 +99,11 @@ def parse_columns(text: str) -> Mapping[str, str]:
             raise ConfigError(f"columns: {pair!r} names a column a second time")
         columns[yours] = name
     return columns
+
+
+def split_names(text: str) -> list[str]:
+    """Return the names in "name, name"."""
+    return [name for name in (part.strip() for part in text.split(",")) if name]
 
 
 def split_weight(text: str) -> tuple[str, float | None]:

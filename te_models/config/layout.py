@@ -12,8 +12,8 @@ import functools
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-# Output rows of the headwise gate are padded to this: the widest alignment of a feature dimension that a recipe asks for
-# (MXFP8 blocks of 32; Transformer Engine's get_align_size_for_quantization), so that one weight serves every recipe.
+# Output rows of the headwise gate are padded to this: the widest alignment of a feature dimension that a recipe asks
+# for (MXFP8 blocks of 32; Transformer Engine's get_align_size_for_quantization), so that one weight serves all recipes.
 FEATURE_ALIGNMENT = 32
 
 
@@ -46,7 +46,7 @@ class Section(NamedTuple):
 
 @functools.cache
 def attention_sections(heads: int, kv_heads: int, head_dim: int, gate: str) -> tuple[Section, ...]:
-    """The sections of a qkvg_proj with so many heads; `gate` is ModelConfig.attention_gate."""
+    """Return the sections of a qkvg_proj with so many heads; `gate` is ModelConfig.attention_gate."""
     q, kv = heads * head_dim, kv_heads * head_dim
     used = {"elementwise": q, "headwise": heads, "none": 0}[gate]
     stored = -(-used // FEATURE_ALIGNMENT) * FEATURE_ALIGNMENT if gate == "headwise" else used
@@ -54,14 +54,14 @@ def attention_sections(heads: int, kv_heads: int, head_dim: int, gate: str) -> t
 
 
 def qkvg_sections(shape: Shape) -> tuple[Section, ...]:
-    """The sections of `qkvg_proj`."""
+    """Return the sections of `qkvg_proj`."""
     return attention_sections(
         shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, shape.attention_gate
     )
 
 
 def gate_up_sections(shape: Shape) -> tuple[Section, ...]:
-    """The sections of `gate_up_proj`."""
+    """Return the sections of `gate_up_proj`."""
     size = shape.intermediate_size
     return tuple(Section(name, size, size) for name in (("gate", "up") if shape.mlp_gate else ("up",)))
 
@@ -70,17 +70,17 @@ FUSED = {"qkvg_proj": qkvg_sections, "gate_up_proj": gate_up_sections}
 
 
 def stored_rows(sections: tuple[Section, ...]) -> list[int]:
-    """The rows of each section, padding included."""
+    """Return the rows of each section, padding included."""
     return [section.stored for section in sections]
 
 
 def first_rows(sections: tuple[Section, ...]) -> list[int]:
-    """The first row of each section."""
+    """Return the first row of each section."""
     return [0, *accumulate(stored_rows(sections))][:-1]
 
 
 def row_ranges(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Section name -> (first row, rows used) in its fused weight."""
+    """Return section name -> (first row, rows used) in its fused weight."""
     return {
         section.name: (first, section.used)
         for sections in (make(shape) for make in FUSED.values())
@@ -89,7 +89,7 @@ def row_ranges(shape: Shape) -> dict[str, tuple[int, int]]:
 
 
 def linear_sizes(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Name -> (inputs, outputs) of the four te.Linear of a block."""
+    """Return name -> (inputs, outputs) of the four te.Linear of a block."""
     d, attention, hidden = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.intermediate_size
     return {
         "qkvg_proj": (d, sum(stored_rows(qkvg_sections(shape)))),

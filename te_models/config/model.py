@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
-from dataclasses import MISSING, FrozenInstanceError, dataclass, field, fields
+from dataclasses import MISSING, FrozenInstanceError, dataclass, fields
 from typing import Any, get_type_hints
 
 from te_models.config.layout import qkvg_sections, stored_rows
-from te_models.errors import ConfigError, NamedFields, unknown
+from te_models.errors import ConfigError, NamedFields, documented, unknown
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Field -> its values.
@@ -34,9 +33,7 @@ ROPE_SCALINGS = {
     "longrope": (("short_factor", "long_factor"), ("original_max_position_embeddings", "factor", "attention_factor")),
 }  # fmt: skip
 
-
-def _field(default: Any, text: str, **options: Any) -> Any:
-    return field(default=default, metadata={"help": text}, **options)
+MAX_LAYERS = 10_000  # a loop over the layers of a model that is only planned takes no time
 
 
 @dataclass(kw_only=True, unsafe_hash=True)  # frozen by __setattr__ below
@@ -46,8 +43,8 @@ class ModelConfig(NamedFields):
     `num_key_value_heads` defaults to `num_attention_heads` and `head_dim` to `hidden_size / num_attention_heads`. The
     gate of attention is that of Qiu et al. 2025, arXiv 2505.06708: "elementwise" has one sigmoid gate per channel of
     the attention output, "headwise" one per head, "none" none (Llama, Qwen3, Mistral). `rope_scaling` is None or a row
-    of ROPE_SCALINGS, such as {"rope_type": "linear", "factor": 2.0}; `sliding_rope` is that of the layers with a window,
-    {"rope_theta": 10000.0}, where needed with "partial_rotary_factor" and the fields of a row of ROPE_SCALINGS.
+    of ROPE_SCALINGS, such as {"rope_type": "linear", "factor": 2.0}; `sliding_rope` is that of the layers with a
+    window, {"rope_theta": 10000.0}, where needed with "partial_rotary_factor" and the fields of a row of ROPE_SCALINGS.
 
     A block with `norm_position` "pre" computes x + f(norm(x)), with "post" x + norm(f(x)), and with "both"
     x + norm(f(norm(x))), for attention and for the MLP. A cap c of logits l is c * tanh(l / c).
@@ -56,55 +53,61 @@ class ModelConfig(NamedFields):
         ConfigError: an unknown keyword (the message names the nearest field), or values that do not fit each other.
     """
 
-    vocab_size: int = _field(MISSING, "Number of token ids.")
-    hidden_size: int = _field(MISSING, "Width of the residual stream.")
-    intermediate_size: int = _field(MISSING, "Width of the MLP.")
-    num_hidden_layers: int = _field(MISSING, "Number of blocks.")
-    num_attention_heads: int = _field(MISSING, "Number of query heads.")
-    num_key_value_heads: int = _field(None, "Number of key and value heads; default: one per query head.")
-    head_dim: int = _field(None, "Channels per head; default: hidden size / query heads.")
-    max_position_embeddings: int = _field(4096, "Longest sequence.")
-    rms_norm_eps: float = _field(1e-5, "Epsilon of every RMSNorm.")
-    rope_theta: float = _field(10000.0, "Base of the RoPE frequencies.")
-    rope_scaling: Mapping[str, Any] | None = _field(None, "Stretching of RoPE beyond the trained length.", hash=False)
-    sliding_rope: Mapping[str, Any] | None = _field(
+    vocab_size: int = documented(MISSING, "Number of token ids.")
+    hidden_size: int = documented(MISSING, "Width of the residual stream.")
+    intermediate_size: int = documented(MISSING, "Width of the MLP.")
+    num_hidden_layers: int = documented(MISSING, "Number of blocks.")
+    num_attention_heads: int = documented(MISSING, "Number of query heads.")
+    num_key_value_heads: int = documented(None, "Number of key and value heads; default: one per query head.")
+    head_dim: int = documented(None, "Channels per head; default: hidden size / query heads.")
+    max_position_embeddings: int = documented(4096, "Longest sequence.")
+    rms_norm_eps: float = documented(1e-5, "Epsilon of every RMSNorm.")
+    rope_theta: float = documented(10000.0, "Base of the RoPE frequencies.")
+    rope_scaling: Mapping[str, Any] | None = documented(
+        None, "Stretching of RoPE beyond the trained length.", hash=False
+    )
+    sliding_rope: Mapping[str, Any] | None = documented(
         None, "RoPE of the layers with a window, if it is another one (Gemma 3, OLMo 3).", hash=False
     )
-    rope_interleaved: bool = _field(False, "RoPE rotates neighbouring channels instead of the two halves (GLM-4).")
-    partial_rotary_factor: float = _field(1.0, "Share of a head's channels that RoPE rotates (Qwen3-Next).")
-    no_rope_layers: tuple[int, ...] | None = _field(None, "One entry per layer: 1 with RoPE, 0 without (SmolLM3).")
-    sliding_window: int | None = _field(None, "Number of keys that a query sees, itself included (Mistral).")
-    layer_types: tuple[str, ...] | None = _field(
+    rope_interleaved: bool = documented(False, "RoPE rotates neighbouring channels instead of the two halves (GLM-4).")
+    partial_rotary_factor: float = documented(1.0, "Share of a head's channels that RoPE rotates (Qwen3-Next).")
+    no_rope_layers: tuple[int, ...] | None = documented(None, "One entry per layer: 1 with RoPE, 0 without (SmolLM3).")
+    sliding_window: int | None = documented(None, "Number of keys that a query sees, itself included (Mistral).")
+    layer_types: tuple[str, ...] | None = documented(
         None, 'One entry per layer, "full_attention" or "sliding_attention"; None: the window applies to all.'
     )
-    attention_gate: str = _field("elementwise", "Gate of the attention output: elementwise, headwise or none.")
-    attention_gate_activation: str = _field("sigmoid", "Function of the gate: sigmoid or softplus (Laguna).")
-    attention_bias: bool = _field(False, "Bias on q, k and v (Qwen2).")
-    attention_output_bias: bool = _field(False, "Bias on o_proj.")
-    attention_multiplier: float | None = _field(
+    attention_gate: str = documented("elementwise", "Gate of the attention output: elementwise, headwise or none.")
+    attention_gate_activation: str = documented("sigmoid", "Function of the gate: sigmoid or softplus (Laguna).")
+    attention_bias: bool = documented(False, "Bias on q, k and v (Qwen2).")
+    attention_output_bias: bool = documented(False, "Bias on o_proj.")
+    attention_multiplier: float | None = documented(
         None, "Factor on the products of queries and keys; default: head_dim ** -0.5 (Granite, Gemma)."
     )
-    attn_logit_softcapping: float | None = _field(None, "Cap of the attention logits (Gemma 2).")
-    query_scale_beta: float | None = _field(
+    attn_logit_softcapping: float | None = documented(None, "Cap of the attention logits (Gemma 2).")
+    query_scale_beta: float | None = documented(
         None, "Scale queries by 1 + beta * log(1 + position // query_scale_length) (Ministral 3)."
     )
-    query_scale_length: int | None = _field(None, "Positions that query_scale_beta leaves as they are.")
-    qk_norm: bool = _field(False, "RMSNorm on q and k (Qwen3).")
-    qk_norm_scope: str = _field("head", "What qk_norm norms: each head, or all_heads together (OLMo 2).")
-    norm_position: str = _field("pre", "RMSNorm of attention and MLP: pre (their input), post (their output) or both.")
-    zero_centered_norm: bool = _field(False, "Store gamma - 1 in every norm (Qwen3-Next).")
-    hidden_act: str = _field("silu", "Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2.")
-    mlp_gate: bool = _field(True, "Whether the MLP is gated, act(gate) * up, or plain, act(up) (Arcee).")
-    mlp_bias: bool = _field(False, "Bias on the projections of the MLP.")
-    embedding_multiplier: float = _field(1.0, "Factor on the embeddings (Granite, Gemma).")
-    residual_multiplier: float = _field(1.0, "Factor on what attention and MLP add to the residual stream (Granite).")
-    logits_scaling: float = _field(1.0, "Divisor of the logits (Granite).")
-    final_logit_softcapping: float | None = _field(None, "Cap of the logits (Gemma 2).")
-    tie_word_embeddings: bool = _field(False, "Share one table between embedding and head.")
-    initializer_range: float = _field(0.02, "Standard deviation of initial weights.")
-    bos_token_id: int | None = _field(None, "Token id that begins a text.")
-    eos_token_id: int | tuple[int, ...] | None = _field(None, "Token id that ends a text; may be several.")
-    pad_token_id: int | None = _field(None, "Token id of padding.")
+    query_scale_length: int | None = documented(None, "Positions that query_scale_beta leaves as they are.")
+    qk_norm: bool = documented(False, "RMSNorm on q and k (Qwen3).")
+    qk_norm_scope: str = documented("head", "What qk_norm norms: each head, or all_heads together (OLMo 2).")
+    norm_position: str = documented(
+        "pre", "RMSNorm of attention and MLP: pre (their input), post (their output) or both."
+    )
+    zero_centered_norm: bool = documented(False, "Store gamma - 1 in every norm (Qwen3-Next).")
+    hidden_act: str = documented("silu", "Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2.")
+    mlp_gate: bool = documented(True, "Whether the MLP is gated, act(gate) * up, or plain, act(up) (Arcee).")
+    mlp_bias: bool = documented(False, "Bias on the projections of the MLP.")
+    embedding_multiplier: float = documented(1.0, "Factor on the embeddings (Granite, Gemma).")
+    residual_multiplier: float = documented(
+        1.0, "Factor on what attention and MLP add to the residual stream (Granite)."
+    )
+    logits_scaling: float = documented(1.0, "Divisor of the logits (Granite).")
+    final_logit_softcapping: float | None = documented(None, "Cap of the logits (Gemma 2).")
+    tie_word_embeddings: bool = documented(False, "Share one table between embedding and head.")
+    initializer_range: float = documented(0.02, "Standard deviation of initial weights.")
+    bos_token_id: int | None = documented(None, "Token id that begins a text.")
+    eos_token_id: int | tuple[int, ...] | None = documented(None, "Token id that ends a text; may be several.")
+    pad_token_id: int | None = documented(None, "Token id of padding.")
 
     def __post_init__(self) -> None:
         for name in ("no_rope_layers", "layer_types", "eos_token_id"):
@@ -136,6 +139,7 @@ class ModelConfig(NamedFields):
             object.__setattr__(self, "rope_scaling", _checked_scaling(self.rope_scaling, self.rotary_size // 2))
         if self.sliding_rope is not None:
             object.__setattr__(self, "sliding_rope", _checked_sliding_rope(self))
+        self._with_sliding_rope = self._sliding()
         _check_pairs(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -182,11 +186,15 @@ class ModelConfig(NamedFields):
         original = scaling.get("original_max_position_embeddings", limit)
         return max(limit, int(original * scaling.get("factor", 1)))
 
-    @functools.cached_property
+    @property
     def sliding(self) -> ModelConfig:
         """The config whose RoPE the layers with a window use: this one, or one with `sliding_rope` in its place."""
+        return self._with_sliding_rope or self
+
+    def _sliding(self) -> ModelConfig | None:
+        """Return the config with `sliding_rope` in the place of RoPE; None without one."""
         if self.sliding_rope is None:
-            return self
+            return None
         scaling = dict(self.sliding_rope)
         own = {"rope_theta": scaling.pop("rope_theta")}
         own["partial_rotary_factor"] = scaling.pop("partial_rotary_factor", 1.0)
@@ -251,7 +259,7 @@ class ModelConfig(NamedFields):
         known = config_fields()
         for name in values:
             if name not in known:
-                raise unknown("config field", name, known)
+                raise unknown("config field", name, known, "help(te_models.ModelConfig)")
         required = [f.name for f in fields(cls) if f.default is MISSING]
         if missing := [name for name in required if name not in values]:
             raise ConfigError(f"the config lacks {', '.join(missing)}")
@@ -287,7 +295,9 @@ def _check_types(config: ModelConfig) -> None:
 
 
 def _check_layers(config: ModelConfig) -> None:
-    """Require one entry of a known kind per layer in the fields that have one."""
+    """Require a number of layers that can be planned, and a known kind for each in fields that name one."""
+    if config.num_hidden_layers > MAX_LAYERS:
+        raise ConfigError(f"num_hidden_layers={config.num_hidden_layers} is too large: give {MAX_LAYERS} or fewer")
     for name, allowed in (("no_rope_layers", (0, 1)), ("layer_types", LAYER_TYPES)):
         values = getattr(config, name)
         if values is None:
@@ -324,7 +334,7 @@ def _check_pairs(config: ModelConfig) -> None:
 
 
 def _checked_sliding_rope(config: ModelConfig) -> dict[str, Any]:
-    """Return `sliding_rope` with a base, where needed a share of rotated channels, and a row of ROPE_SCALINGS or none."""
+    """Return `sliding_rope` with a base, if needed a share of rotated channels, and a row of ROPE_SCALINGS or none."""
     scaling = dict(config.sliding_rope or {})
     if config.sliding_window is None:
         raise ConfigError("sliding_rope is the RoPE of layers with a window: give sliding_window")
@@ -347,14 +357,12 @@ def _checked_sliding_rope(config: ModelConfig) -> dict[str, Any]:
 def _checked_scaling(scaling: Mapping[str, Any], pairs: int) -> dict[str, Any]:
     """Return `rope_scaling` with exactly the fields of its type; a ConfigError names a field that is not supported."""
     kind = scaling.get("rope_type", scaling.get("type"))
-    if kind not in ROPE_SCALINGS:
+    if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
         raise ConfigError(f"rope_scaling of type {kind!r} is not supported: choose from {', '.join(ROPE_SCALINGS)}")
     required, optional = ROPE_SCALINGS[kind]
     known = required + optional
     given = {name: scaling[name] for name in scaling if name not in ("rope_type", "type") and scaling[name] is not None}
-    given = {
-        name: value for name, value in given.items() if not (name.startswith("mscale") and value == 0)
-    }  # not given
+    given = {name: value for name, value in given.items() if not (name.startswith("mscale") and value == 0)}  # as None
     for name, value in given.items():
         if name not in known:
             raise ConfigError(f"rope_scaling of type {kind!r} with {name}={value!r} is not supported: it takes {known}")

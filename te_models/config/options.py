@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 
 class RecipeOptions(TypedDict, total=False):
-    """Fields of a recipe; each recipe takes those of its scheme (recipes/*.toml, section 1.1 of Transformer Engine's)."""
+    """Fields of a recipe; each recipe takes those of its scheme (te_models.config.recipe.SCHEMES)."""
 
     # All recipes: the layers outside FP8.
     num_layers_at_start_in_bf16: int

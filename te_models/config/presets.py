@@ -262,6 +262,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         5376, 62, intermediate_size=21504, num_attention_heads=32, num_key_value_heads=16, head_dim=128,
         attention_multiplier=168**-0.5,
     ),
+    # Muse-Glimmer-30B's text model, with weights in the norms of q and k, one epsilon, and no norm of the embeddings.
+    "muse-like-30b": dict(
+        vocab_size=202048, hidden_size=6656, intermediate_size=19968, **_layers(52, 4, 3), num_attention_heads=32,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rope_theta=500000.0, sliding_window=2048,
+        no_rope_layers=(1, 1, 1, 0) * 13, attention_gate="elementwise", attention_multiplier=3.87 * 128**-0.5,
+        qk_norm=True, norm_position="both", zero_centered_norm=True, logits_scaling=26**0.5,
+        final_logit_softcapping=20.0, bos_token_id=200000, eos_token_id=200001,
+    ),
     "qwen-gated-1b-elementwise": dict(**_QWEN_GATED, intermediate_size=5504, attention_gate="elementwise"),
     "qwen-gated-1b-headwise": dict(**_QWEN_GATED, intermediate_size=6144, attention_gate="headwise"),
     "qwen-gated-1b-baseline": dict(**_QWEN_GATED, intermediate_size=6144, attention_gate="none"),
@@ -283,9 +291,9 @@ def get_preset(name: str, **overrides: Any) -> ModelConfig:
         UsageError: an unknown preset or field; the message names the nearest.
     """
     if name not in PRESETS:
-        raise unknown("preset", name, PRESETS)
+        raise unknown("preset", name, PRESETS, "`te-models list`")
     known = config_fields()
     for field in overrides:
         if field not in known:
-            raise unknown("config field", field, known)
+            raise unknown("config field", field, known, "help(te_models.ModelConfig)")
     return ModelConfig(**{**PRESETS[name], **overrides})

@@ -10,19 +10,14 @@ Transformer Engine ignores unknown fields silently (section 1.1 of docs/internal
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from te_models.config.toml import read_toml
 from te_models.errors import ConfigError, unknown
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Check = type | tuple[Any, ...]  # bool, int (any), or the allowed values
 
@@ -32,19 +27,15 @@ OVERRIDE = ("none", "high_precision", "dequantized")
 
 @dataclass(frozen=True)
 class Scheme:
-    """Requirements of a Transformer Engine recipe class: `rows` and `features` of a GEMM must be multiples of these.
-
-    `scattered_rows`: alignment of each rank's rows under sequence parallelism, where quantized rows are sent (0:
-    `rows`).
-    """
+    """Requirements of a Transformer Engine recipe class: `rows` and `features` of a GEMM must be multiples of these."""
 
     fields: Mapping[str, Check] = field(default_factory=dict)
     rows: int = 16
     features: int = 16
-    scattered_rows: int = 0
-    available: str = (
-        "is_fp8_available"  # the engine's function that returns whether it runs here, and the reason if not
+    scattered_rows: int = (
+        0  # the same of each rank under sequence parallelism, where quantized rows are sent; 0: `rows`
     )
+    available: str = "is_fp8_available"  # the engine's function that returns whether it runs here, else the reason
     stateful: bool = False  # scales and amax histories persist over steps and belong in a checkpoint
     forward: str = "E4M3"
     fp8_format: str = ""  # Transformer Engine's default, where a recipe may choose it
@@ -120,6 +111,9 @@ class Recipe:
     hardware: str = ""
 
     def __post_init__(self) -> None:
+        for text in (self.name, self.scheme, self.description, self.hardware):
+            if not isinstance(text, str):
+                raise ConfigError(f"a recipe's name, scheme, description and hardware are text, not {text!r}")
         if self.scheme not in SCHEMES:
             raise unknown("scheme", self.scheme, SCHEMES)
         fields = dict(self.fields)
@@ -170,9 +164,8 @@ class Recipe:
     def formats(self) -> str:
         """The formats that run: of activations and gradients, such as "E4M3/E5M2"."""
         scheme = SCHEMES[self.scheme]
-        return (
-            f"{scheme.forward}/E5M2" if self.fields.get("fp8_format", scheme.fp8_format) == "HYBRID" else scheme.forward
-        )
+        hybrid = self.fields.get("fp8_format", scheme.fp8_format) == "HYBRID"
+        return f"{scheme.forward}/E5M2" if hybrid else scheme.forward
 
     def replace(self, **overrides: Any) -> Recipe:
         """Return this recipe with some fields changed; an unknown field or a bad value is a ConfigError."""
@@ -255,13 +248,7 @@ def _shipped() -> dict[str, Path]:
 
 
 def _from_file(path: Path) -> Recipe:
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the recipe {str(path)!r}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the recipe {str(path)!r} is not TOML: {error}") from None
-    return recipe_from_dict({"name": path.stem, **values})
+    return recipe_from_dict({"name": path.stem, **read_toml(path)})
 
 
 def _from_object(recipe: Any) -> Recipe:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import PRESETS
 from te_models.errors import UsageError
 
@@ -26,6 +28,12 @@ def shipped_folder(name: str) -> Path | None:
     if name in PRESETS:
         raise UsageError(no_weights(name))
     return None
+
+
+def shipped_config(name: str) -> ModelConfig:
+    """Return the shape of the shipped model of this name."""
+    values = json.loads((FOLDER / name / "config.json").read_text(encoding="utf-8"))
+    return ModelConfig.from_dict({field: values[field] for field in config_fields() if field in values})
 
 
 def no_weights(preset: str) -> str:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from te_models.errors import ConfigError, NamedFields, unknown
+from te_models.errors import ConfigError, NamedFields, documented, unknown
 
 PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp")
 SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
 REDUCE_DTYPES = ("float32", "bfloat16")
 AT_LEAST_ONE = ("steps", "batch_size", "seq_len", "gradient_accumulation", "keep_last", "collective_timeout")
-
-
-def _field(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,47 +27,47 @@ class TrainConfig(NamedFields):
         ValueError: a field is unknown (the message names the nearest) or its value out of range.
     """
 
-    steps: int = _field(300, "Optimizer steps.")
-    epochs: float = _field(0.0, "Passes over the data in memory, in place of --steps; 0: --steps decides.")
-    batch_size: int = _field(8, "Sequences per micro-batch, over all processes.")
-    seq_len: int = _field(256, "Tokens per sequence.")
-    gradient_accumulation: int = _field(1, "Micro-batches per step.")
-    cache_fp8_weights: bool = _field(True, "Quantize the weights once per step instead of once per micro-batch.")
-    cuda_graph: bool = _field(True, "Replay forward and backward as one CUDA graph where they can be captured.")
-    memory_check: bool = _field(True, "Refuse a run that the memory plan says does not fit.")
-    deterministic: bool = _field(False, "Give the same bits in every run on the same GPU; slower.")
-    optimizer: str = _field("adamw", "One of adamw, adamw8bit, adamwfp8, te-adam, muon, muon8bit or galore.")
-    optimizer_options: str | Mapping[str, Any] = _field(
+    steps: int = documented(300, "Optimizer steps.")
+    epochs: float = documented(0.0, "Passes over the data in memory, in place of --steps; 0: --steps decides.")
+    batch_size: int = documented(8, "Sequences per micro-batch, over all processes.")
+    seq_len: int = documented(256, "Tokens per sequence.")
+    gradient_accumulation: int = documented(1, "Micro-batches per step.")
+    cache_fp8_weights: bool = documented(True, "Quantize the weights once per step instead of once per micro-batch.")
+    cuda_graph: bool = documented(True, "Replay forward and backward as one CUDA graph where they can be captured.")
+    memory_check: bool = documented(True, "Refuse a run that the memory plan says does not fit.")
+    deterministic: bool = documented(False, "Give the same bits in every run on the same GPU; slower.")
+    optimizer: str = documented("adamw", "One of adamw, adamw8bit, adamwfp8, te-adam, muon, muon8bit or galore.")
+    optimizer_options: str | Mapping[str, Any] = documented(
         "", 'Written "name=value,name=value"; in Python also a dict. See docs/guide/optimizers.md.'
     )
-    optimizer_offload: bool = _field(False, "Store master weights and optimizer state in CPU memory.")
-    learning_rate: float = _field(1e-3, "The peak learning rate, reached after warm-up.")
-    schedule: str = _field(
+    optimizer_offload: bool = documented(False, "Store master weights and optimizer state in CPU memory.")
+    learning_rate: float = documented(1e-3, "The peak learning rate, reached after warm-up.")
+    schedule: str = documented(
         "cosine", "Learning rate after warm-up: cosine, linear, constant or warmup-stable-decay (linear, at the end)."
     )
-    final_learning_rate: float = _field(0.1, "Learning rate at the last step as a fraction of the peak.")
-    warmup_steps: float = _field(0.05, "Steps of linear warm-up; below 1, a share of all steps.")
-    decay_steps: float = _field(0.2, "Steps of decay of warmup-stable-decay; below 1, a share of all steps.")
-    weight_decay: float = _field(0.1, "Weight decay of matrices.")
-    clip_grad_norm: float = _field(1.0, "Maximum norm of the gradient; 0 disables clipping.")
-    eval_every: int = _field(50, "Steps between evaluations; 0: only at the end.")
-    eval_batches: int = _field(8, "Batches per evaluation.")
-    patience: int = _field(0, "Evaluations in a row without a lower loss that end the run; 0: never.")
-    keep_best: bool = _field(True, "Save the model of the evaluation with the lowest loss in the folder best/.")
-    save_every: int = _field(0, "Steps between checkpoints; 0: only at the end.")
-    keep_last: int = _field(2, "Number of checkpoints to keep.")
-    seed: int = _field(0, "Seed of weights, data order and sampling.")
-    parallel: str = _field(
+    final_learning_rate: float = documented(0.1, "Learning rate at the last step as a fraction of the peak.")
+    warmup_steps: float = documented(0.05, "Steps of linear warm-up; below 1, a share of all steps.")
+    decay_steps: float = documented(0.2, "Steps of decay of warmup-stable-decay; below 1, a share of all steps.")
+    weight_decay: float = documented(0.1, "Weight decay of matrices.")
+    clip_grad_norm: float = documented(1.0, "Maximum norm of the gradient; 0 disables clipping.")
+    eval_every: int = documented(50, "Steps between evaluations; 0: only at the end.")
+    eval_batches: int = documented(8, "Batches per evaluation.")
+    patience: int = documented(0, "Evaluations in a row without a lower loss that end the run; 0: never.")
+    keep_best: bool = documented(True, "Save the model of the evaluation with the lowest loss in the folder best/.")
+    save_every: int = documented(0, "Steps between checkpoints; 0: only at the end.")
+    keep_last: int = documented(2, "Number of checkpoints to keep.")
+    seed: int = documented(0, "Seed of weights, data order and sampling.")
+    parallel: str = documented(
         "none", "How the processes that torchrun starts share the work: auto, none, ddp, fsdp, tp or fsdp+tp."
     )
-    tensor_parallel_size: int = _field(0, "With fsdp+tp: number of processes that share each layer.")
-    sequence_parallel: bool = _field(False, "With tp: also split the tokens between tensor-parallel layers.")
-    reshard_after_forward: bool = _field(
+    tensor_parallel_size: int = documented(0, "With fsdp+tp: number of processes that share each layer.")
+    sequence_parallel: bool = documented(False, "With tp: also split the tokens between tensor-parallel layers.")
+    reshard_after_forward: bool = documented(
         True, "With fsdp: free gathered weights after forward and gather them again in backward."
     )
-    prefetch_blocks: int = _field(1, "With fsdp: number of blocks whose weights are gathered ahead.")
-    reduce_dtype: str = _field("float32", "With fsdp: dtype in which gradients are summed, float32 or bfloat16.")
-    collective_timeout: int = _field(60, "Seconds after which a process that does not answer ends the run.")
+    prefetch_blocks: int = documented(1, "With fsdp: number of blocks whose weights are gathered ahead.")
+    reduce_dtype: str = documented("float32", "With fsdp: dtype in which gradients are summed, float32 or bfloat16.")
+    collective_timeout: int = documented(60, "Seconds after which a process that does not answer ends the run.")
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -90,8 +86,8 @@ class TrainConfig(NamedFields):
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of `step`, counted from 1: linear warm-up to the peak, then the schedule.
 
-        The last step has `final_learning_rate` times the peak, except under "constant". "warmup-stable-decay" (Hu et al. 2024, arXiv 2404.06395)
-        stays at the peak until the last `decay_steps`, over which it falls in a line.
+        The last step has `final_learning_rate` times the peak, except under "constant". "warmup-stable-decay" (Hu et
+        al. 2024, arXiv 2404.06395) stays at the peak until the last `decay_steps`, over which it falls in a line.
         """
         warmup, decay = self._count(self.warmup_steps), self._count(self.decay_steps)
         if step <= warmup:

@@ -37,7 +37,7 @@ from te_models.data.packing import (
     stack_windows,
 )
 from te_models.data.tokenizer import Tokenizer, end_of_text
-from te_models.errors import DataError, UsageError
+from te_models.errors import DataError, UsageError, plural
 
 __all__ = ["IGNORED", "PACKINGS", "Document", "TokenDataset", "check_vocabulary"]
 
@@ -145,9 +145,9 @@ class TokenDataset:
 
     def describe(self) -> str:
         """Describe the corpus: one line, and one for each remark."""
-        kind = "records" if self.whole else "documents"
+        documents = plural(self.num_documents, "record" if self.whole else "document")
         windows = self.windows_in(1)
-        size = f"{self.num_documents:,} {kind}, {self.num_tokens:,} tokens in {windows:,} windows"
+        size = f"{documents}, {plural(self.num_tokens, 'token')} in {plural(windows, 'window')}"
         if self.whole and windows:
             size += f" with {self._shuffled(0).padding():.1%} padding"
         line = f"{size}, from {' and '.join(self._sources)}" if self._sources else size
@@ -213,12 +213,7 @@ class TokenDataset:
         """Return the documents without records that do not fit, and say so in the remarks."""
         kept, fitted, fit = fit_records(encoded, self.seq_len, truncate, tokenizer.bos_token_id)
         if not len(kept):
-            longest = f"{fit.too_long:,} are longer (the longest has {fit.longest:,} tokens)" if fit.too_long else ""
-            empty = f"{fit.unanswered:,} have no answer to learn" if fit.unanswered else ""
-            raise DataError(
-                f"none of the {len(encoded):,} records fits seq_len={self.seq_len}: "
-                f"{' and '.join(filter(None, (longest, empty)))}: raise --seq-len or give other data"
-            )
+            raise DataError("; ".join(fit.describe(len(encoded), self.seq_len)))
         if self.weights is not None:
             self.weights = self.weights[kept]
         self.remarks += fit.describe(int(encoded.records.sum()), self.seq_len)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from te_models.data.files import HELP, find_files, walk
 from te_models.data.formats import Document
 from te_models.data.rows import file_ranges, read_range
-from te_models.errors import DataError, UsageError
+from te_models.errors import DataError, UsageError, plural
 
 _NOT_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "pydoc_data"}
 
@@ -86,7 +86,7 @@ def in_evaluation(documents: Sequence[Document], eval_fraction: float, seed: int
     distinct = sorted(set(hashes))
     if len(distinct) < 2:
         raise DataError(
-            f"{len(documents)} documents, all with the same content, cannot be split into training and evaluation: "
+            f"{plural(len(documents), 'document')} with one content cannot be split into training and evaluation: "
             "give at least two different ones, or --eval-data"
         )
     count = min(max(1, round(eval_fraction * len(distinct))), len(distinct) - 1)
@@ -105,8 +105,8 @@ def refuse_records(documents: Iterable[Document]) -> None:
 
 
 def has_text(document: Document) -> bool:
-    """Return whether there is more than white space to train on."""
-    return bool(document.text.strip() or document.prompt or document.conversation)
+    """Return whether there is more than white space; a record without an answer is left out, and counted, later."""
+    return document.is_record or bool(document.text.strip())
 
 
 def hash_document(seed: int, document: Document) -> bytes:

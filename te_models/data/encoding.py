@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from te_models.data.chat_template import ChatTemplate, Rendered
 from te_models.data.formats import Document
 from te_models.data.tokenizer import Tokenizer, end_of_text
-from te_models.errors import DataError
+from te_models.errors import DataError, plural
 
 _BATCH = 32  # conversations rendered at once
 _BATCH_CHARACTERS = 2**20
@@ -89,14 +89,21 @@ class Fit(NamedTuple):
         longest = f"the longest has {self.longest:,} tokens"
         lines = []
         if self.too_long:
+            are = "is" if self.too_long == 1 else "are"
             lines.append(
-                f"{self.too_long:,} of {total:,} records are longer than seq_len={seq_len} ({longest}) and are left "
-                "out: raise --seq-len, or cut prompts with --truncate prompt"
+                f"{self.too_long:,} of {plural(total, 'record')} {are} longer than seq_len={seq_len} ({longest}) and "
+                f"{are} left out: raise --seq-len, or cut prompts with --truncate prompt"
             )
         if self.cut:
-            lines.append(f"{self.cut:,} of {total:,} prompts are cut from the left to seq_len={seq_len} ({longest})")
+            are = "is" if self.cut == 1 else "are"
+            lines.append(
+                f"{self.cut:,} of {plural(total, 'prompt')} {are} cut from the left to seq_len={seq_len} ({longest})"
+            )
         if self.unanswered:
-            lines.append(f"{self.unanswered:,} of {total:,} records have no answer to learn and are left out")
+            have, are = ("has", "is") if self.unanswered == 1 else ("have", "are")
+            lines.append(
+                f"{self.unanswered:,} of {plural(total, 'record')} {have} no answer to learn and {are} left out"
+            )
         return lines
 
 
@@ -140,7 +147,8 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, begin_
         pieces += [prompt, text, end]
         sizes.append((len(prompt), len(prompt) + len(text) + 1))
         if document.prompt is not None or chats:
-            flags.append(np.arange(sizes[-1][1]) >= len(prompt))
+            learned = document.prompt is None or bool(document.text.strip())
+            flags.append((np.arange(sizes[-1][1]) >= len(prompt)) & learned)
         else:
             flags.append(np.ones(sizes[-1][1], dtype=np.bool_))
     records = np.array([document.is_record for document in documents])
@@ -194,8 +202,8 @@ def _encode_conversations(
     """Yield the ids of each conversation, and which of them the assistant says."""
     if tokenizer.template_source() is None:
         raise DataError(
-            f"{documents[0].name}: a conversation, and the tokenizer has no chat template: give --chat-template FILE, or "
-            "begin the data with a conversation to get a plain template"
+            f"{documents[0].name}: a conversation, and the tokenizer has no chat template: give --chat-template FILE, "
+            "or begin the data with a conversation to get a plain template"
         )
     template = tokenizer.chat_template()
     for batch in _batches(documents):
@@ -276,12 +284,12 @@ def _answer(whole: str, before: str, after: str, turn: int, document: Document) 
 
 
 def _weighted(rendered: Rendered, weights: Sequence[Any], document: Document) -> Rendered:
-    """Leave out answers whose message has the weight 0, as in OpenAI's format."""
+    """Leave out answers whose message has the weight 0, as in OpenAI's format, or is empty."""
     if all(weights):
         return rendered
     if len(weights) != len(rendered.answers):
         raise DataError(
             f"{document.name}: the chat template marks {len(rendered.answers)} answers in {len(weights)} messages of "
-            "the assistant, so those with weight 0 cannot be told apart: leave out the weights"
+            "the assistant, so those that are empty or of weight 0 cannot be told apart: leave them or the weights out"
         )
     return Rendered(rendered.text, [place for place, weight in zip(rendered.answers, weights, strict=True) if weight])

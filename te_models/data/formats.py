@@ -11,6 +11,7 @@ Which of the first two a list of turns is depends on the keys of its turns, what
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ ROLES = {  # of a turn, in any of the formats -> OpenAI's
 }  # fmt: skip
 _LISTS = ("messages", "conversations", "conversation")
 _TURN_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking", "weight")
+_ANSWER_FIELDS = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
 _KNOWN = (
     "messages [{role, content}], conversations [{from, value}], instruction and output, prompt and completion, or text"
 )
@@ -41,7 +43,7 @@ class Document:
 
     `name` is the document's file, or file and row; `source` is the corpus. `conversation` is JSON of the chat
     template's variables `messages` and perhaps `tools`, in place of a text; the loss counts what the assistant says in
-    it, other than in messages whose "weight" is 0.
+    it, other than in messages whose "weight" is 0. A text of white space after a prompt is no answer.
     """
 
     text: str
@@ -95,8 +97,8 @@ def row_document(row: Mapping[str, Any], columns: Mapping[str, str], place: str,
     if kind == TEXT:
         return Document(_text(renamed, "text", place), None, place, source)
     if kind == PAIRS and not isinstance(_parsed(renamed["prompt"]), list):
-        return Document(_text(renamed, "completion", place), _text(renamed, "prompt", place), place, source)
-    messages = _conversation(renamed, kind, columns, place)
+        return Document(_answer(renamed, "completion", place), _text(renamed, "prompt", place), place, source)
+    messages = [_unlearned_if_empty(message) for message in _conversation(renamed, kind, columns, place)]
     variables: dict[str, Any] = {"messages": messages}
     tools = _parsed(renamed.get("tools"))
     if tools:
@@ -121,14 +123,29 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]
     return {**row, **found}
 
 
-def unrecognised(row: Mapping[str, Any] | Collection[str], place: str) -> str:
+def unrecognised(row: Mapping[str, Any], place: str) -> str:
     """Return one line that says which columns a row has and which formats there are."""
+    if {"chosen", "rejected"} <= row.keys():
+        name = "messages" if isinstance(_parsed(row["chosen"]), list) else "completion"
+        return f"{place}: a preference (chosen, rejected): to train on the better answers give --columns {name}=chosen"
+    for name, value in row.items():
+        if len(row) == 1 and isinstance(value, list) and value and isinstance(value[0], dict):
+            return f"{place}: one object around the records: write the list {name!r} alone, as a JSON array or as JSONL"
     shown = ", ".join(repr(name)[:60] for name in list(row)[:8]) + (", ..." if len(row) > 8 else "")
     example = next((name for name in row if name.isidentifier()), "question")
     return (
         f"{place}: has {shown or 'no fields'}, but needs one of the formats {_KNOWN}: "
         f"rename fields, as in --columns prompt={example},completion=answer"
     )
+
+
+def misspelt(columns: Mapping[str, str], row: Collection[str], place: str) -> str | None:
+    """Return a line about the first of your columns that a row has only under a similar name; None without one."""
+    for name, meant in columns.items():
+        near = difflib.get_close_matches(name, [other for other in row if other not in columns], n=1)
+        if near and name not in row and meant not in row:
+            return f"{place}: --columns {meant}={name}: there is no {name!r}: did you mean {near[0]!r}?"
+    return None
 
 
 def _conversation(row: Mapping[str, Any], kind: str, columns: Mapping[str, str], place: str) -> list[dict[str, Any]]:
@@ -147,7 +164,7 @@ def _conversation(row: Mapping[str, Any], kind: str, columns: Mapping[str, str],
 
 
 def _alpaca(row: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
-    texts = {name: _text(row, name, place) for name in ("instruction", "output")}
+    texts = {"instruction": _text(row, "instruction", place), "output": _answer(row, "output", place)}
     extra = {name: _text(row, name, place) for name in ("input", "system") if row.get(name) is not None}
     messages = [{"role": "system", "content": extra["system"]}] if extra.get("system") else []
     history = _parsed(row.get("history")) or []
@@ -196,6 +213,18 @@ def _message(turn: Any, columns: Mapping[str, str], place: str) -> dict[str, Any
     }
 
 
+def _unlearned_if_empty(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message, of weight 0 if it is an answer that says and calls nothing: it would teach to end at once."""
+    if message["role"] != "assistant" or any(not _is_blank(message.get(name)) for name in _ANSWER_FIELDS):
+        return message
+    return {**message, "weight": 0}
+
+
+def _is_blank(value: Any) -> bool:
+    """Return whether a value is missing, empty or white space."""
+    return not (value.strip() if isinstance(value, str) else value)
+
+
 def _joined(content: Any, place: str) -> str:
     """Return the content of a message, which may be a list of parts, as one text."""
     parts = content if isinstance(content, list) else [content]
@@ -220,8 +249,8 @@ def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
             raise DataError(f"{place} has a tool call without the name of a function: give OpenAI's form")
         arguments = _parsed(function.get("arguments"))
         arguments = {} if arguments is None or arguments == "" else arguments
-        found.append({"type": "function", **call, "function": {**function, "arguments": arguments}}
-                     if "function" in call else {"type": "function", "function": {**function, "arguments": arguments}})  # fmt: skip
+        outer = call if "function" in call else {}
+        found.append({"type": "function", **outer, "function": {**function, "arguments": arguments}})
     return found
 
 
@@ -238,9 +267,14 @@ def _parsed(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             return value
     return value
+
+
+def _answer(row: Mapping[str, Any], name: str, place: str) -> str:
+    """Return the text of an answer; one that is null is empty, as in a message."""
+    return "" if row[name] is None else _text(row, name, place)
 
 
 def _text(row: Mapping[str, Any], name: str, place: str) -> str:

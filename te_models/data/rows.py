@@ -30,6 +30,7 @@ from te_models.data.formats import (
     ROW_COLUMNS,
     Document,
     may_be_recognised,
+    misspelt,
     rename,
     row_document,
     unrecognised,
@@ -68,8 +69,8 @@ class FileRange(NamedTuple):
 def file_ranges(system: Any, file: str, range_bytes: int) -> Iterator[tuple[FileRange, int]]:
     """Yield the ranges of a file, of about `range_bytes` each, and an estimate of the bytes of text in each.
 
-    A compressed file, a JSON array and a table cannot be entered in the middle, so they are one range. A binary file has
-    none.
+    A compressed file, a JSON array and a table cannot be entered in the middle, so they are one range. A binary file
+    has none.
     """
     kind = file_format(file)
     if kind == "Parquet":
@@ -132,9 +133,12 @@ def _read_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[str,
             elif part.group == JSON_ARRAY:
                 yield from _array_rows(file, part.path)
             else:
+                holds = "JSONL has one object per line"
+                if file_format(part.path) == "JSON":
+                    holds = "a .json file is an array of objects, [{...}, ...], with nothing around it, or JSONL"
                 for place, at, line in read_lines(file, part.path, part.start, part.stop):
                     if text := decode(line, place, at).strip():
-                        yield _json_row(text, place), place
+                        yield _json_row(text, place, holds), place
 
 
 def _text_kind(path: str, kind: str) -> int:
@@ -170,18 +174,18 @@ def _read_text(file: IO[bytes], part: FileRange) -> str:
     return "".join(parts)
 
 
-def _json_row(line: str, place: str) -> dict[str, Any]:
-    """Return the object in one line of JSONL."""
+def _json_row(line: str, place: str, holds: str) -> dict[str, Any]:
+    """Return the object in one line of JSONL; `holds` says in an error what the file should hold."""
     try:
         row = json.loads(line)
     except RecursionError:
         raise DataError(f"{place}: JSON that is nested too deeply: a record is an object of strings") from None
     except json.JSONDecodeError as error:
-        raise DataError(
-            f"{place}: not JSON ({error.msg}, column {error.colno}): JSONL has one object per line"
-        ) from None
+        raise DataError(f"{place}: not JSON ({error.msg}, column {error.colno}): {holds}") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise DataError(f"{place}: not JSON that can be read ({first_line(error)})") from None
     if not isinstance(row, dict):
-        raise DataError(f"{place}: a JSON {type(row).__name__}, not an object: JSONL has one object per line")
+        raise DataError(f"{place}: a JSON {type(row).__name__}, not an object: {holds}")
     return row
 
 
@@ -201,6 +205,8 @@ def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, Any], st
         raise DataError(
             f"{path}:{error.lineno}: not JSON ({error.msg}, column {error.colno}): give an array of objects, or JSONL"
         ) from None
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON that can be read ({first_line(error)})") from None
     for number, row in enumerate(rows, start=1):
         place = f"{path}, record {number}"
         if not isinstance(row, dict):
@@ -219,7 +225,7 @@ def _table_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, Any], st
             if not row:
                 continue  # a blank line
             if names is None:
-                names = [name.strip() for name in row]
+                names = _column_names(row, path)
                 continue
             place = f"{path}:{rows.line_num}"
             if len(row) != len(names):
@@ -229,6 +235,16 @@ def _table_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, Any], st
             yield dict(zip(names, row, strict=True)), place
     except csv.Error as error:
         raise DataError(f"{path}:{rows.line_num}: not a readable table ({error}): check its quotes") from None
+
+
+def _column_names(header: list[str], path: str) -> list[str]:
+    """Return the names in the first row of a table; a DataError if another character separates its cells."""
+    names = [name.strip() for name in header]
+    own, right = ("\t", "tabs") if file_format(path) == "TSV" else (",", "commas, or with tabs in a .tsv file")
+    for mark, said in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (",", "commas")):
+        if len(names) == 1 and mark in names[0] and mark != own:
+            raise DataError(f"{path}:1: the columns are separated by {said}: save the table with {right}")
+    return names
 
 
 @contextlib.contextmanager
@@ -260,7 +276,8 @@ def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[s
     with open_bytes(part.path) as file, _parquet(file, part.path) as table:
         names = table.schema_arrow.names
         if not may_be_recognised(rename(dict.fromkeys(names), columns)):
-            raise DataError(unrecognised(names, part.path))
+            fields = dict.fromkeys(names)
+            raise DataError(misspelt(columns, fields, part.path) or unrecognised(fields, part.path))
         wanted = [name for name in names if name in ROW_COLUMNS or name in columns]
         batches = table.iter_batches(batch_size=1024, row_groups=[part.group], columns=wanted)
         at = 0

@@ -10,7 +10,7 @@ from typing import Any
 
 from te_models.config.data import split_weight
 from te_models.data.files import file_format, find_files, open_bytes, readable_errors, text_bytes
-from te_models.data.formats import TEXT, recognise, rename, row_document
+from te_models.data.formats import TEXT, misspelt, recognise, rename, row_document
 from te_models.data.rows import TEXT as TEXT_FILE
 from te_models.data.rows import FileRange, file_ranges, first_row
 from te_models.errors import DataError, UsageError
@@ -73,7 +73,8 @@ def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: boo
             raise UsageError(f"{given}: a weight of 0 leaves all of it out: give a number above 0, or leave it out")
         system, files = find_files(path)
         found = _first_rows(system, files, path, columns)
-        renamed = renamed or any(name in row or _in_turns(row, name) for name in columns for row in found.rows)
+        for row in found.rows:
+            renamed = renamed or not columns.keys().isdisjoint((*row, *_turn_fields(row)))
         sources.append(Source(path, weight or 1.0, tuple(files), system, found.format, found.talks))
     if required and columns and not renamed:
         shown = ", ".join(map(repr, columns))
@@ -107,6 +108,8 @@ def _first_rows(system: Any, files: Sequence[str], path: str, columns: Mapping[s
         if (first := first_row(part, columns)) is None:
             continue
         row, place = first
+        if (wrong := misspelt(columns, (*row, *_turn_fields(row)), place)) is not None:
+            raise UsageError(wrong)
         document = row_document(row, columns, place, path)
         kind = str(recognise(rename(row, columns)))
         others = (_first_range(system, text) for text in texts) if kind != TEXT else ()
@@ -131,7 +134,7 @@ def _has_text(part: FileRange) -> bool:
         return bool(file.read(8000).strip())
 
 
-def _in_turns(row: Mapping[str, Any], name: str) -> bool:
-    """Return whether the turns of a conversation have a field of this name."""
+def _turn_fields(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of the fields that the turns of a conversation have."""
     lists = [value for value in row.values() if isinstance(value, list)]
-    return any(name in turn for turns in lists for turn in turns if isinstance(turn, dict))
+    return [name for turns in lists for turn in turns if isinstance(turn, dict) for name in turn]

@@ -121,8 +121,8 @@ class StreamingDataset:
             packing == "documents" and not all(source.is_text for source in self.chunks.sources)
         )
         self.reader = ChunkReader(
-            self.chunks.source, tokenizer, seed, eval_fraction, side, columns or {}, self.whole, seq_len, packing, truncate,
-            texts_only,
+            self.chunks.source, tokenizer, seed, eval_fraction, side, columns or {}, self.whole, seq_len, packing,
+            truncate, texts_only,
         )  # fmt: skip
         self.remarks: list[str] = []  # lines that `describe` ends with
         self.fingerprint = self._hash_data(tokenizer)
@@ -204,12 +204,11 @@ class StreamingDataset:
         self._lanes = {}
 
     def held_out(self, num_tokens: int, at_least_one: bool = False) -> list[Document]:
-        """Return documents reserved for evaluation (without an eval_fraction, any), about `num_tokens` tokens of them or
-        all if there are fewer.
+        """Return documents reserved for evaluation, of about `num_tokens` tokens, or all if there are fewer.
 
-        They are the same on every rank. Chunks are read in a separate order until there are enough: 1 / eval_fraction
-        times as much text as is returned. With `at_least_one`, of data so small that the share has no document, the one
-        whose hash is lowest is reserved.
+        Without an eval_fraction they are any documents. They are the same on every rank. Chunks are read in a
+        separate order until there are enough: 1 / eval_fraction times as much text as is returned. With
+        `at_least_one`, of data so small that the share has no document, the one whose hash is lowest is reserved.
 
         Raises:
             DataError: no document is reserved for evaluation.

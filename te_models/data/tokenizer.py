@@ -12,8 +12,9 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,12 @@ from te_models.data.chat_template import (
     template_tokens,
 )
 from te_models.data.json_files import read_json_object
+from te_models.data.tokenizer_conversion import convert_tokenizer
 from te_models.errors import DataError, needs
 from te_models.files.atomic import first_line
-from te_models.interop.hf import is_hugging_face
+from te_models.interop.hf import is_hugging_face, tokenizer_files
 from te_models.interop.hub import local_folder
+from te_models.saving.folder import read_listed
 from te_models.saving.pretrained import MODEL_TYPE, saved_folder
 
 CONTEXT = 16  # tokens before new ones that their text may depend on
@@ -97,6 +100,17 @@ class Tokenizer(ABC):
         config.pop("chat_template", None)
         return {**documents, "tokenizer_config": config, BESIDE: source.encode()}
 
+    def files(self) -> dict[str, Any]:
+        """Return `documents`, and as bytes by name the other files of a tokenizer that its folder has.
+
+        Templates among those are left out where `set_chat_template` has replaced them.
+        """
+        names = set(tokenizer_files(self.folder)) - {"tokenizer.json", "tokenizer_config.json", BESIDE}
+        if self._template_source is not None:
+            names = {name for name in names if "chat_template" not in name}
+        beside = read_listed(self.folder, sorted(names)) if self.folder is not None else {}
+        return {**beside, **self.documents()}
+
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and perhaps chat_template.jinja, from which `load_tokenizer`
         restores it, atomically each."""
@@ -125,6 +139,13 @@ class Tokenizer(ABC):
             source = PLAIN_WITH_BOS if begins else PLAIN
         self._template_source, self._template = source, ChatTemplate(source, self._template_tokens())
 
+    def ensure_chat_template(self) -> bool:
+        """Use the plain chat template if there is none; return whether there was none."""
+        missing = self.template_source() is None
+        if missing:
+            self.set_chat_template()
+        return missing
+
     def chat_template(self) -> ChatTemplate:
         """Return the tokenizer's chat template; a DataError if there is none."""
         if self._template is None:
@@ -133,7 +154,8 @@ class Tokenizer(ABC):
                 raise DataError("bytes have no chat template: give --model or --tokenizer a folder that has one")
             if source is None:
                 raise DataError(
-                    f"{self.folder} has no chat template, so it is no chat model: give --chat-template FILE, or use generate without --chat"
+                    f"{self.folder} has no chat template, so it is no chat model: give --chat-template FILE, or use "
+                    "generate without --chat"
                 )
             self._template = ChatTemplate(source, self._template_tokens())
         return self._template
@@ -158,20 +180,22 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
     """Load a tokenizer.
 
     Args:
-        source: a tokenizer.json, a folder with one, a saved model, the folder of a run (its newest checkpoint), or the
-            name of a model on the Hugging Face hub. None, and a model of te-models saved without a tokenizer, give the
-            ByteTokenizer.
+        source: a tokenizer.json, a folder with one, or with files that transformers makes one of, a saved model, the
+            folder of a run (its newest checkpoint), or the name of a model on the Hugging Face hub. None, and a model
+            of te-models saved without a tokenizer, give the ByteTokenizer.
 
     Raises:
-        ValueError: there is no such file, it is not a tokenizer, or the `tokenizers` package is missing.
+        ValueError: there is no such file, it is not a tokenizer, or the packages that read it are missing.
     """
     if source is None:
         return ByteTokenizer()
     file = Path(source)
-    if not file.is_file():
+    if not file.is_file() and file.suffix != ".json":
         folder = saved_folder(local_folder(source))
         file = folder / "tokenizer.json"
-        if not file.exists() and (folder / "config.json").is_file():
+        if not os.path.lexists(file) and (converted := convert_tokenizer(folder)) is not None:
+            return HuggingFaceTokenizer(converted[0], file, converted[1])
+        if not os.path.lexists(file) and (folder / "config.json").is_file():
             if is_hugging_face(folder, MODEL_TYPE):
                 raise DataError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
             return ByteTokenizer()
@@ -286,9 +310,10 @@ class HuggingFaceTokenizer(Tokenizer):
     Args:
         document: the content of tokenizer.json.
         file: its path; the other files are looked for beside it.
+        special: special tokens by name, such as "eos_token", for roles that no file beside it names.
     """
 
-    def __init__(self, document: Any, file: Path) -> None:
+    def __init__(self, document: Any, file: Path, special: Mapping[str, str] = MappingProxyType({})) -> None:
         with needs(str(file), "tokenizers", "0.20", "train"):
             from tokenizers import Tokenizer as Backend  # noqa: PLC0415
         self._file, self.folder = file, file.parent
@@ -300,7 +325,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self.vocab_size = max(self._backend.get_vocab().values(), default=-1) + 1
         self._document = document
         names = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-        beside = [read_json_object(file.with_name(name)) or {} for name in names]
+        beside = [*(read_json_object(file.with_name(name)) or {} for name in names), dict(special)]
         self._config = beside[0]
         with _library_errors(self.folder, "its special tokens are damaged"):
             self.bos_token_id, self.eos_token_id, self.pad_token_id = (

@@ -27,7 +27,7 @@ from te_models.data.sources import Source, open_sources
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer
 from te_models.distributed.control import Ranks
-from te_models.errors import DataError, UsageError
+from te_models.errors import DataError, UsageError, plural
 
 STREAMED_BYTES = 2**30  # larger corpora are streamed by default
 EVAL_SPLIT = 0.05  # of the documents in memory
@@ -222,8 +222,7 @@ class _Opening:
         """Give the tokenizer a chat template if there are conversations and it has none; say so."""
         if not any(source.talks for source in (*self.sources, *self.evaluated)):
             return []
-        if self.tokenizer.template_source() is None:
-            self.tokenizer.set_chat_template()
+        if self.tokenizer.ensure_chat_template():
             return ["the tokenizer has no chat template: a plain one is used, and saved with the model"]
         marks = self.tokenizer.chat_template().marks_answers
         return [f"answers found by {'the marks in' if marks else 'prefixes of'} the chat template's text"]
@@ -249,9 +248,9 @@ class _Opening:
             truncate=self.settings.truncate,
         )
         origin = f"from {' and '.join(self.settings.eval_data)}" if self.settings.eval_data else "held out"
-        kind = "records" if held.whole else "documents"
+        documents = plural(held.num_documents, "record" if held.whole else "document")
         held.remarks = [
-            f"evaluation on {held.num_documents:,} {kind}, {held.num_tokens:,} tokens, {origin}",
+            f"evaluation on {documents}, {plural(held.num_tokens, 'token')}, {origin}",
             *(f"in the evaluation data, {remark}" for remark in held.remarks),
         ]
         return held
@@ -268,8 +267,8 @@ class _Opening:
         if windows >= step:
             return []
         return [
-            f"too little data for a batch: a step takes {step:,} windows and an epoch has {windows:,}, so windows come "
-            "more than once per step: lower --batch-size or --gradient-accumulation, or give more data"
+            f"too little data for a batch: a step takes {plural(step, 'window')} and an epoch has {windows:,}, so a "
+            "window comes more than once per step: lower --batch-size or --gradient-accumulation, or give more data"
         ]
 
 
@@ -306,4 +305,4 @@ def _counted(encoded: Encoded) -> list[str]:
     if encoded.counted is None:
         return []
     counted = sum(int(np.count_nonzero(part)) for part in encoded.parts(encoded.counted))
-    return [f"the loss counts {counted:,} tokens, {counted / encoded.num_tokens:.0%} of those of the records"]
+    return [f"the loss counts {plural(counted, 'token')}, {counted / encoded.num_tokens:.0%} of those of the records"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
+
+from te_models.device.measured import once
 
 
 def matmul(
@@ -43,7 +43,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += matmul(a, b, dtype=torch.float32)
 
 
-@functools.cache
+@once
 def _has_units(dtype: torch.dtype) -> bool:
     """Return whether this CPU has instructions for products of `dtype`."""
     ops = torch.ops.mkldnn

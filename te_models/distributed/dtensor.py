@@ -69,8 +69,7 @@ def write_shard(target: Tensor, full: Tensor) -> None:
 
 @contextmanager
 def filling(target: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor to write all values of `target` into: `target` itself, or a whole tensor of which each rank keeps
-    its shard.
+    """Yield a tensor for all values of `target`: itself, or a whole one of which each rank keeps its shard.
 
     Every rank draws all random numbers, so that a model starts with the same values on any number of ranks.
     """

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 from types import ModuleType
 
 import torch
@@ -71,7 +72,8 @@ def auto_recipe(engine: str = "auto", device: torch.device | str | None = None) 
 
 def engine_module(name: str) -> ModuleType:
     """Return the namespace of "native" or "emulated", imported on first use: Transformer Engine is slow to import."""
-    return importlib.import_module(f"te_models.engine.{name}")
+    full = f"te_models.engine.{name}"
+    return sys.modules.get(full) or importlib.import_module(full)  # which torch.compile can trace once it is there
 
 
 def check_support(te: ModuleType, engine: str, recipe: Recipe) -> None:

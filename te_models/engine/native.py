@@ -53,9 +53,8 @@ __version__ = version("transformer-engine")
 autocast = _te.autocast
 fp8_autocast = _te.fp8_autocast
 quantized_model_init = _te.quantized_model_init
-restored_recompute = (
-    contextlib.nullcontext
-)  # the emulated engine refuses recomputes whose caller does not restore its state
+# The emulated engine refuses recomputes whose caller does not restore its state.
+restored_recompute = contextlib.nullcontext
 
 __all__ = [
     "DType", "FP8GlobalStateManager", "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer",
@@ -90,7 +89,7 @@ def outside_autocast() -> Iterator[Any]:
 _LOCK = threading.RLock()  # Transformer Engine's FP8 state belongs to the process
 
 
-def region_lock(model: torch.nn.Module) -> threading.RLock:
+def region_lock(model: torch.nn.Module, quantized: bool) -> threading.RLock:
     """Return the lock that one forward pass at a time holds, of all models in the process, BF16 ones included."""
     return _LOCK
 

@@ -41,7 +41,8 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         sweep(path.parent, glob.escape(path.name))
         temp.mkdir()
         yield temp
-        _fsync_folder(temp)
+        for folder in (*temp.glob("*/"), temp):
+            _fsync_folder(folder)
         _swap(temp, path)
     except BaseException as error:
         shutil.rmtree(temp, ignore_errors=True)
@@ -91,9 +92,7 @@ def readable(path: Path) -> Path:
 def sweep(parent: Path, pattern: str) -> None:
     """Recover from a writer that was killed: restore a folder left aside without a successor, delete other leftovers.
 
-    Args:
-        parent: the folder to sweep.
-        pattern: glob pattern of the names whose leftovers to sweep.
+    `pattern` is the glob pattern of the names in `parent` whose leftovers to sweep.
     """
     for aside in parent.glob(f".{pattern}.replaced"):
         original = parent / aside.name.removeprefix(".").removesuffix(".replaced")
@@ -109,8 +108,7 @@ def sweep(parent: Path, pattern: str) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a folder, if it exists; killed at any moment, it leaves all of it or only leftovers that `sweep`
-    deletes."""
+    """Delete a folder if it exists; killed at any moment, it leaves all of it or leftovers that `sweep` deletes."""
     with contextlib.suppress(OSError):
         temp = _hidden(path)
         os.rename(path, temp)
@@ -118,8 +116,7 @@ def discard(path: Path) -> None:
 
 
 def _hidden(path: Path) -> Path:
-    """Return a new name, which `sweep` recognises, beside `path` or beside the folder that was renamed aside to
-    `path`."""
+    """Return a new name, which `sweep` recognises, beside `path`, which may be a folder renamed aside."""
     name = path.name.removeprefix(".").removesuffix(".replaced")
     return path.with_name(f".{name}.saving-{secrets.token_hex(4)}")
 

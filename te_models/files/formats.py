@@ -28,31 +28,22 @@ from te_models.files.atomic import CHUNK_BYTES, first_line
 
 MIB = 2**20
 TEXT_BYTES = 4 * MIB  # a configuration file or a chat template; published ones have up to 1.2 MB
-# Tokenizers of published models have up to 34 MB; training.json has about 300 bytes per parameter tensor.
-JSON_BYTES = {"tokenizer.json": 64 * MIB, "training.json": 16 * MIB}
+# Files of published tokenizers have up to 34 MB; training.json has about 300 bytes per parameter tensor.
+_VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.json")
+JSON_BYTES = {"training.json": 16 * MIB, **dict.fromkeys(_VOCABULARIES, 64 * MIB)}
+_VOCABULARY_SUFFIXES = (".model", ".tiktoken", ".txt")  # of a tokenizer's files that are no JSON
 # Bounds the time and memory of parsing. Published tokenizers have 1.5 million values, other files up to 50,000.
-JSON_VALUES = {"tokenizer.json": 4_000_000}
+JSON_VALUES = dict.fromkeys(_VOCABULARIES, 4_000_000)
 MAX_JSON_VALUES = 200_000
 MAX_HEADER_BYTES = 16 * MIB  # of a safetensors file; about 100 bytes per tensor
 METADATA = "__metadata__"
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+}  # fmt: skip
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # Bits below the sign from which on a byte is no finite number: NaN in E4M3, which has no infinity.
 _FP8_LIMITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
@@ -67,19 +58,13 @@ def list_some(items: Iterable[str], limit: int = 5) -> str:
 def open_regular(
     path: Path, limit: int | None = None, error: type[TeModelsError] = CheckpointError, links: bool = True
 ) -> tuple[int, os.stat_result]:
-    """Open a regular file for reading; never waits for a pipe or a device.
-
-    Args:
-        path: the file.
-        limit: the largest size in bytes; None: any.
-        error: the type to raise.
-        links: False refuses a symbolic link.
+    """Open a regular file for reading; never waits for a pipe or a device. `links=False` refuses a symbolic link.
 
     Returns:
         The file descriptor, which the caller closes, and the status of the open file.
 
     Raises:
-        error: it is no regular file, too large, or cannot be opened.
+        error: it is no regular file, has more than `limit` bytes, or cannot be opened.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
@@ -120,14 +105,13 @@ def read_text(path: Path, limit: int = TEXT_BYTES, error: type[TeModelsError] = 
 
 
 def read_json(path: Path, error: type[TeModelsError] = CheckpointError) -> Any:
-    """Parse a JSON file: of bounded size, without duplicate keys, NaN or infinities;
-    raise `error` for anything else."""
+    """Parse a JSON file of bounded size, without duplicate keys, NaN or infinities; raise `error` for any other."""
     return parse_json(read_bytes(path, json_limit(path.name), error), path, error)
 
 
 def json_limit(file: str) -> int:
-    """Return the largest size in bytes of the JSON file of this name."""
-    return JSON_BYTES.get(file, TEXT_BYTES)
+    """Return the largest size in bytes of a JSON file, or of another file of a tokenizer, of this name."""
+    return 64 * MIB if file.endswith(_VOCABULARY_SUFFIXES) else JSON_BYTES.get(file, TEXT_BYTES)
 
 
 def parse_json(data: bytes, path: Path | str, error: type[TeModelsError] = CheckpointError, finite: bool = True) -> Any:
@@ -172,8 +156,7 @@ def render_json(value: Any, name: str) -> bytes:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether no value is NaN or infinite. Reads the tensor once (FP8 twice), at 20 GiB/s a core,
-    and copies nothing."""
+    """Return whether no value is NaN or infinite; reads at 20 GiB/s per core (FP8 twice) and copies nothing."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     if (limit := _FP8_LIMITS.get(tensor.dtype)) is not None:
@@ -184,8 +167,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def check_finite(tensors: Mapping[str, Tensor], source: Path | str) -> None:
-    """Raise CheckpointError if a tensor read from `source` has NaN or an infinity;
-    a model with one computes nothing else."""
+    """Raise CheckpointError if a tensor read from `source` has NaN or an infinity: a model computes nothing else."""
     for name, tensor in tensors.items():
         if not all_finite(tensor):
             raise CheckpointError(
@@ -330,13 +312,11 @@ class SafetensorsFile:
     def read_all(self, sha256: str | None = None, mapped: bool = False) -> dict[str, Tensor]:
         """Return all tensors.
 
-        Args:
-            sha256: the hash that the whole file must have, computed from the very bytes that are returned.
-            mapped: map the file into memory, copy-on-write, instead of reading it; for files that several processes
-                share and that do not fit into memory several times.
+        `mapped` maps the file into memory, copy-on-write, instead of reading it: for files that several processes share
+        and that do not fit into memory several times.
 
         Raises:
-            CheckpointError: the hash differs.
+            CheckpointError: the whole file, of the very bytes that are returned, has not the hash `sha256`.
         """
         digest, found = hashlib.sha256(self._prefix), {}
         content = None
@@ -388,8 +368,7 @@ def read_safetensors(
 
 
 def _parse_header(text: bytes, size: int, path: Path) -> dict[str, _Entry]:
-    """Return the tensors that a header describes, once they are known to fill the file's `size` bytes of data
-    exactly."""
+    """Return the tensors that a header describes, if they fill the file's `size` bytes of data exactly."""
     header = parse_json(text, path)
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} is damaged: its header is not an object")

@@ -8,10 +8,11 @@ import json
 import logging
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from te_models.errors import OutputInUse
+from te_models.errors import OutputInUse, UsageError
 
 LOCK = ".lock"
 
@@ -26,6 +27,7 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises:
         OutputInUse: another process, or another run of this one, holds the lock; one line that names it.
+        UsageError: in the place of the lock file is a link, a folder or another special file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, own = folder / LOCK, {"process": os.getpid(), "host": socket.gethostname()}
@@ -46,7 +48,7 @@ def _acquire(path: Path) -> int:
     """Return the descriptor of the locked file at `path`."""
     while True:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(path, flags, 0o644)
+        descriptor = _open(path, flags)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -62,10 +64,24 @@ def _acquire(path: Path) -> int:
         os.close(descriptor)
 
 
+def _open(path: Path, flags: int) -> int:
+    """Return the descriptor of the file at `path`; a UsageError if that is a link, a folder or another special file."""
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except OSError as error:
+        if not os.path.lexists(path) or isinstance(error, PermissionError):
+            raise
+        raise UsageError(f"{path} cannot be locked ({error.strerror}): remove it, or give another --out") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UsageError(f"{path} cannot be locked (not a regular file): remove it, or give another --out")
+    return descriptor
+
+
 def _owner(descriptor: int) -> str | None:
     """Return the owner that the lock file names; None if it names none."""
     try:
         owner = json.loads(os.pread(descriptor, 4096, 0))
         return f"process {int(owner['process'])} on host {str(owner['host'])[:100]!r}"
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError):
         return None

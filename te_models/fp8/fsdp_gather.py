@@ -37,7 +37,9 @@ class FP8Shard(torch.Tensor):
         self.fp8 = fp8
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         aten = torch.ops.aten
         if func is aten.as_strided.default:  # FSDP2's last step, which reshapes the gathered tensor to its own shape
             return args[0].fp8
@@ -59,8 +61,7 @@ class FP8Shard(torch.Tensor):
         return self.fp8._data.untyped_storage()
 
     def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[Any, Any]:
-        """Return the tensors to gather, FP8 data uint8 [rows / ranks, I], and the metadata:
-        all ranks' inverse scale."""
+        """Return the tensors to gather, FP8 data uint8 [rows / ranks, I], and the inverse scale of all ranks."""
         return (self.fp8._data,), self.fp8._scale_inv
 
     def fsdp_post_all_gather(

@@ -27,10 +27,9 @@ SCHEMES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP
 SHARDED_SCHEMES = SCHEMES[:2]
 # The fields of a recipe that decide how a weight is quantized.
 WEIGHT_FIELDS = ("use_power_2_scales", "use_f32_scales", "w_block_scaling_dim", "enable_2d_quantization")
-# Transformer Engine's attributes with FP8 data and inverse scales; a format has two or four of them.
-_INITIAL_VALUE = (
-    "_high_precision_init_val"  # Transformer Engine's attribute with the values that a weight was made from
-)
+# Transformer Engine's attribute with the values that a weight was made from.
+_INITIAL_VALUE = "_high_precision_init_val"
+# Its attributes with FP8 data and inverse scales; a format has two or four of them.
 _PARTS = ("data", "scale_inv", "rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 
 
@@ -49,8 +48,7 @@ def quantize_weights_alike(one: Recipe, other: Recipe) -> bool:
 
 
 def quantized(parameter: Any) -> Any:
-    """Return the engine's quantized tensor in an FP8 primary weight (this rank's rows of it);
-    None for another tensor."""
+    """Return the engine's quantized tensor in an FP8 weight (this rank's rows of it); None for another tensor."""
     own = local(parameter)
     own = own.fp8 if isinstance(own, FP8Shard) else own
     return own if hasattr(own, "quantize_") else None  # the method that quantized tensors of both engines have
@@ -69,7 +67,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 def clear_states(model: nn.Module) -> None:
     """Reset scales to 1 and histories to 0 in modules with FP8 weights, which were built from uninitialized memory."""
-    for module in _owners(model).values():
+    for module in _owners(model):
         if delayed_states(module):  # Transformer Engine's own reset fails under other recipes (2.20)
             module.reset_fp8_meta_tensors()
 
@@ -82,7 +80,7 @@ def drop_transposed(model: nn.Module, recipe: Recipe) -> None:
     """
     if recipe.scheme not in SHARDED_SCHEMES:
         return
-    for module in _owners(model).values():
+    for module in _owners(model):
         fp8 = quantized(module.weight)
         module._is_fsdp2 = True
         fp8._quantizer.set_usage(columnwise=False)
@@ -103,10 +101,9 @@ def write_weight(parameter: Any, value: Tensor, for_master: bool = True) -> None
         write_shard(parameter, value)
         return
     value = value.detach().to(parameter.dtype)
-    for part in _PARTS:
-        scales = getattr(fp8, f"_{part}", None) if part.endswith("scale_inv") else None
-        if scales is not None:
-            scales.zero_()  # blocks' scales lie in rows that are filled up, with what the memory held
+    for part, tensor in _parts(fp8).items():
+        if part.endswith("scale_inv"):
+            tensor.zero_()  # blocks' scales lie in rows that are filled up, with what the memory held
     quantizer = fp8._quantizer
     if _delayed(quantizer) and (amax := value.abs().amax().float()) > 0:
         quantizer.scale.fill_(E4M3_MAX / amax.item())
@@ -124,7 +121,7 @@ def saved_weight(parameter: Any) -> dict[str, Tensor]:
     fp8 = quantized(parameter)
     if fp8 is None:
         return {"": parameter.detach().clone()}
-    saved = {part: tensor.clone() for part in _PARTS if (tensor := getattr(fp8, f"_{part}", None)) is not None}
+    saved = {part: tensor.clone() for part, tensor in _parts(fp8).items()}
     if _delayed(fp8._quantizer):
         saved["scale"] = fp8._quantizer.scale.clone()
     return saved
@@ -168,8 +165,7 @@ def drop_initial_values(model: nn.Module) -> None:
 
 @torch.no_grad()
 def new_master(parameter: Any) -> Tensor:
-    """Return the FP32 master of an FP8 weight: the values it was made from, if still stored,
-    else the dequantized ones."""
+    """Return the FP32 master of an FP8 weight: the stored values it was made from, else the dequantized ones."""
     fp8 = quantized(parameter)
     value = vars(fp8).pop(_INITIAL_VALUE, None)
     if value is None:
@@ -186,9 +182,7 @@ def quantized_weights(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{name}.{part}": from_shard(tensor, parameter) if part == "data" else tensor
         for name, parameter in model.named_parameters()
-        if (fp8 := quantized(parameter)) is not None
-        for part in _PARTS
-        if (tensor := getattr(fp8, f"_{part}", None)) is not None
+        for part, tensor in _parts(quantized(parameter)).items()
     }
 
 
@@ -208,7 +202,7 @@ def load_quantized_weights(model: nn.Module, saved: Mapping[str, Tensor]) -> Non
 
 @torch.no_grad()
 def set_scale(parameter: Any, inverse: Tensor) -> None:
-    """Make `inverse`, a positive FP32 number, the inverse scale that delayed scaling quantizes this FP8 weight with next."""
+    """Make `inverse`, a positive FP32 number, the inverse scale of an FP8 weight's next cast under delayed scaling."""
     quantizer = quantized(parameter)._quantizer
     if _delayed(quantizer):
         quantizer.scale.fill_(1.0 / inverse.item())
@@ -242,7 +236,7 @@ def relink(model: nn.Module, built: Any) -> None:
 
     `built` is the engine's recipe object. The caller copies delayed scales.
     """
-    for module in _owners(model).values():
+    for module in _owners(model):
         fp8, quantizer = quantized(module.weight), _weight_quantizer(module, built)
         quantizer.set_usage(columnwise=fp8._quantizer.columnwise_usage)
         reduce_amax_over(quantizer, amax_group(fp8._quantizer))
@@ -293,8 +287,14 @@ def _weight_quantizer(module: Any, built: Any) -> Any:
     return quantizer
 
 
-def _owners(model: nn.Module) -> dict[str, Any]:
-    return {name: m for name, m in model.named_modules() if is_quantized(getattr(m, "weight", None))}
+def _owners(model: nn.Module) -> list[Any]:
+    """Return the modules with FP8 weights."""
+    return [module for module in model.modules() if is_quantized(getattr(module, "weight", None))]
+
+
+def _parts(fp8: Any) -> dict[str, Tensor]:
+    """Return the FP8 data and the inverse scales of a quantized tensor, by name."""
+    return {part: tensor for part in _PARTS if (tensor := getattr(fp8, f"_{part}", None)) is not None}
 
 
 def _delayed(quantizer: Any) -> bool:

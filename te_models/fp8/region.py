@@ -35,7 +35,7 @@ def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: An
     Warns:
         UserWarning: if an enabled autocast with another recipe lies around the pass, which has no effect on it.
     """
-    with te.region_lock(model), te.outside_autocast() as outer:
+    with te.region_lock(model, recipe.quantized), te.outside_autocast() as outer:
         if outer is not None and repr(outer) != repr(te_recipe):
             warnings.warn(
                 f"the model runs under its own recipe {recipe.name!r}, not under the {type(outer).__name__} of the "
@@ -67,7 +67,7 @@ def fp8_layers(te: ModuleType, te_recipe: Any, amax_group: Any) -> Iterator[None
 
 @contextlib.contextmanager
 def _discarding_amaxes_of_a_failure(model: nn.Module) -> Iterator[None]:
-    """On an exception, clear the amaxes that the pass recorded.
+    """Clear the amaxes that the pass recorded, on an exception.
 
     Between passes row 0 of a forward history is zero, except for FP8 primary weights: the optimizer's step records
     theirs, and the pass does not.

@@ -46,6 +46,14 @@ def fp8_state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+@torch.no_grad()
+def weight_scale(module: nn.Module) -> Tensor | None:
+    """Return the live scale of a te.Linear's weight under DelayedScaling, FP32 []; None without one."""
+    for state in delayed_states(module, ("scaling_fwd",)).values():
+        return state.scale[1]
+    return None
+
+
 def check_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError unless `tensors` (as from `fp8_state`) are state that this model can continue with.
 
@@ -93,8 +101,7 @@ def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Any) 
 
 
 def make_state(module: Any, built: Any, gemms: int = 1) -> None:
-    """Give a te module of so many GEMMs the state for the engine's recipe object `built`,
-    if it has none (section 7.11)."""
+    """Give a te module of `gemms` GEMMs the state for the engine's recipe `built`, if it has none (section 7.11)."""
     if "scaling_fwd" not in module.fp8_meta:
         module.fp8_meta.update(recipe=built, num_gemms=gemms)
         module.init_fp8_meta_tensors(built)

@@ -167,9 +167,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 _LOCK = threading.Lock()
-_EVALUATING: weakref.WeakKeyDictionary[nn.Module, tuple[int, bool]] = (
-    weakref.WeakKeyDictionary()
-)  # users, training before
+# Model -> number of users, and whether it was training before.
+_EVALUATING: weakref.WeakKeyDictionary[nn.Module, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
 
 def _rows(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:

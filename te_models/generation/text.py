@@ -46,13 +46,6 @@ def stream_text(
         yield text[sent:]
 
 
-def continue_text(
-    model: Decoder, tokenizer: Tokenizer, prompt: str, max_new_tokens: int = 64, **options: Unpack[GenerationOptions]
-) -> str:
-    """Return `prompt` and its continuation as text. Arguments are those of `stream_text`."""
-    return prompt + "".join(stream_text(model, tokenizer, prompt, max_new_tokens, **options))
-
-
 def _certain(text: str, endings: Sequence[str]) -> int:
     """Return the length of `text` that is final: without half a character or half a stop string at its end."""
     begun = max((n for end in endings for n in range(len(end)) if text.endswith(end[:n])), default=0)

@@ -1,7 +1,7 @@
 """A cache of transformers in the place of te_models.model.kv_cache.KVCache, for one forward pass.
 
-Any cache of transformers will do (dynamic, static, with sliding windows, quantized, offloaded): it stores keys and values
-and says which slots it returns; the masks are made here.
+Any cache of transformers will do (dynamic, static, with sliding windows, quantized, offloaded): it stores keys and
+values and says which slots it returns; the masks are made here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from te_models.config.model import ModelConfig
 from te_models.kernels.sdpa import attention_mask as causal_mask
+from te_models.kernels.sdpa import masks_nothing
 
 
 class CacheView:
@@ -41,7 +42,7 @@ class CacheView:
         self.documents = documents
         self.config, self.past, self.positions, self.device = config, past, positions, device
         self.whole = mask if mask is not None and mask.dim() == 4 else None
-        self.mask = None if mask is None or mask.dim() == 4 or bool(mask.all()) else mask.bool()
+        self.mask = None if mask is None or mask.dim() == 4 or masks_nothing(mask) else mask.bool()
         self.length = 0 if past is None else int(past.get_seq_length())
         self._slots = torch.empty(0, dtype=torch.long, device=device)
 
@@ -52,7 +53,7 @@ class CacheView:
 
     def visible(self, window: int | None) -> Tensor | None:
         """Return which slots each of the newest tokens sees, [B or 1, 1, S, slots]; None for plain causal attention."""
-        seq = len(self._slots)
+        seq = self._slots.shape[0]
         slots, first = self._sizes(window, seq)
         if self.whole is not None:
             return self.whole[..., :slots]

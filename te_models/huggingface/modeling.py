@@ -1,6 +1,7 @@
-"""TEModelsForCausalLM: a CausalLM as a model of transformers, for its generate, pipeline and Trainer and for TRL and others.
+"""TEModelsForCausalLM: a CausalLM as a model of transformers, for generate, pipelines, Trainer, TRL and others.
 
-It adds no parameters and computes nothing itself: arguments are those of transformers' decoders, the work is the Decoder's.
+It adds no parameters and computes nothing itself: arguments are those of transformers' decoders, the work is the
+Decoder's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.saving import save_model
 from te_models.interop.hf import is_hugging_face
 from te_models.interop.hub import local_folder, split_options
-from te_models.model.targets import IGNORED
+from te_models.model.inputs import check_inputs, check_tokens
+from te_models.model.targets import IGNORED, nan_if, valid_targets
 from te_models.saving.pretrained import WRAPPED
 
 # What collators of packed documents say once more for FlashAttention's own kernels.
@@ -121,7 +123,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: int64 [B, S].
-            attention_mask: [B, past + S], 0 at padding on either side; or [B, 1, S, past + S], bool or added to the scores.
+            attention_mask: [B, past + S], 0 at padding on either side; or [B, 1, S, past + S], bool or added to the
+                scores.
             position_ids: int64 [B or 1, S], positions for RoPE. Without mask and cache, a position that does not follow
                 the one before it begins a new document, outside of which attention sees nothing.
             past_key_values: a cache, which is extended.
@@ -129,7 +132,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             labels: int64 [B, S], not shifted; -100 is not counted.
             use_cache: return a cache; by default in evaluation without labels, if the config says so.
             logits_to_keep: compute the logits of this many of the newest positions (0: of all), or of these positions.
-            output_hidden_states: return the embeddings, the output of every block and, in place of the last, of the norm.
+            output_hidden_states: return the embeddings, the output of every block and, in place of the last, of the
+                norm.
             output_attentions: not supported.
             return_dict: False returns a tuple.
             num_items_in_batch: divide the summed loss by this number instead of the number of labels that count.
@@ -143,9 +147,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             raise UsageError("attention weights are never computed as a whole: leave out output_attentions")
         shift_labels = loss_options.pop("shift_labels", None)
         _refuse_unknown(loss_options)
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
-        if tokens is None:
-            raise UsageError("give input_ids or inputs_embeds")
+        tokens = self._tokens(input_ids, inputs_embeds, labels, shift_labels)
         wants_loss = labels is not None or shift_labels is not None
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not wants_loss
@@ -179,14 +181,22 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None, past: Cache | None, **attention: Tensor | None
     ) -> Tensor:
         """Return the output of the last norm, [B, S, D]; arguments as in `forward`."""
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
-        if tokens is None:
-            raise UsageError("give input_ids or inputs_embeds")
+        tokens = self._tokens(input_ids, inputs_embeds)
         mask, positions = attention.get("attention_mask"), attention.get("position_ids")
         passed: dict[str, Any] = self._attention(tokens, mask, positions, past)
         with _hidden_states([], [self.model.norm], tokens.shape) as found:
             self.model(input_ids, inputs_embeds=inputs_embeds, logits_to_keep=1, **passed)
         return found[0]
+
+    def _tokens(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, *labels: Tensor | None) -> Tensor:
+        """Return the argument that is given, checked beside labels [B, S]."""
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if tokens is None:
+            raise UsageError("give input_ids or inputs_embeds")
+        check_tokens(self.model.config, tokens, embedded=inputs_embeds is not None)
+        for given in labels:
+            check_inputs(self.model.config, tokens, given, None, None, None)
+        return tokens
 
     def _attention(
         self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None
@@ -196,7 +206,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         mask = None if mask is None else mask.to(tokens.device)
         positions = None if positions is None else positions.to(tokens.device).expand(batch, seq)
         if past is None and (mask is None or mask.dim() == 2):
-            plain = dict(attention_mask=mask)
+            plain, traced = dict(attention_mask=mask), torch.compiler.is_compiling()  # which has no values to compare
             if positions is None:
                 return plain
             if mask is None:
@@ -204,12 +214,11 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
                 started = documents.diff(prepend=documents[:, :1] - 1) != 0
                 place = torch.arange(seq, device=tokens.device)
                 usual = place - torch.where(started, place, 0).cummax(-1).values
-                plain = dict(document_ids=documents) if bool(documents[:, -1].any()) else {}
-                if torch.equal(positions, usual):
-                    return plain
+                if not traced and torch.equal(positions, usual):
+                    return dict(document_ids=documents) if bool(documents[:, -1].any()) else {}
                 view = CacheView(self.model.local_config, None, None, positions, tokens.device, documents)
                 return dict(cache=view)
-            if torch.equal(positions.where(mask.bool(), 0), (mask.cumsum(-1) - 1).where(mask.bool(), 0)):
+            if not traced and torch.equal(positions.where(mask.bool(), 0), (mask.cumsum(-1) - 1).where(mask.bool(), 0)):
                 return plain
         view = CacheView(self.model.local_config, past, mask, positions, tokens.device)
         real = mask[:, -seq:] if mask is not None and mask.dim() == 2 and seq > 1 else None
@@ -222,15 +231,17 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         if shifted is None:
             assert labels is not None
             shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        targets = shifted.flatten().to(logits.device)
-        loss = self.model.kernels.cross_entropy(logits.flatten(0, 1), targets)
+        targets, invalid = valid_targets(shifted.flatten().to(logits.device), self.model.config.vocab_size)
+        loss = nan_if(self.model.kernels.cross_entropy(logits.flatten(0, 1), targets), invalid)
         return loss if count is None else loss * (targets != IGNORED).sum() / count
 
     @torch.no_grad()
     def generate(self, *args: Any, **options: Any) -> Any:
         """Continue prompts as transformers does, with all of its options; FP8 weights are quantized once per call."""
+        options.setdefault("disable_compile", True)  # with a static cache it would compile forward, into many pieces
         with self._weights_quantized_once():
-            return super().generate(*args, **options)  # type: ignore[bad-argument-type]  # its protocol has no properties
+            # Its protocol has no properties.
+            return super().generate(*args, **options)  # type: ignore[bad-argument-type]
 
     @contextlib.contextmanager
     def _weights_quantized_once(self) -> Iterator[None]:
@@ -335,7 +346,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _refuse_unknown(options: dict[str, Any]) -> None:
-    """Raise a UsageError for arguments that would change something; the ends of packed documents are in position_ids too."""
+    """Raise a UsageError for arguments with an effect; the ends of packed documents are in position_ids too."""
     if unknown := [name for name in options if name not in PACKING]:
         raise UsageError(f"forward takes no {list_some(unknown)}: leave it out")
 
@@ -411,7 +422,7 @@ class Backbone(nn.Module):
         use_cache: bool | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast:
-        """Return the output of the last norm, [B, S, D], as `last_hidden_state`; arguments as in TEModelsForCausalLM."""
+        """Return the output of the last norm, [B, S, D]; arguments as in TEModelsForCausalLM."""
         _refuse_unknown(others)
         (owner,) = self.owner
         attention = dict(attention_mask=attention_mask, position_ids=position_ids)

@@ -1,4 +1,4 @@
-"""Folders of a TEModelsForCausalLM: our format, written beside what a Trainer and its tokenizer put into the same folder."""
+"""Folders of a TEModelsForCausalLM: our format, beside the files of a Trainer and its tokenizer in the same folder."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def save_model(
 ) -> None:
     """Write a model into `folder`, in our format, and leave other files in it alone.
 
-    The weights have the FP8 state with them, as in a state_dict, since a Trainer that resumes reads model.safetensors alone.
-    A crash in between leaves a folder without its manifest, which is refused.
+    The weights have the FP8 state with them, as in a state_dict, since a Trainer that resumes reads model.safetensors
+    alone. A crash in between leaves a folder without its manifest, which is refused.
 
     Args:
         model: the model.

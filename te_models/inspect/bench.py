@@ -74,8 +74,7 @@ def parse(recipe: str) -> tuple[str, dict[str, Any]]:
 
 
 def model_step(ids: torch.Tensor, config: ModelConfig, cuda_graph: bool = False, **options: Any) -> Step:
-    """Return a function that runs forward and backward of CausalLM(config, **options) on ids [B, S];
-    it returns the loss.
+    """Return a function that runs forward and backward of CausalLM(config, **options) on ids [B, S], for the loss.
 
     With `cuda_graph` the step is replayed as one CUDA graph.
     """
@@ -133,14 +132,9 @@ def bench(
     """Measure every variant and return {"environment", "settings", "reference", "roofline", "rows"} for JSON.
 
     Args:
-        config: shape of every variant.
         recipes: recipes such as "delayed", with options from `WAYS` such as "delayed+fused".
         peers: names from te_models.inspect.peers.PEERS.
-        batch_size: sequences per step.
-        seq_len: tokens per sequence.
-        steps: timed rounds; in each, every variant runs once.
-        warm_up: rounds before those.
-        device: a CPU or a CUDA device.
+        steps: timed rounds, after `warm_up` others; in each, every variant runs once on batch_size x seq_len tokens.
         progress: called with a line per stage.
         options: options of CausalLM, such as `engine` and recipe fields.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from te_models.files.atomic import replace_text
 from te_models.training.plots import new_figure, save_figure, try_drawing
@@ -18,15 +18,12 @@ def bench_table(result: dict[str, Any]) -> Table:
     """Return a result of te_models.inspect.bench as a table."""
     settings = result["settings"]
     where = result["environment"].get("gpu", "CPU: the emulated engine's numbers, not a GPU's speed")
-    table = Table(
-        title=f"forward + backward, batch {settings['batch_size']} x {settings['seq_len']} tokens, {where}",
-        title_justify="left", box=None,
-    )  # fmt: skip
-    columns = ["", "ms", "(quartiles)", "tokens/s", "model TFLOP/s", f"speed relative to {result['reference']}"]
+    title = f"forward + backward, batch {settings['batch_size']} x {settings['seq_len']} tokens, {where}"
+    columns = ["ms", "(quartiles)", "tokens/s", "model TFLOP/s", f"speed relative to {result['reference']}"]
     columns += ["of roofline"] if result["roofline"] else []
     columns += ["peak GiB"] if result["rows"][0]["peak_gib"] is not None else []
-    for column in [*columns, "loss"]:
-        table.add_column(column, justify="right" if column else "left")
+    numbers = (Column(name, justify="right") for name in (*columns, "loss"))
+    table = Table("", *numbers, title=title, title_justify="left", box=None)
     for row in result["rows"]:
         low, high = row["ms_quartiles"]
         cells = [row["name"], f"{row['ms']:.2f}", f"{low:.2f} to {high:.2f}", f"{row['tokens_per_second']:,.0f}"]
@@ -58,10 +55,7 @@ def plot_bench(path: Path, result: Mapping[str, Any], title: str) -> None:
     axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
     names = [row["name"] for row in rows]
     colors = ["C0" if name.startswith("te-models") else "0.6" for name in names]
-    spread = [
-        [row["ms"] - row["ms_quartiles"][0] for row in rows],
-        [row["ms_quartiles"][1] - row["ms"] for row in rows],
-    ]
+    spread = [[abs(row["ms"] - row["ms_quartiles"][side]) for row in rows] for side in (0, 1)]
     bars = axes[0].barh(names, [row["ms"] for row in rows], xerr=spread, color=colors)
     axes[0].bar_label(bars, [f"{row['ms']:.1f}" for row in rows], padding=4, fontsize=8)
     axes[0].set(xlabel="forward + backward (ms)", title=title)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 
@@ -31,23 +31,14 @@ CALIBRATION = 2  # training forwards: the second has scales that the first one f
 
 @dataclass(frozen=True)
 class RecipeLoss:
-    """The loss under one recipe.
-
-    Attributes:
-        recipe: its name.
-        loss: mean cross-entropy in nats per counted token.
-        tokens: tokens that the loss counts; 0 if the recipe was not run.
-        text_bytes: bytes of UTF-8 that these tokens stand for.
-        seconds: time of the forward passes.
-        note: how the scales came about, or why the recipe was not run.
-    """
+    """The loss under one recipe."""
 
     recipe: str
-    loss: float = math.nan
-    tokens: int = 0
-    text_bytes: int = 0
-    seconds: float = math.nan
-    note: str = ""
+    loss: float = math.nan  # mean cross-entropy in nats per counted token
+    tokens: int = 0  # that the loss counts; 0 if the recipe was not run
+    text_bytes: int = 0  # of UTF-8 that these tokens stand for
+    seconds: float = math.nan  # of the forward passes
+    note: str = ""  # how the scales came about, or why the recipe was not run
 
     @property
     def perplexity(self) -> float:
@@ -79,21 +70,13 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation(Printable):
-    """Losses and scores of one model. Print it for tables; `to_dict` returns plain JSON values.
-
-    Attributes:
-        model: its name.
-        data: the name of the data; "" if only tasks were run.
-        losses: one per recipe, refused ones included.
-        scores: one per recipe, task and metric.
-        remarks: lines about the data, such as records that were too long.
-    """
+    """Losses and scores of one model. Print it for tables; `to_dict` returns plain JSON values."""
 
     model: str
-    data: str
-    losses: tuple[RecipeLoss, ...]
-    scores: tuple[Score, ...] = ()
-    remarks: tuple[str, ...] = ()
+    data: str  # its name; "" if only tasks were run
+    losses: tuple[RecipeLoss, ...]  # one per recipe, refused ones included
+    scores: tuple[Score, ...] = ()  # one per recipe, task and metric
+    remarks: tuple[str, ...] = ()  # lines about the data, such as records that were too long
     width: ClassVar[int] = 120
 
     @property
@@ -103,24 +86,17 @@ class Evaluation(Printable):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tables as plain JSON values; null where a recipe was not run."""
-        rows = [
+        rows = (
             {**asdict(row), "perplexity": row.perplexity, "bits_per_byte": row.bits_per_byte} for row in self.losses
-        ]
-        rows = [{name: None if value != value else value for name, value in row.items()} for row in rows]
-        return {
-            "model": self.model,
-            "data": self.data,
-            "losses": rows,
-            "scores": [asdict(s) for s in self.scores],
-            "remarks": self.remarks,
-        }
+        )
+        losses = [{name: None if value != value else value for name, value in row.items()} for row in rows]
+        scores = [asdict(score) for score in self.scores]
+        return dict(model=self.model, data=self.data, losses=losses, scores=scores, remarks=self.remarks)
 
     def __rich__(self) -> Group:
-        parts: list[Any] = (
-            [Text(f"{self.model} on {self.data}", "bold"), *map(Text, self.remarks), self._loss_table()]
-            if self.data
-            else []
-        )
+        parts: list[Any] = []
+        if self.data:
+            parts += [Text(f"{self.model} on {self.data}", "bold"), *map(Text, self.remarks), self._loss_table()]
         if self.scores:
             parts += [*([Text()] if parts else []), Text(f"{self.model} on tasks", "bold"), self._score_table()]
         return Group(*parts)
@@ -149,12 +125,8 @@ class Evaluation(Printable):
         return table
 
 
-def _table(first: str, *columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(first)
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+def _table(first: str, *numbers: str) -> Table:
+    return Table(first, *(Column(name, justify="right") for name in numbers), box=None, pad_edge=False)
 
 
 def evaluate_recipes(
@@ -172,14 +144,11 @@ def evaluate_recipes(
     """Measure a model under each recipe, on the same tokens; one model at a time is in memory.
 
     Args:
-        load: builds the model under a recipe; None for its own.
-        recipes: names or TOML files, or None, for `load`.
-        tokenizer: the model's.
-        model: the model's name, for the title.
-        data: path of the data, as for finetune; None for scores only.
+        load: builds the model under one of `recipes`, names or TOML files; None for its own.
+        model: its name, for the title.
+        data: its path, as for finetune; None for scores only. `columns` are those of DataConfig.
         score: runs tasks on a model.
         progress: called with a line on what is going on.
-        columns: your columns of the data, as DataConfig has them.
         sizes: keywords of `make_batches`.
 
     Raises:
@@ -230,13 +199,9 @@ def make_batches(
     Conversations are put into the tokenizer's chat template; a tokenizer without one gets the plain one.
 
     Args:
-        documents: the data.
-        tokenizer: the model's.
-        model: says how long a sequence may be.
         seq_len: tokens per sequence; None: SEQ_LEN, or what the model takes.
-        batch_size: sequences per batch.
         max_batches: most batches, spread evenly over the data; None or 0: all.
-        truncate: records longer than that are left out ("drop") or their prompts cut from the left ("prompt").
+        truncate: longer records are left out ("drop") or their prompts cut from the left ("prompt").
 
     Raises:
         UsageError: a size is out of range, or the tokenizer is of another model.
@@ -246,8 +211,8 @@ def make_batches(
     if seq_len is not None and seq_len > limit:
         raise UsageError(f"--seq-len {seq_len} is longer than the model's max_position_embeddings={limit}: lower it")
     length = min(SEQ_LEN, limit) if seq_len is None else seq_len
-    if any(document.conversation is not None for document in documents) and tokenizer.template_source() is None:
-        tokenizer.set_chat_template()
+    if any(document.conversation is not None for document in documents):
+        tokenizer.ensure_chat_template()
     options = dict(batch_size=batch_size or 1, seed=0, shuffle=False, packing="documents", truncate=truncate)
     dataset = TokenDataset(documents, tokenizer, length, **options)
     return dataset.eval_batches(max_batches or dataset.num_windows), dataset.remarks

@@ -11,7 +11,7 @@ from typing import Any
 
 from te_models.causal_lm import CausalLM
 from te_models.data.tokenizer import Tokenizer
-from te_models.errors import DataError, UsageError, needs
+from te_models.errors import DataError, TeModelsError, UsageError, needs
 from te_models.files.atomic import first_line
 from te_models.huggingface.modeling import TEModelsForCausalLM
 from te_models.inspect.evaluate import Score
@@ -23,22 +23,31 @@ with needs("--tasks", "lm-eval", "0.4.9", "eval"):
     from transformers import PreTrainedTokenizerFast
 
 
-def find_tasks(names: Sequence[str]) -> TaskManager:
-    """Return the tasks that the harness knows.
+def find_tasks(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
+    """Return the tasks that the harness knows, and the names of those asked for.
+
+    Args:
+        names: tasks, groups of tasks, YAML files that describe one, or folders of such files, for all tasks in them.
 
     Raises:
-        UsageError: a name is neither a task, a group of tasks, nor the path of a YAML file that describes one.
+        UsageError: a name is none of these, or a folder describes no task.
     """
-    manager = TaskManager()
+    folders: list[str | Path] = [name for name in names if Path(name).is_dir()]
+    files = [name for name in names if name.endswith((".yaml", ".yml")) and Path(name).is_file()]
+    manager = TaskManager(include_path=folders, include_defaults=len(folders) + len(files) < len(names))
+    found: list[str] = []
     for name in names:
-        known = manager.all_tasks
-        if name not in known and not (name.endswith((".yaml", ".yml")) and Path(name).is_file()):
-            near = difflib.get_close_matches(name, known, n=3)
+        known = TaskManager(include_path=name, include_defaults=False).all_subtasks if name in folders else []
+        if name in folders and not known:
+            raise UsageError(f"--tasks {name}: no YAML file in this folder describes a task: write `task: NAME` in one")
+        if not {name} & {*folders, *files, *manager.all_tasks}:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             raise UsageError(
-                f"unknown task {name!r}: {hint}`lm-eval ls tasks` lists all, and a path of a YAML file is one"
+                f"unknown task {name!r}: {hint}`lm-eval ls tasks` lists all; a YAML file or a folder of them is one"
             )
-    return manager
+        found += known or [name]
+    return manager, found
 
 
 def score_tasks(
@@ -52,41 +61,28 @@ def score_tasks(
 ) -> list[Score]:
     """Run tasks on a model, as `lm_eval` does on one of transformers; return every metric that is a number.
 
-    Args:
-        model: the model; evaluated under its recipe, with its scales unchanged.
-        tokenizer: the model's.
-        tasks: names or YAML files.
-        manager: from `find_tasks`.
-        batch_size: sequences per forward pass.
-        limit: examples per task; None for all.
-        few_shot: solved examples before each; None for the task's own number.
+    The model is evaluated under its recipe, with its scales unchanged. `limit` is the number of examples per task and
+    `few_shot` that of solved examples before each; None for all, and for the task's own number.
 
     Raises:
-        DataError: the examples of a task cannot be loaded.
+        DataError: a task's description is wrong, or its examples cannot be loaded.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         words = PreTrainedTokenizerFast.from_pretrained(folder)
-    wrapped = HFLM(
-        pretrained=TEModelsForCausalLM.wrap(model).eval(),
-        tokenizer=words,
-        batch_size=batch_size,
-        max_length=model.config.max_position_embeddings,
-    )
+    sizes = dict(batch_size=batch_size, max_length=model.config.max_position_embeddings)
+    wrapped = HFLM(pretrained=TEModelsForCausalLM.wrap(model).eval(), tokenizer=words, **sizes)
+    examples = dict(tasks=list(tasks), task_manager=manager, limit=limit, num_fewshot=few_shot)
     try:
-        found = lm_eval.simple_evaluate(
-            wrapped,
-            tasks=list(tasks),
-            task_manager=manager,
-            limit=limit,
-            num_fewshot=few_shot,
-            bootstrap_iters=0,
-            log_samples=False,
-            verbosity=None,
-        )
-    except OSError as error:  # datasets and the hub raise kinds of it
-        raise DataError(f"--tasks {','.join(tasks)}: the examples cannot be loaded ({first_line(error)})") from error
+        found = lm_eval.simple_evaluate(wrapped, **examples, bootstrap_iters=0, log_samples=False, verbosity=None)
+    except (TeModelsError, RuntimeError, MemoryError):
+        raise
+    except Exception as error:  # the libraries that read a task have no common base but this one
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise DataError(
+            f"--tasks {','.join(tasks)}: a task or its examples cannot be read ({reason}): check file or network"
+        ) from error
     return list(_scores(model.recipe.name, found["results"]))
 
 

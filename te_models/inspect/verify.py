@@ -42,12 +42,11 @@ LAUNCH_BOUND = 1e-3
 
 
 class Trial(NamedTuple):
-    """Results y, dx, dw of a linear; whether it saved FP8 data for backward; quantizers of x,
-    w and dy (none in BF16)."""
+    """One forward and backward of a linear."""
 
-    results: tuple[Tensor, ...]
-    saved_fp8: bool
-    quantizers: tuple[str, ...]
+    results: tuple[Tensor, ...]  # y, dx, dw
+    saved_fp8: bool  # for backward
+    quantizers: tuple[str, ...]  # of x, w and dy; none in BF16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,13 +111,10 @@ class Verification(Printable):
         """Return the conclusions, one sentence each."""
         fp8, bf16 = sum(gemm.in_fp8 for gemm in self.gemms), sum(gemm.in_bf16 for gemm in self.gemms)
         if not fp8:
-            return [
-                f"All {bf16} linears run in BF16: recipe {self.recipe.name!r} quantizes nothing. Try --recipe delayed."
-            ]
-        if self.failures:
-            return [
-                f"FP8 DID NOT RUN in {', '.join(self.failures)}: their results equal BF16's, or no FP8 data was saved."
-            ]
+            return [f"All {bf16} linears run in BF16: recipe {self.recipe.name!r} quantizes nothing. "
+                    "Try --recipe delayed."]  # fmt: skip
+        if failed := ", ".join(self.failures):
+            return [f"FP8 DID NOT RUN in {failed}: their results equal BF16's, or no FP8 data was saved."]
         ran = f"{self.recipe.formats} really ran in {fp8} of {fp8 + bf16} linears; {bf16} are in BF16, as planned."
         return [ran, *self._measured(), *self._estimate()]
 
@@ -165,17 +161,9 @@ class Verification(Printable):
         return {**about, "gemms": rows, "ok": not self.failures, "verdict": self.verdict()}
 
     def __rich__(self) -> Group:
-        table = Table(box=None, pad_edge=False)
         has_times = any(gemm.milliseconds for gemm in self.gemms)
-        for column in (
-            "module",
-            "gemm",
-            "linears",
-            "quantizers of x, w, dy",
-            *GEMMS,
-            *(["BF16 / FP8 ms"] if has_times else []),
-        ):
-            table.add_column(column)
+        columns = ["module", "gemm", "linears", "quantizers of x, w, dy", *GEMMS]
+        table = Table(*columns, *(["BF16 / FP8 ms"] if has_times else []), box=None, pad_edge=False)
         for gemm in self.gemms:
             counts = ((gemm.in_fp8, "FP8" if self.recipe.formats != "E2M1" else "FP4"), (gemm.in_bf16, "BF16"))
             linears = " + ".join(f"{count} {kind}" for count, kind in counts if count)
@@ -197,13 +185,9 @@ ADVICE = "Raise the rows per step (--batch-size, --seq-len), or use --recipe bf1
 
 
 def verify(model: CausalLM, batch_size: int, seq_len: int, plan: PrecisionPlan | None = None) -> Verification:
-    """Run every distinct GEMM of `model` with and without FP8; the model is unchanged afterwards.
+    """Run every distinct GEMM of `model` with and without FP8 on random tokens; the model is unchanged afterwards.
 
-    Args:
-        model: the model to verify.
-        batch_size: sequences of random tokens.
-        seq_len: tokens per sequence.
-        plan: the plan to count linears in, if `model` is a shortened sample of a larger one (`sample_config`).
+    `plan` is the one to count linears in, if `model` is a shortened sample of a larger one (`sample_config`).
 
     Raises:
         UsageError: if the sequence is longer than the model allows.
@@ -222,12 +206,8 @@ def sample_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
     start, end = (recipe.num_layers_at_start_in_bf16, recipe.num_layers_at_end_in_bf16) if recipe.quantized else (0, 0)
     layers = min(config.num_hidden_layers, start + 1 + end)
     no_rope, types = config.no_rope_layers, config.layer_types
-    return dataclasses.replace(
-        config,
-        num_hidden_layers=layers,
-        no_rope_layers=no_rope and no_rope[:layers],
-        layer_types=types and types[:layers],
-    )
+    per_layer = dict(no_rope_layers=no_rope and no_rope[:layers], layer_types=types and types[:layers])
+    return dataclasses.replace(config, num_hidden_layers=layers, **per_layer)
 
 
 def _met_in_training(model: CausalLM, batch_size: int, seq_len: int) -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
@@ -290,18 +270,10 @@ def _verified(model: CausalLM, name: str, linear: Any, x: Tensor, dy: Tensor, co
     finally:
         te.reset_fp8_state(copy)
     return Verified(
-        module=name,
-        inputs=linear.in_features,
-        outputs=linear.out_features,
-        rows=len(x),
-        in_fp8=counts[0],
-        in_bf16=counts[1],
-        quantizers=trial.quantizers,
-        saved_fp8=trial.saved_fp8,
-        differs=differs,
-        sqnr_db=decibels,
+        module=name, inputs=linear.in_features, outputs=linear.out_features, rows=len(x), in_fp8=counts[0],
+        in_bf16=counts[1], quantizers=trial.quantizers, saved_fp8=trial.saved_fp8, differs=differs, sqnr_db=decibels,
         milliseconds=times,
-    )
+    )  # fmt: skip
 
 
 def _copy(model: CausalLM, linear: Any) -> nn.Module:

@@ -2,5 +2,5 @@
 
 `remote_code` holds the code that goes into a folder for transformers, and is not imported.
 
-Not here: this project's own saved state (te_models.checkpoint).
+Not here: this project's own saved state (te_models.saving).
 """

@@ -38,6 +38,7 @@ from te_models.files.formats import (
 from te_models.fp8.primary_weights import plain, write_weight
 from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.interop.hf_places import TOP, Rows
+from te_models.interop.model_card import CARD, model_card, user_card
 from te_models.interop.quantized import CONFIG_KEYS, MODELOPT_FILE, StoredWeights, open_weights, read_scheme
 from te_models.interop.stored_weights import keep_stored_weights
 from te_models.model.decoder import Decoder
@@ -48,8 +49,9 @@ CODE = Path(__file__).parent / "remote_code"  # modeling for transformers of mod
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "chat_template.jinja", "chat_template.json", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
 TEMPLATES = "additional_chat_templates"  # a folder of templates beside the tokenizer's own
 # Files that saving may replace in a folder; any other may be the user's work.
@@ -72,7 +74,7 @@ Quantize = Callable[
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model was read from: its folder, and config.json and generation_config.json if they were Hugging Face's."""
+    """Origin of a model: its folder, and config.json and generation_config.json if they were Hugging Face's."""
 
     folder: Path | None = None
     config: Mapping[str, Any] | None = None
@@ -199,17 +201,17 @@ def gated(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
         )
     if wanted.attention_gate != config.attention_gate and wanted.attention_gate_activation != "sigmoid":
         raise UsageError(
-            f"a gate with attention_gate_activation={wanted.attention_gate_activation!r} would change the model's outputs: "
-            "only a sigmoid gate can be added"
+            f"a gate with attention_gate_activation={wanted.attention_gate_activation!r} would change the model's "
+            "outputs: only a sigmoid gate can be added"
         )
     return wanted
 
 
 @torch.no_grad()
 def double_output_projections(model: nn.Module) -> None:
-    """Double every o_proj, the second half of adding a gate: a gate of zeros halves the attention's output (sigmoid(0)).
+    """Double every o_proj, the second half of adding a gate: a gate of zeros halves the output of attention.
 
-    Both factors are powers of two, so the model's outputs keep every bit.
+    sigmoid(0) is 1/2. Both factors are powers of two, so the model's outputs keep every bit.
     """
     for name, parameter in model.named_parameters():
         if name.endswith("self_attn.o_proj.weight"):
@@ -307,8 +309,8 @@ def _shard_files(folder: Path) -> list[Path]:
         return shards
     if pickles := sorted(path.name for path in folder.glob("*.bin")):
         raise CheckpointError(
-            f"{folder} holds its weights as a pickle ({list_some(pickles)}), which can run code and is not read: load it "
-            "with transformers and save it again with save_pretrained(..., safe_serialization=True)"
+            f"{folder} holds its weights as a pickle ({list_some(pickles)}), which can run code and is not read: load "
+            "it with transformers and save it again with save_pretrained(..., safe_serialization=True)"
         )
     raise CheckpointError(f"{folder} holds no weights: neither {WEIGHTS} nor {INDEX} is there")
 
@@ -362,6 +364,7 @@ def write_hugging_face(
     tokenizer: Mapping[str, bytes] = MappingProxyType({}),
     max_shard_bytes: int = MAX_SHARD_BYTES,
     quantize: Quantize | None = None,
+    name: str | None = None,
 ) -> None:
     """Save `model` as a folder that transformers loads, atomically.
 
@@ -375,6 +378,7 @@ def write_hugging_face(
         tokenizer: file name -> content of the tokenizer to save with it.
         max_shard_bytes: weights larger than this are split into shards.
         quantize: makes what is written in place of the values and of config.json.
+        name: of the model in its card; None: the folder's.
 
     Raises:
         UsageError: no architecture there computes what this model does, or `folder` holds other files.
@@ -402,18 +406,21 @@ def write_hugging_face(
     files |= {name: [content] for name, content in tokenizer.items()}
     if family.code:
         files |= {path.name: [path.read_bytes()] for path in sorted(CODE.glob("*.py"))}
+    card = user_card(folder) or model_card(model, origin.folder, config, name or folder.name, family.code)
+    if card is not None:
+        files[CARD] = [card]
     with replacing_folder(folder) as temp:
-        for name, chunks in files.items():
-            (temp / name).parent.mkdir(exist_ok=True)
-            write_file(temp / name, chunks)
+        for file, chunks in files.items():
+            (temp / file).parent.mkdir(exist_ok=True)
+            write_file(temp / file, chunks)
     if family.code or (not family.written and model.config.attention_gate != "none"):
         own = "its own code in transformers: from_pretrained(folder, trust_remote_code=True)"
         release = "the .py files of the release that the model came from, to load in transformers"
-        warnings.warn(f"{folder} needs {own if family.code else release}", stacklevel=4)
+        warnings.warn(f"{name or folder} needs {own if family.code else release}", stacklevel=4)
 
 
 def _config_document(model: Decoder, origin: Origin, family: Family) -> dict[str, Any]:
-    """Return config.json: the model's own if it still holds, else the family's keys over the other keys of the model's own."""
+    """Return config.json: the model's own if it still holds, else the family's keys over the others of its own."""
     dtype = str(model.dtype).removeprefix("torch.")
     own = dict(origin.config or {})
     if not own or family_of(own) is not family:
@@ -430,7 +437,7 @@ def _generation_document(model: Decoder, origin: Origin) -> dict[str, Any]:
 
 
 def tokenizer_files(folder: Path | None) -> list[str]:
-    """Return the names of the tokenizer's files that may lie in a model's folder, those of any name as they are there."""
+    """Return the names of the tokenizer's files that may lie in a model's folder, and of others that are there."""
     if folder is None:
         return []
     others = (*folder.glob("*.tiktoken"), *folder.glob(f"{TEMPLATES}/*.jinja"))
@@ -444,7 +451,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _replaceable(name: str) -> bool:
-    known = name in (*REPLACEABLE, TEMPLATES) or name.endswith(".tiktoken")
+    known = name in (*REPLACEABLE, TEMPLATES, CARD) or name.endswith(".tiktoken")
     return known or (name.startswith("model-") and name.endswith(".safetensors"))
 
 

@@ -1,8 +1,8 @@
 """Hugging Face's decoder families as tables that map their config keys and tensor names to ours. No torch.
 
 A family is one entry of FAMILIES: the keys of config.json that are copied, the values of other keys that te-models can
-compute, and the rows of our fused weights that hold each of their tensors. Reading refuses every other key unless it is known
-to have no effect; writing uses the same entry in reverse. Facts: the configuration and modeling files of
+compute, and the rows of our fused weights that hold each of their tensors. Reading refuses every other key unless it
+is known to have no effect; writing uses the same entry in reverse. Facts: the configuration and modeling files of
 transformers 5.23, and modeling_qwen3.py of qiuzh20/gated_attention.
 """
 

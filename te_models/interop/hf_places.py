@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class Rows:
     """The place of a tensor of theirs in ours: these blocks of rows of `module`, or all of it.
 
-    Several blocks alternate in their tensor, once per unit of `per` (a count in ModelConfig): for instance, the gate of each
-    head after the queries of that head.
+    Several blocks alternate in their tensor, once per unit of `per` (a count in ModelConfig): for instance, the gate
+    of each head after the queries of that head.
     """
 
     module: str

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: models by name, and the keywords that transformers' from_pretrained has for them and for devices."""
+"""The Hugging Face hub: models by name, and the keywords of transformers' from_pretrained for them and for devices."""
 
 from __future__ import annotations
 
@@ -8,29 +8,45 @@ from typing import Any, get_type_hints
 
 import torch
 
-from te_models.config.shipped import shipped_folder
+from te_models.config.shipped import list_shipped, shipped_folder
 from te_models.errors import UsageError, needs, unknown
 from te_models.files.atomic import first_line, readable
+from te_models.interop.model_card import CARD, user_card
 from te_models.model.options import HubOptions, LoadOptions
 
-# What a model needs of its repository. Mistral's and Meta's releases hold the same weights once more, in their own form.
+# What a model needs of its repository. Mistral's and Meta's releases hold the same weights once more, in their own
+# form.
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 UNWANTED = ("consolidated*", "original/*", "onnx/*")
+NO_BITSANDBYTES = (
+    "bitsandbytes is not part of te-models: recipe='current' with fp8_params=True stores one byte per weight"
+)
 # Keywords of transformers with what te-models has for them, or why it has nothing.
 REFUSED = {
-    "quantization_config": "te-models quantizes by its own recipes: recipe='current', or fp8_params=True to store FP8 weights",
-    "load_in_8bit": "bitsandbytes is not part of te-models: recipe='current' with fp8_params=True stores one byte per weight",
-    "load_in_4bit": "bitsandbytes is not part of te-models: recipe='current' with fp8_params=True stores one byte per weight",
+    "quantization_config": "te-models quantizes by its own recipes: recipe='current', or fp8_params=True to store FP8 "
+    "weights",
+    "load_in_8bit": NO_BITSANDBYTES,
+    "load_in_4bit": NO_BITSANDBYTES,
     "max_memory": "a model is on one device: device=, or tp_mesh= to share it between GPUs",
     "offload_folder": "weights are not moved to disk: device= says where they are",
     "tp_plan": "tensor parallelism is tp_mesh=, a DeviceMesh",
     "subfolder": "give the path of the folder itself",
+    "variant": "weights are model.safetensors or its shards; give revision= for another version of the repository",
+    "gguf_file": "GGUF is not read: give a folder with safetensors",
+    "config": "a model's shape is that of its config.json: give fields of ModelConfig as keywords",
+    "state_dict": "build the model with from_preset, then load_state_dict",
+    "ignore_mismatched_sizes": "every tensor must fit; convert the folder with transformers first",
+    "output_loading_info": "there is none: tensors that are missing or not expected are an error",
+    "use_auth_token": "give token=",
+    "proxies": "set the environment variables HTTP_PROXY and HTTPS_PROXY",
 }
 WITHOUT_EFFECT = (
     "trust_remote_code",
     "use_safetensors",
     "low_cpu_mem_usage",
-)  # no code is run, no pickle read, always low
+    "weights_only",
+    "resume_download",
+)  # no code is run, no pickle read, always low, downloads always resume
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -43,7 +59,7 @@ def local_folder(name: str | Path, **hub: Any) -> Path:
         hub: HubOptions; of no effect for a path.
 
     Raises:
-        UsageError: it is neither; one line that says why.
+        UsageError: it is none of these; one line that says why.
     """
     path = readable(Path(name))
     if path.exists():
@@ -51,7 +67,10 @@ def local_folder(name: str | Path, **hub: Any) -> Path:
     if (shipped := shipped_folder(str(name))) is not None:
         return shipped
     if not _is_hub_name(str(name)):
-        return path
+        raise UsageError(
+            f"{name}: no such folder, and no model that ships with te-models ({', '.join(list_shipped())}); those of "
+            "the Hugging Face hub are named owner/model"
+        )
     with needs(f"{name} is no folder here, and the Hugging Face hub", "huggingface_hub", "0.26", "hf"):
         from huggingface_hub import snapshot_download  # noqa: PLC0415
     try:
@@ -61,21 +80,49 @@ def local_folder(name: str | Path, **hub: Any) -> Path:
         raise UsageError(f"{name} is no folder here, and the Hugging Face hub did not give it ({reason})") from None
 
 
+def push_folder(folder: Path, repo_id: str, options: Mapping[str, Any]) -> str:
+    """Upload a folder to a repository on the hub, which is made if it is not there; return its address.
+
+    A model card there that te-models did not write stays. `options` are PushOptions.
+
+    Raises:
+        UsageError: the hub refused it or did not answer; one line that says why.
+    """
+    with needs("push_to_hub", "huggingface_hub", "0.26", "hf"):
+        from huggingface_hub import HfApi  # noqa: PLC0415
+    api, revision = HfApi(token=options.get("token")), options.get("revision")
+    try:
+        repository = api.create_repo(repo_id, private=options.get("private"), exist_ok=True).repo_id
+        if revision is not None and not options.get("create_pr"):
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        ignored = []
+        if api.file_exists(repository, CARD, revision=revision):
+            found = Path(api.hf_hub_download(repository, CARD, revision=revision))
+            ignored = [CARD] if user_card(found.parent) is not None else []
+        message = options.get("commit_message") or "Upload a model of te-models"
+        given = dict(commit_message=message, revision=revision, create_pr=options.get("create_pr"))
+        return str(api.upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=ignored, **given))
+    except Exception as error:  # the library's errors have no common base but this one
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UsageError(f"the Hugging Face hub did not take {repo_id} ({reason})") from None
+
+
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the keywords of `from_pretrained` for the hub, and those for the model, with transformers' in our words.
 
     Raises:
-        UsageError: an unknown keyword (the nearest one is named), or one that te-models has nothing for, with the reason.
+        UsageError: an unknown keyword (the nearest one is named), or one that te-models has nothing for, with the
+        reason.
     """
     known, of_hub = get_type_hints(LoadOptions), get_type_hints(HubOptions)
     rest = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
     for name, value in list(rest.items()):
         if name in REFUSED and value not in (None, False, ""):
-            raise UsageError(f"{name}={str(value)[:60]!r} is not supported: {REFUSED[name]}")
+            raise UsageError(f"{name}={repr(value)[:60]} is not supported: {REFUSED[name]}")
         if name in REFUSED:
             del rest[name]
         elif name not in known:
-            raise unknown("keyword", name, known)
+            raise unknown("keyword", name, known, "te_models.model.options.LoadOptions")
     hub = {name: rest.pop(name) for name in of_hub if name in rest}
     for name, word in (("torch_dtype", "dtype"), ("device_map", "device")):
         if (value := rest.pop(name, None)) is not None:
@@ -90,8 +137,8 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     kernel = rest.pop("attn_implementation", None)
     if kernel not in (None, "sdpa"):
         raise UsageError(
-            f"attn_implementation={kernel!r} is not supported: attention is PyTorch's scaled_dot_product_attention ('sdpa'), "
-            "with cuDNN's or FlashAttention's kernel on a GPU; leave it out"
+            f"attn_implementation={kernel!r} is not supported: attention is PyTorch's scaled_dot_product_attention "
+            "('sdpa'), with cuDNN's or FlashAttention's kernel on a GPU; leave it out"
         )
     return {name: value for name, value in hub.items() if value is not None}, rest
 
@@ -120,8 +167,8 @@ def _device(device_map: Any) -> torch.device | str | None:
         return None
     if device_map in ("balanced", "balanced_low_0", "sequential"):
         raise UsageError(
-            f"device_map={device_map!r} spreads layers over GPUs, which te-models does not: give device=, or tp_mesh= to "
-            "share each layer between GPUs"
+            f"device_map={device_map!r} spreads layers over GPUs, which te-models does not: give device=, or tp_mesh= "
+            "to share each layer between GPUs"
         )
     if isinstance(device_map, int) or str(device_map).isdigit():
         return f"cuda:{device_map}"

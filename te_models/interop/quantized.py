@@ -56,7 +56,12 @@ class Scheme:
 
     def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the number of scales along each dimension of a weight [out, in]."""
-        rows, columns = (math.ceil(size / (step or size)) for size, step in zip(shape, self.block, strict=True))
+        rows, columns = (math.ceil(size / step) for size, step in zip(shape, self.steps(shape), strict=True))
+        return rows, columns
+
+    def steps(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return the rows and columns of a weight [out, in] that share a scale: no more than it has."""
+        rows, columns = (min(step or size, size) for size, step in zip(shape, self.block, strict=True))
         return rows, columns
 
 
@@ -132,8 +137,8 @@ def _block_size(value: Any) -> tuple[int, int]:
 
 
 def _fp8_scheme(values: Mapping[str, Any]) -> Scheme:
-    known = ("quant_method", "activation_scheme", "weight_block_size", "ignored_layers", "modules_to_not_convert", "fmt",
-             "scale_fmt", "dequantize", "expert_dtype", "kv_cache_scheme", "provider")  # fmt: skip
+    known = ("quant_method", "activation_scheme", "weight_block_size", "ignored_layers", "modules_to_not_convert",
+             "fmt", "scale_fmt", "dequantize", "expert_dtype", "kv_cache_scheme", "provider")  # fmt: skip
     _refuse_unknown(values, known)
     _require(values, "fmt", None, "e4m3", "float8_e4m3fn")
     scheme = _require(values, "activation_scheme", "static", "dynamic", None)
@@ -230,8 +235,7 @@ def dequantize(scheme: Scheme, data: Tensor, scales: Tensor) -> Tensor:
     """
     raw = data.view(torch.uint8)
     values = nvfp4.unpack(raw) if scheme.packed else numerics.decode_fp8(raw, DType.kFloat8E4M3)
-    rows, columns = values.shape
-    return numerics.scale_blocks_(values.contiguous(), scales, (scheme.block[0] or rows, scheme.block[1] or columns))
+    return numerics.scale_blocks_(values.contiguous(), scales, scheme.steps((values.shape[0], values.shape[1])))
 
 
 def open_weights(
@@ -246,8 +250,8 @@ def open_weights(
         shards: the safetensors files.
 
     Raises:
-        CheckpointError: a quantized weight lacks its scales, or they have a wrong shape or dtype, or are negative or not
-            finite.
+        CheckpointError: a quantized weight lacks its scales, or they have a wrong shape or dtype, or are negative or
+            not finite.
     """
     narrow = [name for name, tensor in found.items() if tensor.dtype in NARROW]
     if scheme is None:
@@ -275,7 +279,7 @@ class _Weights:
         """Return the name of the tensor with a weight's scales, whose shape and dtype are right."""
         data = self.found[f"{module}.{self.scheme.data}"]
         names = [f"{module}.{name}" for name in self.scheme.scales if f"{module}.{name}" in self.found]
-        if len(names) != 1 or data.dim() != 2:
+        if len(names) != 1 or data.dim() != 2 or not data.numel():
             raise CheckpointError(
                 f"{self.folder}: {module} is quantized {list(data.shape)} and has {len(names)} of {self.scheme.scales}"
             )
@@ -284,7 +288,8 @@ class _Weights:
         squeezed = [size for size in scale.shape if size != 1]
         if squeezed != [size for size in grid if size != 1] or scale.dim() > 4:
             raise CheckpointError(
-                f"{self.folder}: {names[0]} has shape {list(scale.shape)}, and a weight {list(shape)} has scales {list(grid)}"
+                f"{self.folder}: {names[0]} has shape {list(scale.shape)}, and a weight {list(shape)} has scales "
+                f"{list(grid)}"
             )
         if scale.dtype not in self.scheme.scale_dtypes:
             raise CheckpointError(f"{self.folder}: {names[0]} is {scale.dtype}, which is no scale of this format")

@@ -137,7 +137,7 @@ def _fused_scales(
     by_row, used = None, torch.zeros(rows, 1)
     for part in parts:
         own = (places[part].shape[0], places[part].shape[1])
-        values = spread(stored.scales[part], stored.scheme.block, own, block[1])
+        values = spread(stored.scales[part], stored.scheme.steps(own), own, block[1])
         if not block[1] and not bool((values == values[:1, :1]).all()):
             return None
         values = values if grid else values[:, :1]

@@ -89,7 +89,7 @@ def compile_mode(compile: bool | str) -> str | None:
 
 @functools.cache
 def compiled_kernels(mode: str) -> Kernels:
-    """The plain operations, each compiled to one kernel forward and one backward (torch.compile)."""
+    """Return the plain operations, each compiled to one kernel forward and one backward (torch.compile)."""
     fused = functools.partial(torch.compile, mode=COMPILE_MODES[mode])
     both = dict(forward=fused(elementwise.swiglu), backward=fused(elementwise.swiglu_backward))
     return Kernels(
@@ -105,8 +105,7 @@ def compiled_kernels(mode: str) -> Kernels:
 
 
 def get_kernels(te: ModuleType, device: torch.device, *, compile: str | None, fused: bool) -> Kernels:
-    """The kernels of a model on `device`: compiled in the mode `compile` on a CUDA device;
-    `fused` adds what the engine has."""
+    """Return the kernels of a model: compiled in the mode `compile` on a CUDA device, and with `fused` the engine's."""
     kernels = compiled_kernels(compile) if compile and device.type == "cuda" else PLAIN
     if not fused:
         return kernels
@@ -114,7 +113,7 @@ def get_kernels(te: ModuleType, device: torch.device, *, compile: str | None, fu
 
 
 def fused_operations(device: torch.device) -> dict[str, Any]:
-    """Fields of Kernels: attention, the loss and the embedding, in Triton on a CUDA device and plain on a CPU.
+    """Return fields of Kernels: attention, the loss and the embedding, in Triton on a CUDA device and plain on a CPU.
 
     Empty on GPUs before Ampere, which neither cuDNN's attention nor Triton supports.
     """
@@ -122,9 +121,7 @@ def fused_operations(device: torch.device) -> dict[str, Any]:
         return {"attention": gated_attention.PLAIN}
     if torch.cuda.get_device_capability(device) < (8, 0):
         return {}
-    attention, loss, embedding = (
-        importlib.import_module(f"te_models.kernels.{name}_triton")
-        for name in ("gated_attention", "lm_head", "embedding")
-    )  # Triton comes with CUDA builds of PyTorch alone
+    names = ("gated_attention", "lm_head", "embedding")  # imported here: Triton comes with CUDA builds of PyTorch alone
+    attention, loss, embedding = (importlib.import_module(f"te_models.kernels.{name}_triton") for name in names)
     found = dict(loss_and_gradient=loss.loss_and_gradient, multiply=loss.multiply)
     return dict(attention=attention.TRITON, embedding=embedding.embedding, **found)

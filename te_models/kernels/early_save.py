@@ -22,14 +22,12 @@ class _EarlySave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """x of any shape -> x."""
         ctx.save_for_backward(x)
         ctx.read = None
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
-        """The gradient, unchanged."""
         return dx
 
 
@@ -60,8 +58,7 @@ def saved_input(ctx: Any) -> Tensor:
 
 @contextlib.contextmanager
 def discarding(y: Tensor) -> Iterator[None]:
-    """Inside, an operation that saves y, the output of one that called `save_input`, saves nothing:
-    backward recomputes y."""
+    """Let an operation inside save nothing of y, the output of one that called `save_input`: backward recomputes it."""
     node: Any = y.grad_fn
     if getattr(node, "source", None) is None:  # y was not computed from an input that was saved early
         yield
@@ -73,7 +70,7 @@ def discarding(y: Tensor) -> Iterator[None]:
 
     def unpack(saved: tuple[Tensor, int] | None) -> Tensor:
         if saved is not None:
-            return _unchanged(*saved)
+            return unchanged(*saved)
         if node.source.read is None:  # a checkpoint hands a recomputed tensor to one reader; SwiGLU is the next
             node.source.read = node.source.saved_tensors[0]
         with torch.no_grad():
@@ -84,16 +81,16 @@ def discarding(y: Tensor) -> Iterator[None]:
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that are the same; a quantized tensor has no address of its own."""
+    """Return a key that is equal for two tensors that are the same; a quantized tensor has no address of its own."""
     place = id(tensor) if hasattr(tensor, "quantize_") else tensor.data_ptr()
     return place, tensor.dtype, tensor.shape
 
 
-def _unchanged(tensor: Tensor, version: int) -> Tensor:
-    """Return the tensor; autograd's own check for changes is off where there are hooks."""
+def unchanged(tensor: Tensor, version: int) -> Tensor:
+    """Return a saved tensor that still has this version; autograd's own check is off where there are hooks."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-            f"{tensor.dtype} tensor {list(tensor.shape)}"
+            f"{tensor.dtype} tensor {list(tensor.shape)} that was saved for backward"
         )
     return tensor

@@ -21,23 +21,23 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def gate(x: Tensor, logits: Tensor) -> Tensor:
-    """x * sigmoid(logits): the output gate of attention (Qiu et al. 2025, arXiv 2505.06708). Shapes broadcast."""
+    """Return x * sigmoid(logits): attention's output gate (Qiu et al. 2025, arXiv 2505.06708). Shapes broadcast."""
     return x * torch.sigmoid(logits)
 
 
 def softplus_gate(x: Tensor, logits: Tensor) -> Tensor:
-    """x * log(1 + exp(logits)): a gate of attention that is not bounded (Laguna). Shapes broadcast."""
+    """Return x * log(1 + exp(logits)), a gate of attention that is not bounded (Laguna). Shapes broadcast."""
     return x * F.softplus(logits)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [..., 2F] = [gate | up]; returns [..., F] (Shazeer 2020, arXiv 2002.05202)."""
+    """Return silu(gate) * up [..., F] of gate_up [..., 2F] = [gate | up] (Shazeer 2020, arXiv 2002.05202)."""
     gate_half, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate_half) * up
 
 
 def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of swiglu's input [..., 2F] from that of its output `dy` [..., F]."""
+    """Return the gradient of swiglu's input [..., 2F] from that of its output `dy` [..., F]."""
     gate_half, up = gate_up.chunk(2, dim=-1)
     dgate = torch.ops.aten.silu_backward(dy * up, gate_half)
     return torch.cat((dgate, dy * F.silu(gate_half)), dim=-1)
@@ -56,7 +56,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tenso
 
 
 def mlp_activation(gate_up: Tensor, activation: str, gated: bool) -> Tensor:
-    """act(gate) * up of gate_up [..., 2F] = [gate | up]; without a gate act(up) of [..., F]. Returns [..., F]."""
+    """Return act(gate) * up [..., F] of gate_up [..., 2F] = [gate | up]; without a gate act(up) of [..., F]."""
     forward, _ = ACTIVATIONS[activation]
     if not gated:
         return forward(gate_up)
@@ -65,7 +65,7 @@ def mlp_activation(gate_up: Tensor, activation: str, gated: bool) -> Tensor:
 
 
 def mlp_activation_backward(dy: Tensor, gate_up: Tensor, activation: str, gated: bool) -> Tensor:
-    """The gradient of mlp_activation's input from that of its output `dy` [..., F]."""
+    """Return the gradient of mlp_activation's input from that of its output `dy` [..., F]."""
     forward, backward = ACTIVATIONS[activation]
     if not gated:
         return backward(dy, gate_up)
@@ -74,19 +74,19 @@ def mlp_activation_backward(dy: Tensor, gate_up: Tensor, activation: str, gated:
 
 
 def scaled_logits(logits: Tensor, divisor: float, cap: float | None) -> Tensor:
-    """logits / divisor, capped to cap * tanh(logits / cap) (Gemma 2, arXiv 2408.00118, section 2), in their dtype."""
+    """Return logits / divisor, capped to cap * tanh(logits / cap) (Gemma 2, arXiv 2408.00118), in their dtype."""
     if divisor != 1:
         logits = logits / divisor
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def embedding(module: nn.Module, ids: Tensor) -> Tensor:
-    """The rows of an nn.Embedding, or what is there in its place, for ids [...]: [..., D]."""
+    """Return the rows of an nn.Embedding, or of what is in its place, for ids [...]: [..., D]."""
     return module(ids)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy, FP32 scalar, of logits [T, V] against targets int64 [T]; targets of -100 do not count.
+    """Return the mean cross-entropy, FP32, of logits [T, V] and targets int64 [T], of which -100 does not count.
 
     Zero when no target counts, as in a micro-batch that is all prompt.
     """

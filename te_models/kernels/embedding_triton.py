@@ -36,7 +36,7 @@ def _sum_kernel(dy, order, ids, dw, rows, columns, ROWS: tl.constexpr, COLUMNS: 
 
 
 def gradient(dy: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
-    """The gradient [V, D] of an embedding's weight from that of its output `dy` [T, D], for ids int64 [T]."""
+    """Return the gradient [V, D] of an embedding's weight from that of its output `dy` [T, D], for ids int64 [T]."""
     dy = dy.contiguous()
     ids, order = ids.sort()
     dw = torch.zeros(vocabulary, dy.shape[1], dtype=dy.dtype, device=dy.device)
@@ -50,20 +50,18 @@ def gradient(dy: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
-        """ids [...], weight [V, D] -> [..., D]."""
         ctx.vocabulary = len(weight)
         ctx.save_for_backward(ids)
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
-        """The gradient of the weight."""
         (ids,) = ctx.saved_tensors
         return None, gradient(dy.flatten(0, -2), ids.flatten(), ctx.vocabulary)
 
 
 def embedding(module: nn.Module, ids: Tensor) -> Tensor:
-    """module(ids); with the backward above where the module is PyTorch's own, and trains."""
+    """Return module(ids); with the backward above where the module is PyTorch's own, and trains."""
     if type(module) is nn.Embedding and module.weight.requires_grad and torch.is_grad_enabled():
         return _Embedding.apply(ids, module.weight)
     return module(ids)

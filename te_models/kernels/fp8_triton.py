@@ -35,8 +35,8 @@ def encode_fp8(v, E5M2: tl.constexpr):
     octave = tl.maximum(size & _INF, first << 23)
     power = octave + ((23 - mantissa) << 23)
     sums = (power.to(tl.float32, bitcast=True) + size.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-    code = sums - power + (octave >> (23 - mantissa)) - (first << mantissa)
-    return (tl.where(nan, 0x7F, code) | ((bits >> 24) & 0x80)).to(tl.uint8)
+    byte = sums - power + (octave >> (23 - mantissa)) - (first << mantissa)
+    return (tl.where(nan, 0x7F, byte) | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit

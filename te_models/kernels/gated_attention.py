@@ -6,7 +6,7 @@ put them, attention reads views, and the backward writes each gradient to its pl
 backward: the rotated projection, attention's output and its log-sum-exp.
 
 `Operations` are the elementwise parts: `PLAIN` here, in Triton in gated_attention_triton.py. Shapes as in
-model/layers.py.
+model/attention.py.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from te_models.config.model import ModelConfig
 from te_models.kernels.sdpa import suits_cudnn
 
 
-def can_fuse(config: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether attention_core computes this model's attention of `tokens` tokens a row.
+def can_fuse(config: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype, spans: bool = False) -> bool:
+    """Return whether attention_core computes this model's attention of `tokens` tokens per row, in `spans` or causal.
 
-    Not with QK-norm, RoPE on a part of the channels and others of ModelConfig.attention_obstacles; and on CUDA devices
-    where cuDNN's kernel is the one for them.
+    Not with QK-norm, RoPE on a part of the channels and others of ModelConfig.attention_obstacles; and causal attention
+    on CUDA devices only where cuDNN's kernel is the one for them.
     """
     if config.attention_obstacles:
         return False
-    return device.type != "cuda" or suits_cudnn(tokens, config.head_dim, dtype)
+    return spans or device.type != "cuda" or suits_cudnn(tokens, config.head_dim, dtype)
 
 
 class Heads(NamedTuple):
@@ -47,7 +47,7 @@ class Heads(NamedTuple):
         return attention_sections(self.query, self.key, self.dim, self.gate)
 
     def split(self, qkvg: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Views of qkvg [B*S, Q]: q [B, S, A, H], k and v [B, S, K, H], the gate [B, S, A, H or 1] or None."""
+        """Return views of qkvg [B*S, Q]: q [B, S, A, H], k and v [B, S, K, H], the gate [B, S, A, H or 1] or None."""
         q, k, v, rest = qkvg.unflatten(0, (batch, -1)).split(stored_rows(self.sections), dim=-1)
         q, k, v = (t.unflatten(-1, (-1, self.dim)) for t in (q, k, v))
         if self.gate == "none":
@@ -62,7 +62,7 @@ class Heads(NamedTuple):
 class Operations(NamedTuple):
     """The elementwise parts; tensors [B, S, heads, H] of any strides whose channels lie together.
 
-    `fp8` None: they write no FP8.
+    `fp8` None: they write no FP8. `spans` makes the Spans of documents and windows; None: those are masks.
     """
 
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor, bool], None]
@@ -70,6 +70,7 @@ class Operations(NamedTuple):
     gate: Callable[[Tensor, Tensor], Tensor]
     gate_backward: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     fp8: FP8Operations | None = None
+    spans: Callable[[int, int | None, Tensor | None, torch.device], Any] | None = None
 
 
 class FP8Operations(NamedTuple):
@@ -101,12 +102,12 @@ def copy(x: Tensor, out: Tensor) -> None:
 
 
 def gate(x: Tensor, logits: Tensor) -> Tensor:
-    """x [B, S, A, H] * sigmoid(logits [B, S, A, H or 1]), contiguous, computed in FP32."""
+    """Return x [B, S, A, H] * sigmoid(logits [B, S, A, H or 1]), contiguous, computed in FP32."""
     return (x.float() * torch.sigmoid(logits.float())).to(x.dtype).contiguous()
 
 
 def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Tensor:
-    """The gradient of `gate` for x, contiguous; that for the logits is written into `dlogits`."""
+    """Return the gradient of `gate` for x, contiguous; that for the logits is written into `dlogits`."""
     opening = torch.sigmoid(logits.float())
     slope = dy.float() * x.float() * opening * (1 - opening)
     dlogits.copy_(slope if logits.shape[-1] == x.shape[-1] else slope.sum(-1, keepdim=True))
@@ -130,19 +131,20 @@ class _AttentionCore(torch.autograd.Function):
         heads: Heads,
         ops: Operations,
         targets: tuple[Any, Any],
+        spans: Any,
     ) -> Tensor:
-        """qkvg [N, Q] -> [B*S, A*H]; rotates q and k in place."""
+        """Return [B*S, A*H] of qkvg [N, Q]; rotates q and k in place."""
         qkvg = qkvg.detach()  # autograd refuses changes to a view that another function returned; its producer is done
         q, k, v, logits = heads.split(qkvg[:rows], batch)
         if cos is not None and sin is not None:
             ops.rotate(q, q, cos, sin, False)
             ops.rotate(k, k, cos, sin, False)
-        out, *kept = _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        out, *kept = _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spans)
         # FP8 is written for all rows and columns, and one value a head would need a sum over what its kernel has in
         # parts.
         whole = ops.fp8 is not None and not _has_filling(qkvg, rows, heads) and heads.gate != "headwise"
         gradient, target = targets if whole else (None, None)
-        ctx.setting = (batch, rows, heads, ops, gradient)
+        ctx.setting = (batch, rows, heads, ops, gradient, spans)
         ctx.plain = [value for value in kept if not isinstance(value, Tensor)]
         ctx.places = [isinstance(value, Tensor) for value in kept]
         ctx.save_for_backward(qkvg, cos, sin, out, *(value for value in kept if isinstance(value, Tensor)))
@@ -155,8 +157,8 @@ class _AttentionCore(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradient of qkvg, made in one buffer."""
-        batch, rows, heads, ops, target = ctx.setting
+        """Return the gradient of qkvg, made in one buffer."""
+        batch, rows, heads, ops, target, spans = ctx.setting
         qkvg, cos, sin, out, *tensors = ctx.saved_tensors
         plain, tensors = iter(ctx.plain), iter(tensors)
         kept = [next(tensors) if place else next(plain) for place in ctx.places]
@@ -164,13 +166,13 @@ class _AttentionCore(torch.autograd.Function):
         dy, mixed = dy.view(batch, -1, heads.query, heads.dim), out.transpose(1, 2)
 
         def slopes(dmixed: Tensor) -> list[Tensor]:
-            own = (dmixed.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out, kept)
+            own = (dmixed.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out, kept, spans)
             return [t.transpose(1, 2) for t in _attention_backward(*own)]
 
         if target is not None:
             fp8 = ops.fp8.new(*qkvg.shape, qkvg.device)
             _write_fp8(fp8, target.place, heads, ops.fp8, dy, mixed, logits, cos, sin, slopes)
-            return target.tensor(fp8, qkvg.dtype), *[None] * 8
+            return target.tensor(fp8, qkvg.dtype), *[None] * 9
         grad = torch.zeros_like(qkvg) if _has_filling(qkvg, rows, heads) else torch.empty_like(qkvg)
         gq, gk, gv, glogits = heads.split(grad[:rows], batch)
         dq, dk, dv = slopes(dy if logits is None else ops.gate_backward(dy, mixed, logits, glogits))
@@ -180,14 +182,14 @@ class _AttentionCore(torch.autograd.Function):
             else:
                 ops.rotate(slope, place, cos, sin, True)
         ops.copy(dv, gv)
-        return grad, *[None] * 8
+        return grad, *[None] * 9
 
 
 def _write_fp8(
     out: Any, place: Any, heads: Heads, ops: FP8Operations, dy: Tensor, mixed: Tensor, logits: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, slopes: Callable[[Tensor], list[Tensor]],
 ) -> None:  # fmt: skip
-    """The backward's gradient [q | k | v | gate] as FP8; `slopes` is attention's own backward."""
+    """Write the backward's gradient [q | k | v | gate] as FP8; `slopes` is attention's own backward."""
     starts = first_rows(heads.sections)
     dmixed = dy if logits is None else ops.gate_backward(out, place, starts[3], dy, mixed, logits)
     dq, dk, dv = slopes(dmixed)
@@ -204,8 +206,10 @@ def _has_filling(qkvg: Tensor, rows: int, heads: Heads) -> bool:
     return len(qkvg) != rows or any(section.used != section.stored for section in heads.sections)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """Causal attention of [B, heads, S, H]: its output, and what its backward wants."""
+def _attention(q: Tensor, k: Tensor, v: Tensor, spans: Any) -> tuple[Any, ...]:
+    """Return the output of attention of [B, heads, S, H], in `spans` or causal, and what its backward needs."""
+    if spans is not None:
+        return spans.forward(q, k, v)
     if q.is_cuda:
         return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False)
     group = q.shape[1] // k.shape[1]
@@ -215,9 +219,11 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
 
 
 def _attention_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: list[Any]
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: list[Any], spans: Any
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
+    if spans is not None:
+        return spans.backward(dy, q, k, v, out, *kept)
     if q.is_cuda:
         log_sum, cum_q, cum_k, max_q, max_k, seed, offset, _ = kept
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -233,12 +239,13 @@ def _attention_backward(
 
 def attention_core(
     qkvg: Tensor, cos: Tensor | None, sin: Tensor | None, batch: int, seq: int, heads: Heads, ops: Operations = PLAIN,
-    targets: tuple[Any, Any] = (None, None),
+    targets: tuple[Any, Any] = (None, None), spans: Any = None,
 ) -> Tensor:  # fmt: skip
-    """gate(attention(rope(q), rope(k), v)) of the projection qkvg [N, Q], N >= B*S; returns [B*S, A*H].
+    """Return gate(attention(rope(q), rope(k), v)) [B*S, A*H] of the projection qkvg [N, Q], N >= B*S.
 
     cos, sin [S, H] or [B, S, H], None for a layer without RoPE. **Overwrites q and k in qkvg**, which only its producer
     may hold besides: te.Linear does not keep its output. `targets` (kernels.handover.targets): where the gradient of
-    qkvg and the result may be written as FP8.
+    qkvg and the result may be written as FP8. `spans` (Operations.spans): the keys that each query sees; None: all
+    before it.
     """
-    return _AttentionCore.apply(qkvg, cos, sin, batch, batch * seq, heads, ops, targets)
+    return _AttentionCore.apply(qkvg, cos, sin, batch, batch * seq, heads, ops, targets, spans)

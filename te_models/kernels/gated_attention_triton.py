@@ -1,4 +1,4 @@
-"""The elementwise parts of attention_core in Triton: each tensor is read once and written once, in any layout.
+"""The elementwise parts of gated_attention.py in Triton: each tensor is read once and written once, in any layout.
 
 A program handles a few heads of one token. Tested against the plain operations through Triton's interpreter on a CPU
 (TRITON_INTERPRET=1).
@@ -12,27 +12,18 @@ import triton.language as tl
 from torch import Tensor
 
 from te_models.kernels.gated_attention import FP8Operations, Operations
-from te_models.kernels.handover_triton import (
-    BAND,
-    FP8Data,
-    new_fp8,
-    note_inverse,
-    raise_amax,
-    sigmoid,
-    store_fp8,
-    tile,
-)
+from te_models.kernels.handover_triton import BAND, FP8Data, new_fp8, note_inverse, raise_amax, sigmoid, store_fp8, tile
+from te_models.kernels.span_attention_triton import spans
 
 HEADS = 8  # heads per program
-TOKENS = (
-    32  # tokens per program of those that write FP8, each of one head, with four warps; 64 are as fast, 128 are not
-)
+# Tokens per program of those that write FP8, each of one head, with four warps; 64 are as fast, 128 are not.
+TOKENS = 32
 TURNED = 8  # heads per program of rotate_fp8, which share a token's angles
 
 
 @triton.jit
 def _heads_of_token(seq, heads, width: tl.constexpr, block: tl.constexpr):
-    """This program's token, its row and place in it, heads [block, 1], channels [1, width], and which of them exist."""
+    """Return this program's token, row, place, heads [block, 1], channels [1, width], and which of them exist."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * block + tl.arange(0, block)[:, None]
     channel = tl.arange(0, width)[None, :]
@@ -106,7 +97,7 @@ def _gate_backward_kernel(
 
 
 def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
-    """attention_core.rotate."""
+    """See gated_attention.rotate."""
     batch, seq, heads, dim = x.shape
     table = (cos.stride(0) if cos.ndim == 3 else 0, cos.stride(-2))
     grid = (batch * seq, triton.cdiv(heads, HEADS))
@@ -117,14 +108,14 @@ def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> N
 
 
 def copy(x: Tensor, out: Tensor) -> None:
-    """attention_core.copy."""
+    """See gated_attention.copy."""
     batch, seq, heads, dim = x.shape
     grid = (batch * seq, triton.cdiv(heads, HEADS))
     _copy_kernel[grid](x, out, *x.stride()[:3], *out.stride()[:3], seq, heads, dim=dim, block=HEADS)
 
 
 def gate(x: Tensor, logits: Tensor) -> Tensor:
-    """attention_core.gate."""
+    """See gated_attention.gate."""
     batch, seq, heads, dim = x.shape
     out = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     grid = (batch * seq, triton.cdiv(heads, HEADS))
@@ -136,7 +127,7 @@ def gate(x: Tensor, logits: Tensor) -> Tensor:
 
 
 def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Tensor:
-    """attention_core.gate_backward."""
+    """See gated_attention.gate_backward."""
     batch, seq, heads, dim = x.shape
     dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     grid = (batch * seq, triton.cdiv(heads, HEADS))
@@ -150,8 +141,7 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
 
 @triton.jit
 def _rows(x, i, head, batch_stride, seq_stride, head_stride, seq):
-    """Pointers [rows, 1] to a head at tokens i of x [B, S, heads, H];
-    S is None where tokens lie as those of one row do."""
+    """Return pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]; S None: tokens lie as those of one row."""
     if seq is None:
         at = x + i * seq_stride + head * head_stride
     else:
@@ -277,17 +267,17 @@ Place = tuple[Tensor, Tensor, bool]  # scale, amax, E5M2
 
 
 def _of(out: FP8Data, place: Place) -> tuple[Tensor, ...]:
-    """Arguments that tell a kernel where to write."""
+    """Return the arguments that tell a kernel where to write."""
     return out.data, out.transposed, *place[:2], out.scale_inv
 
 
 def _even(seq: int, *tensors: Tensor) -> int | None:
-    """S; None where the tokens of tensors [B, S, heads, H] lie as those of one row do, which spares divisions."""
+    """Return S; None where the tokens of tensors [B, S, heads, H] lie as those of one row do, sparing divisions."""
     return None if all(tensor.stride(0) == seq * tensor.stride(1) for tensor in tensors) else seq
 
 
 def gate_fp8(out: FP8Data, place: Place, first: int, x: Tensor, logits: Tensor | None) -> None:
-    """attention_core.gate, or x itself where there are no logits, as FP8 into `out`."""
+    """Write gated_attention.gate, or x itself where there are no logits, as FP8 into `out`."""
     batch, seq, heads, dim = x.shape
     gate = x if logits is None else logits
     _gate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
@@ -298,7 +288,7 @@ def gate_fp8(out: FP8Data, place: Place, first: int, x: Tensor, logits: Tensor |
 
 
 def rotate_fp8(out: FP8Data, place: Place, first: int, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
-    """attention_core.rotate as FP8 into `out`."""
+    """Write gated_attention.rotate as FP8 into `out`."""
     batch, seq, heads, dim = x.shape
     table = (cos.stride(0) if cos.ndim == 3 else 0, cos.stride(-2))
     _rotate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED),)](
@@ -309,7 +299,7 @@ def rotate_fp8(out: FP8Data, place: Place, first: int, x: Tensor, cos: Tensor, s
 
 
 def gate_backward_fp8(out: FP8Data, place: Place, first: int, dy: Tensor, x: Tensor, logits: Tensor) -> Tensor:
-    """attention_core.gate_backward, with the gradient for the logits as FP8 into `out`."""
+    """Compute gated_attention.gate_backward, with the gradient for the logits as FP8 into `out`."""
     batch, seq, heads, dim = x.shape
     dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     strides = [stride for tensor in (dy, x, logits, dx) for stride in tensor.stride()[:3]]
@@ -321,4 +311,6 @@ def gate_backward_fp8(out: FP8Data, place: Place, first: int, dy: Tensor, x: Ten
     return dx
 
 
-TRITON = Operations(rotate, copy, gate, gate_backward, FP8Operations(new_fp8, gate_fp8, rotate_fp8, gate_backward_fp8))
+TRITON = Operations(
+    rotate, copy, gate, gate_backward, FP8Operations(new_fp8, gate_fp8, rotate_fp8, gate_backward_fp8), spans
+)

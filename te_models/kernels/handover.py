@@ -23,7 +23,7 @@ from te_models.kernels.elementwise import swiglu_backward
 
 
 def norm(module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module) -> tuple[Tensor, Tensor]:
-    """x + delta [N, D] (None: x) through a te.RMSNorm; and x + delta, the residual stream.
+    """Return a te.RMSNorm of x + delta [N, D] (None: of x), and x + delta, the residual stream.
 
     Use the returned sum: a twin adds both of its gradients in one kernel.
     """
@@ -40,14 +40,12 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
-        """gate_up [N, 2F] -> [N, F]."""
         save_input(ctx, gate_up, recompute=partial(_itself, forward))
         ctx.make_gradient = backward
         return forward(gate_up)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradient of gate_up."""
         return ctx.make_gradient(dy, saved_input(ctx)), None, None
 
 
@@ -58,15 +56,20 @@ def swiglu(
     forward: Callable[..., Tensor] = silu_times_up,
     backward: Callable[..., Tensor] = swiglu_backward,
 ) -> Tensor:
-    """silu(gate) * up of gate_up [N, 2F] = [gate | up], which is saved before that is computed."""
+    """Return silu(gate) * up of gate_up [N, 2F] = [gate | up], which is saved before that is computed.
+
+    In a graph that torch.compile or torch.export traces, the compiler chooses what is saved.
+    """
+    if torch.compiler.is_compiling():
+        return forward(gate_up)
     return _SwiGLU.apply(save_early(gate_up), forward, backward)
 
 
 def linear(module: nn.Module, x: Tensor, **options: Any) -> Tensor:
-    """module(x) for an x made for it, of which a twin then keeps only what backward needs."""
+    """Return module(x) of an x made for it, of which a twin then keeps only what backward needs."""
     return module(x, **options)
 
 
 def targets(producer: nn.Module, consumer: nn.Module) -> tuple[Any, Any]:
-    """Where attention_core may write FP8: the gradient for `producer`, the input for `consumer`; None: it may not."""
+    """Return where attention may write FP8: the gradient for `producer`, the input for `consumer`; None: it may not."""
     return None, None

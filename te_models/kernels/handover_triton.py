@@ -53,7 +53,7 @@ class FP8Data(NamedTuple):
 
 @triton.jit
 def _encode4(a, b, c, d, E5M2: tl.constexpr):
-    """The FP8 data of four FP32 tensors as one of int32, a's in the lowest byte."""
+    """Return the FP8 data of four FP32 tensors as one of int32, a's in the lowest byte."""
     if INTERPRETED:
         a, b = encode_fp8(a, E5M2).to(tl.int32), encode_fp8(b, E5M2).to(tl.int32)
         c, d = encode_fp8(c, E5M2).to(tl.int32), encode_fp8(d, E5M2).to(tl.int32)
@@ -67,7 +67,7 @@ def _encode4(a, b, c, d, E5M2: tl.constexpr):
 
 @triton.jit
 def _bytes(word):
-    """The four bytes of words as four tensors of uint8, the lowest first."""
+    """Return the four bytes of words as four tensors of uint8, the lowest first."""
     if INTERPRETED:
         first, second = word.to(tl.uint8), (word >> 8).to(tl.uint8)
         third, fourth = (word >> 16).to(tl.uint8), (word >> 24).to(tl.uint8)
@@ -81,7 +81,7 @@ def _bytes(word):
 
 @triton.jit
 def sigmoid(x):
-    """Of FP32, to two units in the last place, in few instructions, which beside GEMMs cost more than memory does."""
+    """Compute it in FP32, to two units in the last place, in few instructions: beside GEMMs they cost the most."""
     if INTERPRETED:
         y = tl.sigmoid(x)
     else:
@@ -131,8 +131,7 @@ def note_inverse(scale, scale_inv):
 
 @triton.jit
 def tile(high, wide, BAND: tl.constexpr):
-    """This program's tile of `high` x `wide`: its place from above and from the left.
-    Bands BAND high follow each other."""
+    """Return this program's tile of `high` x `wide`, from above and from the left, in bands of BAND rows."""
     first = tl.program_id(0) // (BAND * wide) * BAND
     own, height = tl.program_id(0) - first * wide, tl.minimum(BAND, high - first)
     return first + own % height, own // height
@@ -140,7 +139,7 @@ def tile(high, wide, BAND: tl.constexpr):
 
 @triton.jit
 def _place(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr):
-    """The groups of four rows of this program's tile, and its columns."""
+    """Return the groups of four rows of this program's tile, and its columns."""
     row, column = tile(tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS), BAND)
     group = row.to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
     return group, column.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -148,7 +147,7 @@ def _place(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.co
 
 @triton.jit
 def _load(x, i, j, rows, columns, stride):
-    """x at rows i and columns j, in FP32."""
+    """Load x at rows i and columns j, in FP32."""
     inside = (i < rows)[:, None] & (j < columns)[None, :]
     return tl.load(x + i[:, None] * stride + j[None, :], inside, 0.0).to(tl.float32)
 
@@ -278,19 +277,19 @@ def _by_tiles(
 
 
 def cast(x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:
-    """Contiguous x [N, K] itself, of any float dtype: data [N, K], the bits of Transformer Engine's cast."""
+    """Cast contiguous x [N, K], of any float dtype: data [N, K], the bits of Transformer Engine's cast."""
     return _by_tiles(_cast_kernel, (x,), *x.shape, (scale, amax, e5m2), new_fp8(*x.shape, x.device))
 
 
 def swiglu(gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool, rowwise: bool = True) -> FP8Data:
-    """silu(gate) * up of contiguous gate_up [N, 2F]: data [N, F], the transposed copy alone if not `rowwise`."""
+    """Compute silu(gate) * up of contiguous gate_up [N, 2F]: data [N, F], only the transpose if not `rowwise`."""
     rows, columns = len(gate_up), gate_up.shape[1] // 2
     out = new_fp8(rows, columns, gate_up.device, rowwise)
     return _by_tiles(_swiglu_kernel, (gate_up,), rows, columns, (scale, amax, e5m2), out)
 
 
 def dswiglu(dy: Tensor, gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:
-    """The gradient of contiguous gate_up [N, 2F] for dy [N, F] of `swiglu`'s output: data [N, 2F]."""
+    """Compute the gradient of contiguous gate_up [N, 2F] for dy [N, F] of `swiglu`'s output: data [N, 2F]."""
     rows, columns = dy.shape
     out = new_fp8(rows, 2 * columns, dy.device)
     return _by_tiles(_dswiglu_kernel, (dy, gate_up), rows, columns, (scale, amax, e5m2), out)
@@ -300,7 +299,7 @@ def norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, scale: Tensor, amax: Tensor,
     e5m2: bool,
 ) -> tuple[FP8Data, Tensor, Tensor]:  # fmt: skip
-    """RMSNorm of x + delta (None: of x), contiguous [N, D]: data [N, D], x + delta, and 1 / RMS, FP32 [N]."""
+    """Compute RMSNorm of x + delta (None: of x), contiguous [N, D]: data [N, D], x + delta, and 1 / RMS, FP32 [N]."""
     rows, columns = x.shape
     out = new_fp8(rows, columns, x.device)
     total = x if delta is None else torch.empty_like(x)

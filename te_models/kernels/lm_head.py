@@ -66,7 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy summed over the targets other than -100, divided by `count`, and its gradient for the logits.
+    """Return the summed cross-entropy of the targets other than -100, over `count`, and its gradient for the logits.
 
     logits [T, V] in any dtype, targets int64 [T]; the loss is an FP32 scalar, the gradient [T, V] in the dtype of the
     logits.
@@ -103,7 +103,7 @@ def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None, kernel: Kernel = loss_and_gradient,
     multiply: Multiply | None = None,
 ) -> Tensor:  # fmt: skip
-    """Mean cross-entropy of the logits `x @ weight.T`, which exist for `chunk` rows at a time.
+    """Return the mean cross-entropy of the logits `x @ weight.T`, which exist for `chunk` rows at a time.
 
     x [T, D], weight [V, D], targets int64 [T], of which -100 does not count; an FP32 scalar, zero when no target
     counts. The logits are rounded to the dtype of x as a BF16 head rounds them, so the loss is cross_entropy's; the

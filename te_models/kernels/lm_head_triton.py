@@ -57,7 +57,7 @@ def _cross_entropy_kernel(
 
 
 def _program(vocabulary: int) -> tuple[int, int]:
-    """Warps of a program, and logits of a step.
+    """Return the warps of a program, and the logits of a step.
 
     The more warps a row has, the fewer rows are on a multiprocessor at a time: as many as its cache of 256 KiB holds in
     BF16, up to a vocabulary of 2**16. Beyond that a thread takes more at a time and registers leave room for one row,
@@ -69,7 +69,7 @@ def _program(vocabulary: int) -> tuple[int, int]:
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """head.loss_and_gradient of contiguous logits [T, V]; the gradient is the logits' own memory.
+    """Compute lm_head.loss_and_gradient of contiguous logits [T, V]; the gradient is the logits' own memory.
 
     A row whose target is -100 is not read: its loss and gradient are zero whatever its logits. NaN in another row makes
     the loss NaN, and so does a target that is no column.
@@ -95,8 +95,7 @@ def _multiply_kernel(x, factor, size, BLOCK: tl.constexpr):
 
 
 def multiply(tensors: list[Tensor], factor: Tensor) -> None:
-    """Contiguous tensors times a scalar on their device, in place and unseen by autograd; by 1, the usual one,
-    at no cost."""
+    """Multiply contiguous tensors by a scalar on their device, in place and unseen by autograd; by 1 at no cost."""
     for tensor in tensors:
         assert tensor.is_contiguous()
         with torch.cuda.device_of(tensor):

@@ -32,23 +32,22 @@ def suits_cudnn(seq: int, size: int, dtype: torch.dtype, masked: bool = False) -
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float | None = None
 ) -> Tensor:
-    """Attention in which query i sees keys 0..i, or what `mask` (bool, or added to the scores) lets it see.
+    """Return attention in which query i sees keys 0..i, or what `mask` (bool, or added to the scores) lets it see.
 
     q [B, N, S, H]; k, v [B, K, M, H] with N a multiple of K and M = S without a mask; returns [B, N, S, H]. `scale` is
     the factor on q k, None for H ** -0.5.
     """
     if mask is not None and q.shape[-2] == 1:
         return _decode_attention(q, k, v, mask, scale)
-    options: dict[str, Any] = dict(
-        attn_mask=mask, is_causal=mask is None and q.shape[-2] > 1, enable_gqa=q.shape[1] != k.shape[1], scale=scale
-    )
+    causal = mask is None and bool(q.shape[-2] == k.shape[-2])  # else one query, which sees all keys of a cache
+    options: dict[str, Any] = dict(attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1], scale=scale)
     suits = q.is_cuda and suits_cudnn(q.shape[-2], q.shape[-1], q.dtype, mask is not None)
     order = CUDA_ORDER if suits else SMALL_ORDER
     return _attention(q, k, v, order, options)
 
 
 def _decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """One query a row. The N/K heads that share a key are taken as queries of one head: no key is copied or read twice."""
+    """Attend with one query per row; the heads that share a key are queries of one head, so that no key is copied."""
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
     return _attention(grouped, k, v, DECODE_ORDER, dict(attn_mask=mask, scale=scale)).reshape(q.shape)
 
@@ -66,12 +65,13 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, order: list[SDPBackend], options
 def attention_mask(
     seq: int, window: int | None, real: Tensor | None, documents: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """Which keys each of `seq` positions sees, bool [(B, 1,) S, S]; None for plain causal.
+    """Return which keys each of `seq` positions sees, bool [(B, 1,) S, S]; None for plain causal.
 
     `window` counts the position itself; `real` bool [B, S] is False at padding, which nothing sees but itself, so that
     no row is empty; `documents` int [B, S] lets each position see its own document alone.
     """
-    if real is None and documents is None and (window is None or window >= seq):
+    covers = window is None or (not torch.compiler.is_compiling() and window >= seq)  # a traced graph serves any seq
+    if real is None and documents is None and covers:
         return None
     position = torch.arange(seq, device=device)
     distance = position[:, None] - position
@@ -81,8 +81,16 @@ def attention_mask(
     return mask if real is None else (mask & real[:, None, None, :]) | (distance == 0)
 
 
+def masks_nothing(mask: Tensor) -> bool:
+    """Return whether a mask of padding has no zero, which waits for the device.
+
+    False while a graph is being traced (torch.compile, torch.export), which has to serve every mask.
+    """
+    return not torch.compiler.is_compiling() and bool(mask.all())
+
+
 def attention_kernel(device: torch.device, capped: bool = False) -> str:
-    """The name of the kernel that runs first on this device, for the summary before training; `capped`: its logits are."""
+    """Return the name of the kernel that runs first on this device; `capped`: its logits are."""
     if capped:
         return "composed in FP32, for its capped logits"
-    return "cuDNN (PyTorch SDPA)" if device.type == "cuda" else "PyTorch SDPA (CPU)"
+    return "cuDNN (PyTorch SDPA), Triton for documents" if device.type == "cuda" else "PyTorch SDPA (CPU)"

@@ -15,21 +15,25 @@ from torch import Tensor
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output [K, G, S, H], tanh(scores / cap) and the probabilities [K, G, S, M] of q [K, G, S, H], k, v [K, M, H].
+    """Return the output [K, G, S, H], tanh(scores / cap) and the probabilities [K, G, S, M] of q [K, G, S, H], k and v.
 
     All FP32. `mask` [S, M] as in softcap_attention; None: causal.
     """
     scores = (q.flatten(1, 2) @ k.mT).unflatten(1, q.shape[1:3]).mul_(scale / cap).tanh_()
-    bounded = scores * cap
-    if mask is None:
-        mask = torch.ones(bounded.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    bounded = bounded.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else bounded.add_(mask)
-    weights = bounded.softmax(dim=-1)
+    weights = _weights(scores * cap, mask)
     return (weights.flatten(1, 2) @ v).unflatten(1, q.shape[1:3]), scores, weights
 
 
+def _weights(bounded: Tensor, mask: Tensor | None) -> Tensor:
+    """The probabilities of capped scores [..., S, M], which are overwritten."""
+    if mask is None:
+        mask = torch.ones(bounded.shape[-2:], dtype=torch.bool, device=bounded.device).tril()
+    bounded = bounded.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else bounded.add_(mask)
+    return bounded.softmax(dim=-1)
+
+
 def _row(tensor: Tensor, row: int, heads: int) -> Tensor:
-    """Row `row` of q or of its gradient [B, N, S, H] as FP32 [K, N/K, S, H]."""
+    """Return row `row` of q or of its gradient [B, N, S, H] as FP32 [K, N/K, S, H]."""
     return tensor[row].float().unflatten(0, (heads, -1))
 
 
@@ -69,14 +73,19 @@ class _SoftcapAttention(torch.autograd.Function):
 
 
 def _of_row(mask: Tensor | None, row: int) -> Tensor | None:
-    """The mask [S, M] of one row, from [S, M] or [B or 1, 1, S, M]."""
+    """Return the mask [S, M] of one row, from [S, M] or [B or 1, 1, S, M]."""
     return mask if mask is None or mask.dim() == 2 else mask[row if len(mask) > 1 else 0, 0]
 
 
 def softcap_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
-    """Attention with the logits cap * tanh(scale * q k / cap), in FP32 inside.
+    """Return attention with the logits cap * tanh(scale * q k / cap), in FP32 inside.
 
-    q [B, N, S, H]; k, v [B, K, M, H] with N a multiple of K, and M = S without a mask; returns [B, N, S, H] in q's dtype.
-    `mask` [S, M] or [B, 1, S, M] (bool, or added to the capped logits) lets a query see keys; None: those up to its own.
+    q [B, N, S, H]; k, v [B, K, M, H] with N a multiple of K, and M = S without a mask; returns [B, N, S, H] in q's
+    dtype. `mask` [S, M] or [B, 1, S, M] (bool, or added to the capped logits) lets a query see keys; None: those up to
+    its own.
     """
+    if torch.compiler.is_compiling():  # a graph has no loop over a batch of any size
+        queries, (keys, values) = q.float(), (t.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        scores = (queries @ keys.mT).mul(scale / cap).tanh()
+        return (_weights(scores * cap, mask) @ values).to(q.dtype)
     return _SoftcapAttention.apply(q, k, v, mask, scale, cap)

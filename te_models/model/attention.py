@@ -14,7 +14,7 @@ from te_models.config.model import ModelConfig
 from te_models.kernels.gated_attention import Heads, attention_core, can_fuse
 from te_models.kernels.sdpa import causal_attention
 from te_models.kernels.softcap_attention import softcap_attention
-from te_models.model.forward_context import ForwardContext
+from te_models.model.forward_context import ForwardContext, Visible
 from te_models.model.te_modules import linear, norm_options, pad_rows
 from te_models.model.tensor_parallel import TensorParallel
 
@@ -32,6 +32,7 @@ class GatedAttention(nn.Module):
         self.heads = Heads(
             config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.attention_gate
         )
+        self.rows = stored_rows(qkvg_sections(config))
         d, column, row = config.hidden_size, tp.linear("column"), tp.linear("row")
         self.qkvg_proj = linear(te, d, tp.size * config.qkvg_size, bias=config.attention_bias, split=column, **factory)
         self.o_proj = linear(te, tp.size * config.q_size, d, bias=config.attention_output_bias, split=row, **factory)
@@ -41,11 +42,11 @@ class GatedAttention(nn.Module):
             self.k_norm = te.RMSNorm(config.head_dim if one else config.kv_size, **norm_options(config), **factory)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """x [N, D] -> [N, D]."""
+        """Return attention of x [N, D]: [N, D]."""
         qkvg = context.linear(self.qkvg_proj, x)
         out = self._fused(qkvg, context) if self._can_fuse(qkvg, context) else self._composed(qkvg, context)
         # Under sequence parallelism qkvg has the rows of all ranks, x only this rank's.
-        out = context.linear(self.o_proj, pad_rows(out, len(qkvg)))
+        out = context.linear(self.o_proj, pad_rows(out, qkvg.shape[0]))
         return context.without_padding(out) if self.config.attention_output_bias else out
 
     @property
@@ -53,24 +54,26 @@ class GatedAttention(nn.Module):
         return self.config.window(self.layer) is not None
 
     def _can_fuse(self, qkvg: Tensor, context: ForwardContext) -> bool:
-        """Return whether the model asked for one operation, and these tokens need no mask but the causal one."""
-        masked = context.real is not None or context.masks.get(self.config.window(self.layer)) is not None
+        """Return whether the model asked for one operation, and no mask says which keys these tokens see."""
+        mask = context.masks.get(self.config.window(self.layer))
+        masked = context.real is not None or isinstance(mask, Tensor)
         asked = context.kernels.attention is not None and context.cache is None and not masked
-        return asked and can_fuse(self.config, context.seq, qkvg.device, qkvg.dtype)
+        return asked and can_fuse(self.config, context.seq, qkvg.device, qkvg.dtype, mask is not None)
 
     def _fused(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
-        """As `_composed`, in one operation."""
+        """Compute `_composed` in one operation."""
         operations = context.kernels.attention
         assert operations is not None
         cos, sin = context.rotary[self._slides] if self.config.has_rope(self.layer) else (None, None)
         targets = context.kernels.targets(self.qkvg_proj, self.o_proj)
-        return attention_core(qkvg, cos, sin, context.batch, context.seq, self.heads, operations, targets)
+        spans = context.masks[self.config.window(self.layer)]
+        return attention_core(qkvg, cos, sin, context.batch, context.seq, self.heads, operations, targets, spans)
 
     def _composed(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
-        """qkvg [N, Q] -> the input of o_proj [B*S, A*H]."""
+        """Return the input of o_proj [B*S, A*H] from qkvg [N, Q]."""
         config = self.config
         qkvg = qkvg[: context.batch * context.seq].unflatten(0, (context.batch, context.seq))
-        q, k, v, g = qkvg.split(stored_rows(qkvg_sections(config)), dim=-1)
+        q, k, v, g = qkvg.split(self.rows, dim=-1)
         if config.qk_norm_scope == "all_heads":
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())  # not saving all of qkvg
         q, k, v = (rearrange(t, "b s (a h) -> b s a h", h=config.head_dim) for t in (q, k, v))
@@ -88,17 +91,19 @@ class GatedAttention(nn.Module):
         out = self._gated(out, g.flatten(0, 1), context)
         return out if context.real is None else out * context.real
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Shapes: te_models.kernels.sdpa.causal_attention."""
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Visible) -> Tensor:
+        """See te_models.kernels.sdpa.causal_attention for the shapes."""
         scale, cap = self.config.attention_multiplier, self.config.attn_logit_softcapping
+        if not (mask is None or isinstance(mask, Tensor)):
+            return mask(q, k, v, scale)
         if cap is None:
             return causal_attention(q, k, v, mask, scale=scale)
         return softcap_attention(q, k, v, mask, self.config.head_dim**-0.5 if scale is None else scale, cap)
 
     def _rotated(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """x [B, S, heads, H] with RoPE on the first rotary_size channels of each head.
+        """Return x [B, S, heads, H] with RoPE on the first rotary_size channels of each head.
 
-        Interleaved pairs of channels become halves for good: the products of queries and keys do not depend on the order.
+        Interleaved pairs of channels become halves for good: products of queries and keys do not depend on the order.
         """
         cos, sin = context.rotary[self._slides]
         size = cos.shape[-1]
@@ -109,7 +114,7 @@ class GatedAttention(nn.Module):
         return turned if size == self.config.head_dim else torch.cat((turned, x[..., size:]), dim=-1)
 
     def _gated(self, out: Tensor, g: Tensor, context: ForwardContext) -> Tensor:
-        """out [B*S, A, H], g [B*S, gate_size] -> [B*S, A*H]."""
+        """Apply the gate g [B*S, gate_size] to out [B*S, A, H]: [B*S, A*H]."""
         sigmoid = self.config.attention_gate_activation == "sigmoid"
         gate = context.kernels.gate if sigmoid else context.kernels.softplus_gate
         if self.config.attention_gate == "elementwise":

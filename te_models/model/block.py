@@ -6,9 +6,9 @@ Shapes: B batch, S sequence, N = B*S tokens padded up to the recipe's alignment,
 K key/value heads, H head_dim, F intermediate_size.
 
 Activations are [N, D], tokens padded with rows of zeros. A row of zeros remains one through every layer here (attention
-cuts off the bias on q, k, v, and after any other bias the row is set to zero again), and so do its gradients, hence padding
-changes no amax, no scale and no weight gradient. The padding inside a batch of unequal prompts is kept at zero in the same
-way.
+cuts off the bias on q, k, v, and after any other bias the row is set to zero again), and so do its gradients, hence
+padding changes no amax, no scale and no weight gradient. The padding inside a batch of unequal prompts is kept at zero
+in the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Block(nn.Module):
         x -+- RMSNorm - GatedAttention -+-> + -+- RMSNorm - MLP -+-> +
            +----------------------------+      +-----------------+
 
-    With `norm_position` "post" each RMSNorm follows instead, under names of its own, and with "both" there are all four.
+    With `norm_position` "post" each RMSNorm follows instead, under other names, and with "both" there are all four.
     `config` is that of this rank's heads and channels (TensorParallel.local).
     """
 
@@ -54,7 +54,7 @@ class Block(nn.Module):
         self.mlp_output_norm = norm(after)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """x [N, D] -> [N, D]."""
+        """Return the block applied to x [N, D]: [N, D]."""
         if self.layer in context.fp8_layers and not self.fp8_enabled():
             with context.recompute.by_a_third_party():
                 return self._forward(x, context)
@@ -67,7 +67,7 @@ class Block(nn.Module):
         return x + self._delta(self.mlp_output_norm, self.mlp.output(hidden, context))
 
     def _mlp_hidden(self, x: Tensor, delta: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """The input of down_proj [N, F], and x + delta [N, D]."""
+        """Return the input of down_proj [N, F], and x + delta [N, D]."""
         h, x = self._normed(self.post_attention_layernorm, x, delta, self.mlp.gate_up_proj, context)
         return self.mlp.hidden(h, context), x
 
@@ -79,7 +79,7 @@ class Block(nn.Module):
     def _normed(
         self, norm: nn.Module | None, x: Tensor, delta: Tensor | None, consumer: nn.Module, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """The input of the te.Linear `consumer`, and x + delta."""
+        """Return the input of the te.Linear `consumer`, and x + delta."""
         if norm is not None and self.tp.size == 1:
             return context.kernels.norm(norm, x, delta, consumer)
         x = x if delta is None else x + delta

@@ -7,7 +7,6 @@ whatever autocast a caller opens around the model, and every scale is updated ex
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import _register_namedtuple
 from typing_extensions import Unpack
 
 from te_models.config.model import ModelConfig
@@ -25,6 +25,7 @@ from te_models.config.options import RecipeOptions
 from te_models.config.recipe import Recipe, get_recipe
 from te_models.config.recompute_modes import check_mode
 from te_models.device.choice import choose_device
+from te_models.device.measured import once
 from te_models.engine import check_support, engine_module, get_engine
 from te_models.errors import ConfigError, UsageError
 from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, quantize_weights_alike, relink
@@ -35,6 +36,7 @@ from te_models.kernels.elementwise import scaled_logits
 from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
 from te_models.model.block import Block
 from te_models.model.forward_context import ForwardContext, forward_context
+from te_models.model.inputs import check_inputs, check_tokens, known_ids
 from te_models.model.kv_cache import Cache
 from te_models.model.offload import HostMemory, Offload
 from te_models.model.recipe_fit import check_sizes
@@ -51,13 +53,17 @@ class Output(NamedTuple):
     logits: Any
 
 
+_register_namedtuple(Output, serialized_type_name="te_models.Output")  # for torch.export.save
+
+
 class Decoder(nn.Module):
     """A decoder language model whose blocks consist of te.Linear and te.RMSNorm.
 
     Args:
         config: the shape.
         recipe: a name (`list_recipes()`), the path of a TOML file, a Recipe, or a Transformer Engine recipe object.
-        engine: "auto" (native where there are a CUDA device and Transformer Engine, else emulated), "native", "emulated".
+        engine: "auto" (native where there are a CUDA device and Transformer Engine, else emulated), "native" or
+            "emulated".
         device: where the parameters live; None is the first CUDA device if there is one, else the CPU.
         dtype: of parameters and activations.
         activation_checkpointing: "none", "selective", "full" or an integer N (te_models.config.recompute_modes).
@@ -149,8 +155,9 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Every initial value, in one place: normal(0, initializer_range), the projections back into the residual
-        stream divided by sqrt(2 * layers) (Radford et al. 2019), the scales of norms 1, biases 0."""
+        """Set every initial value: normal(0, initializer_range), the scales of norms 1, biases 0.
+
+        The projections back into the residual stream are divided by sqrt(2 * layers) (Radford et al. 2019)."""
         std = self.config.initializer_range
         residual = std / math.sqrt(2 * self.config.num_hidden_layers)
         self.tp.check_same_random_state(self.device)
@@ -166,7 +173,7 @@ class Decoder(nn.Module):
 
     @contextlib.contextmanager
     def _weights(self, in_fp8: bool) -> Iterator[None]:
-        """Inside, te.Linear makes its weight in FP8 if the model is to have FP8 primary weights and `in_fp8`."""
+        """Let te.Linear make its weight in FP8, inside, if the model is to have FP8 primary weights and `in_fp8`."""
         if not (self.fp8_params and in_fp8):
             yield
             return
@@ -247,42 +254,53 @@ class Decoder(nn.Module):
         is_first_microbatch: bool | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Output:
-        """Logits of every position, and the mean cross-entropy of predicting `labels` from the positions before them.
+        """Return the logits of every position and the mean cross-entropy of predicting `labels` from those before them.
 
         Args:
-            input_ids: int64 [B, S]; any B and S up to max_position_embeddings. None with inputs_embeds.
+            input_ids: int64 [B, S]; any B and S up to max_position_embeddings. None with inputs_embeds. Ids outside the
+                vocabulary are an error on a CPU; on a GPU they make the loss NaN, and without labels PyTorch fails.
             labels: int64 [B, S], not shifted; -100 is not counted, nor is a target predicted from padding. Other labels
-                outside the vocabulary are a ValueError on a CPU; on a GPU they make the loss NaN.
+                outside the vocabulary are an error on a CPU; on a GPU they make the loss NaN.
             cache: positions seen before; the new ones are appended.
             attention_mask: [B, S], 1 for tokens and 0 for padding, which may lie on either side; None: no padding. The
                 logits at padding mean nothing.
             return_logits: False returns the loss only: the head and its loss then run a piece at a time and the logits,
                 often the largest tensors of a step, never exist.
             logits_to_keep: compute the logits of this many of the newest positions only; not with labels.
-            document_ids: int [B, S], the document that each token of a row belongs to, each in one piece: attention stays
-                inside it and positions count from its start, as in a row of its own. None: each row is one document. Not
-                with a cache or an attention_mask.
+            document_ids: int [B, S], the document that each token of a row belongs to, each in one piece: attention
+                stays inside it and positions count from its start, as in a row of its own. None: each row is one
+                document. Not with a cache or an attention_mask.
             is_first_microbatch: under gradient accumulation, True in the first micro-batch of a step, which quantizes
                 the weights and caches the result, False in the others, which use it (unless the weights have changed
                 since); None quantizes them every time and caches nothing.
             inputs_embeds: [B, S, D], vectors in the place of those that the embedding has for input_ids.
+
+        Raises:
+            UsageError: an argument has another shape or dtype, or is out of range.
         """
         refuse_foreign_recompute(self.recipe.stateful)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None or (inputs_embeds is not None and input_ids is not None):
             raise UsageError("give either input_ids or inputs_embeds, the vectors that stand for them")
+        check_tokens(self.config, tokens, embedded=input_ids is None)
+        check_inputs(self.config, tokens, labels, cache, attention_mask, document_ids)
+        unknown = None
+        if labels is not None and input_ids is not None and tokens.device.type != "cpu":
+            tokens, unknown = known_ids(tokens, self.config.vocab_size)
         recompute = self._recompute(tokens.device, is_first_microbatch)
         passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
         context = forward_context(self.config, tokens, *passed, self.dtype)
         wanted = (labels, attention_mask, return_logits, logits_to_keep)
         with forward_pass(self, self.te, self.recipe, self.te_recipe):
             output = self._decode(tokens, context, *wanted)
+        if output.loss is not None and unknown is not None:
+            output = output._replace(loss=nan_if(output.loss, unknown))
         if self.recipe.stateful and not self.training:
             preserve_scales_in_backward(self, output)
         return output
 
     def _decode(self, tokens: Tensor, context: ForwardContext, *wanted: Any) -> Output:
-        """Ids [B, S] or vectors [B, S, D] through all blocks and the head; `wanted` as in `_output`."""
+        """Pass ids [B, S] or vectors [B, S, D] through all blocks and the head; `wanted` as in `_output`."""
         fp8 = self.fp8_layers
         x = self.tp.scatter(self._padded(self._embedded(tokens, context)))
         x = self._run(range(fp8.start), x, context)
@@ -294,21 +312,21 @@ class Decoder(nn.Module):
         return self._output(x, context, *wanted)
 
     def _recompute(self, device: torch.device, first_microbatch: bool | None) -> Recompute:
-        """The activation checkpointing of the pass that begins."""
+        """Return the activation checkpointing of the pass that begins."""
         count = len(self.layers)
         offload = Offload(self.host_memory, count, device) if self.activation_offload else None
         how = (first_microbatch, offload, self.fp8_params)
-        lock = self.te.region_lock(self)
+        lock = self.te.region_lock(self, self.recipe.quantized)
         return Recompute(self.activation_checkpointing, self.te, self.te_recipe, count, *how, lock=lock)
 
     def _embedded(self, tokens: Tensor, context: ForwardContext) -> Tensor:
-        """Ids [B, S] or vectors [B, S, D] -> [B*S, D], zero at padding."""
+        """Return ids [B, S] or vectors [B, S, D] as [B*S, D], zero at padding."""
         x = (self.kernels.embedding(self.embed_tokens, tokens) if tokens.dim() == 2 else tokens).flatten(0, 1)
         x = x if (multiplier := _rounded(self.config.embedding_multiplier, self.dtype)) == 1 else x * multiplier
         return x if context.real is None else x * context.real
 
     def _run(self, layers: range, x: Tensor, context: ForwardContext) -> Tensor:
-        """x [N, D] through these blocks."""
+        """Pass x [N, D] through these blocks."""
         for layer in layers:
             x = context.recompute.run_block(self.layers[layer], layer, x, context)
         return x
@@ -322,7 +340,7 @@ class Decoder(nn.Module):
         return_logits: bool,
         logits_to_keep: int | None,
     ) -> Output:
-        """Norm, head and loss of the last hidden states x [N, D]; arguments as in `forward`."""
+        """Return norm, head and loss of the last hidden states x [N, D]; arguments as in `forward`."""
         batch, seq = context.batch, context.seq
         h = self.tp.gather(self.tp.norm(self.norm, x, self.tp.scatters))  # the rows of all ranks
         if labels is None:
@@ -338,7 +356,7 @@ class Decoder(nn.Module):
 
     @property
     def _head_is_fused(self) -> bool:
-        """Return whether head and loss can run as one operation: a plain BF16 head can, an FP8 or adapted one cannot."""
+        """Return whether head and loss can run as one operation: a plain BF16 head can, an FP8 or adapted one not."""
         return not self._head_in_fp8 and type(self.lm_head) is self.te.Linear
 
     @property
@@ -346,12 +364,12 @@ class Decoder(nn.Module):
         return self.recipe.quantized and self.recipe.lm_head == "fp8"
 
     def _logits(self, h: Tensor, context: ForwardContext) -> Tensor:
-        """h [N, D] -> [N, V]."""
+        """Return the logits [N, V] of h [N, D]."""
         logits = self.lm_head(h, is_first_microbatch=context.recompute.first_microbatch)
         return scaled_logits(logits, self.config.logits_scaling, self.config.final_logit_softcapping)
 
     def _fused_loss(self, h: Tensor, targets: Tensor) -> Tensor:
-        """h [N, D], of which the rows after len(targets) are padding."""
+        """Return the loss of h [N, D], of which the rows after len(targets) are padding."""
         weight = self.lm_head.get_parameter("weight").to(h.dtype)
         h = h if len(h) == len(targets) else h[: len(targets)]  # the gradient of a slice is a copy
         scaling = (self.config.logits_scaling, self.config.final_logit_softcapping)
@@ -359,7 +377,7 @@ class Decoder(nn.Module):
         return linear_cross_entropy(h, weight, targets, None, kernel, self.kernels.multiply)
 
     def _newest(self, h: Tensor, context: ForwardContext, count: int) -> Tensor:
-        """The rows of h [N, D] of the newest `count` positions of each sequence, padded."""
+        """Return the rows of h [N, D] of the newest `count` positions of each sequence, padded."""
         if count == context.seq:
             return h
         h = h[: context.batch * context.seq].unflatten(0, (context.batch, context.seq))[:, -count:]
@@ -371,12 +389,12 @@ class Decoder(nn.Module):
         return self.recipe.scattered_row_alignment if self.tp.scatters else self.recipe.row_alignment
 
     def _padded(self, x: Tensor) -> Tensor:
-        """x [n, D] with rows of zeros up to a multiple of the recipe's alignment."""
-        return pad_rows(x, self.tp.rows(len(x), self._row_alignment))
+        """Return x [n, D] with rows of zeros up to a multiple of the recipe's alignment."""
+        return pad_rows(x, self.tp.rows(x.shape[0], self._row_alignment))
 
     @contextlib.contextmanager
     def unfused(self) -> Iterator[None]:
-        """Inside, the model runs with plain kernels and passes BF16 between its modules."""
+        """Run the model with plain kernels inside, which pass BF16 between its modules."""
         before, self.kernels = self.kernels, PLAIN
         try:
             yield
@@ -386,8 +404,8 @@ class Decoder(nn.Module):
     def set_recipe(self, recipe: str | Path | Recipe | Any, **recipe_options: Unpack[RecipeOptions]) -> None:
         """Swap the recipe of the live model. Weights and gradients stay; the next forward runs under the new one.
 
-        Between two stateful recipes the scales and histories move along; otherwise they start afresh. FP8 primary weights
-        stay as they are, which another kind of FP8 cannot use: that is a ValueError.
+        Between two stateful recipes the scales and histories move along; otherwise they start afresh. FP8 primary
+        weights stay as they are, which another kind of FP8 cannot use: that is a ValueError.
         """
         new = self._checked(get_recipe(recipe, **recipe_options))
         if self.fp8_params:
@@ -404,9 +422,10 @@ class Decoder(nn.Module):
             self.take_fp8_state(keep, old)
 
     def take_fp8_state(self, state: dict[str, Tensor], old: Recipe) -> int:
-        """Go on with the scales and histories that `fp8_state` gave under the recipe `old`; returns how many were taken.
+        """Go on with the scales and histories of `fp8_state` under the recipe `old`; return how many were taken.
 
-        Those of layers that do not run in FP8 now are not. A ValueError, before anything is written, if they do not fit.
+        Those of layers that do not run in FP8 now are not. A ValueError, before anything is written, if one does not
+        fit.
         """
         if not self.recipe.stateful:
             return 0
@@ -421,32 +440,31 @@ class Decoder(nn.Module):
     def _check_weights_fit(self, new: Recipe) -> None:
         """Refuse a recipe that FP8 primary weights are not made for."""
         edges = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head")
-        if not quantize_weights_alike(self.recipe, new) or any(
-            getattr(self.recipe, e) != getattr(new, e) for e in edges
-        ):
+        same_edges = all(getattr(self.recipe, edge) == getattr(new, edge) for edge in edges)
+        if not (same_edges and quantize_weights_alike(self.recipe, new)):
             raise ValueError(
-                f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and {new.name!r} needs "
-                "others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"
+                f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and {new.name!r} "
+                "needs others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"
             )
 
     def _checked(self, recipe: Recipe) -> Recipe:
-        """The recipe, if this model can run it here."""
+        """Return the recipe, if this model can run it here."""
         check_support(self.te, self.engine, recipe)
         edges = recipe.num_layers_at_start_in_bf16 + recipe.num_layers_at_end_in_bf16
         if recipe.quantized and edges >= self.config.num_hidden_layers:
             raise ConfigError(
-                f"recipe {recipe.name!r} keeps {edges} layers in BF16 and the model has {self.config.num_hidden_layers}:"
-                " nothing would run in FP8; lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16"
+                f"recipe {recipe.name!r} keeps {edges} layers in BF16 and the model has "
+                f"{self.config.num_hidden_layers}: nothing would run in FP8; lower num_layers_at_start_in_bf16 or "
+                "num_layers_at_end_in_bf16"
             )
         self.tp.check_recipe(recipe)
         check_sizes(self.local_config, recipe, self.tp.each)
         return recipe
 
 
-@functools.cache
+@once
 def _rounded(factor: float, dtype: torch.dtype) -> float:
-    """The factor on embeddings, rounded to `dtype` as Gemma's was in training; once, since a captured step makes no tensor
-    of a number."""
+    """Return the factor on embeddings in `dtype`, as Gemma's in training; cached, for steps that are captured."""
     return torch.tensor(factor, dtype=dtype).item()
 
 

@@ -19,7 +19,7 @@ SLOTS = 16
 
 
 class Cache(Protocol):
-    """The part of a cache that a forward pass uses; KVCache documents it, te_models.huggingface.cache has another one."""
+    """The part of a cache that a forward pass uses; KVCache documents it, te_models.huggingface.cache has another."""
 
     length: int
 
@@ -70,8 +70,7 @@ class KVCache:
         return f"KVCache({batch} rows x {self.max_length} positions x {layers} layers: {size})"
 
     def extend(self, seq: int, real: Tensor | None) -> Tensor | None:
-        """Make room for the `seq` newest tokens of each row; their positions int64 [B, S],
-        or None in the first forward.
+        """Make room for the `seq` newest tokens of each row; return their positions [B, S], None in the first forward.
 
         `real` bool [B, S] is False at padding; None: there is none. To be called once a forward, before `append`.
         """
@@ -91,9 +90,9 @@ class KVCache:
         return None if first else positions
 
     def visible(self, window: int | None) -> Tensor:
-        """What the newest tokens add to the scores of each slot: 0 where they see it, -inf where not, [B, 1, S, slots].
+        """Return what the newest tokens add to the scores of each slot [B, 1, S, slots]: 0 where seen, else -inf.
 
-        As in kernels.attention.attention_mask; a padding token sees itself, so that no row is empty.
+        As in kernels.sdpa.attention_mask; a padding token sees itself, so that no row is empty.
         """
         assert self._slots is not None
         distance = self._slots[:, None] - self._index

@@ -30,7 +30,7 @@ class MLP(nn.Module):
         self.down_proj = linear(te, f, d, bias=bias, split=tp.linear("row"), **factory)
 
     def hidden(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """x [N, D] -> the input of down_proj [N, F]."""
+        """Return the input of down_proj [N, F] from x [N, D]."""
         gate_up = context.linear(self.gate_up_proj, x)
         if not self.config.mlp_obstacles:
             return context.kernels.swiglu(gate_up, self.gate_up_proj, self.down_proj)
@@ -47,11 +47,11 @@ class MLP(nn.Module):
         return handover.swiglu(gate_up, self.gate_up_proj, self.down_proj, forward, backward)
 
     def output(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """hidden [N, F] -> [N, D]. Apart from `hidden`, since recompute may discard what lies between."""
+        """Return [N, D] from `hidden` [N, F]. Apart from `hidden`, since recompute may discard what lies between."""
         with context.recompute.discarding(hidden):
             out = context.linear(self.down_proj, hidden)
         return context.without_padding(out) if self.config.mlp_bias else out
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """x [N, D] -> [N, D]."""
+        """Return the MLP of x [N, D]: [N, D]."""
         return self.output(self.hidden(x, context), context)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from te_models.distributed.dtensor import local
+from te_models.kernels.early_save import unchanged
 
 # Storages up to this size stay: PyTorch's CUDA allocator serves them from segments that small tensors share, so that
 # moving one makes no room for a large one, and its copy would take longer to launch than to run.
@@ -62,7 +63,7 @@ class HostMemory:
             self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def lend(self, size: int) -> list[Tensor]:
-        """Pages, uint8 [PAGE] each, for so many bytes."""
+        """Return pages, uint8 [PAGE] each, for so many bytes."""
         while len(self.free) * PAGE < size:
             try:
                 self.free.append(torch.empty(PAGE, dtype=torch.uint8, pin_memory=self.stream is not None))
@@ -75,14 +76,13 @@ class HostMemory:
         return [self.free.pop() for _ in range(-(-size // PAGE))]
 
     def take_back(self, pages: list[Tensor], device: torch.device) -> None:
-        """The end of `lend`. Copies from or to them may still run:
-        the next ones are behind those in the same stream."""
+        """End `lend`. Copies from or to the pages may still run: the next ones are behind those in the same stream."""
         if device == self.device:
             self.free += pages
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Inside, copies run beside the computation, but after all of it so far."""
+        """Run copies inside beside the computation, but after all of it so far."""
         with torch.no_grad():
             if self.stream is None:
                 yield
@@ -97,8 +97,7 @@ class HostMemory:
 
 
 class _Storage:
-    """The bytes of one storage: on the device (`content`, uint8), or, while that is None,
-    `size` of them on the host."""
+    """The bytes of one storage: on the device (`content`, uint8) or, while that is None, `size` of them on the host."""
 
     def __init__(self, block: _Block, start: int, content: Tensor) -> None:
         self.block, self.start, self.size = block, start, len(content)
@@ -108,7 +107,7 @@ class _Storage:
         self.block.wait()  # else its memory could be given to others while it is still being copied into
 
     def on_host(self) -> Iterator[tuple[int, Tensor]]:
-        """(first byte, its place) of each piece of it that lies in one page."""
+        """Yield (first byte, its place) of each piece of it that lies in one page."""
         done = 0
         while done < self.size:
             page, offset = divmod(self.start + done, PAGE)
@@ -128,29 +127,20 @@ class _Kept:
 
     def leave(self, storage: _Storage) -> None:
         """Hold the bytes of its storage in place of the tensor."""
-        tensor = self._unchanged()
+        assert self.tensor is not None
+        tensor = unchanged(self.tensor, self.version)
         self.layout = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
         self.storage, self.tensor = storage, None
 
     def unpack(self) -> Tensor:
-        """The tensor as it was saved, on the device."""
+        """Return the tensor as it was saved, on the device."""
         self.block.fetch()
-        if self.storage is None:
-            return self._unchanged()
+        if self.tensor is not None:
+            return unchanged(self.tensor, self.version)
+        assert self.storage is not None and self.storage.content is not None
         content = self.storage.content
-        assert content is not None
         dtype, *view = self.layout
         return torch.empty(0, dtype=dtype, device=content.device).set_(content.untyped_storage(), *view)
-
-    def _unchanged(self) -> Tensor:
-        """The tensor; autograd's own check for changes is off where there are hooks."""
-        assert self.tensor is not None
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"{self.tensor.dtype} tensor {list(self.tensor.shape)} that a block saved (activation_offload)"
-            )
-        return self.tensor
 
 
 class _Block:
@@ -179,7 +169,8 @@ class _Block:
             if nbytes <= SMALL or address in stay:
                 continue
             if address not in found:
-                content = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)  # type: ignore[call-overload]
+                content = torch.empty(0, dtype=torch.uint8, device=self.device)
+                content = content.set_(storage)  # type: ignore[call-overload]
                 found[address] = _Storage(self, size, content)
                 size += -(-nbytes // ALIGNMENT) * ALIGNMENT
             saved.leave(found[address])
@@ -236,7 +227,7 @@ class Offload:
 
     @contextlib.contextmanager
     def block(self, layer: int, module: nn.Module, shared: Any) -> Iterator[None]:
-        """Inside, block number `layer` runs; `shared` are its arguments whose tensors all blocks use."""
+        """Offload what block number `layer` saves inside; all blocks use the tensors in its arguments `shared`."""
         block, kept = _Block(self.memory, self.below), []
 
         def pack(tensor: Tensor) -> _Kept:
@@ -257,8 +248,7 @@ class Offload:
 
 @torch.no_grad()
 def _addresses(module: nn.Module, shared: Any) -> set[int]:
-    """Of the storages that live on whatever becomes of the block's: parameters,
-    FP8 weights kept between micro-batches."""
+    """Return the addresses of storages that outlive the block's: parameters, FP8 weights kept between micro-batches."""
     tensors: list[Any] = [*module.parameters(), *module.buffers()]
     tensors += [leaf for leaf in tree_leaves(shared) if isinstance(leaf, Tensor)]
     for child in module.modules():

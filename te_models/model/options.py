@@ -52,6 +52,23 @@ class HubOptions(TypedDict, total=False):
     force_download: bool
 
 
+class PushOptions(TypedDict, total=False):
+    """How CausalLM.push_to_hub uploads, as in transformers.
+
+    token: of the account that may write; None or True for the stored one.
+    private: whether a new repository is private; None: as the account's settings say.
+    revision: the branch to write to, made if it is not there.
+    commit_message: of the commit.
+    create_pr: propose the files as a pull request instead.
+    """
+
+    token: str | bool | None
+    private: bool | None
+    revision: str | None
+    commit_message: str | None
+    create_pr: bool
+
+
 class LoadOptions(ModelOptions, HubOptions, total=False):
     """Every keyword of CausalLM.from_pretrained: those of a new model, of the hub, and transformers' for some of ours.
 

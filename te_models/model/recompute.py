@@ -92,14 +92,14 @@ class Recompute:
         return function(x, delta, *args)
 
     def discarding(self, hidden: Tensor) -> contextlib.AbstractContextManager[None]:
-        """Inside, the te.Linear that takes `hidden` from kernels.swiglu does not save it, if the mode asks for that."""
+        """Let the te.Linear inside that takes `hidden` from kernels.swiglu not save it, if the mode asks for that."""
         if torch.is_grad_enabled() and recomputes_product(self.mode, self._fp8, self.fp8_weights):
             return discarding(hidden)
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def by_a_third_party(self) -> Iterator[None]:
-        """Inside, an FP8 block runs that torch.utils.checkpoint, or a wrapper built on it, recomputes in backward.
+        """Run an FP8 block, inside, that torch.utils.checkpoint, or a wrapper built on it, recomputes in backward.
 
         The model's autocast has ended by then. Recipes without state only need it again; the scales of a stateful one
         have moved on, and its amaxes would be recorded twice.
@@ -134,12 +134,7 @@ class Recompute:
             return self._noting_caches(owner, caches), self._as_in_first_pass(owner, forward_scales(owner), caches)
 
         return checkpoint(
-            function,
-            *args,
-            use_reentrant=False,
-            context_fn=contexts,
-            preserve_rng_state=restore_random,
-            **kwargs,
+            function, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=restore_random, **kwargs
         )
 
     @contextlib.contextmanager
@@ -160,39 +155,35 @@ class Recompute:
     def _as_in_first_pass(
         self, owner: nn.Module, scales: dict[str, Tensor], caches: list[tuple[Any, dict[str, Any]]]
     ) -> Iterator[None]:
-        """Run a recompute under the recipe, scales and cached quantized weights of the first pass;
-        leave no trace of it."""
-        with self.lock:
-            yield from self._restored(owner, scales, caches)
+        """Recompute under the recipe, scales and cached quantized weights of the first pass, and leave no trace.
 
-    def _restored(
-        self, owner: nn.Module, scales: dict[str, Tensor], caches: list[tuple[Any, dict[str, Any]]]
-    ) -> Iterator[None]:
-        """As `_as_in_first_pass`. The enabled autocast lies in a disabled one, so that its exit updates no scale."""
-        states = forward_states(owner)
-        first, kept = self.first_microbatch, [(module, module._fp8_workspaces) for module, _ in caches]
-        self.first_microbatch = None if first is None else False
-        for module, cache in caches:
-            module._fp8_workspaces = cache
-        now = [tensor for state in states.values() for tensor in (state.scale, state.amax_history[0])]
-        with torch.no_grad():
-            before = copies(now)
-            known = [name for name in states if name in scales]
-            overwrite([states[name].scale for name in known], [scales[name] for name in known])
-            for name in states.keys() - scales.keys():
-                states[name].scale.fill_(1.0)
-        try:
-            with (
-                self.te.restored_recompute(),
-                self.te.autocast(enabled=False, recipe=self.te_recipe),
-                self.te.autocast(enabled=True, recipe=self.te_recipe),
-            ):
-                yield
-        finally:
-            self.first_microbatch = first
-            for module, cache in kept:
+        The enabled autocast lies in a disabled one, so that its exit updates no scale.
+        """
+        with self.lock:
+            states = forward_states(owner)
+            first, kept = self.first_microbatch, [(module, module._fp8_workspaces) for module, _ in caches]
+            self.first_microbatch = None if first is None else False
+            for module, cache in caches:
                 module._fp8_workspaces = cache
-            overwrite(now, before)
+            now = [tensor for state in states.values() for tensor in (state.scale, state.amax_history[0])]
+            with torch.no_grad():
+                before = copies(now)
+                known = [name for name in states if name in scales]
+                overwrite([states[name].scale for name in known], [scales[name] for name in known])
+                for name in states.keys() - scales.keys():
+                    states[name].scale.fill_(1.0)
+            try:
+                with (
+                    self.te.restored_recompute(),
+                    self.te.autocast(enabled=False, recipe=self.te_recipe),
+                    self.te.autocast(enabled=True, recipe=self.te_recipe),
+                ):
+                    yield
+            finally:
+                self.first_microbatch = first
+                for module, cache in kept:
+                    module._fp8_workspaces = cache
+                overwrite(now, before)
 
 
 def may_draw(owner: nn.Module) -> bool:
@@ -215,12 +206,12 @@ def _draws_nothing(source: Any) -> bool:
 
 
 def forward_states(owner: nn.Module) -> dict[str, Any]:
-    """Module name -> forward scaling state, of the modules in `owner` that have scales and amax histories."""
+    """Return module name -> forward scaling state, of the modules in `owner` that have scales and amax histories."""
     return delayed_states(owner, ("scaling_fwd",))
 
 
 def forward_scales(owner: nn.Module) -> dict[str, Tensor]:
-    """Copies of the forward scales in `owner`; a module that has not run yet has none (they are 1)."""
+    """Return copies of the forward scales in `owner`; a module that has not run yet has none (they are 1)."""
     states = forward_states(owner)
     return dict(zip(states, copies([state.scale for state in states.values()]), strict=True))
 

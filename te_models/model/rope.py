@@ -21,7 +21,7 @@ Scaling = Mapping[str, Any]
 
 
 def rotary_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cos, sin) [..., R] of the integer positions [...]; angles in FP32, the tables in `dtype`."""
+    """Return (cos, sin) [..., R] of the integer positions [...]; angles in FP32, the tables in `dtype`."""
     frequency, factor = _exponentials(config, config.rope_theta, positions.device), 1.0
     if (scaling := config.rope_scaling) is not None:
         frequency, factor = SCALINGS[scaling["rope_type"]](config, scaling, frequency, positions)
@@ -31,26 +31,26 @@ def rotary_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) ->
 
 
 def _exponentials(config: ModelConfig, base: float | Tensor, device: torch.device) -> Tensor:
-    """base^(-2i/R) for the R/2 pairs of channels (Su et al. 2021, arXiv 2104.09864)."""
+    """Return base^(-2i/R) for the R/2 pairs of channels (Su et al. 2021, arXiv 2104.09864)."""
     channel = torch.arange(0, config.rotary_size, 2, device=device, dtype=torch.float32)
     return 1.0 / base ** (channel / config.rotary_size)
 
 
 def _linear(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
-    """Position interpolation: all frequencies divided by `factor` (Chen et al. 2023, arXiv 2306.15595)."""
+    """Divide all frequencies by `factor`: position interpolation (Chen et al. 2023, arXiv 2306.15595)."""
     return frequency / scaling["factor"], 1.0
 
 
 def _dynamic(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
-    """A base that grows with the text once it is longer than max_position_embeddings (Emozilla 2023, "dynamic NTK")."""
+    """Let the base grow with the text once it is longer than max_position_embeddings (Emozilla 2023, "dynamic NTK")."""
     factor, size, original = scaling["factor"], config.rotary_size, config.max_position_embeddings
     growth = factor * (positions.max() + 1).clamp(min=original).float() / original - (factor - 1)
     return _exponentials(config, config.rope_theta * growth ** (size / (size - 2)), frequency.device), 1.0
 
 
 def _llama3(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
-    """Llama 3.1: wavelengths below original / high_freq_factor stay, those above original / low_freq_factor are
-    divided by `factor`, and between the two it interpolates."""
+    """Keep wavelengths below original / high_freq_factor, divide those above original / low_freq_factor by `factor`,
+    and interpolate between the two (Llama 3.1)."""
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -58,8 +58,8 @@ def _llama3(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions:
 
 
 def _yarn(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071): channels that turn more than beta_fast times in the original context
-    stay, those that turn less than beta_slow times are divided by `factor`, with a ramp over the channels between."""
+    """Keep channels that turn more than beta_fast times in the original context, divide those that turn less than
+    beta_slow times by `factor`, with a ramp between: YaRN (Peng et al. 2023, arXiv 2309.00071)."""
     factor, size = scaling["factor"], config.rotary_size
     original = scaling.get("original_max_position_embeddings", config.max_position_embeddings)
 
@@ -87,8 +87,7 @@ def _yarn_factor(scaling: Scaling) -> float:
 
 
 def _longrope(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a divisor for each pair of channels, another beyond the original
-    context."""
+    """Divide each pair of channels by a number, by another beyond the original context (LongRoPE, arXiv 2402.13753)."""
     original = scaling.get("original_max_position_embeddings", config.max_position_embeddings)
     short, long = (_constant(tuple(scaling[f"{kind}_factor"]), frequency.device) for kind in ("short", "long"))
     factor = scaling.get("factor", config.max_position_embeddings / original)
@@ -96,16 +95,21 @@ def _longrope(config: ModelConfig, scaling: Scaling, frequency: Tensor, position
     return frequency / torch.where(positions.max() >= original, long, short), scaling.get("attention_factor", sharpness)
 
 
-@functools.lru_cache(maxsize=64)
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """FP32 values on the device, copied there once: a graph under capture cannot read the host's memory."""
+    """Return FP32 values on the device, copied there once: a CUDA graph cannot read the host's memory.
+
+    A tensor of a graph that is being traced belongs to that graph.
+    """
+    return (_copied if torch.compiler.is_compiling() else _kept)(values, device)
+
+
+def _copied(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
+_kept = functools.lru_cache(maxsize=64)(_copied)
+
+
 SCALINGS: dict[str, Callable[[ModelConfig, Scaling, Tensor, Tensor], tuple[Tensor, float]]] = {
-    "linear": _linear,
-    "dynamic": _dynamic,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
-}
+    "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
+}  # fmt: skip

@@ -12,9 +12,9 @@ IGNORED = -100
 
 
 def next_token_targets(labels: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor | None]:
-    """Return the target of each position, and on a GPU whether a label is invalid.
+    """Return the target of each position, and on a GPU, or in a traced graph, whether a label is invalid.
 
-    Shifting the labels spares a copy of the logits. A position of padding predicts nothing. On a GPU invalid labels are
+    Shifting the labels spares a copy of the logits. A position of padding predicts nothing. There invalid labels are
     ignored and flagged, since reading their values would wait for the device and kernels must not use them as indices.
 
     Args:
@@ -23,7 +23,7 @@ def next_token_targets(labels: Tensor, attention_mask: Tensor | None, vocab_size
         vocab_size: labels must be below it.
 
     Returns:
-        int64 [B * S] with -100 where there is no target; a bool scalar on the device, None on a CPU.
+        int64 [B * S] with -100 where there is no target; a bool scalar on the device, None if labels were checked.
 
     Raises:
         UsageError: on a CPU, a label is neither -100 nor in the vocabulary.
@@ -31,9 +31,13 @@ def next_token_targets(labels: Tensor, attention_mask: Tensor | None, vocab_size
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     if attention_mask is not None:
         targets = targets.masked_fill(attention_mask == 0, IGNORED)
-    targets = targets.flatten()
+    return valid_targets(targets.flatten(), vocab_size)
+
+
+def valid_targets(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
+    """Return targets int64 [N] that a kernel may index with, and whether one is invalid, as `next_token_targets`."""
     invalid = (targets != IGNORED) & ((targets < 0) | (targets >= vocab_size))
-    if targets.device.type == "cpu":
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling():
         if bool(invalid.any()):
             raise UsageError(describe_invalid(int(targets[invalid][0]), vocab_size))
         return targets, None

@@ -12,7 +12,7 @@ from te_models.config.model import ModelConfig
 
 
 def linear(te: ModuleType, inputs: int, outputs: int, *, bias: bool = False, split: Any = None, **factory: Any) -> Any:
-    """A te.Linear whose weight has no values yet: Decoder.init_weights, or a loader, gives all of them.
+    """Return a te.Linear whose weight has no values yet: Decoder.init_weights, or a loader, gives all of them.
 
     `split` is from TensorParallel.linear; the sizes are then those of the whole layer.
     """
@@ -25,10 +25,10 @@ def _leave_empty(weight: Tensor) -> None:
 
 
 def norm_options(config: ModelConfig) -> dict[str, Any]:
-    """The arguments of every te.RMSNorm of a model, besides its size, device and dtype."""
+    """Return the arguments of every te.RMSNorm of a model, besides its size, device and dtype."""
     return dict(eps=config.rms_norm_eps, zero_centered_gamma=config.zero_centered_norm)
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
-    """x [n, D] with rows of zeros appended up to [rows, D]; x itself where none is missing."""
+    """Return x [n, D] with rows of zeros appended up to [rows, D]; x itself where none is missing."""
     return x if x.shape[0] == rows else F.pad(x, (0, 0, 0, rows - x.shape[0]))

@@ -82,13 +82,13 @@ class TensorParallel:
         return self.sequence and self.size > 1
 
     def linear(self, mode: str) -> dict[str, Any]:
-        """te.Linear's arguments for a "column" or "row" parallel layer."""
+        """Return te.Linear's arguments for a "column" or "row" parallel layer."""
         if self.size == 1:
             return {}
         return dict(parallel_mode=mode, tp_group=self.group, tp_size=self.size, sequence_parallel=self.sequence)
 
     def local(self, config: ModelConfig) -> ModelConfig:
-        """The config of one rank's share of the heads and of the MLP's channels.
+        """Return the config of one rank's share of the heads and of the MLP's channels.
 
         Raises:
             ValueError: they cannot be divided evenly between the ranks.
@@ -99,7 +99,7 @@ class TensorParallel:
             raise ValueError("qk_norm_scope='all_heads' needs the heads of all ranks: build the model without tp_mesh")
         if self.sequence and (config.attention_output_bias or config.mlp_bias):
             raise ValueError(
-                "sequence_parallel=True does not support attention_output_bias and mlp_bias: use sequence_parallel=False"
+                "sequence_parallel=True supports no attention_output_bias or mlp_bias: use sequence_parallel=False"
             )
         names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
         counts = {name: getattr(config, name) for name in names}
@@ -124,20 +124,20 @@ class TensorParallel:
             )
 
     def rows(self, count: int, alignment: int) -> int:
-        """The rows that `count` tokens are padded to, so that those of each rank are a multiple of `alignment`."""
+        """Return the rows that `count` tokens are padded to; those of each rank are a multiple of `alignment`."""
         step = alignment * (self.size if self.scatters else 1)
-        return math.ceil(count / step) * step
+        return -(-count // step) * step
 
     def scatter(self, x: Tensor) -> Tensor:
-        """This rank's rows of x [N, D], which all ranks have; its gradient is again whole on all ranks."""
+        """Return this rank's rows of x [N, D], which all ranks have; its gradient is again whole on all ranks."""
         return _Scatter.apply(x, self) if self.scatters else x  # type: ignore[return-value]
 
     def gather(self, x: Tensor) -> Tensor:
-        """The rows of all ranks [N, D], to be used alike by all of them."""
+        """Return the rows of all ranks [N, D], to be used alike by all of them."""
         return _Gather.apply(x, self) if self.scatters else x  # type: ignore[return-value]
 
     def norm(self, norm: nn.Module, x: Tensor, partial: bool) -> Tensor:
-        """norm(x). Where x is a part of what the weight acts on, the weight's gradient is summed over the ranks.
+        """Return norm(x). Where x is a part of what the weight acts on, the weight's gradient is summed over the ranks.
 
         In the graph, not by a hook on the parameter, which FSDP replaces.
         """
@@ -146,7 +146,7 @@ class TensorParallel:
         return torch.func.functional_call(norm, {"weight": _Summed.apply(norm.weight, self)}, (x,))
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks are here."""
         if self.size > 1:
             torch.distributed.barrier(self.group)
 
@@ -157,7 +157,7 @@ class TensorParallel:
 
     @contextmanager
     def filling_all(self, model: nn.Module, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
-        """`filling` for all parameters of a model, the whole ones in the CPU's memory."""
+        """Yield the tensors of `filling` for all parameters of a model, the whole ones in the CPU's memory."""
         with ExitStack() as stack:
             yield {
                 name: stack.enter_context(self.filling(name, parameter, config, "cpu"))
@@ -166,7 +166,7 @@ class TensorParallel:
 
     @contextmanager
     def filling(self, name: str, target: Tensor, config: ModelConfig, device: Any = None) -> Iterator[Tensor]:
-        """Gives a tensor to write all values of the whole parameter into; this rank's part of it goes to `target`.
+        """Yield a tensor to write all values of the whole parameter into; this rank's part of it goes to `target`.
 
         Every rank draws all random numbers, so that a model starts with the same values on any number of ranks. An FP8
         weight is quantized once all its values are there.
@@ -194,7 +194,7 @@ class TensorParallel:
 
 
 def whole_shape(name: str, local: torch.Size, config: ModelConfig, size: int) -> tuple[int, ...]:
-    """The shape of the whole parameter, given that of a rank's part."""
+    """Return the shape of the whole parameter, given that of a rank's part."""
     sections = SPLITS[name.split(".")[-2]]
     if sections is None:
         return (local[0], local[1] * size)
@@ -202,8 +202,7 @@ def whole_shape(name: str, local: torch.Size, config: ModelConfig, size: int) ->
 
 
 def shard(name: str, whole: Tensor, config: ModelConfig, tp: TensorParallel) -> Tensor:
-    """This rank's part of a parameter (or of a tensor of its shape, such as an optimizer's),
-    which is a copy if divided.
+    """Return this rank's part of a parameter, or of a tensor of its shape; a copy if it is divided.
 
     The rows that pad a headwise gate are zeros.
     """
@@ -220,7 +219,7 @@ def shard(name: str, whole: Tensor, config: ModelConfig, tp: TensorParallel) -> 
 
 
 def unshard(name: str, parts: list[Tensor], config: ModelConfig, tp: TensorParallel) -> Tensor:
-    """The whole parameter from the parts of all ranks: the inverse of `shard`."""
+    """Return the whole parameter from the parts of all ranks: the inverse of `shard`."""
     sections = SPLITS[name.split(".")[-2]]
     if sections is None:
         return torch.cat(parts, 1)
@@ -237,7 +236,7 @@ def _padded(rows: Tensor, count: int) -> Tensor:
 
 
 def shard_state(full: Mapping[str, Tensor], config: ModelConfig, mesh: DeviceMesh | None) -> dict[str, Tensor]:
-    """This rank's part of every tensor of a state; those that are not divided are passed on.
+    """Return this rank's part of every tensor of a state; those that are not divided are passed on.
 
     A tensor's name ends in the parameter's, and it has the parameter's shape: weights, masters, moments.
     """
@@ -247,7 +246,7 @@ def shard_state(full: Mapping[str, Tensor], config: ModelConfig, mesh: DeviceMes
 
 @torch.no_grad()
 def gather_state(state: Mapping[str, Tensor], config: ModelConfig, tp: TensorParallel) -> dict[str, Tensor]:
-    """The whole tensors of `state`, this rank's parts of a model's parameters or of tensors like them, on every rank.
+    """Return the whole tensors of `state`, of which each rank has its parts, on every rank.
 
     A collective: all ranks call it, with the same names. One tensor at a time, on the device of the part.
     """

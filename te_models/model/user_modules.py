@@ -95,12 +95,12 @@ def load_fp8_state(
 
 
 def _owner(function: Callable[..., Any], modules: Iterable[nn.Module]) -> nn.Module:
-    """One module that contains all te layers which the function is known to use."""
+    """Return one module that contains all te layers which the function is known to use."""
     bound = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return nn.ModuleList([*modules, *([bound] if isinstance(bound, nn.Module) else [])])
 
 
 def _engine(owner: nn.Module) -> ModuleType:
-    """The engine of the te layers in `owner`; the emulated one where there is none."""
+    """Return the engine of the te layers in `owner`; the emulated one where there is none."""
     native = any(type(module).__module__.startswith("transformer_engine.") for module in owner.modules())
     return engine_module("native" if native else "emulated")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,9 +36,8 @@ Built = list[torch.optim.Optimizer]
 ADAM: dict[str, Any] = dict(beta1=0.9, beta2=0.95, eps=1e-8)
 LOWBIT: dict[str, Any] = dict(**ADAM, stochastic_rounding=False)
 REST: dict[str, Any] = dict(rest=("adamw", "adamw8bit", "adamwfp8"), rest_lr=1.0, **ADAM)
-MUON: dict[str, Any] = dict(
-    momentum=0.95, nesterov=True, ns_steps=5, adjust_lr=("match_rms_adamw", "original"), **REST
-)  # fmt: skip
+ADJUST = ("match_rms_adamw", "original")
+MUON: dict[str, Any] = dict(momentum=0.95, nesterov=True, ns_steps=5, adjust_lr=ADJUST, **REST)
 GALORE: dict[str, Any] = dict(rank=128, refresh=200, scale=1.0, **REST)
 
 
@@ -47,13 +47,10 @@ def adamw(lr: float, options: dict[str, Any], parameters: Groups) -> Built:
     return [torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=options["eps"], fused=True)]
 
 
-def _lowbit(name: str) -> Callable[[float, dict[str, Any], Groups], Built]:
-    def build(lr: float, options: dict[str, Any], parameters: Groups) -> Built:
-        with needs(f"optimizer {name!r}", "torchao", "0.17", "optim"):
-            lowbit = importlib.import_module("te_models.optim.lowbit")  # torchao takes two seconds to import
-        return lowbit.lowbit_adamw(name, parameters, lr, {"stochastic_rounding": False, **options})
-
-    return build
+def _lowbit(name: str, lr: float, options: dict[str, Any], parameters: Groups) -> Built:
+    with needs(f"optimizer {name!r}", "torchao", "0.17", "optim"):
+        lowbit = importlib.import_module("te_models.optim.lowbit")  # torchao takes two seconds to import
+    return lowbit.lowbit_adamw(name, parameters, lr, {"stochastic_rounding": False, **options})
 
 
 def _with_rest(build: Callable[[float, dict[str, Any], Groups], torch.optim.Optimizer]) -> Any:
@@ -68,16 +65,9 @@ def _with_rest(build: Callable[[float, dict[str, Any], Groups], torch.optim.Opti
     return both
 
 
-def _muon(lr: float, options: dict[str, Any], hidden: Groups) -> torch.optim.Optimizer:
-    return torch.optim.Muon(hidden, lr=lr, adjust_lr_fn=options["adjust_lr"], **_fields(options))
-
-
-def _muon8bit(lr: float, options: dict[str, Any], hidden: Groups) -> torch.optim.Optimizer:
-    return Muon8bit(hidden, lr=lr, adjust_lr_fn=options["adjust_lr"], **_fields(options))
-
-
-def _fields(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: options[name] for name in ("momentum", "nesterov", "ns_steps")}
+def _muon(kind: Any, lr: float, options: dict[str, Any], hidden: Groups) -> torch.optim.Optimizer:
+    fields = {name: options[name] for name in ("momentum", "nesterov", "ns_steps")}
+    return kind(hidden, lr=lr, adjust_lr_fn=options["adjust_lr"], **fields)
 
 
 def _galore(lr: float, options: dict[str, Any], hidden: Groups) -> torch.optim.Optimizer:
@@ -108,11 +98,11 @@ def _only_native(lr: float, options: dict[str, Any], parameters: Groups) -> Buil
 
 OPTIMIZERS: dict[str, Choice] = {
     "adamw": Choice(adamw, ADAM),
-    "adamw8bit": Choice(_lowbit("adamw8bit"), LOWBIT),
-    "adamwfp8": Choice(_lowbit("adamwfp8"), LOWBIT),
+    "adamw8bit": Choice(partial(_lowbit, "adamw8bit"), LOWBIT),
+    "adamwfp8": Choice(partial(_lowbit, "adamwfp8"), LOWBIT),
     "te-adam": Choice(_only_native, dict(moments=tuple(MOMENTS), **ADAM)),
-    "muon": Choice(_with_rest(_muon), MUON, matrices=True),
-    "muon8bit": Choice(_with_rest(_muon8bit), MUON, matrices=True),
+    "muon": Choice(_with_rest(partial(_muon, torch.optim.Muon)), MUON, matrices=True),
+    "muon8bit": Choice(_with_rest(partial(_muon, Muon8bit)), MUON, matrices=True),
     "galore": Choice(_with_rest(_galore), GALORE, matrices=True),
 }
 

@@ -13,7 +13,7 @@ instead of a full SVD, which takes minutes at 4096 x 14336.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -61,18 +61,13 @@ class GaLore(torch.optim.Optimizer):
         super().__init__(params, dict(**fields, rank=rank, refresh=refresh, scale=scale))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every matrix that has a gradient; return what `closure` returns, if given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every matrix that has a gradient. A closure is not supported."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     update = self._update(p.grad, self.state[p], group)
                     p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-        return loss
 
     def expected_state(self, view: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Return the state of one matrix after a step, as a template for te_models.optim.state_tensors.check_values."""

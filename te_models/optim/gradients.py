@@ -7,13 +7,15 @@ therefore adds the gradients of each micro-batch to FP32 buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+P = TypeVar("P", bound=Tensor)
 
 BUCKET = 2**23  # elements reduced over the processes at a time
 
@@ -57,7 +59,7 @@ class GradientSums(Gradients):
         self._sums: dict[int, Tensor] = {}
         self._bucket_of: dict[int, int] = {}
         self._buckets: list[Tensor] = []
-        for number, bucket in enumerate(_buckets(self.parameters[::-1])):  # about the order of the backward pass
+        for number, bucket in enumerate(chunks(self.parameters[::-1], BUCKET)):  # about the order of the backward pass
             flat = torch.zeros(sum(p.numel() for p in bucket), device=bucket[0].device)
             self._buckets.append(flat)
             for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
@@ -72,7 +74,7 @@ class GradientSums(Gradients):
         return self._sums[id(parameter)] if self.group is not None or id(parameter) in self._used else None
 
     def drop(self, parameter: nn.Parameter) -> None:
-        """Nothing to free: the buffers are reused by the next step."""
+        """Free nothing: the buffers are reused by the next step."""
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -117,16 +119,16 @@ class GradientSums(Gradients):
                 self._works.append(dist.all_reduce(flat, group=self.group, async_op=True))
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters in lists of about BUCKET elements."""
-    bucket: list[nn.Parameter] = []
+def chunks(parameters: Iterable[P], most: int) -> Iterator[list[P]]:
+    """Yield the parameters in lists of at most `most` elements, or of one parameter."""
+    chunk: list[P] = []
     for parameter in parameters:
-        if bucket and sum(p.numel() for p in bucket) + parameter.numel() > BUCKET:
-            yield bucket
-            bucket = []
-        bucket.append(parameter)
-    if bucket:
-        yield bucket
+        if chunk and sum(p.numel() for p in chunk) + parameter.numel() > most:
+            yield chunk
+            chunk = []
+        chunk.append(parameter)
+    if chunk:
+        yield chunk
 
 
 def gradient_norm(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from te_models.distributed.dtensor import from_shard, local
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized, new_master, take_master
 from te_models.optim.galore import GaLore
-from te_models.optim.gradients import Gradients, Norm, clip_factor, gradient_norm
+from te_models.optim.gradients import Gradients, Norm, chunks, clip_factor, gradient_norm
 from te_models.optim.groups import Part
 from te_models.optim.muon8bit import Muon8bit
 from te_models.optim.parameter_owners import Owners, placeholder
@@ -116,7 +116,10 @@ class MasterWeights:
     @torch.no_grad()
     def step(self) -> None:
         """Update the parameters that have a gradient, and drop the gradients."""
-        for chunk in self._chunks():
+        used = [parameter for parameter in self.parameters if self.gradients.of(parameter) is not None]
+        masters = dict(zip(self.parameters, self.masters, strict=True))
+        for parameters in chunks(used, CHUNK):
+            chunk = [(parameter, masters[parameter]) for parameter in parameters]
             self._hand_over(chunk)
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -135,19 +138,6 @@ class MasterWeights:
         if self.can_skip:
             self._set_found_inf(None)
 
-    def _chunks(self) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
-        """Yield the parameters that have a gradient, with their masters, about CHUNK elements at a time."""
-        chunk: list[tuple[nn.Parameter, Tensor]] = []
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if self.gradients.of(parameter) is None:
-                continue
-            if chunk and sum(p.numel() for p, _ in chunk) + parameter.numel() > CHUNK:
-                yield chunk
-                chunk = []
-            chunk.append((parameter, master))
-        if chunk:
-            yield chunk
-
     def _hand_over(self, chunk: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Give the masters, or their rows, the gradients of their parameters in the masters' dtype, clipped."""
         gradients = []
@@ -164,8 +154,7 @@ class MasterWeights:
             torch._foreach_mul_(own, self._clip.to(own[0].device))
 
     def _gradients(self, chunk: list[tuple[nn.Parameter, Tensor]]) -> Iterable[Tensor | None]:
-        """Return each parameter's gradient; with owners, the whole one where this rank owns the parameter,
-        else None."""
+        """Return each parameter's gradient; with owners the whole one where this rank is the owner, else None."""
         found = (g for p, _ in chunk if (g := self.gradients.of(p)) is not None)
         if self.owners is None:
             return found
@@ -197,8 +186,7 @@ class MasterWeights:
         }
 
     def fetch(self, kind: str, index: int, tensor: Tensor) -> Tensor:
-        """Return, on every rank, the values of a tensor of `state_dict()[kind][index]`;
-        `kind` is "state" or "masters"."""
+        """Return a tensor of `state_dict()[kind][index]` with its values; `kind` is "state" or "masters"."""
         return tensor if self.owners is None else self.owners.fetch(tensor, self._owners_of(kind)[index])
 
     def _owners_of(self, kind: str) -> list[int]:

@@ -57,19 +57,14 @@ class Muon8bit(torch.optim.Optimizer):
         self._compile = compile
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every matrix that has a gradient; return what `closure` returns, if given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every matrix that has a gradient. A closure is not supported."""
         for group in self.param_groups:
             for batch in batches([p for p in group["params"] if p.grad is not None]):
                 updates = orthogonalize(torch.stack([self._momentum(p, group) for p in batch]), group["ns_steps"])
                 rate = group["lr"] * rate_factor(group["adjust_lr_fn"], *batch[0].shape)
                 torch._foreach_mul_(batch, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(batch, list(updates.to(batch[0].dtype)), alpha=-rate)
-        return loss
 
     def expected_state(self, view: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Return the state of one matrix after a step, as a template for te_models.optim.state_tensors.check_values."""
@@ -87,8 +82,7 @@ class Muon8bit(torch.optim.Optimizer):
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize x (FP32, any shape) to INT8 [blocks, 128], the last block padded with zeros, and scales FP32 [blocks,
-    1]."""
+    """Quantize FP32 x to INT8 [blocks, 128], the last block padded with zeros, and scales FP32 [blocks, 1]."""
     blocks = F.pad(x.flatten(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(-1, keepdim=True) / 127
     return (blocks / scales.clamp(min=SMALLEST)).round_().to(torch.int8), scales
@@ -116,15 +110,13 @@ def compiled_advance() -> Callable[..., Tensor]:
 
 @functools.cache
 def product_dtype(device: str) -> torch.dtype:
-    """Return BF16 as in torch.optim.Muon, but FP32 on a CPU without BF16 instructions,
-    where BF16 is many times slower."""
+    """Return BF16 as in torch.optim.Muon, but FP32 on a CPU without BF16 instructions, which is much faster there."""
     slow = device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.float32 if slow else torch.bfloat16
 
 
 def orthogonalize(x: Tensor, steps: int) -> Tensor:
-    """Approximate the nearest orthogonal matrix of each x [n, A, B]: singular values of 0.7 to 1.2 (Jordan et al.
-    2024)."""
+    """Approximate the nearest orthogonal matrix of each x [n, A, B]: singular values of 0.7 to 1.2."""
     a, b, c = COEFFICIENTS
     x = x.to(product_dtype(x.device.type))
     wide = x.mT if x.shape[-2] > x.shape[-1] else x

@@ -45,8 +45,7 @@ class Owners:
         return self.of(parameter) == self.rank
 
     def collect(self, parameters: Sequence[nn.Parameter], own: Sequence[Tensor]) -> list[Tensor | None]:
-        """Send this rank's shards `own` to the owners; return the whole tensors that this rank owns,
-        None for others."""
+        """Send this rank's shards `own` to the owners; return the whole tensors of its own parameters, or None."""
         outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
         for parameter, tensor in zip(parameters, own, strict=True):
             outgoing[self.of(parameter)].append(tensor)

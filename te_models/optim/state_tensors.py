@@ -92,11 +92,3 @@ def _has_negative(values: Tensor) -> bool:
     if not values.is_floating_point() or not values.numel():
         return False
     return bool((values.view(torch.int8) if values.itemsize == 1 else values).amin() < 0)
-
-
-def state_bytes(state: Any) -> int:
-    """Return the size in bytes of all tensors in a nested state."""
-    if isinstance(state, Tensor):
-        return state.numel() * state.element_size()
-    members = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
-    return sum(map(state_bytes, members))

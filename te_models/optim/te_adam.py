@@ -14,12 +14,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized
-from te_models.optim.gradients import Gradients, clip_factor, gradient_norm
-from te_models.optim.groups import Part
+from te_models.optim.gradients import Gradients, chunks, clip_factor, gradient_norm
 from te_models.optim.master import check_kind, set_group_rate
 from te_models.optim.state_tensors import check_values, like
 
@@ -47,12 +46,12 @@ class TEAdam:
         gradients: Gradients | None = None,
     ) -> None:
         self.kind, self.gradients = kind, gradients or Gradients()
-        self.parameters = [part.parameter for group in groups for part in group["params"]]
+        self.parameters = [parameter for group in groups for parameter in _parameters(group)]
         if any(map(is_quantized, self.parameters)):
             raise UsageError("te-adam stores the lower halves of BF16 weights: with fp8_params choose adamw or muon")
         first, second = MOMENTS[options["moments"]]
         self.inner = te.FusedAdam(
-            [small for group in groups for small in _chunked(group)],
+            [{**group, "params": chunk} for group in groups for chunk in chunks(_parameters(group), CHUNK)],
             lr=lr,
             betas=(options["beta1"], options["beta2"]),
             eps=options["eps"],
@@ -88,7 +87,7 @@ class TEAdam:
         return norm
 
     def skip_if(self, bad: Tensor) -> None:
-        """Not supported: `can_skip` is False."""
+        """Raise NotImplementedError: `can_skip` is False."""
         raise NotImplementedError("te-adam cannot skip a step whose values the host has not read")
 
     def step(self) -> None:
@@ -159,12 +158,5 @@ def _drop_transpose(moment: Any) -> None:
     moment._transpose = None
 
 
-def _chunked(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Split the group into groups of at most CHUNK elements, with parameters in place of parts."""
-    chunks: list[list[Tensor]] = [[]]
-    for part in group["params"]:
-        assert isinstance(part, Part)
-        if chunks[-1] and sum(p.numel() for p in chunks[-1]) + part.parameter.numel() > CHUNK:
-            chunks.append([])
-        chunks[-1].append(part.parameter)
-    return [{**group, "params": chunk} for chunk in chunks]
+def _parameters(group: dict[str, Any]) -> list[nn.Parameter]:
+    return [part.parameter for part in group["params"]]

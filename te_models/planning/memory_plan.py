@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from te_models.config.model import ModelConfig
@@ -85,6 +85,7 @@ class MemoryPlan(Printable):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the tables as plain JSON values, in bytes."""
+        modes = dict(self.by_mode())
         return {
             "parameters": self.config.num_parameters,
             "recipe": self.recipe.to_dict(),
@@ -93,10 +94,7 @@ class MemoryPlan(Printable):
             "host": self.host,
             "peak": {"moment": self.peak.moment, "total": self.peak.total},
             "fits": {name: self.fits(size) for name, size in GPUS.items()},
-            "largest_batch": {
-                name: {str(mode): plan.largest_batch(size) for mode, plan in self.by_mode()}
-                for name, size in GPUS.items()
-            },
+            "largest_batch": {n: {str(m): p.largest_batch(size) for m, p in modes.items()} for n, size in GPUS.items()},
             "optimizers": self.optimizers(),
         }
 
@@ -117,9 +115,9 @@ class MemoryPlan(Printable):
         return Group(*lines[:-1])
 
     def _parts_table(self) -> Table:
-        table, moments = _table("part"), self.moments
-        for memory in moments:
-            table.add_column(memory.moment, justify="right", style="green" if memory == self.peak else "")
+        moments = self.moments
+        columns = (Column(m.moment, justify="right", style="green" if m == self.peak else "") for m in moments)
+        table = Table("part", *columns, box=None, pad_edge=False)
         for name in moments[0].parts():
             if any(values := [memory.parts()[name] for memory in moments]):
                 table.add_row(name.replace("_", " ").replace("fp8", "FP8"), *(_gib(value) for value in values))
@@ -129,19 +127,16 @@ class MemoryPlan(Printable):
 
     def _fit_table(self) -> Table:
         plans = dict(self.by_mode())
-        table = _table("GPU", "this plan")
-        for mode in plans:
-            table.add_column(f"checkpointing {mode}", justify="right")
+        modes = (Column(f"checkpointing {mode}", justify="right") for mode in plans)
+        table = Table("GPU", "this plan", *modes, box=None, pad_edge=False)
         for name, size in GPUS.items():
             largest = (str(plan.largest_batch(size) or "-") for plan in plans.values())
             table.add_row(name, "fits" if self.fits(size) else "does not fit", *largest)
         return table
 
     def _optimizer_table(self) -> Table:
-        table = _table("optimizer")
-        for column in ("bytes per parameter", "GiB", "against adamw"):
-            table.add_column(column, justify="right")
-        table.add_column("state")
+        numbers = (Column(name, justify="right") for name in ("bytes per parameter", "GiB", "against adamw"))
+        table = Table("optimizer", *numbers, "state", box=None, pad_edge=False)
         found = self.optimizers()
         elements = sum(p.numel for p in model_parameters(self.config)) / self.training.gpus
         for name, size in found.items():
@@ -149,13 +144,6 @@ class MemoryPlan(Printable):
             style = "green" if name == self.training.optimizer else ""
             table.add_row(name, f"{size / elements:.2f}", _gib(size), saved, OPTIMIZERS[name].description, style=style)
         return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column)
-    return table
 
 
 def _gib(size: int) -> str:
@@ -194,13 +182,11 @@ def plan_memory(
         activation_checkpointing: "none", "selective", "full", or an integer N for every N-th block.
         activation_offload: whether the saved tensors of blocks are moved to the host (te_models.model.offload).
         gpus: GPUs among which FSDP2 shares weights, gradients and optimizer state.
-        gradient_accumulation: micro-batches per step; from two on, gradients are summed in FP32
-                (4 bytes per parameter).
+        gradient_accumulation: micro-batches per step; from two on, FP32 sums of gradients take 4 bytes per parameter.
         fp8_params: whether the primary weights of FP8 layers are FP8 (te_models.fp8.primary_weights).
         dtype_bytes: bytes per element of parameters and activations.
         logits: whether the forward returns logits. The Trainer's does not, so they never exist all at once.
-        compile: as of `CausalLM`.
-        fused: as of `CausalLM`.
+        compile, fused: as of `CausalLM`.
 
     Raises:
         UsageError: for a value that no training run could have.
@@ -213,25 +199,13 @@ def plan_memory(
             "raise that field"
         )
     if fp8_params and not recipe.quantized:
-        raise UsageError(
-            f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: choose another, or leave "
-            "fp8_params out"
-        )
+        advice = "choose another, or leave fp8_params out"
+        raise UsageError(f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}")
     training = Training(
-        batch_size=batch_size // gpus,
-        seq_len=seq_len,
-        optimizer=optimizer,
-        optimizer_offload=optimizer_offload,
-        frozen=frozen,
-        activation_checkpointing=check_mode(activation_checkpointing),
-        activation_offload=activation_offload,
-        gpus=gpus,
-        gradient_sums=gradient_accumulation > 1,
-        cached_weights=gradient_accumulation > 1 and gpus == 1,
-        fp8_params=fp8_params,
-        logits=logits,
-        compile=compile,
-        fused=fused,
-        dtype_bytes=dtype_bytes,
-    )
+        batch_size=batch_size // gpus, seq_len=seq_len, optimizer=optimizer, optimizer_offload=optimizer_offload,
+        frozen=frozen, activation_checkpointing=check_mode(activation_checkpointing),
+        activation_offload=activation_offload, gpus=gpus, gradient_sums=gradient_accumulation > 1,
+        cached_weights=gradient_accumulation > 1 and gpus == 1, fp8_params=fp8_params, logits=logits, compile=compile,
+        fused=fused, dtype_bytes=dtype_bytes,
+    )  # fmt: skip
     return MemoryPlan(config, recipe, training)

@@ -46,25 +46,13 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Settings of a training step that its memory depends on, beside shape and recipe.
+    """Settings of a training step that its memory depends on; te_models.planning.memory_plan.plan_memory explains them.
 
-    Attributes:
-        batch_size: sequences of `seq_len` tokens per GPU and micro-batch.
-        optimizer: a name of `OPTIMIZERS`; None for forward and backward only.
-        optimizer_offload: whether masters and optimizer state are in host memory, where the update runs too.
-        frozen: whether no weight is trained, as under small adapters, which are not counted: no gradients of weights.
-        activation_checkpointing: "none", "selective", "full" or every N-th block.
-        activation_offload: whether the saved tensors of blocks are moved to the host.
-        gpus: GPUs that share weights, gradients and optimizer state (FSDP2 with one unit per block).
-        gradient_sums: whether FP32 sums of all gradients exist, which FSDP2 does not shard, as under accumulation.
-        cached_weights: whether FP8 copies of weights exist already, likewise.
-        fp8_params: whether the primary weights of FP8 layers are FP8.
-        logits: whether the forward returns logits, so that all of them exist at once.
-        compile, fused, cuda: which kernels run.
-        dtype_bytes: bytes per element of parameters and activations.
+    Under gradient accumulation, FP32 sums of all gradients exist, which FSDP2 does not shard (`gradient_sums`), and FP8
+    copies of weights exist already (`cached_weights`). `compile`, `fused` and `cuda` say which kernels run.
     """
 
-    batch_size: int = 8
+    batch_size: int = 8  # per GPU and micro-batch
     seq_len: int = 256
     optimizer: str | None = "adamw"
     optimizer_offload: bool = False
@@ -95,11 +83,8 @@ PER_TENSOR = ("DelayedScaling", "Float8CurrentScaling")  # one scale per tensor,
 def operand_bytes(recipe: Recipe, rows: int, columns: int, role: str, copies: str = "both") -> int:
     """Return the bytes of a quantized matrix [rows, columns]: its data and its padded scales.
 
-    Layouts are those of Transformer Engine's quantizers; see te_models/engine/emulated/tensors.py.
-
-    Args:
-        role: "x", "w" or "grad", for which Float8BlockScaling may use blocks of different shapes.
-        copies: "rowwise", "columnwise" or "both".
+    Layouts are those of Transformer Engine's quantizers; see te_models/engine/emulated/tensors.py. `role` is "x", "w"
+    or "grad", for which Float8BlockScaling may have other blocks, and `copies` "rowwise", "columnwise" or "both".
     """
     size, m, k = rows * columns, -(-rows // 128), -(-columns // 128)
     shared = 0
@@ -140,10 +125,20 @@ class Tape:
 
     def fuses(self, layer: int) -> bool:
         """Return whether attention, RoPE and gate are one operation, as kernels/gated_attention.py decides on GPUs."""
-        c, training, window = self.config, self.training, self.config.window(layer)
-        plain = not c.attention_obstacles and (window is None or window >= training.seq_len)
+        c, training = self.config, self.training
         cudnn = c.head_dim in (64, 128) and training.seq_len >= 128 and self.element == 2
-        return training.fused and training.cuda and not training.activation_offload and plain and cudnn
+        kernel = self._spans if self._slides(layer) else training.fused and training.cuda and cudnn
+        return kernel and not training.activation_offload and not c.attention_obstacles
+
+    def _slides(self, layer: int) -> bool:
+        window = self.config.window(layer)
+        return window is not None and window < self.training.seq_len
+
+    @property
+    def _spans(self) -> bool:
+        """Return whether windows are spans of keys, for kernels/span_attention_triton.py, rather than masks."""
+        capped, training = self.config.attn_logit_softcapping is not None, self.training
+        return training.fused and training.cuda and self.element == 2 and self.config.head_dim <= 256 and not capped
 
     def fp8(self, layer: int) -> bool:
         """Return whether this layer runs inside the autocast."""
@@ -151,13 +146,13 @@ class Tape:
         return self.recipe.quantized and self.recipe.num_layers_at_start_in_bf16 <= layer < last
 
     def norm(self, name: str) -> Step:
-        """te.RMSNorm saves its input and one FP32 per row; its input gradient is added to the residual's."""
+        """Return a te.RMSNorm: saves its input and one FP32 per row; its input gradient is added to the residual's."""
         saved = self.stream + self.rows * FP32
         weights = self.config.hidden_size * self.element
         return Step(name, saved, consumes=self.stream, scratch=self.stream, weights=weights)
 
     def output_norm(self, name: str) -> list[Step]:
-        """What follows attention or the MLP before the residual sum: a te.RMSNorm, a multiplication, both or neither."""
+        """Return what is between attention or MLP and the residual sum: te.RMSNorm, multiplication, both or none."""
         c, multiplied = self.config, self.config.residual_multiplier != 1
         steps = [Step("residual_multiplier", produces=self.stream)] if multiplied else []
         if c.norm_position == "pre":
@@ -166,25 +161,14 @@ class Tape:
         return [norm, *steps]
 
     def linear(
-        self,
-        name: str,
-        inputs: int,
-        outputs: int,
-        fp8: bool,
-        *,
-        shared: bool = False,
-        last: bool = False,
+        self, name: str, inputs: int, outputs: int, fp8: bool, *, shared: bool = False, last: bool = False,
         bias: bool = False,
-    ) -> Step:
-        """te.Linear saves its input (in FP8 the columnwise copy) and the FP8 copies of its weight.
+    ) -> Step:  # fmt: skip
+        """Return a te.Linear, which saves its input (in FP8 the columnwise copy) and the FP8 copies of its weight.
 
         Both copies of the weight are saved unless engine/native.py drops the rowwise one. The backward quantizes the
-        output gradient rowwise and columnwise.
-
-        Args:
-            shared: whether another operation already saves the unquantized input.
-            last: whether the output gradient is the residual's, which outlives this backward.
-            bias: whether it has one.
+        output gradient rowwise and columnwise. If `shared`, another operation already saves the unquantized input; if
+        `last`, the output gradient is the residual's, which outlives this backward.
         """
         rows, element, override = self.rows, self.element, self.recipe.fields.get("backward_override", "none")
         step = Step(
@@ -201,9 +185,7 @@ class Tape:
             return step._replace(saved=x, copies=operand_bytes(self.recipe, outputs, inputs, "w", "rowwise"))
         x = operand_bytes(self.recipe, rows, inputs, "x", "columnwise")
         w, dy = operand_bytes(self.recipe, outputs, inputs, "w"), operand_bytes(self.recipe, rows, outputs, "grad")
-        if (
-            self.training.fp8_params
-        ):  # transposed data is freed before the weight gradient, which is larger, is allocated
+        if self.training.fp8_params:  # transposed data is freed before the larger weight gradient is allocated
             return step._replace(saved=x, scratch=dy)
         if self.training.gpus > 1:  # Transformer Engine requantizes weights sharded by FSDP2 in backward
             return step._replace(saved=x, scratch=dy + w)
@@ -238,14 +220,13 @@ class Tape:
         return attention, hidden, [down, *self.output_norm("mlp_output_norm")]
 
     def _after_norm(self, name: str, linear: Step) -> list[Step]:
-        """A linear after its norm; without one, the gradient of its input is added to the residual's at once."""
+        """Return a linear after its norm; without one, its input's gradient is added to the residual's at once."""
         if self.config.norm_position != "post":
             return [self.norm(name), linear]
         return [linear._replace(produces=0, scratch=linear.scratch + linear.produces)]
 
     def fused_attention(self) -> Step:
-        """kernels/gated_attention.py saves the rotated projection,
-        attention's output and one FP32 per query and head."""
+        """Return the kernel that saves the rotated projection, attention's output and one FP32 per query and head."""
         c, T = self.config, self.tokens
         q, kv = (T * size * self.element for size in (c.q_size, c.kv_size))
         whole, summed = self.rows * c.qkvg_size * self.element, T * c.q_size * FP32  # dq is summed in FP32
@@ -287,12 +268,11 @@ class Tape:
 
     def _mask(self, layer: int) -> int:
         """Return the bytes of the mask of a sliding window, which SDPA saves in the dtype of the activations."""
-        window, seq = self.config.window(layer), self.training.seq_len
-        width = self.element if self.training.cuda else FP32
-        return 0 if window is None or window >= seq else seq * seq * width
+        seq, width = self.training.seq_len, self.element if self.training.cuda else FP32
+        return seq * seq * width if self._slides(layer) and not self._spans else 0
 
     def gate(self) -> Step:
-        """x * sigmoid(g) saves x and g, which attention saves too; uncompiled it saves sigmoid(g) as well."""
+        """Return x * sigmoid(g): saves x and g, which attention saves too; uncompiled it saves sigmoid(g) as well."""
         c, T = self.config, self.tokens
         q, g = T * c.q_size * self.element, T * c.gate_size * self.element
         saved = 0
@@ -328,7 +308,7 @@ class Tape:
         ]
 
     def fused_head(self) -> Step:
-        """kernels/lm_head.py computes both gradients in the forward, chunk by chunk, and saves only those.
+        """Return kernels/lm_head.py, which computes both gradients in the forward in chunks and saves only those.
 
         With fused kernels on a GPU a chunk's gradient overwrites its logits (kernels/lm_head_triton.py). The forward
         also holds a chunk and the FP32 sum of the weight gradient (on a CPU one more product). They count as scratch
@@ -351,7 +331,7 @@ class Tape:
         )  # fmt: skip
 
     def rotary_tables(self) -> int:
-        """Bytes of cos and sin for each kind of layer that has RoPE, and of the scale of queries."""
+        """Return the bytes of cos and sin for each kind of layer that has RoPE, and of the scale of queries."""
         c, size = self.config, self.training.seq_len * self.element
         layers = [layer for layer in range(c.num_hidden_layers) if c.has_rope(layer)]
         kinds = {c.sliding if c.window(layer) is not None else c for layer in layers}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from te_models.planning.printable import Printable
-
-COLUMNS = ("layer", "module", "gemm", "precision", "engine", "reason")
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,9 @@ class PrecisionPlan(Printable):
         return bf16 if precision == "BF16" else len(self.rows) - bf16
 
     def __rich__(self) -> Table:
-        table = Table(title=self.title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        columns = (Column(field.name, overflow="fold") for field in fields(PlanRow))
+        table = Table(*columns, title=self.title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         table.caption, table.caption_justify = "\n".join(self.notes) or None, "left"
-        for column in COLUMNS:
-            table.add_column(column, overflow="fold")
         for row in self.folded():
             table.add_row(*row, style="" if row[3] == "BF16" else "green")
         return table
@@ -63,6 +60,7 @@ class PrecisionPlan(Printable):
         """Merge rows that differ only in their layer into one row with a range of layers."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for row in self.rows:
-            groups.setdefault((row.module, row.gemm, row.precision, row.engine, row.reason), []).append(row.layer)
+            layer, *rest = astuple(row)
+            groups.setdefault(tuple(rest), []).append(layer)
         for rest, layers in groups.items():
             yield (layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1]}", *rest)

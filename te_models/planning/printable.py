@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import io
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.console import Console, RenderableType
 
 
 class Printable:
-    """Base of results that print as a table; subclasses define `__rich__`."""
+    """Base of results that print as a table; subclasses define `__rich__` and `to_dict`."""
 
     width: ClassVar[int] = 140  # characters, as text and as HTML
 
     def __rich__(self) -> RenderableType:
+        raise NotImplementedError
+
+    def to_dict(self) -> Any:
+        """Return the result as plain JSON values."""
         raise NotImplementedError
 
     def __str__(self) -> str:

@@ -21,15 +21,10 @@ Plan = Callable[..., MemoryPlan]  # of the run, given keywords that differ from 
 
 @dataclass(frozen=True)
 class Change:
-    """Options that make a run fit, and the memory that it then needs.
+    """Options that make a run fit, and the memory that it then needs."""
 
-    Attributes:
-        flags: as on the command line, such as ("--activation-checkpointing", "full").
-        peak: predicted bytes on each GPU.
-    """
-
-    flags: tuple[str, ...]
-    peak: int
+    flags: tuple[str, ...]  # as on the command line, such as ("--activation-checkpointing", "full")
+    peak: int  # predicted bytes on each GPU
 
     def __str__(self) -> str:
         return " ".join(self.flags)
@@ -39,14 +34,8 @@ def smallest_change(plan: Plan, options: Options, available: int, lora: bool = T
     """Return the fewest changes of `options` that make the peak fit into `available` bytes; None if there are none.
 
     Among as many changes, those that cost least come first: recomputing activations, smaller micro-batches with as many
-    tokens per step, FP8 primary weights, an 8-bit optimizer, host memory, and last what changes the run itself: adapters
-    instead of all weights, shorter sequences.
-
-    Args:
-        plan: returns the memory plan of the run with these keywords in place of its own.
-        options: the run's own keywords.
-        available: bytes on the GPU.
-        lora: whether the run may train adapters instead of weights.
+    tokens per step, FP8 primary weights, an 8-bit optimizer, host memory, and last what changes the run itself:
+    adapters instead of all weights (if `lora`), shorter sequences.
     """
 
     def needed(values: Sequence[Value]) -> float:

@@ -11,7 +11,6 @@ One process saves to a path at a time. If two do, one of them fails with `SaveEr
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import hashlib
 import importlib.metadata
 import json
@@ -23,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,34 +49,17 @@ MAX_SHARD_BYTES = 5 * 2**30
 MANIFEST = "manifest.json"
 INDEX = ".safetensors.index.json"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]{0,63}")
-_TEXT = re.compile(r"[a-z0-9][a-z0-9_]{0,63}\.jinja")  # a document that is no JSON, by the name of its file
 _FILE = re.compile(r"(additional_chat_templates/)?[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-
-
-class TensorLike(Protocol):
-    """The part of an expected tensor that `match` compares."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A checked folder.
-
-    Attributes:
-        path: where it was read from.
-        tensors: group -> tensor name -> CPU tensor, which may be written to.
-        documents: document name -> parsed JSON.
-        versions: the versions of python, torch, safetensors and te_models that wrote it; empty without a manifest.
-    """
+    """A checked folder."""
 
     path: Path
-    tensors: dict[str, dict[str, Tensor]]
-    documents: dict[str, Any]
-    versions: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, dict[str, Tensor]]  # group -> tensor name -> CPU tensor, which may be written to
+    documents: dict[str, Any]  # document name -> parsed JSON
+    versions: dict[str, str] = field(default_factory=dict)  # of the packages that wrote it; empty without a manifest
 
 
 @dataclass(frozen=True)
@@ -113,7 +95,12 @@ class _Source:
         path = self.folder / file
         if not _FILE.fullmatch(file) or file not in self.files:
             raise CheckpointError(f"{self.folder} holds no file {file[:80]!r}")
-        found, size = path.stat() if self.links else path.lstat(), self.files[file].size
+        try:
+            found, size = path.stat() if self.links else path.lstat(), self.files[file].size
+        except OSError as error:  # a loop of links
+            if not path.is_symlink():
+                raise
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         if not stat.S_ISREG(found.st_mode):
             raise CheckpointError(f"{path} is not a regular file")
         if size is not None and found.st_size != size:
@@ -159,7 +146,7 @@ def save_folder(
         path: the folder; its parents are made.
         tensors: group name -> tensor name -> tensor of any stride and device.
         documents: document name -> plain JSON value (use `flatten_state` for anything richer), or `render_json` of it;
-            "<name>.jinja" -> the bytes of a text.
+            a file's name, such as "tokenizer.model" -> its bytes.
         max_shard_bytes: the group "model" is split into shards of this size, others into shards of 5 GiB or this size.
 
     Raises:
@@ -219,29 +206,15 @@ def read_listed(path: Path, names: Iterable[str]) -> dict[str, bytes]:
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from None
 
 
-def match(
-    expected: Mapping[str, TensorLike],
-    loaded: Mapping[str, Tensor],
-    *,
-    allow_missing: Iterable[str] = (),
-    allow_extra: Iterable[str] = (),
-    check_dtype: bool = True,
-) -> None:
+def match(expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor], *, check_dtype: bool = True) -> None:
     """Compare names, shapes and dtypes, so that a live model is touched only once everything is known to fit.
 
-    Args:
-        expected: name -> anything with `.shape` and `.dtype`.
-        loaded: name -> tensor.
-        allow_missing: names or glob patterns (`"*._extra_state"`) that may be absent from `loaded`.
-        allow_extra: names or glob patterns that `loaded` may have beyond `expected`.
-        check_dtype: False leaves dtypes to the caller, for a model that is loaded in another precision.
+    `check_dtype=False` leaves dtypes to the caller, for a model that is loaded in another precision.
 
     Raises:
         CheckpointError: one line that lists what is missing, unexpected and different.
     """
-    missing = _unmatched(expected.keys() - loaded.keys(), allow_missing)
-    extra = _unmatched(loaded.keys() - expected.keys(), allow_extra)
-    different = []
+    missing, extra, different = sorted(expected.keys() - loaded.keys()), sorted(loaded.keys() - expected.keys()), []
     for name in sorted(expected.keys() & loaded.keys()):
         want, have = expected[name], loaded[name]
         if want.shape != have.shape:
@@ -261,7 +234,7 @@ def prepare(tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str,
     """Check what is to be saved, find tied tensors and render the documents; see `save_folder` for the arguments."""
     kept: dict[str, dict[str, Tensor]] = {}
     aliases: dict[str, dict[str, str]] = {}
-    for name in (*tensors, *(name for name in documents if not _TEXT.fullmatch(name))):
+    for name in (*tensors, *(name for name, document in documents.items() if not _is_file(name, document))):
         if not _NAME.fullmatch(name) or name == "manifest":
             raise UsageError(f"{name!r} cannot name a file of saved state; use a-z, 0-9 and _, and not 'manifest'")
     for group, members in tensors.items():
@@ -293,19 +266,25 @@ def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD
             shards = split_by_size(group, tensors, limit)
             for file, members in shards.items():
                 files[file] = record(folder / file, render_safetensors(members))
-            if len(shards) > 1:
-                total = sum(tensor.nbytes for tensor in tensors.values())
-                weight_map = {name: file for file, members in shards.items() for name in members}
-                files[group + INDEX] = record(folder / (group + INDEX), [render_index(weight_map, total)])
+            places = {name: file for file, members in shards.items() for name in members}
+            files |= write_index(folder, group, places, sum(tensor.nbytes for tensor in tensors.values()))
         finish_folder(folder, files, content)
 
 
+def write_index(folder: Path, group: str, places: Mapping[str, str], total: int) -> dict[str, Any]:
+    """Write the index of a group of `total` bytes, tensor name -> file, if it has several files; return its entry."""
+    if len(set(places.values())) < 2:
+        return {}
+    return {group + INDEX: record(folder / (group + INDEX), [render_index(places, total)])}
+
+
 def finish_folder(folder: Path, files: Mapping[str, Mapping[str, Any]], content: Content) -> None:
-    """Write the documents, and the manifest that makes the folder whole;
-    `files` are the entries of files written before."""
+    """Write the documents and then the manifest, in which `files` are the entries of files written before."""
     files = dict(files)
     for name, text in content.documents.items():
-        file = name if _TEXT.fullmatch(name) else f"{name}.json"
+        file = name if _is_file(name, text) else f"{name}.json"
+        if "/" in file:
+            (folder / file).parent.mkdir(exist_ok=True)
         files[file] = record(folder / file, [text])
     manifest = {"format": FORMAT_VERSION, "versions": _versions(), "files": files, "aliases": content.aliases}
     write_file(folder / MANIFEST, [render_json(manifest | {"digest": _digest(manifest)}, MANIFEST)])
@@ -325,9 +304,16 @@ def refuse_strangers(path: Path) -> None:
             saved = {MANIFEST, *_read_manifest(path).files}
         except (CheckpointError, OSError):
             saved = set()
-        strangers = sorted(set(os.listdir(path)) - saved)
+        inside = {name.partition("/")[0] for name in saved if "/" in name and (path / name).parent.is_dir()}
+        present = {*os.listdir(path), *(f"{folder}/{name}" for folder in inside for name in os.listdir(path / folder))}
+        strangers = sorted(present - saved - inside)
     if strangers:
         raise UsageError(f"{path} holds what te-models did not save ({list_some(strangers)}); choose another folder")
+
+
+def _is_file(name: str, document: Any) -> bool:
+    """Return whether a document is the content of the file of this name, and not JSON to which a suffix is added."""
+    return isinstance(document, bytes) and "." in name and _FILE.fullmatch(name) is not None
 
 
 def _load(source: _Source, names: Iterable[str] | None, optional: Iterable[str]) -> Folder:
@@ -355,14 +341,13 @@ def _load(source: _Source, names: Iterable[str] | None, optional: Iterable[str])
 def _read_groups(source: _Source, groups: Iterable[str]) -> dict[str, dict[str, Tensor]]:
     """Return all tensors of the groups, ties included."""
     maps: dict[str, dict[str, str] | None] = {}
+    shards: dict[str, list[str]] = {}
     for group in groups:
-        index = group + INDEX
-        single = f"{group}.safetensors" in source.files
-        maps[group] = None if single else parse_index(source.json(index), source.folder / index)
-    shards = {
-        group: sorted(set(weight_map.values())) if weight_map is not None else [f"{group}.safetensors"]
-        for group, weight_map in maps.items()
-    }
+        index, single = group + INDEX, f"{group}.safetensors"
+        maps[group] = weight_map = (
+            None if single in source.files else parse_index(source.json(index), source.folder / index)
+        )
+        shards[group] = [single] if weight_map is None else sorted(set(weight_map.values()))
     paths = {file: source.locate(file) for files in shards.values() for file in files}
     mapped = sum(path.stat().st_size for path in paths.values()) > _memory_share()
 
@@ -440,8 +425,3 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
     return versions
-
-
-def _unmatched(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    patterns = tuple(patterns)
-    return sorted(name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))

@@ -11,16 +11,16 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from te_models.config.model import ModelConfig, config_fields
-from te_models.config.recipe import Recipe, recipe_fields, recipe_from_dict
+from te_models.config.recipe import Recipe, get_recipe, recipe_fields, recipe_from_dict
 from te_models.errors import CheckpointError, unknown
-from te_models.files.atomic import first_line
-from te_models.files.formats import all_finite, check_finite, list_some, parse_json, read_json, unflatten_state
+from te_models.files.atomic import first_line, readable
+from te_models.files.formats import all_finite, check_finite, list_some, read_json, unflatten_state
 from te_models.fp8.extra_state import EXTRA, extra_states
 from te_models.fp8.primary_weights import (
     is_quantized,
@@ -35,6 +35,7 @@ from te_models.fp8.scaling_state import check_fp8_state, fp8_state
 from te_models.interop.hf import (
     Origin,
     check_sizes,
+    config_dtype,
     double_output_projections,
     gated,
     is_hugging_face,
@@ -42,7 +43,9 @@ from te_models.interop.hf import (
     tokenizer_files,
     write_hugging_face,
 )
+from te_models.interop.hf_families import family_of
 from te_models.interop.hub import local_folder
+from te_models.interop.quantized import CONFIG_KEYS, read_scheme
 from te_models.interop.te_checkpoint import TECheckpoint, read_te_checkpoint, te_files
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state, shard_state
@@ -70,11 +73,8 @@ def model_content(
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Return the tensors and documents of a saved model, as te_models.saving.folder.save_folder takes them.
 
-    Args:
-        model: the model.
-        origin: where it came from.
-        masters: the values of FP8 primary weights by the id of the parameter; a weight without one is dequantized.
-        parts: of parameters that several ranks share, return this rank's parts (for te_models.saving.sharded).
+    `masters` are the values of FP8 primary weights by the id of the parameter; a weight without one is dequantized.
+    `parts` returns this rank's parts of parameters that several ranks share, for te_models.saving.sharded.
     """
     own = weights(model, masters)
     tensors = {"model": own if parts else gather_state(own, model.config, model.tp)}
@@ -100,12 +100,17 @@ def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> di
 
 
 def write_pretrained(
-    model: Decoder, origin: Origin, folder: str | Path, format: str = "te", max_shard_bytes: int = MAX_SHARD_BYTES
+    model: Decoder,
+    origin: Origin,
+    folder: str | Path,
+    format: str = "te",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    name: str | None = None,
 ) -> None:
     """Save a model into `folder`, atomically, in our format or in Hugging Face's, with the tokenizer that it came with.
 
     In our format the weights have the FP8 state with them, as in a state_dict, for programs that read
-    model.safetensors alone (accelerate's load_checkpoint_in_model).
+    model.safetensors alone (accelerate's load_checkpoint_in_model). `name` is that of the model in its card.
     """
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
@@ -113,11 +118,10 @@ def write_pretrained(
     if model.tp.rank == 0:
         tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
         if format == "hf":
-            write_hugging_face(model, origin, folder, tensors["model"], tokenizer, max_shard_bytes)
+            write_hugging_face(model, origin, folder, tensors["model"], tokenizer, max_shard_bytes, name=name)
         else:
             tensors["model"] |= extra_states(model)
-            documents |= _tokenizer_documents(tokenizer)
-            save_folder(folder, tensors, documents, max_shard_bytes=max_shard_bytes)
+            save_folder(folder, tensors, documents | tokenizer, max_shard_bytes=max_shard_bytes)
     model.tp.wait()
 
 
@@ -293,20 +297,9 @@ def saved_folder(folder: str | Path) -> Path:
 
 
 def adapter_folder(folder: str | Path) -> Path | None:
-    """Return the folder with LoRA adapters that `folder` is, or that is its newest checkpoint; None if there are none."""
+    """Return the folder with LoRA adapters: `folder` or its newest checkpoint; None if neither has any."""
     found = saved_folder(folder)
     return found if (found / ADAPTERS).is_file() and not (found / "config.json").exists() else None
-
-
-def _tokenizer_documents(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the tokenizer's JSON documents by name, with a template of its own file among them."""
-    names = ("tokenizer", "tokenizer_config")
-    found = {name: parse_json(files[f"{name}.json"], f"{name}.json") for name in names if f"{name}.json" in files}
-    if "tokenizer_config" in found and "chat_template.jinja" in files:
-        if not isinstance(found["tokenizer_config"], dict):
-            raise CheckpointError("tokenizer_config.json is not an object of names and values")
-        found["tokenizer_config"]["chat_template"] = files["chat_template.jinja"].decode()
-    return found
 
 
 def read_config(saved: Folder) -> tuple[ModelConfig, torch.dtype]:
@@ -381,17 +374,59 @@ def load_weights(model: Decoder, tensors: Mapping[str, Tensor], quantized: Mappi
     load_quantized_weights(model, quantized or {})
 
 
+class Shape(NamedTuple):
+    """Shape, saved recipe (BF16 for a model of Hugging Face), dtype, and whether FP8 weights are saved."""
+
+    config: ModelConfig
+    recipe: Recipe
+    dtype: torch.dtype
+    fp8_params: bool
+
+
+def read_shape(name: str | Path, overrides: Mapping[str, Any] | None = None) -> Shape | None:
+    """Return the shape of the model that `from_pretrained(name)` loads; None for formats that only loading knows.
+
+    `overrides` are fields of the config.
+
+    Raises:
+        ValueError: there is no such model, or its config is damaged; the error is that of loading it.
+    """
+    folder = saved_folder(local_folder(name))
+    if is_hugging_face(folder, MODEL_TYPE):
+        document = read_json(folder / "config.json")
+        try:
+            read_scheme(folder, document)
+            document = {key: value for key, value in document.items() if key not in CONFIG_KEYS}
+            config = family_of(document).read(document)
+        except CheckpointError:
+            raise
+        except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder}/config.json: {first_line(error)}") from None
+        return Shape(gated(config, overrides or {}), get_recipe("bf16"), config_dtype(folder, document), False)
+    if not (readable(folder) / MANIFEST).exists():
+        return None
+    with offering_older(folder):
+        saved = load_folder(folder, ["config", "recipe"])
+        config, dtype = read_config(saved)
+        weights = any(readable(folder).glob("fp8_weights*"))
+        return Shape(gated(config, overrides or {}), read_recipe(saved), dtype, weights)
+
+
 @dataclass(frozen=True)
 class TrainingState:
-    """A training checkpoint whose weights and FP8 state are known to fit the model, which is still untouched.
+    """A training checkpoint whose weights and FP8 state are known to fit the model, which is still untouched."""
 
-    Attributes:
-        state: the rest of its state (optimizer, dataset, random numbers, result), as it was saved.
-        write: puts the weights and the FP8 state into the model.
-    """
+    state: dict[str, Any]  # of optimizer, dataset, random numbers and result, as it was saved
+    write: Callable[[], None]  # puts the weights and the FP8 state into the model
 
-    state: dict[str, Any]
-    write: Callable[[], None]
+
+def training_document(saved: Folder) -> dict[str, Any]:
+    """Return the state of optimizer, dataset, random numbers and result in a training checkpoint."""
+    state = unflatten_state(saved.tensors.get("training", {}), saved.documents["training"])
+    names = ("optimizer", "dataset", "rng", "cuda_rng", "result")
+    if not isinstance(state, dict) or any(name not in state for name in names):
+        raise CheckpointError(f"{saved.path}/training.json lacks some of {', '.join(names)}")
+    return state
 
 
 def read_training_state(model: Decoder, folder: Path) -> TrainingState:
@@ -414,10 +449,7 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
     recipe = read_recipe(saved)
     changes = {key: value for key, value in model.recipe.to_dict().items() if recipe.to_dict().get(key) != value}
     changes |= {"fp8_params": model.fp8_params} if model.fp8_params != ("fp8_weights" in saved.tensors) else {}
-    state = unflatten_state(saved.tensors.get("training", {}), saved.documents["training"])
-    names = ("optimizer", "dataset", "rng", "cuda_rng", "result")
-    if not isinstance(state, dict) or any(name not in state for name in names):
-        raise CheckpointError(f"{folder}/training.json lacks some of {', '.join(names)}")
+    state = training_document(saved)
     check_restore(model, saved, recipe)
     if changes:
         new = ", ".join(f"{key}={value!r}" for key, value in changes.items())

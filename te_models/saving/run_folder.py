@@ -26,8 +26,7 @@ _HIDDEN_STEP = re.compile(r"\.(step-\d{8,18})\.replaced")
 
 
 class Checkpoints:
-    """The checkpoints of one run: `root/step-00000200`, ..., and the file `root/latest` that names the newest whole
-    one.
+    """The checkpoints of one run: `root/step-00000200`, ..., and the file `root/latest` with the newest whole one.
 
     Args:
         root: the run's folder; other files in it are left alone.
@@ -71,9 +70,9 @@ class Checkpoints:
 
         With `blocking=False` the tensors are copied to host memory (reused from save to save: the size of one
         checkpoint; see `reserve` for the first) before this returns, and everything else happens in a thread that the
-        interpreter waits for at exit. One such save is under way at a time: the next call waits for it first. With
-        `copy_later` the copy, too, happens in the thread (on a CUDA device on a stream of its own), and the caller must
-        not change the tensors until `copied` has returned: a training step changes them at its very end.
+        interpreter waits for at exit. The next call waits for it first. With `copy_later` the copy, too, happens in the
+        thread (on a CUDA device on a stream of its own), and the caller must not change the tensors until `copied` has
+        returned: a training step changes them at its very end.
 
         A background save that fails is logged, and the next save tries again; `MAX_FAILED_SAVES` in a row are an error.
 
@@ -192,7 +191,7 @@ class Checkpoints:
             self._error, self._failed_saves = error, self._failed_saves + 1
 
     def _retrying(self, path: Path, save: Callable[[], None]) -> None:
-        """Save, again after each of `retry_pauses` if it fails."""
+        """Run `save`, again after each of `retry_pauses` if it fails."""
         for pause in self.retry_pauses:
             try:
                 return save()
@@ -222,7 +221,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def offering_older(path: Path) -> Iterator[None]:
-    """If the block finds the checkpoint `path` damaged, have its error name the newest whole checkpoint of the run."""
+    """Have an error that finds the checkpoint `path` damaged name the newest whole checkpoint of the run."""
     try:
         yield
     except CheckpointError as error:

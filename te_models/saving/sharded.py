@@ -26,19 +26,11 @@ from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local, shard_like, whole
 from te_models.errors import CheckpointError, SaveError, UsageError
 from te_models.files.atomic import first_line, replacing_folder
-from te_models.files.formats import render_index, render_safetensors
+from te_models.files.formats import render_safetensors
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state, shard
-from te_models.saving.folder import (
-    INDEX,
-    MAX_SHARD_BYTES,
-    Content,
-    finish_folder,
-    prepare,
-    record,
-    refuse_strangers,
-)
+from te_models.saving.folder import Content, finish_folder, prepare, record, refuse_strangers, write_index
 from te_models.saving.run_folder import Checkpoints
 
 _OPTIMIZER = re.compile(r"optimizer\.(masters|state)\.(\d+)")
@@ -59,19 +51,10 @@ class ShardedCheckpoints(Checkpoints):
         model: Decoder,
         names: Sequence[str],
         fetch: Callable[[str, int, Tensor], Tensor],
-        keep_last: int | None = None,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
-        retry_pauses: Sequence[float] = (),
+        **options: Any,
     ) -> None:
-        """Arguments as in Checkpoints, and:
-
-        Args:
-            ranks: the processes that save together.
-            model: the model whose parameters, and whose optimizer's state, are saved.
-            names: the names of the optimizer's parameters, in its order.
-            fetch: the optimizer's `fetch`, which returns a tensor of its state on every rank.
-        """
-        super().__init__(root, keep_last=keep_last, max_shard_bytes=max_shard_bytes, retry_pauses=retry_pauses)
+        """Take the options of Checkpoints, the names of the optimizer's parameters in its order, and its `fetch`."""
+        super().__init__(root, **options)
         self.ranks, self.model, self.names, self.fetch = ranks, model, names, fetch
 
     def save(
@@ -83,7 +66,7 @@ class ShardedCheckpoints(Checkpoints):
         blocking: bool = True,
         copy_later: bool = False,
     ) -> Path:
-        """As `Checkpoints.save`, from all processes at once.
+        """Save as `Checkpoints.save` does, from all processes at once.
 
         Raises:
             UsageError: something given cannot be saved exactly, or `blocking` is False.
@@ -116,7 +99,9 @@ class ShardedCheckpoints(Checkpoints):
             records = self._write(folder, files, tensors, totals)
 
             def finish() -> None:
-                self._index(folder, records, files, totals)
+                for group, numbers in files.items():
+                    places = {name: _file(group, number, numbers) for name, number in numbers.items()}
+                    records.update(write_index(folder, group, places, totals.get(group, 0)))
                 finish_folder(folder, records, content[0])
                 stack.close()
                 self.publish(path)
@@ -124,8 +109,7 @@ class ShardedCheckpoints(Checkpoints):
             self.ranks.from_first(finish, SaveError)
 
     def _assign_files(self, tensors: Mapping[str, Mapping[str, Tensor]], aliases: Mapping[str, Any]) -> Plan:
-        """Assign each tensor to a file: the largest first, each to the emptiest file,
-        within the limit of a file's size."""
+        """Assign the largest tensor first, each to the emptiest file, within the limit of a file's size."""
         plan: Plan = {}
         for group, members in tensors.items():
             own = {name: t.numel() * t.itemsize for name, t in members.items() if name not in aliases.get(group, {})}
@@ -149,8 +133,7 @@ class ShardedCheckpoints(Checkpoints):
     def _write(
         self, folder: Path, plan: Plan, tensors: Mapping[str, Mapping[str, Tensor]], totals: dict[str, int]
     ) -> dict[str, Any]:
-        """Write this process's files; return the manifest's entries for those of all,
-        and add each group's size to `totals`."""
+        """Write this process's files, add each group's size to `totals`, return the manifest's entries of all files."""
         written: dict[str, Any] = {}
         failure = None
         for group, files in plan.items():
@@ -176,12 +159,6 @@ class ShardedCheckpoints(Checkpoints):
         if failures:
             raise SaveError(f"could not save {folder.name}: {failures[0]}; earlier checkpoints are intact")
         return everything
-
-    def _index(self, folder: Path, records: dict[str, Any], plan: Plan, totals: Mapping[str, int]) -> None:
-        for group, files in plan.items():
-            if len(set(files.values())) > 1:
-                weight_map = {name: _file(group, number, files) for name, number in files.items()}
-                records[group + INDEX] = record(folder / (group + INDEX), [render_index(weight_map, totals[group])])
 
 
 def _file(group: str, number: int, files: Mapping[str, int]) -> str:
@@ -212,8 +189,7 @@ def cut_optimizer_state(
 
 @torch.no_grad()
 def shared_amaxes(model: nn.Module, world: int) -> None:
-    """Give every rank the largest amax that any rank recorded since the last update,
-    so that rank 0 can save them for all.
+    """Give every rank the largest amax that any recorded since the last update, so that rank 0 can save them for all.
 
     The next update takes the largest over all ranks anyway, so this changes no scale.
     """

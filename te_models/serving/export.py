@@ -1,8 +1,8 @@
 """Write a model as a quantized Hugging Face folder for vLLM, SGLang, transformers and compressed-tensors.
 
 The linears of the layers that the model's recipe runs in FP8 are quantized; embedding, norms, head and the layers that
-the recipe keeps in BF16 are not, and the config lists their linears. Tensors that vLLM and SGLang fuse (q, k and v; gate
-and up) are one weight here too, so their per-tensor scales are one number.
+the recipe keeps in BF16 are not, and the config lists their linears. Tensors that vLLM and SGLang fuse (q, k and v;
+gate and up) are one weight here too, so their per-tensor scales are one number.
 """
 
 from __future__ import annotations
@@ -284,6 +284,6 @@ def _size_notes(format: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]
     if not odd:
         return []
     return [
-        f"{len(odd)} weights have sizes that are no multiples of 128 ({list_some(odd, limit=2)}): vLLM and SGLang refuse "
-        "such rows in q, k, v, gate and up, and transformers some of them; fp8-channel has no such limit"
+        f"{len(odd)} weights have sizes that are no multiples of 128 ({list_some(odd, limit=2)}): vLLM and SGLang "
+        "refuse such rows in q, k, v, gate and up, and transformers some of them; fp8-channel has no such limit"
     ]

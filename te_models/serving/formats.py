@@ -78,7 +78,12 @@ def encode_channels(weight: Tensor, options: Options) -> Parts:
 
 def scale_of(amax: Tensor) -> Tensor:
     """Return the inverse scales of these amaxes; 1 where everything is zero."""
-    return torch.where(amax > 0, amax / E4M3_MAX, 1.0)
+    return torch.where(amax > 0, quotient(amax, E4M3_MAX), 1.0)
+
+
+def quotient(tensor: Tensor, number: float) -> Tensor:
+    """Return tensor / number, rounded once: on a GPU PyTorch multiplies by the reciprocal of a number."""
+    return tensor / torch.full_like(tensor, number)
 
 
 def divided(weight: Tensor, scale: Tensor) -> Tensor:
@@ -127,7 +132,8 @@ def encode_mxfp8(weight: Tensor, options: Options) -> Parts:
 def encode_nvfp4(weight: Tensor, options: Options, whole: Tensor | None = None) -> Parts:
     """Return packed data of a weight [out, in], uint8 [out, in / 2], E4M3 scales [out, in / 16] and the divisor [1].
 
-    `whole` is the divisor; None: that of the weight. compressed-tensors and Transformer Engine round where these multiply and divide the two levels of scales.
+    `whole` is the divisor; None: that of the weight. compressed-tensors and Transformer Engine round where these
+    multiply and divide the two levels of scales.
     """
     rows, columns = weight.shape
     if options.scheme == "NVFP4BlockScaling":
@@ -138,7 +144,7 @@ def encode_nvfp4(weight: Tensor, options: Options, whole: Tensor | None = None) 
     else:
         amax = numerics.block_amax(weight, NVFP4.block)
         whole = global_scale(amax.amax()) if whole is None else whole
-        scale = (whole * (amax / FP4_MAX)).clamp_(max=E4M3_MAX).to(E4M3)
+        scale = (whole * quotient(amax, FP4_MAX)).clamp_(max=E4M3_MAX).to(E4M3)
         scale = torch.where(scale.float() == 0, SMALLEST, scale.float()).to(E4M3)
         divisors = (scale.float() / whole)[:, None, :, None]
         values = numerics.merge_blocks(numerics.split_blocks(weight.float(), NVFP4.block) / divisors, rows, columns)

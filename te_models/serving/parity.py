@@ -133,7 +133,7 @@ def _row(model: Decoder, origin: Origin, name: str, batches: list[dict[str, Tens
 
 
 def _folder(name: str) -> Path:
-    folder = local_folder(name)
+    folder = local_folder(name) if "/" in name and not Path(name).exists() else Path(name)  # of the hub, or here
     if not folder.is_dir():
         raise UsageError(f"--export {name} is neither a format ({', '.join(FORMATS)}) nor a folder")
     return folder

@@ -1,9 +1,9 @@
 """A quantized checkpoint as a server computes it, on any device: dequantized weights, inputs quantized per forward.
 
-A linear multiplies the products of data and scales in FP32 and rounds its result once, as the scaled GEMMs of servers do.
-Inputs are quantized as the format's kernels in vLLM do: per token (`scaled_fp8_quant`), per token and 128 channels
-(`per_token_group_quant_fp8`), per 32 channels with E8M0 scales, per 16 with E4M3 scales under a static divisor, or with a
-static scale. Everything else is the model in its own dtype, under recipe "bf16".
+A linear multiplies the products of data and scales in FP32 and rounds its result once, as the scaled GEMMs of servers
+do. Inputs are quantized as the format's kernels in vLLM do: per token (`scaled_fp8_quant`), per token and 128
+channels (`per_token_group_quant_fp8`), per 32 channels with E8M0 scales, per 16 with E4M3 scales under a static
+divisor, or with a static scale. Everything else is the model in its own dtype, under recipe "bf16".
 """
 
 from __future__ import annotations

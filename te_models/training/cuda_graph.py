@@ -1,8 +1,8 @@
 """Forward and backward of a model as one CUDA graph, captured once and replayed.
 
-Otherwise the host takes longer to launch the kernels of a small step than the device to run them (gated-350m: 158 of 185 ms
-were launches). A graph has fixed addresses and Python values, so each batch is copied to the buffers of the first one, and
-gradients appear where the captured step produced them.
+Otherwise the host takes longer to launch the kernels of a small step than the device to run them (gated-350m: 158 of
+185 ms were launches). A graph has fixed addresses and Python values, so each batch is copied to the buffers of the
+first one, and gradients appear where the captured step produced them.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class GraphedStep:
     synchronizing the device; the next call tries again. Weights and FP8 state may be changed in place between calls.
 
     Under FSDP2 the graph includes the gathers of weights and the reductions of gradients. NCCL does not destroy a
-    communicator that a graph still uses: call `close` before torch.distributed.destroy_process_group, which waits forever
-    otherwise.
+    communicator that a graph still uses: call `close` before torch.distributed.destroy_process_group, which waits
+    forever otherwise.
 
     Args:
         model: on a CUDA device.
 
     Raises:
-        ValueError: the model cannot be captured (`obstacle` says why), or a call's tensors differ in shape or name from the
-            first call's, or the model's recipe has changed.
+        ValueError: the model cannot be captured (`obstacle` says why), or a call's tensors differ in shape or name from
+            the first call's, or the model's recipe has changed.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -140,8 +140,8 @@ class GraphedStep:
             shapes = [list(tensors[name].shape) if name in tensors else None for tensors in (self.inputs, batch)]
             if shapes[0] != shapes[1]:
                 raise UsageError(
-                    f"{name} has shape {shapes[1]}, in the first call {shapes[0]}: a CUDA graph has one shape, so make a "
-                    "GraphedStep for each"
+                    f"{name} has shape {shapes[1]}, in the first call {shapes[0]}: a CUDA graph has one shape, so make "
+                    "a GraphedStep for each"
                 )
             self.inputs[name].copy_(batch[name], non_blocking=True)
 
@@ -166,7 +166,7 @@ def obstacle(model: nn.Module) -> str | None:
 
 
 def step_obstacle(model: CausalLM, config: TrainConfig, parallel: str) -> str | None:
-    """Return why a run's step is not a CUDA graph; None if it is. `parallel`: te_models.training.parallel.Parallel.kind."""
+    """Return why a run's step is not a CUDA graph; None if it is. `parallel` is a `Parallel.kind`."""
     if not config.cuda_graph:
         return "cuda_graph=False"
     if config.gradient_accumulation > 1:
@@ -182,7 +182,9 @@ class NoHostCopies(TorchDispatchMode):
     FSDP2's kernels read the tensors' addresses from host memory that has been reused by the time of a replay.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.fsdp.split_with_sizes_copy.default:
             return _split(*args, **kwargs)
         if func is torch.ops.fsdp.chunk_cat.default:

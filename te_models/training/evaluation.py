@@ -33,14 +33,10 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def evaluate(
     model: CausalLM, batches: list[Batch], reduce: Callable[[Tensor], Tensor] = lambda totals: totals
 ) -> float:
-    """Return the mean cross-entropy over `batches`, in nats per counted token; nan if no token counts.
+    """Return the mean cross-entropy over `batches` (on the CPU), in nats per counted token; nan if no token counts.
 
-    Leaves FP8 scales and the model's mode unchanged.
-
-    Args:
-        model: the model.
-        batches: on the CPU.
-        reduce: sums a tensor over the processes, each of which evaluates as many other batches.
+    FP8 scales and the model's mode stay as they are. `reduce` sums a tensor over the processes, each of which evaluates
+    as many other batches.
     """
     was_training = model.training
     model.eval()

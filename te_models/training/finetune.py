@@ -24,13 +24,12 @@ from te_models.optim import resolve_options
 from te_models.saving.folder import save_folder
 from te_models.saving.pretrained import model_content
 from te_models.saving.run_folder import Checkpoints
-from te_models.training.ending import draw_run, print_next, print_outcome
 from te_models.training.evaluation import Batch
 from te_models.training.launch import choose_parallel, parallel, restarts
 from te_models.training.loggers import Run, check_loggers, open_loggers
 from te_models.training.parallel import Parallel
 from te_models.training.preflight import check_memory
-from te_models.training.report import progress, summary
+from te_models.training.report import draw_run, print_next, print_outcome, progress, summary
 from te_models.training.resume import resumed_options, run_folder, saved_choices, starting_step
 from te_models.training.run_file import read_record, run_document, run_id
 from te_models.training.samples import Prompt, Sampler, held_out_prompts
@@ -44,10 +43,8 @@ if TYPE_CHECKING:
 def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
     """Train a model, and print a summary, progress, the result and a sample; under torchrun every process calls this.
 
-    Args:
-        settings: te_models.training.settings.run_settings or resumed_settings makes them.
-        resume: continue from the newest checkpoint in the run's folder.
-        callbacks: called as the run goes.
+    te_models.training.settings makes the settings. With `resume` the run continues from the newest checkpoint in its
+    folder. `callbacks` are called as it goes.
 
     Raises:
         ValueError: a mistake in the settings; nothing has been written.
@@ -74,27 +71,23 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         _check_model(model, words, config)
         adapters = _adapters(settings, model)
         start = starting_step(folder, resume, config)
-        for line in _changes(settings, folder, resume):
-            console.print(line, highlight=False)
+        notes = _changes(settings, folder, resume)
         if settings.preset is not None and not resume:
-            console.print(f"{settings.preset} starts from random weights", highlight=False)
+            notes.append(f"{settings.preset} starts from random weights")
         about = summary(model, dataset, config, start, shared.describe(), settings.command, memory)
-        console.print(about, highlight=False)
+        for part in (*notes, about):
+            console.print(part, highlight=False)
         sampler = _sampler(settings, model, words, eval_batches, shared)
         if sampler and settings.model is not None and not start and shared.ranks.world == 1:
             sampler.note_before()
         record = {**(read_record(folder) if resume else {})}
         record["id"] = shared.ranks.from_first(lambda: run_id(record))
         run_file = run_document(settings, model, dataset, eval_batches, shared, record)
-        run = Run(
-            folder, record["id"], dataclasses.asdict(config) | {"model": settings.label, **model.recipe.to_dict()}
-        )
+        logged = dataclasses.asdict(config) | {"model": settings.label, **model.recipe.to_dict()}
         try:
-            parts: dict[str, Any] = dict(
-                documents=words.documents(), run_file=run_file, parallel=shared, saved=adapters
-            )
-            trainer = Trainer(model, dataset, eval_batches, config, folder, **parts)
-            names = loggers if shared.ranks.first else []
+            parts: dict[str, Any] = dict(run_file=run_file, parallel=shared, saved=adapters)
+            trainer = Trainer(model, dataset, eval_batches, config, folder, words.files(), **parts)
+            names, run = loggers if shared.ranks.first else [], Run(folder, record["id"], logged)
             with progress(console, config, start) as trainer.on_step, open_loggers(names, run) as sent:
                 trainer.callbacks = [*sent, *callbacks]
                 result = trainer.run(resume=resume)
@@ -106,9 +99,7 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         if not result.interrupted:
             if adapters is not None and shared.ranks.first:
                 _save_adapters(console, settings, adapters, folder, words)
-            if sampler:
-                sampler.show(console)
-            print_next(console, folder, words, sampler.prompts if sampler else [])
+            _show_samples(console, sampler, folder, words)
         return result
 
 
@@ -159,7 +150,7 @@ def _open_data(
 
 
 def _build(settings: RunSettings, shared: Parallel, newest: Path | None) -> CausalLM:
-    """Return the model to train, split over the processes: a new one, a loaded one, or that of the checkpoint `newest`."""
+    """Return the model to train, split over the processes: a new one, a loaded one, or that in the checkpoint."""
     options: dict[str, Any] = {**settings.build, "recipe": settings.recipe}
     if newest is not None:
         options = resumed_options(settings, saved_choices(newest))
@@ -187,7 +178,7 @@ def _save_adapters(console: Console, settings: RunSettings, adapters: LoraRun, f
     from te_models.training.lora_run import load_merged  # noqa: PLC0415  needs peft
 
     tensors, documents = adapters.content(live=False)
-    save_folder(folder / "adapter", tensors, {**documents, **words.documents()})
+    save_folder(folder / "adapter", tensors, {**documents, **words.files()})
     console.print(f" adapters   {folder / 'adapter'}", highlight=False)
     if settings.lora is None or not settings.lora.merge:
         return
@@ -195,7 +186,7 @@ def _save_adapters(console: Console, settings: RunSettings, adapters: LoraRun, f
     options: dict[str, Any] = dict(recipe=model.recipe, engine="emulated", device="cpu", dtype=model.dtype)
     merged = load_merged(folder / "adapter", base=settings.model, **options)  # into weights that FP8 has not rounded
     tensors, documents = model_content(merged, merged.origin)
-    save_folder(folder / "merged", tensors, {**documents, **words.documents()})
+    save_folder(folder / "merged", tensors, {**documents, **words.files()})
     console.print(f" merged     {folder / 'merged'}", highlight=False)
 
 
@@ -219,10 +210,17 @@ def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None
         )
 
 
+def _show_samples(console: Console, sampler: Sampler | None, folder: Path, words: Tokenizer) -> None:
+    """Print the trained model's answers, and the commands that one would type next."""
+    if sampler:
+        sampler.show(console)
+    print_next(console, folder, words, sampler.prompts if sampler else [])
+
+
 def _sampler(
     settings: RunSettings, model: CausalLM, words: Tokenizer, batches: list[Batch], shared: Parallel
 ) -> Sampler | None:
-    """Return what asks the model for samples; None on a process that takes no part. All take part in a sharded model."""
+    """Return the sampler; None on a process that takes no part. All take part in a sharded model."""
     if not settings.sample_tokens or not (shared.sharded or shared.ranks.first):
         return None
     tokens, longest = settings.sample_tokens, model.config.longest_sequence

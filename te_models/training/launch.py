@@ -18,6 +18,7 @@ from te_models.config.training import TrainConfig
 from te_models.device.choice import choose_device
 from te_models.distributed.control import Ranks
 from te_models.errors import LostPeer, UsageError
+from te_models.files.atomic import first_line
 from te_models.training.parallel import Parallel
 
 CONTROL_TIMEOUT = timedelta(minutes=30)  # for messages that may wait for a disk
@@ -60,20 +61,20 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
         yield Parallel(config.parallel, Ranks(control), own, *meshes(config, own), config)
     except RuntimeError as error:
         if lost_peer(error):
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
+            reason = first_line(error)[:160]
             raise LostPeer(
-                f"another process of this job died or gave no answer for {config.collective_timeout} s (its own message is "
-                f"above, or on its node); the run ends here: start the same command with --resume ({reason})"
+                f"another process of this job died or gave no answer for {config.collective_timeout} s (its own "
+                f"message is above, or on its node); the run ends here: start the same command with --resume ({reason})"
             ) from error
         raise
     dist.destroy_process_group()
 
 
 def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = False) -> TrainConfig:
-    """Return `config` with parallel="auto" resolved: fsdp or, where the optimizer or `lora` needs whole parameters, ddp.
+    """Return `config` with parallel="auto" resolved: fsdp, or ddp where the optimizer or `lora` needs whole parameters.
 
-    With `recorded` the value comes from a file of another number of processes: where they are too few or too many for it,
-    it counts as "auto", so that one file serves any number.
+    With `recorded` the value comes from a file: where there are too few or too many processes for it, it counts as
+    "auto", so that one file serves any number.
     """
     world = int(os.environ.get("WORLD_SIZE", 0))
     if recorded and (config.parallel == "none") == (world > 1):

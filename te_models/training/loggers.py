@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from te_models.config.data import split_names
 from te_models.errors import needs, unknown
 from te_models.training.trainer import Callback, Row, Trainer
 
@@ -90,7 +91,7 @@ def check_loggers(names: str) -> list[str]:
         UsageError: an unknown one.
         MissingPackage: the library of one is not installed, or too old.
     """
-    wanted = [name for name in (part.strip() for part in names.split(",")) if name]
+    wanted = split_names(names)
     for name in wanted:
         if name not in LOGGERS:
             raise unknown("logger", name, LOGGERS)

@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685) on te.Linear through `peft`, in files that peft and transformers read.
 
-Our projections are fused: an adapter on `qkvg_proj` is one low-rank update of q, k, v and the gate together, one on `q_proj`
-updates the rows of q. Files have one adapter for each linear of transformers in both cases
+Our projections are fused: an adapter on `qkvg_proj` is one low-rank update of q, k, v and the gate together, one on
+`q_proj` updates the rows of q. Files have one adapter for each linear of transformers in both cases
 (te_models.training.lora_targets).
 """
 
@@ -61,7 +61,7 @@ class AdaptedModel(PeftModel):
         self, model: CausalLM, peft_config: PeftConfig, adapter_name: str = "default",
         fused: Mapping[str, Fused] | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """Freeze `model` and add adapters to it; `fused` are those of each te.Linear, None: what `peft_config` targets."""
+        """Freeze `model` and add adapters: `fused`, te.Linear -> adapter, or what `peft_config` targets."""
         config, fused = _resolved(model, peft_config, fused)
         super().__init__(model, config, adapter_name, **options)
         _divide(self, adapter_name, config, fused)
@@ -88,8 +88,8 @@ class AdaptedModel(PeftModel):
         """Load a further adapter, or new values of one that is there; see `load_lora`. Scales are left as they are.
 
         Raises:
-            CheckpointError: the folder is damaged, does not fit the model, or has other modules or ranks than the adapter
-                of that name.
+            CheckpointError: the folder is damaged, does not fit the model, or has other modules or ranks than the
+                adapter of that name.
         """
         adapter = _read_adapter(self.get_base_model(), local_folder(model_id), is_trainable)
         if adapter_name not in self.peft_config:
@@ -127,7 +127,7 @@ class AdaptedModel(PeftModel):
     def from_pretrained(  # type: ignore[override]
         cls, model: CausalLM, model_id: str | Path, adapter_name: str = "default", is_trainable: bool = False
     ) -> AdaptedModel:
-        """Return `load_lora(model, model_id, is_trainable)`, as PeftModel.from_pretrained does for models of transformers."""
+        """Return `load_lora(model, model_id, is_trainable)`."""
         return load_lora(model, model_id, is_trainable, adapter_name)
 
 
@@ -135,8 +135,8 @@ def add_lora(model: CausalLM, config: LoraConfig | None = None, **fields: Any) -
     """Freeze `model` and add adapters to it, which start at zero and change no output.
 
     Targets are our linears (`qkvg_proj`, `o_proj`, `gate_up_proj`, `down_proj`, `lm_head`) or those of transformers
-    (`q_proj`, `k_proj`, `v_proj`, `gate_proj`, `up_proj` ..., or "all-linear" for all of these in the blocks), each with a rank
-    of its own, under any of LoraConfig's ways of naming them.
+    (`q_proj`, `k_proj`, `v_proj`, `gate_proj`, `up_proj` ..., or "all-linear" for all of these in the blocks), each
+    with a rank of its own, under any of LoraConfig's ways of naming them.
 
     Args:
         model: changed in place.
@@ -160,13 +160,9 @@ def add_lora(model: CausalLM, config: LoraConfig | None = None, **fields: Any) -
 def save_lora(adapted: AdaptedModel, folder: str | Path, adapter_name: str | None = None) -> None:
     """Save an adapter into `folder`, atomically, with the FP8 scales that a stateful recipe needs to continue.
 
-    It has the names and shapes of transformers' linears: `PeftModel.from_pretrained(model, folder)` of peft reads it for the
-    same model in transformers, and `load_lora` here, which also restores the scales.
-
-    Args:
-        adapted: the model with adapters.
-        folder: where; what an earlier save left there is replaced.
-        adapter_name: None: the active adapter.
+    It has the names and shapes of transformers' linears: `PeftModel.from_pretrained(model, folder)` of peft reads it
+    for the same model in transformers, and `load_lora` here, which also restores the scales. What an earlier save left
+    in the folder is replaced. `adapter_name` None means the active adapter.
 
     Raises:
         SaveError: writing failed; the previous content of `folder` is intact.
@@ -190,10 +186,10 @@ def adapter_content(
 def load_lora(
     model: CausalLM, folder: str | Path, trainable: bool = False, adapter_name: str = "default"
 ) -> AdaptedModel:
-    """Add the adapters to `model` that `save_lora`, or `save_pretrained` of a PeftModel in transformers, wrote into `folder`.
+    """Add the adapters in `folder` to `model`: those of `save_lora`, or of a PeftModel in transformers.
 
-    Everything is read and checked before the model is changed: safetensors alone, exactly the tensors that the config asks
-    for, of their shapes, and finite. Scales that `save_lora` saved replace the model's own.
+    Everything is read and checked before the model is changed: safetensors alone, exactly the tensors that the config
+    asks for, of their shapes, and finite. Scales that `save_lora` saved replace the model's own.
 
     Args:
         model: changed in place.
@@ -217,12 +213,12 @@ def load_lora(
 
 
 class _Adapter(NamedTuple):
-    """An adapter as read: the config, te.Linear -> its adapter, and parameter of ours below the adapter -> its values."""
+    """An adapter as read."""
 
     saved: Folder
     config: LoraConfig
-    fused: dict[str, Fused]
-    values: dict[str, Tensor]
+    fused: dict[str, Fused]  # te.Linear -> its adapter
+    values: dict[str, Tensor]  # of our parameters below the adapter
 
 
 def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
@@ -327,7 +323,7 @@ def _divide(adapted: AdaptedModel, adapter_name: str, config: LoraConfig, fused:
 
 
 def _parameters(adapted: AdaptedModel, adapter_name: str) -> dict[str, Tensor]:
-    """Return the adapter's parameters: "<te.Linear>.lora_A" and ".lora_B", and those of modules that are trained whole."""
+    """Return the adapter's "<te.Linear>.lora_A" and ".lora_B", and the parameters of modules that are trained whole."""
     found: dict[str, Tensor] = {}
     for name, layer in _layers(adapted, adapter_name).items():
         found[f"{name}.lora_A"] = layer.lora_A[adapter_name].get_parameter("weight")
@@ -362,8 +358,8 @@ def _file_content(adapted: AdaptedModel, adapter_name: str) -> tuple[dict[str, T
     experts = EXPERT_TARGETS.get(modules.architecture, ())
     if any(name.endswith(experts) for name in wanted if experts):
         warnings.warn(
-            f"peft has no adapters on {', '.join(experts)} of {modules.architecture} in transformers and drops them there: "
-            "load_lora reads them; for transformers merge them, or target the attention alone",
+            f"peft has no adapters on {', '.join(experts)} of {modules.architecture} in transformers and drops them "
+            "there: load_lora reads them; for transformers merge them, or target the attention alone",
             stacklevel=3,
         )
     values |= _their_targets(wanted, modules, own.use_rslora) | {"modules_to_save": list(whole) or None}
@@ -371,7 +367,7 @@ def _file_content(adapted: AdaptedModel, adapter_name: str) -> tuple[dict[str, T
 
 
 def _their_targets(wanted: Mapping[str, Wanted], modules: Modules, rslora: bool) -> dict[str, Any]:
-    """Return the fields of LoraConfig that describe these adapters of transformers' modules, as short as they can be."""
+    """Return the shortest fields of LoraConfig that describe these adapters of transformers' modules."""
     leaves: dict[str, list[str]] = {}
     for name in modules.theirs:
         leaves.setdefault(name.rsplit(".", 1)[-1], []).append(name)

@@ -64,12 +64,10 @@ def check_fields(values: Mapping[str, Any], init: bool = True) -> None:
 
 
 def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None = None) -> dict[str, Wanted]:
-    """Return the name of each module that `config` targets -> its adapter.
+    """Return the name of each module that `config` targets, by transformers' names or ours -> its adapter.
 
-    Args:
-        config: with names of transformers or of ours.
-        modules: the adaptable modules of the model.
-        headless: of what the config's names are (`Modules.named`); None: of any, and names that match nothing are refused.
+    `headless` says of what the config's names are (`Modules.named`); None: of any, and names that match nothing are
+    refused.
 
     Raises:
         UsageError: a target, or a key of rank_pattern or alpha_pattern, matches nothing.
@@ -130,12 +128,9 @@ def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict
 
 
 def read_config(path: Path, values: Any, tensors: Mapping[str, Tensor]) -> LoraConfig:
-    """Return peft's config of a saved adapter, whose patterns end and whose ranks are those of its tensors.
+    """Return peft's config of a saved adapter from `values`, the content of adapter_config.json at `path`.
 
-    Args:
-        path: of adapter_config.json, for errors.
-        values: its content.
-        tensors: those of the adapter.
+    Its patterns end, and its ranks are those of the adapter's `tensors`.
 
     Raises:
         CheckpointError: it is damaged, or asks for what te-models does not support; one line.
@@ -154,9 +149,9 @@ def read_config(path: Path, values: Any, tensors: Mapping[str, Tensor]) -> LoraC
 
 
 def _without_experts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without the parameters of experts that peft targets in any model of an architecture that can have them.
+    """Return the config without the experts' parameters that peft targets in any architecture that can have them.
 
-    A model without experts has none of those, and an adapter that does have tensors for them is refused for the tensors.
+    A model without experts has none of those, and an adapter that has tensors for them is refused for the tensors.
     """
     experts = values.get("target_parameters")
     if not isinstance(experts, list) or not all(isinstance(name, str) for name in experts):

@@ -1,8 +1,8 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685) on one te.Linear: peft's layer, with merge and unmerge, on either engine.
 
-peft has adapters for Transformer Engine's layers, but cannot merge them and does not know the emulated engine's. The frozen
-te.Linear runs under the model's recipe, FP8 included; the two low-rank products run in high precision, since a rank such as
-8 is no multiple of the alignment that FP8 GEMMs need.
+peft has adapters for Transformer Engine's layers, but cannot merge them and does not know the emulated engine's. The
+frozen te.Linear runs under the model's recipe, FP8 included; the two low-rank products run in high precision, since a
+rank such as 8 is no multiple of the alignment that FP8 GEMMs need.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.errors import UsageError, needs
-from te_models.fp8.primary_weights import plain, restore_weight, saved_weight, write_weight
+from te_models.fp8.primary_weights import E4M3_MAX, is_quantized, plain, restore_weight, saved_weight, write_weight
+from te_models.fp8.scaling_state import weight_scale
 from te_models.training.lora_targets import Fused
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):
@@ -37,7 +38,7 @@ class LoraLinear(nn.Module, LoraLayer):
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, r: int = 0, lora_alpha: int = 1,
                  **options: Any) -> None:  # fmt: skip
-        """Called by peft."""
+        """Wrap `base_layer`; peft calls this."""
         super().__init__()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Unsupported layer type")  # the emulated engine's, which has both sizes
@@ -46,6 +47,7 @@ class LoraLinear(nn.Module, LoraLayer):
         self.factors = BufferDict({}, persistent=False)  # FP32 [out, rank], of adapters that have parts
         self._active_adapter = adapter_name
         self._before_merge: dict[str, Tensor] | None = None
+        self._scale_before_merge: Tensor | None = None
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -75,13 +77,8 @@ class LoraLinear(nn.Module, LoraLayer):
 
     @torch.no_grad()
     def fuse(self, adapter: str, fused: Fused, init: bool | str) -> None:
-        """Divide a new adapter into the parts of `fused`.
-
-        Args:
-            adapter: its name.
-            fused: its rank, and its parts.
-            init: LoraConfig.init_lora_weights, by which peft has just given it values.
-        """
+        """Divide a new adapter into the parts of `fused`; peft has just given it values by `init`, its
+        init_lora_weights."""
         self.fused[adapter] = fused
         if not fused.parts:
             return
@@ -104,11 +101,7 @@ class LoraLinear(nn.Module, LoraLayer):
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add the adapters to the weight, rounding once; the old weight is stored for `unmerge`.
-
-        Args:
-            safe_merge: check that the sum is finite.
-            adapter_names: the adapters to merge; None: all active ones.
+        """Add adapters (None: all active ones) to the weight, rounding once; the old one is stored for `unmerge`.
 
         Raises:
             ValueError: with `safe_merge`, the sum is not finite; the weight is then unchanged.
@@ -120,9 +113,13 @@ class LoraLinear(nn.Module, LoraLayer):
         merged: Any = plain(weight).float() + sum(self.get_delta_weight(name) for name in names)
         if safe_merge and not bool(merged.isfinite().all()):
             raise UsageError(f"merging {', '.join(names)} gives values that are not finite: the adapter is broken")
+        scale = None if is_quantized(weight) else weight_scale(self.base_layer)
         if self._before_merge is None:
             self._before_merge = saved_weight(weight)
+            self._scale_before_merge = None if scale is None else scale.clone()
         write_weight(weight, merged, for_master=False)
+        if scale is not None and (amax := merged.abs().amax()) > 0:
+            scale.copy_(E4M3_MAX / amax)  # the sum may exceed what the scale of the last training step allows
         self.merged_adapters += names
 
     @torch.no_grad()
@@ -132,5 +129,7 @@ class LoraLinear(nn.Module, LoraLayer):
             return
         weight: Any = self.base_layer.weight
         restore_weight(weight, self._before_merge)
+        if self._scale_before_merge is not None and (scale := weight_scale(self.base_layer)) is not None:
+            scale.copy_(self._scale_before_merge)
         self._before_merge = None
         self.merged_adapters.clear()

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import Recipe
 from te_models.errors import CheckpointError
-from te_models.files.formats import read_json, unflatten_state
+from te_models.files.formats import read_json
 from te_models.fp8.primary_weights import drop_initial_values
 from te_models.fp8.scaling_state import check_fp8_state
 from te_models.saving.folder import load_folder, match
-from te_models.saving.pretrained import ADAPTERS, TrainingState, read_recipe
+from te_models.saving.pretrained import ADAPTERS, TrainingState, read_recipe, training_document
 from te_models.saving.run_folder import offering_older
 from te_models.training.lora import adapter_content, add_lora, load_lora
 from te_models.training.settings import LoraSettings
@@ -33,10 +33,8 @@ BASE = ".base_layer"  # of the name of a te.Linear with adapters
 class LoraRun:
     """The adapters of a model that a Trainer trains, as its `saved` argument.
 
-    Args:
-        model: the model; gets adapters in place, in its own dtype, over which the optimizer has FP32 masters.
-        settings: rank, targets, alpha and dropout.
-        base: the name or folder of the model, for adapter_config.json.
+    The model gets adapters in place, in its own dtype, over which the optimizer has FP32 masters. `base` is its name or
+    folder, for adapter_config.json.
     """
 
     def __init__(self, model: CausalLM, settings: LoraSettings, base: str | None = None) -> None:
@@ -51,10 +49,7 @@ class LoraRun:
         drop_initial_values(model)  # no optimizer starts from the weights before their rounding to FP8
 
     def content(self, live: bool = True) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Return the tensors and documents of a checkpoint, beside the training state.
-
-        Without `live` they are only those that peft and `load_lora` read.
-        """
+        """Return a checkpoint's tensors and documents; without `live` only those that peft and `load_lora` read."""
         tensors, documents = adapter_content(self.adapted)
         if live:
             tensors[LIVE] = {name: parameter.detach() for name, parameter in trained(self.model).items()}
@@ -70,10 +65,7 @@ class LoraRun:
             saved = load_folder(folder, ["recipe", "training", LIVE], optional=["fp8_state"])
         live = trained(self.model)
         match(live, saved.tensors[LIVE])
-        state = unflatten_state(saved.tensors.get("training", {}), saved.documents["training"])
-        names = ("optimizer", "dataset", "rng", "cuda_rng", "result")
-        if not isinstance(state, dict) or any(name not in state for name in names):
-            raise CheckpointError(f"{folder}/training.json lacks some of {', '.join(names)}")
+        state = training_document(saved)
         scales = self._live_names(saved.tensors.get("fp8_state", {}))
         check_fp8_state(self.model, scales)
         recipe = read_recipe(saved)
@@ -108,11 +100,8 @@ def load_merged(
 ) -> CausalLM:
     """Return the model that the adapters in `folder` were trained on, with them merged into its weights.
 
-    Args:
-        folder: with adapter_config.json.
-        build: as CausalLM.from_pretrained takes it.
-        base: the model; None: the one that adapter_config.json names.
-        options: keywords of CausalLM.from_pretrained.
+    `base` is the model; None means the one that adapter_config.json names. `build` and `options` are those of
+    CausalLM.from_pretrained.
 
     Raises:
         CheckpointError: the adapters name no model, or do not fit it.

@@ -1,8 +1,8 @@
 """The modules that an adapter names, and the rows of our fused weights that they are.
 
-transformers has a linear for each of q, k, v, gate and up, and an adapter of peft names those. Here several of them are rows
-of one te.Linear. Their adapters become one adapter of it: the A's stacked, each B in its own rows and columns. An adapter of
-the whole te.Linear becomes one of each of theirs with the same A and its rows of B. Both are exact.
+transformers has a linear for each of q, k, v, gate and up, and an adapter of peft names those. Here several of them are
+rows of one te.Linear. Their adapters become one adapter of it: the A's stacked, each B in its own rows and columns. An
+adapter of the whole te.Linear becomes one of each of theirs with the same A and its rows of B. Both are exact.
 """
 
 from __future__ import annotations
@@ -64,19 +64,12 @@ class Fused:
 
 @dataclass(frozen=True)
 class Modules:
-    """The adaptable modules of a model by name, each with its rows.
+    """The adaptable modules of a model by name, each with its rows."""
 
-    Attributes:
-        theirs: those of transformers, with the names that they have in its model with a head ("model.layers.0...").
-        ours: the te.Linear, whole.
-        whole: their modules that may be trained whole (`modules_to_save`) -> the name of ours.
-        architecture: the model_type of transformers that the names are of.
-    """
-
-    theirs: Mapping[str, Place]
-    ours: Mapping[str, Place]
-    whole: Mapping[str, str]
-    architecture: str
+    theirs: Mapping[str, Place]  # of transformers, by their names in its model with a head ("model.layers.0...")
+    ours: Mapping[str, Place]  # the te.Linear, whole
+    whole: Mapping[str, str]  # their modules that may be trained whole (`modules_to_save`) -> the name of ours
+    architecture: str  # the model_type of transformers that the names are of
 
     def named(self, headless: bool) -> dict[str, Place]:
         """Return the names in an adapter of transformers' model with a head, or of one without, which ours are like."""
@@ -165,11 +158,7 @@ def alpha_of(scaling: float, rank: int, rslora: bool) -> float:
 def split(fused: Fused, theirs: Mapping[str, Place], a: Tensor, b: Tensor) -> dict[str, tuple[Wanted, Tensor, Tensor]]:
     """Return their name -> its rank and scaling, A and B, for the adapter `fused` of a te.Linear.
 
-    Args:
-        fused: the adapter.
-        theirs: their names of the rows of the te.Linear.
-        a: [rank, in].
-        b: [out, rank].
+    `theirs` are their names of its rows; `a` is [rank, in] and `b` [out, rank].
     """
     names = {place: name for name, place in theirs.items()}
     parts = fused.parts or tuple(Part(place, 0, fused.rank, fused.scaling) for place in names)

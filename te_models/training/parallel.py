@@ -1,7 +1,7 @@
 """DDP, FSDP2 and tensor parallelism of PyTorch around an unchanged CausalLM, one process per device.
 
-`Parallel` is all that the training loop knows about other processes: how the model is built and wrapped, which rows of a
-batch this process takes, and what is summed over which ranks. Its default is a single process.
+`Parallel` is all that the training loop knows about other processes: how the model is built and wrapped, which rows of
+a batch this process takes, and what is summed over which ranks. Its default is a single process.
 
 * "ddp": every process has the whole model; PyTorch's DistributedDataParallel averages gradients during backward.
 * "fsdp": every block is a `fully_shard` unit and the rest of the model another. The model is built on the meta device,
@@ -109,8 +109,8 @@ class Parallel:
         """
         if batch_size % self.data_world:
             raise UsageError(
-                f"batch_size={batch_size} sequences cannot be shared by {self.data_world} processes: give a multiple of "
-                f"{self.data_world} (it counts the sequences of all processes)"
+                f"batch_size={batch_size} sequences cannot be shared by {self.data_world} processes: give a multiple "
+                f"of {self.data_world} (it counts the sequences of all processes)"
             )
         return batch_size // self.data_world
 
@@ -168,7 +168,7 @@ class Parallel:
         return DistributedDataParallel(model, process_group=self.data_group, gradient_as_bucket_view=True)
 
     def prepare_micro_batch(self, model: Callable[..., Any], last: bool) -> None:
-        """Have FSDP2 reduce gradients only in the last micro-batch of a step, and reshard no weights before if it can."""
+        """Have FSDP2 reduce gradients, and where it can reshard weights, only in the last micro-batch of a step."""
         if isinstance(model, FSDPModule):
             model.set_is_last_backward(last)
             model.set_requires_gradient_sync(last)
@@ -178,8 +178,8 @@ class Parallel:
     def loss_weights(self, counts: Sequence[int], device: torch.device) -> list[Tensor] | list[float]:
         """Return the factor of each micro-batch's mean loss that makes gradients means over all tokens of the step.
 
-        Micro-batch i of this process counts `counts[i]` tokens; its factor is that over the tokens that all micro-batches
-        of all processes count, times the number of processes, over which gradients are averaged.
+        Micro-batch i of this process counts `counts[i]` tokens; its factor is that over the tokens that all
+        micro-batches of all processes count, times the number of processes, over which gradients are averaged.
         """
         if self.data_world == 1:
             return [count / max(1, sum(counts)) for count in counts]

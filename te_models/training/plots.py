@@ -22,10 +22,9 @@ def plot_run(
     """Draw a run into a PNG: raw and smoothed loss with the evaluations, and below learning rate and tokens/s.
 
     Args:
-        path: where.
+        path: the file.
         rows: metrics of each step: step, loss, learning_rate, tokens_per_second and sometimes eval_loss.
-        title: what was trained, how, and on what.
-        subtitle: a line below it.
+        title, subtitle: lines above.
         first_eval_loss: loss of the evaluation before the first step; nan: there was none.
     """
     figure = new_figure((9, 6.4))
@@ -93,37 +92,6 @@ def _draw_loss(axes: Any, steps: Sequence[int], loss: Sequence[float], points: S
     axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="upper right")
 
 
-def plot_losses(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]], title: str) -> None:
-    """Draw the loss curves of `runs` (label -> rows with step, loss and sometimes eval_loss) into a PNG.
-
-    With several runs a second panel shows the smoothed loss of each relative to the first, in percent.
-    """
-    curves = {label: smooth([row["loss"] for row in rows]) for label, rows in runs.items()}
-    figure = new_figure((8, 4.5 if len(runs) == 1 else 6.5))
-    axes = figure.subplots(min(2, len(runs)), 1, sharex=True, squeeze=False, height_ratios=(2, 1)[: len(runs)])[:, 0]
-    first = next(iter(curves.values()))
-    for number, (label, rows) in enumerate(runs.items()):
-        steps, style = [row["step"] for row in rows], dict(color=f"C{number}", linewidth=1.5)
-        if len(runs) == 1:
-            axes[0].plot(steps, [row["loss"] for row in rows], color="C0", alpha=0.25, linewidth=0.8)
-        axes[0].plot(steps, curves[label], label=f"{label}, train (smoothed)", **style)
-        if points := [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]:
-            axes[0].plot(*zip(*points, strict=True), "o", color=f"C{number}", markersize=5, label=f"{label}, eval")
-        if len(runs) > 1:
-            gap = [100 * (own / reference - 1) for own, reference in zip(curves[label], first, strict=False)]
-            axes[1].plot(steps[: len(gap)], gap, **style)
-    top = max(curve[len(curve) // 25] for curve in curves.values())  # the first fall would flatten the rest
-    axes[0].set(title=title, ylabel="cross-entropy (nats per token)", ylim=(None, 1.05 * top))
-    axes[0].legend(frameon=False, fontsize=8, ncols=2 if len(runs) > 1 else 1)
-    if len(runs) > 1:
-        axes[1].set(ylabel=f"loss relative to\n{next(iter(runs))} (%)", ylim=(-3, 3))
-    axes[-1].set_xlabel("step")
-    for panel in axes:
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-    save_figure(figure, path)
-
-
 def try_drawing(path: Path, draw: Callable[[], None]) -> str:
     """Draw into `path`; return the path, or why it was not drawn: results must not be lost for want of matplotlib."""
     try:
@@ -154,12 +122,9 @@ def save_figure(figure: Any, path: Path) -> None:
 def smooth(values: Sequence[float], width: float | None = None) -> NDArray[np.float64]:
     """Return values smoothed without lag: a straight line fitted around each of them, weighted by a Gaussian.
 
-    The fit is centred, so that a bend stays where it is. At the ends it uses the values that there are, on one side, and
-    follows their slope (local linear regression: Fan and Gijbels 1996), where an average would lag.
-
-    Args:
-        values: one per step.
-        width: standard deviation of the weights in steps; None: a 50th of the steps, at least one.
+    The fit is centred, so that a bend stays where it is. At the ends it uses the values that there are, on one side,
+    and follows their slope (local linear regression: Fan and Gijbels 1996), where an average would lag. `width` is the
+    standard deviation of the weights in steps; None: a 50th of the steps, at least one.
     """
     y = np.asarray(values, dtype=np.float64)
     width = max(1.0, len(y) / 50) if width is None else width

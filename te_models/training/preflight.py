@@ -18,7 +18,7 @@ from te_models.device.choice import choose_device
 from te_models.errors import UsageError
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.smallest_change import smallest_change
-from te_models.saving.shape import read_shape
+from te_models.saving.pretrained import read_shape
 from te_models.training.parallel import Parallel
 from te_models.training.resume import resumed_options, saved_choices
 from te_models.training.settings import RunSettings
@@ -30,14 +30,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """Predicted and available memory of a run, in bytes per device.
-
-    Attributes:
-        plan: the prediction.
-        needed: its peak.
-        available: what is free on the device now.
-        device: where.
-    """
+    """Predicted and available memory of a run, in bytes per device."""
 
     plan: MemoryPlan
     needed: int
@@ -59,11 +52,7 @@ def check_memory(
 ) -> MemoryCheck | None:
     """Return the memory that a run needs and that there is; None if the plan does not know the run's kind.
 
-    Args:
-        settings: the run's, with a recipe other than "auto".
-        config: its training loop, with the kind of parallelism resolved.
-        shared: how the processes share it.
-        newest: the checkpoint that it resumes, if any.
+    The recipe and the kind of parallelism are resolved, not "auto"; `newest` is the checkpoint that it resumes, if any.
 
     Raises:
         UsageError: the memory will not do; one line with the smallest change that does.

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import shlex
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from te_models.causal_lm import CausalLM
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
+from te_models.data.tokenizer import Tokenizer
+from te_models.errors import DataError, plural
 from te_models.training.cuda_graph import step_obstacle
+from te_models.training.metrics import read_metrics
+from te_models.training.plots import plot_run, try_drawing
 from te_models.training.preflight import MemoryCheck
+from te_models.training.result import Result
+from te_models.training.samples import Prompt
+from te_models.training.settings import RUN_FILE, RunSettings
+
+PROMPT = 60  # characters of a prompt in a command to type
 
 
 def summary(
@@ -29,17 +42,7 @@ def summary(
     command: str = "finetune",
     memory: MemoryCheck | None = None,
 ) -> Table:
-    """Return the configuration in force as a table.
-
-    Args:
-        model: the model.
-        dataset: its training data.
-        config: the run's options.
-        start: steps that were taken before.
-        processes: how several processes share the run; empty for one.
-        command: "pretrain" or "finetune".
-        memory: what the run needs and what there is; None: it was not planned.
-    """
+    """Return the configuration in force as a table; `start` is the number of steps that were taken before."""
     plan = model.plan()
     recipe = ", ".join(f"{k}={v}" for k, v in model.recipe.to_dict().items() if k not in ("name", "scheme"))
     rows = {
@@ -57,7 +60,7 @@ def summary(
         f"{f', {config.optimizer_options}' if config.optimizer_options else ''}"
         f"{', state in CPU memory' if config.optimizer_offload else ''}",
         "tokens per step": f"{config.tokens_per_step:,} ({config.batch_size} x {config.seq_len} tokens"
-        f" x {config.gradient_accumulation} micro-batches)",
+        f" x {plural(config.gradient_accumulation, 'micro-batch', 'micro-batches')})",
         "data": dataset.describe(),
         "processes": processes or "one",
         "steps": f"{start + 1} to {config.steps}" if start else f"{config.steps}",
@@ -70,8 +73,10 @@ def summary(
 def _tokens(dataset: TokenDataset | StreamingDataset, config: TrainConfig, start: int) -> str:
     """Return how many tokens the run sees, and how often that is all of the data."""
     tokens = (config.steps - start) * config.tokens_per_step
-    epochs = f", {tokens / dataset.num_tokens:.2g} epochs" if isinstance(dataset, TokenDataset) else ""
-    return f"{tokens:,}{epochs}"
+    if not isinstance(dataset, TokenDataset):
+        return f"{tokens:,}"
+    windows = (config.steps - start) * config.batch_size * config.gradient_accumulation
+    return f"{tokens:,}, {windows / dataset.windows_in(1):.2g} epochs"
 
 
 def _parameters(model: CausalLM) -> str:
@@ -144,7 +149,7 @@ class TimeLeft:
         evaluations = config.steps // every - step // every + bool(config.steps % every)
         # an evaluation is forward alone, about a third of a step without accumulation
         whole = each * left + evaluations * config.eval_batches * each / config.gradient_accumulation / 3
-        return f"estimated time: {duration(whole)} for the other {left:,} steps, of {duration(each)} each"
+        return f"estimated time: {duration(whole)} for the other {plural(left, 'step')}, of {duration(each)} each"
 
 
 def duration(seconds: float) -> str:
@@ -161,9 +166,77 @@ def duration(seconds: float) -> str:
 
 def table_of(rows: Mapping[str, str], title: str | None = None) -> Table:
     """Return names and values as a table; a long path is wrapped rather than cut."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
-    table.add_column()
-    table.add_column(overflow="fold")
+    style: dict[str, Any] = dict(title_justify="left", title_style="bold", box=None, show_header=False)
+    table = Table("", Column(overflow="fold"), title=title, **style)
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), value)
     return table
+
+
+def print_outcome(console: Console, result: Result, settings: RunSettings, folder: Path, curve: str) -> None:
+    """Print the losses before and after, the speed, and where everything is; after Ctrl-C, how to go on."""
+    if result.interrupted:
+        again = shlex.join(["te-models", settings.command, "--resume", str(folder)])
+        console.print(f"interrupted: step {result.step} is saved; `{again}` continues from it", highlight=False)
+        return
+    change = result.first_eval_loss - result.eval_loss
+    rows = {
+        "eval loss before": f"{result.first_eval_loss:.4f} nats per token",
+        "eval loss after": f"{result.eval_loss:.4f} ({abs(change):.4f} {'lower' if change >= 0 else 'higher'})",
+        "perplexity": f"{_exp(result.first_eval_loss)} before, {_exp(result.eval_loss)} after",
+        "speed": f"{result.tokens_per_second:,.0f} tokens/s",
+    }
+    if result.peak_memory is not None:
+        rows["peak memory"] = f"{result.peak_memory / 2**30:.2f} GiB"
+    if result.stopped_early:
+        patience = plural(settings.train.patience, "evaluation")
+        rows["stopped early"] = f"at step {result.step} of {settings.train.steps}: no lower eval loss in {patience}"
+    if result.best_step not in (0, result.step):
+        rows["best eval loss"] = f"{result.best_eval_loss:.4f} at step {result.best_step}"
+    rows |= {
+        "checkpoint": str(result.checkpoint),
+        "metrics": str(folder / "metrics.jsonl"),
+        "settings": str(folder / RUN_FILE),
+        "loss curve": curve,
+    }
+    console.print(table_of(rows), highlight=False)
+
+
+def _exp(loss: float) -> str:
+    return f"{math.exp(loss):,.2f}" if loss < 100 else "infinite" if loss == loss else "unknown"
+
+
+def draw_run(result: Result, settings: RunSettings, folder: Path, model: CausalLM, tokens_per_step: int) -> str:
+    """Draw the run into loss.png; return its path, or why it was not drawn."""
+    path, rows = folder / "loss.png", read_metrics(folder / "metrics.jsonl")
+    if not rows:
+        return "not drawn: no step was taken"
+    data = settings.data.get("data") or "Python's documentation and sources"
+    names = [data] if isinstance(data, str) else [str(name) for name in data]
+    title = f"{settings.label} · {model.recipe.name} · {', '.join(Path(name).name or name for name in names)}"
+    losses = f"evaluation loss {result.first_eval_loss:.4f} before, {result.eval_loss:.4f} after; "
+    subtitle = f"{losses}{plural(result.step, 'step')} of {tokens_per_step:,} tokens; {settings.command}"
+    return try_drawing(path, functools.partial(plot_run, path, rows, title, subtitle, result.first_eval_loss))
+
+
+def print_next(console: Console, folder: Path, tokenizer: Tokenizer, prompts: list[Prompt]) -> None:
+    """Print the two commands that one would type next: talk to the model or continue a prompt, and export it."""
+    first = ["te-models", "generate", "--model", str(folder), "--prompt", _example(tokenizer, prompts)]
+    try:
+        tokenizer.chat_template()
+    except DataError:
+        pass
+    else:
+        first = ["te-models", "chat", "--model", str(folder)]
+    export = ["te-models", "export", "--model", str(folder), "--out", str(folder / "export")]
+    console.print(Text("\nnext", "bold"))
+    for command, purpose in ((first, "try the model"), (export, "write it for vLLM, SGLang or transformers, in FP8")):
+        console.print(
+            f"  {shlex.join(command)}", Text(f"  # {purpose}", "dim"), highlight=False, soft_wrap=True, sep=""
+        )
+
+
+def _example(tokenizer: Tokenizer, prompts: list[Prompt]) -> str:
+    """Return the first line of a prompt, shortened."""
+    lines = [line for prompt in prompts for line in tokenizer.decode(prompt.ids).splitlines() if line.strip()]
+    return lines[0].strip()[:PROMPT] if lines else "Once"

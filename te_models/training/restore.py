@@ -14,16 +14,10 @@ LATER = {"best_eval_loss", "best_step", "evaluations_since_best", "stopped_early
 
 
 def check_random_state(state: Any, rank: int, generator: torch.Generator, name: str) -> Tensor:
-    """Return the random state of `rank` among those saved, perhaps by another number of ranks.
+    """Return the random state of `rank` in `state`, uint8 [bytes] of one process or [ranks, bytes] of any number.
 
-    Args:
-        state: uint8 [bytes] of one process, or [ranks, bytes].
-        rank: this process.
-        generator: a generator of the device that nothing else uses; it is given the state as a test.
-        name: names the state in errors.
-
-    Returns:
-        A copy: PyTorch's setters read from the start of the storage, wherever in it the tensor lies.
+    It is a copy: PyTorch's setters read from the start of the storage, wherever in it the tensor lies. `generator` is
+    one of the device that nothing else uses; it is given the state as a test. `name` names the state in errors.
 
     Raises:
         CheckpointError: it is no state of such a generator.
@@ -39,7 +33,7 @@ def check_random_state(state: Any, rank: int, generator: torch.Generator, name: 
 
 
 def check_data_position(saved: Any, live: Any, name: str = "dataset") -> None:
-    """Raise CheckpointError unless `saved` has the structure of `live`, the dataset's `state_dict()`, and no negative number.
+    """Raise CheckpointError unless `saved` has the structure of `live`, a dataset's state_dict, and no negative number.
 
     Lists may have other lengths, and dicts of numbered lanes other lanes; the dataset judges those.
     """

@@ -12,7 +12,7 @@ import torch
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import get_recipe, recipe_fields
 from te_models.config.training import TrainConfig
-from te_models.errors import CheckpointError, UsageError
+from te_models.errors import CheckpointError, UsageError, plural
 from te_models.files.atomic import readable
 from te_models.saving.folder import load_folder
 from te_models.saving.pretrained import read_recipe
@@ -26,25 +26,24 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def run_folder(settings: RunSettings, restarted: bool = False) -> Path:
     """Return the run's folder: the one that the settings name, else runs/<model>-<recipe>.
 
-    A run from another run's file does not go where a run already is: it takes the first such folder with a number that is
-    free, or once `restarted` the last one that is not.
+    A run from another run's file does not go where a run already is: it takes the first such folder with a number that
+    is free, or once `restarted` the last one that is not.
     """
     if settings.out:
         return Path(settings.out)
     folder = Path("runs", f"{settings.label}-{get_recipe(settings.recipe).name}")
     if settings.file is None:
         return folder
-    numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
-    last = folder
-    for candidate in itertools.chain([folder], numbered):
+    last = candidate = folder
+    for number in itertools.count(2):
         if Checkpoints(candidate / "checkpoints").latest() is None:
-            return last if restarted else candidate
-        last = candidate
-    raise AssertionError("there are numbers without end")
+            break
+        last, candidate = candidate, folder.with_name(f"{folder.name}-{number}")
+    return last if restarted else candidate
 
 
 def resumed_options(settings: RunSettings, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of CausalLM of a resumed run: the choices `saved` in its checkpoint, but for what the user gave."""
+    """Return the keywords of CausalLM of a resumed run: the choices in its checkpoint, but for what the user gave."""
     given = {name: value for name, value in settings.build.items() if name in settings.given}
     options = {name: value for name, value in settings.build.items() if name not in recipe_fields()}
     options |= {**saved, **given}
@@ -69,9 +68,8 @@ def saved_choices(newest: Path) -> dict[str, Any]:
     config, run = saved.documents.get("config", {}), saved.documents.get("run", {})
     if not isinstance(run, dict) or not run.keys() <= {*RUN_CHOICES} or not isinstance(config, dict):
         raise CheckpointError(f"{newest / 'run.json'} must have some of {', '.join(RUN_CHOICES)}")
-    dtype = (
-        {"dtype": DTYPES.get(str(config.get("dtype")), torch.bfloat16)} if config else {}
-    )  # checked with the weights
+    # The dtype is checked with the weights.
+    dtype = {"dtype": DTYPES.get(str(config.get("dtype")), torch.bfloat16)} if config else {}
     return {"recipe": read_recipe(saved), **dtype, "fp8_params": fp8_params, **run}
 
 
@@ -79,16 +77,14 @@ def starting_step(folder: Path, resume: bool, config: TrainConfig) -> int:
     """Return the step of the checkpoint to resume from, 0 for a new run.
 
     Raises:
-        ValueError: there is nothing to resume, or a new run would overwrite an old one.
+        ValueError: a new run would overwrite an old one, or there is no step left to take.
     """
     newest = Checkpoints(folder / "checkpoints").latest()
-    if resume and newest is None:
-        raise UsageError(f"nothing to resume: {folder} has no checkpoint; start without --resume")
     if newest is None:
         return 0
     step = int(newest.name.removeprefix("step-"))
     if not resume:
-        raise UsageError(f"{folder} already holds a run of {step} steps: add --resume or give another --out")
+        raise UsageError(f"{folder} already holds a run of {plural(step, 'step')}: add --resume or give another --out")
     if step >= config.steps:
         raise UsageError(f"{folder} has already reached step {step}: give more than --steps {config.steps}")
     return step

@@ -16,16 +16,18 @@ import torch
 
 import te_models
 from te_models.causal_lm import CausalLM
+from te_models.config.toml import read_toml, render_toml
 from te_models.data.dataset import IGNORED, TokenDataset
 from te_models.data.streaming import StreamingDataset
-from te_models.files.toml import read_toml, render_toml
 from te_models.training.evaluation import Batch
 from te_models.training.parallel import Parallel
 from te_models.training.resume import run_choices
 from te_models.training.settings import RECORD, RUN_FILE, RunSettings, resolved_path
 
-COMMENT = """Every setting of this run. `te-models {command} run.toml --steps N` runs it again with a change, in a folder of
-its own; `te-models {command} --resume FOLDER` continues it. Paths are those of the machine that ran it."""
+COMMENT = (
+    "Every setting of this run. `te-models {command} run.toml --steps N` runs it again with a change, in a folder of\n"
+    "its own; `te-models {command} --resume FOLDER` continues it. Paths are those of the machine that ran it."
+)
 MAX_COMMAND = 4000  # characters of the command that are recorded
 
 
@@ -37,15 +39,9 @@ def run_document(
     shared: Parallel,
     before: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
-    """Return run.toml of a run that is about to start.
+    """Return run.toml of a run that is about to start; all processes call it.
 
-    Args:
-        settings: the run's.
-        model: the model as it was built.
-        dataset: its training data.
-        eval_batches: this process's evaluation batches; all processes call this function.
-        shared: how the processes share the run.
-        before: the record of the run that this one resumes.
+    `eval_batches` are this process's, and `before` is the record of the run that this one resumes.
     """
     shape = model.config.to_dict() if settings.preset else {}
     own = {name: value for name, value in settings.build.items() if name in model.config.to_dict()}
@@ -58,7 +54,11 @@ def run_document(
             sample_tokens=settings.sample_tokens,
             log=settings.log,
         ),
-        "model": {**{name: settings.build.get(name) for name in ("device", "compile")}, **run_choices(model)},
+        "model": {
+            **run_choices(model),
+            **{name: settings.build.get(name) for name in ("device", "compile")},
+            "engine": settings.build.get("engine", "auto"),  # as asked for: on a GPU the file means the native engine
+        },
         "recipe": model.recipe.to_dict(),
         "shape": {**shape, **own},
         "data": {name: resolved_path(value) for name, value in data.items()},
@@ -68,6 +68,7 @@ def run_document(
             "id": run_id(before),
             "commands": [*map(str, before.get("commands", [])), settings.called[:MAX_COMMAND]],
             "device": _device(model),
+            "engine": model.engine,
             "processes": shared.describe() or "one",
             "training_data": fingerprint(dataset),
             "evaluation_data": eval_fingerprint(eval_batches, shared),
@@ -90,12 +91,14 @@ def read_record(folder: Path) -> Mapping[str, Any]:
     """Return the record in the run.toml of a run's folder; empty without one."""
     path = folder / RUN_FILE
     record = read_toml(path).get(RECORD, {}) if path.is_file() else {}
-    return record if isinstance(record, Mapping) else {}
+    record = record if isinstance(record, Mapping) else {}
+    commands = record.get("commands")
+    return {**record, "commands": commands if isinstance(commands, list) else []}
 
 
 def run_id(record: Mapping[str, Any]) -> str:
     """Return the id of a run with this record: 8 hexadecimal digits, new where there are none."""
-    return str(record.get("id") or secrets.token_hex(4))
+    return str(record.get("id") or secrets.token_hex(4))[:100]
 
 
 def fingerprint(dataset: TokenDataset | StreamingDataset) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.console import Console
@@ -19,19 +20,14 @@ from te_models.training.evaluation import Batch
 SAMPLES = 3
 OPENING = 24  # tokens of a text at most that are the prompt, where the data has no prompts; half of a short text
 READABLE = 256  # tokens: a longer prompt is taken only if there is no shorter one
-MAX_LINES = 14  # of a prompt, and of an answer before training, that are shown
+MAX_LINES = 14  # of a prompt, and of an answer, that are shown
 
 
 class Prompt(NamedTuple):
-    """The beginning of a record that training does not see.
-
-    Attributes:
-        ids: its tokens.
-        reference: tokens of the answer in the data; empty for the opening of a text, which anything may continue.
-    """
+    """The beginning of a record that training does not see."""
 
     ids: tuple[int, ...]
-    reference: tuple[int, ...] = ()
+    reference: tuple[int, ...] = ()  # the answer in the data; empty for the opening of a text
 
 
 def held_out_prompts(
@@ -42,11 +38,8 @@ def held_out_prompts(
     A prompt is what comes before the first tokens of a record that the loss counts; of a plain text it is the opening.
     Records with an answer come before those without, and whole ones before those that a window may have cut.
 
-    Args:
-        batches: input_ids and labels, int64 [B, S], perhaps document_ids.
-        tokenizer: whose end-of-text token ends a record.
-        longest: tokens that a prompt may have.
-        count: of prompts.
+    `batches` have input_ids and labels, int64 [B, S], perhaps document_ids; the end-of-text token of `tokenizer` ends a
+    record; a prompt has at most `longest` tokens.
     """
     found = [
         (whole, prompt)
@@ -59,7 +52,8 @@ def held_out_prompts(
     choices += [[p for whole, p in found if whole and p.reference], [p for _, p in found if p.reference]]
     choices += [[p for whole, p in found if whole], [p for _, p in found]]
     chosen = next((prompts for prompts in choices if len(prompts) >= count), choices[-1])
-    return [chosen[number * len(chosen) // count] for number in range(min(count, len(chosen)))]
+    count = min(count, len(chosen))
+    return [chosen[number * len(chosen) // count] for number in range(count)]
 
 
 def _prompts(batch: Batch, end: int | None) -> Iterator[tuple[bool, Prompt]]:
@@ -97,13 +91,8 @@ def _prompt(ids: list[int], counted: list[bool], end: int | None) -> Prompt | No
 class Sampler:
     """Answers of a model to prompts of its evaluation data.
 
-    Args:
-        model: the model; training goes on with it.
-        tokenizer: the model's.
-        prompts: from `held_out_prompts`; on the processes of a sharded model, which all take part, the same.
-        tokens: most tokens of an answer.
-        options: how to generate. An answer takes the likeliest tokens, so that before and after compare; the
-            continuation of an opening is drawn with `options["seed"]`.
+    An answer has at most `tokens` tokens and takes the likeliest, so that before and after compare; the continuation of
+    an opening is drawn with `options["seed"]`. All processes of a sharded model take part, with the same prompts.
     """
 
     def __init__(
@@ -113,7 +102,7 @@ class Sampler:
         self.prompts = list(prompts)
         self.before: list[str] = []
 
-    def answer(self, prompt: Prompt) -> Iterator[str]:
+    def answer(self, prompt: Prompt) -> Generator[str, None, None]:
         """Yield the answer to a prompt in pieces."""
         options: GenerationOptions = {**self.options, "do_sample": not prompt.reference}
         if options["do_sample"]:
@@ -123,7 +112,7 @@ class Sampler:
 
     def note_before(self) -> None:
         """Note the answers of the model as it is now, to be shown beside the later ones."""
-        self.before = ["".join(self.answer(prompt)) for prompt in self.prompts]
+        self.before = ["".join(_first_lines(self.answer(prompt))) for prompt in self.prompts]
 
     def show(self, console: Console) -> None:
         """Print each prompt with the earlier answer and the one of the data, and stream the answer of now."""
@@ -134,9 +123,9 @@ class Sampler:
             if prompt.reference:
                 _block(console, "answer in the data", text_after(self.tokenizer, prompt.ids, prompt.reference), "dim")
             if self.before:
-                _block(console, "before", _first_lines(self.before[number - 1]), "dim")
+                _block(console, "before", self.before[number - 1], "dim")
             console.print(Text("after" if self.before else "answer" if prompt.reference else "goes on", "bold green"))
-            for piece in self.answer(prompt):
+            for piece in _first_lines(self.answer(prompt)):
                 console.print(piece, end="", highlight=False, soft_wrap=True)
             console.print()
 
@@ -146,10 +135,17 @@ def _block(console: Console, title: str, text: str, style: str) -> None:
     console.print(Text(text.strip("\n") or "(nothing)", style), highlight=False, soft_wrap=True)
 
 
-def _first_lines(text: str) -> str:
-    """Return the first lines of an answer: that of an untrained model may not end."""
-    lines = text.strip("\n").splitlines()
-    return "\n".join([*lines[:MAX_LINES], "..."] if len(lines) > MAX_LINES else lines)
+def _first_lines(pieces: Generator[str, None, None]) -> Iterator[str]:
+    """Yield the first lines of an answer, and end its generation there: that of an untrained model may not end."""
+    lines = 0
+    with contextlib.closing(pieces):
+        for piece in pieces:
+            for part in piece.splitlines(keepends=True):
+                if lines == MAX_LINES:
+                    yield "..."
+                    return
+                yield part
+                lines += part.endswith("\n")
 
 
 def _shortened(text: str) -> str:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from te_models.config.data import split_weight
+from te_models.config.data import split_names, split_weight
 from te_models.config.model import config_fields
 from te_models.config.presets import PRESETS
 from te_models.config.recipe import Recipe, get_recipe, recipe_fields, recipe_from_dict
 from te_models.config.shipped import no_weights
+from te_models.config.toml import read_toml
 from te_models.config.training import TrainConfig
 from te_models.errors import ConfigError, NamedFields, UsageError, unknown
-from te_models.files.toml import read_toml
 
 RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
@@ -51,8 +51,9 @@ SETTINGS = {name: kind for table in TABLES.values() for name, kind in table.item
 LEARNING_RATE = {"pretrain": 1e-3, "finetune": 2e-5, "lora": 2e-4}
 # A resumed run keeps these: with others it would be another run.
 FIXED = (
-    "command", "preset", "model", *config_fields(), "seed", "batch_size", "seq_len", "gradient_accumulation", "streaming",
-    "packing", "truncate", "columns", "chat_template", "eval_split", "optimizer", "lora", "lora_targets", "lora_alpha", "lora_dropout",
+    "command", "preset", "model", *config_fields(), "seed", "batch_size", "seq_len", "gradient_accumulation",
+    "streaming", "packing", "truncate", "columns", "chat_template", "eval_split", "optimizer", "lora", "lora_targets",
+    "lora_alpha", "lora_dropout",
 )  # fmt: skip
 PATHS = ("model", "data", "eval_data", "chat_template", "tokenizer")  # settings that may be paths
 SAID = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
@@ -62,22 +63,15 @@ SAID = {float: "a number", int: "a whole number", bool: "true or false", str: "t
 class LoraSettings(NamedFields):
     """Low-rank adapters of a fine-tuning run.
 
-    Attributes:
-        rank: of every adapter.
-        targets: names of modules, as te_models.training.lora.add_lora takes them; empty: all linears of every block.
-        alpha: updates are multiplied by alpha / rank.
-        dropout: probability with which an adapter's input is dropped.
-        merge: save the model with the adapters in its weights at the end, in the folder merged/.
-
     Raises:
         ConfigError: a value is out of range.
     """
 
-    rank: int
-    targets: tuple[str, ...] = ()
-    alpha: float = 16.0
-    dropout: float = 0.0
-    merge: bool = False
+    rank: int  # of every adapter
+    targets: tuple[str, ...] = ()  # names of modules, as add_lora takes them; empty: all linears of every block
+    alpha: float = 16.0  # updates are multiplied by alpha / rank
+    dropout: float = 0.0  # probability with which an adapter's input is dropped
+    merge: bool = False  # at the end, save the model with the adapters in its weights in the folder merged/
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -90,39 +84,22 @@ class LoraSettings(NamedFields):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(NamedFields):
-    """Every setting of a run.
+    """Every setting of a run; exactly one of `preset` and `model` is not None."""
 
-    Attributes:
-        command: "pretrain" or "finetune".
-        preset: the shape of a new model with random weights; exactly one of `preset` and `model` is not None.
-        model: the saved model, run, Hugging Face folder, Hub name or shipped model to start from.
-        recipe: the name of a recipe, the path of its file, a Recipe, or "auto".
-        build: other keywords of CausalLM: how it is built and run, fields of the recipe and of the config.
-        data: keywords of te_models.data.training_data.open_data, and `tokenizer`.
-        train: the training loop.
-        lora: adapters to train in place of the model's weights, if any.
-        sample_tokens: length of the sample printed at the end; 0: none.
-        log: names of loggers beside metrics.jsonl (te_models.training.loggers), separated by commas.
-        out: the run's folder; None: runs/<model>-<recipe>.
-        given: names of the settings that were given on the command line, over those of a file.
-        file: the run.toml that the others come from, if any.
-        called: the command line, for the record.
-    """
-
-    command: str = "finetune"
-    preset: str | None = None
-    model: str | None = None
-    recipe: str | Recipe = "auto"
-    build: Mapping[str, Any] = field(default_factory=dict)
-    data: Mapping[str, Any] = field(default_factory=dict)
+    command: str = "finetune"  # or "pretrain"
+    preset: str | None = None  # the shape of a new model with random weights
+    model: str | None = None  # the saved model, run, Hugging Face folder, Hub name or shipped model to start from
+    recipe: str | Recipe = "auto"  # or the name of a recipe, the path of its file, or a Recipe
+    build: Mapping[str, Any] = field(default_factory=dict)  # other keywords of CausalLM, recipe and config
+    data: Mapping[str, Any] = field(default_factory=dict)  # keywords of open_data, and `tokenizer`
     train: TrainConfig = field(default_factory=TrainConfig)
-    lora: LoraSettings | None = None
-    sample_tokens: int = 200
-    log: str = ""
-    out: str | None = None
-    given: frozenset[str] = frozenset()
-    file: Path | None = None
-    called: str = ""
+    lora: LoraSettings | None = None  # adapters to train in place of the model's weights
+    sample_tokens: int = 200  # length of the sample printed at the end; 0: none
+    log: str = ""  # names of loggers beside metrics.jsonl (te_models.training.loggers), separated by commas
+    out: str | None = None  # the run's folder; None: runs/<model>-<recipe>
+    given: frozenset[str] = frozenset()  # names of the settings given on the command line, over those of `file`
+    file: Path | None = None  # the run.toml that the others come from
+    called: str = ""  # the command line, for the record
 
     @property
     def label(self) -> str:
@@ -149,7 +126,11 @@ def run_settings(command: str, given: Mapping[str, Any], file: Path | None = Non
             "pretrain starts from random weights: give --preset NAME (to start from a model: finetune --model)"
         )
     if command == "finetune" and preset is not None:
-        raise UsageError(no_weights(preset)) if preset in PRESETS else unknown("preset", preset, PRESETS)
+        raise (
+            UsageError(no_weights(preset))
+            if preset in PRESETS
+            else unknown("preset", preset, PRESETS, "`te-models list`")
+        )
     if command == "finetune" and model is None:
         raise UsageError("give --model: a folder, a name on the Hugging Face hub, or a model that ships with te-models")
     lora = _lora(command, flat)
@@ -174,10 +155,7 @@ def run_settings(command: str, given: Mapping[str, Any], file: Path | None = Non
 def resumed_settings(command: str, given: Mapping[str, Any], folder: Path | None = None) -> RunSettings:
     """Return the settings of a run that is resumed: those of its run.toml with the changes `given`.
 
-    Args:
-        command: the command that was called; the one in run.toml counts.
-        given: the settings that the user gave.
-        folder: the run's folder; None: `out` in `given`, else the only run of the given model.
+    The command in run.toml counts. `folder` None means `out` in `given`, else the only run of the given model.
 
     Raises:
         UsageError: no run is there, or a setting is given that a resumed run keeps.
@@ -200,7 +178,7 @@ def resumed_settings(command: str, given: Mapping[str, Any], folder: Path | None
 
 
 def _only_run(given: Mapping[str, Any]) -> Path:
-    """Return the folder of the run to resume where no folder is given: runs/<model>-<recipe>, or the only one there is."""
+    """Return the folder to resume where none is given: runs/<model>-<recipe>, or the only one there is."""
     name = given.get("preset") or given.get("model")
     label = Path(name).name if name else ""
     if label and given.get("recipe", "auto") != "auto":
@@ -236,7 +214,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
             continue
         for name, value in values.items():
             if name not in TABLES[title]:
-                raise unknown(f"setting in [{title}] of {path}", name, TABLES[title])
+                raise unknown(f"setting in [{title}] of {path}", name, TABLES[title], "`te-models finetune --help-all`")
             flat[name] = _checked(path, name, value)
     return flat
 
@@ -254,8 +232,8 @@ def changed_settings(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict
         if name in changed:
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(
-                f"a resumed run keeps its {name}: it is {then.get(name)!r}, not {given[name]!r}; leave out {flag}, or start "
-                "a new run"
+                f"a resumed run keeps its {name}: it is {then.get(name)!r}, not {given[name]!r}; leave out {flag}, or "
+                "start a new run"
             )
     return changed
 
@@ -283,8 +261,8 @@ def _over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lora(command: str, flat: Mapping[str, Any]) -> LoraSettings | None:
     """Return the adapters that the settings ask for; alpha is twice the rank by default."""
-    rank, others = flat.get("lora", 0), [name for name in LORA if name != "lora" and flat.get(name)]
-    if not rank:
+    rank, others = flat.get("lora"), [name for name in LORA if name != "lora" and flat.get(name)]
+    if rank is None:
         if others:
             raise UsageError(
                 f"--{others[0].replace('_', '-')} is for adapters: give --lora RANK too, such as --lora 16"
@@ -292,7 +270,7 @@ def _lora(command: str, flat: Mapping[str, Any]) -> LoraSettings | None:
         return None
     if command == "pretrain":
         raise UsageError("--lora adapts a model that has weights: use finetune --model")
-    targets = tuple(filter(None, (name.strip() for name in flat.get("lora_targets", "").split(","))))
+    targets = tuple(split_names(flat.get("lora_targets", "")))
     alpha, dropout = flat.get("lora_alpha", 2.0 * rank), flat.get("lora_dropout", 0.0)
     return LoraSettings(rank=rank, targets=targets, alpha=alpha, dropout=dropout, merge=flat.get("merge", False))
 

@@ -1,8 +1,8 @@
 """The training loop: fine-tune a model on a dataset, evaluate, checkpoint, resume exactly, stop cleanly.
 
-One step: `gradient_accumulation` forward and backward passes, clipping, the optimizer over FP32 master weights. All state
-that a step depends on (weights, scales and amax histories, masters, optimizer state, data position, random numbers) is in
-the checkpoint, so a resumed run continues with the same bits.
+One step: `gradient_accumulation` forward and backward passes, clipping, the optimizer over FP32 master weights. All
+state that a step depends on (weights, scales and amax histories, masters, optimizer state, data position, random
+numbers) is in the checkpoint, so a resumed run continues with the same bits.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from te_models.files.atomic import replace_text
 from te_models.files.formats import flatten_state, render_json
 from te_models.files.lock import locked
 from te_models.fp8.primary_weights import drop_initial_values
+from te_models.model.inputs import invalid_token
 from te_models.model.targets import invalid_label
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
@@ -69,8 +70,8 @@ class Saved(Protocol):
 class Callback:
     """Methods that a run calls as it goes, on every process; a subclass overrides those it needs; here they do nothing.
 
-    On a GPU the next step is already queued when `on_step` is called, except before an evaluation or a save: a change of
-    the model takes effect in the step after it. `trainer.stop()` ends the run after the step under way.
+    On a GPU the next step is already queued when `on_step` is called, except before an evaluation or a save: a change
+    of the model takes effect in the step after it. `trainer.stop()` ends the run after the step under way.
     """
 
     def on_step(self, trainer: Trainer, row: Row) -> None:
@@ -136,20 +137,12 @@ class Trainer(NamedFields):
     def __post_init__(self) -> None:
         config, parallel = self.config, self.parallel
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
-        self.optimizer = build_optimizer(
-            config.optimizer,
-            self.model,
-            config.learning_rate,
-            config.weight_decay,
-            config.optimizer_options,
-            config.optimizer_offload,
-            parallel.owners(),
-            self.gradients,
-            parallel.norm,
-        )
+        chosen = (config.learning_rate, config.weight_decay, config.optimizer_options, config.optimizer_offload)
+        shared = (parallel.owners(), self.gradients, parallel.norm)
+        self.optimizer = build_optimizer(config.optimizer, self.model, *chosen, *shared)
         self.train_model = parallel.wrap(self.model, self.gradients)
         self.graphed = self._graphed()
-        # Read the loss of a step when the next one is queued: only if the device itself can skip the update of a bad step.
+        # Read the loss of a step once the next one is queued: only if the device itself can skip a bad step's update.
         self.ahead = self.model.device.type == "cuda" and self.optimizer.can_skip
         self.seconds: deque[float] = deque(maxlen=RECENT)  # per step
         self.checkpoints = self._checkpoints(self.out / "checkpoints", self.config.keep_last)
@@ -212,7 +205,7 @@ class Trainer(NamedFields):
         self.stop_requested = lambda: -1
 
     def _evaluated(self, row: Row) -> None:
-        """Note whether an evaluation was the best so far, save the model if so, and end a run that no longer improves."""
+        """Save the model after the best evaluation so far, and end a run that no longer improves."""
         result, config = self.result, self.config
         (loss, *_) = self.parallel.ranks.gather(row["eval_loss"])  # all processes decide by one number
         first = not result.best_step
@@ -442,8 +435,8 @@ class Trainer(NamedFields):
         since, patience = result.get("evaluations_since_best", 0), self.config.patience
         if result.get("stopped_early") and patience and since >= patience:
             raise UsageError(
-                f"the run stopped early at step {result['step']}: {since} evaluations brought no lower loss; give a larger "
-                "--patience, or 0"
+                f"the run stopped early at step {result['step']}: {since} evaluations brought no lower loss; give a "
+                "larger --patience, or 0"
             )
 
     def _optimizer_names(self) -> list[str]:
@@ -459,7 +452,8 @@ class Trainer(NamedFields):
 
     def _diagnosis(self, step: int, loss: float, norm: float, micro_batches: list[Batch]) -> str:
         """Return one line that names the step and the first layer whose output is not finite."""
-        checked = [invalid_label(batch["labels"], self.model.config.vocab_size) for batch in micro_batches]
+        size = self.model.config.vocab_size
+        checked = [invalid_label(b["labels"], size) or invalid_token(b["input_ids"], size) for b in micro_batches]
         mistake = next(filter(None, sum(self.parallel.ranks.gather(checked), [])), None)
         if mistake is not None:
             return f"step {step}: {mistake}. The weights are those of the step before"

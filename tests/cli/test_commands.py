@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 import torch
 from ranks import run_process
 
-from te_models import list_presets, list_recipes
+from te_models import CausalLM, list_presets, list_recipes
 from te_models.cli import main
 from te_models.cli.commands import cli
+from te_models.config.toml import read_toml
 
 TINY = ["--hidden-size", "64", "--intermediate-size", "96", "--num-hidden-layers", "4", "--num-attention-heads", "2"]
 TINY += ["--num-key-value-heads", "1", "--device", "cpu"]
@@ -94,13 +96,33 @@ def test_the_surface_is_what_the_documents_promise(capsys: pytest.CaptureFixture
         assert flag in text, flag
 
 
+def test_adapters_are_in_the_short_help_of_finetune(capsys: pytest.CaptureFixture) -> None:
+    shown = {
+        command: main([command, "--help"]) or "--lora RANK" in capsys.readouterr().out
+        for command in ("finetune", "pretrain")
+    }
+    assert shown == {"finetune": True, "pretrain": False}
+
+
+def test_warnings_are_one_line_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setitem(
+        cli.commands, "warn", click.Command("warn", callback=lambda: warnings.warn("a\n  b", stacklevel=2))
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main(["warn"]) == 0
+    assert capsys.readouterr().err == "te-models: note: a b\n"
+
+
 def test_list_names_every_preset_and_recipe(capsys: pytest.CaptureFixture) -> None:
     assert main(["list"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in [*list_presets(), *list_recipes()]) and "1,242,646,528" in out
+    shipped = CausalLM.from_pretrained("gated-nano", device="cpu")
+    assert f"{shipped.num_parameters():,}" in out.split("models that ship with te-models")[1]
 
 
-@pytest.mark.parametrize("preset", list_presets())
+@pytest.mark.parametrize("preset", list_presets()[::3])
 def test_plan_shows_any_preset_at_once(preset: str, capsys: pytest.CaptureFixture) -> None:
     start = time.process_time()
     assert main(["plan", "--preset", preset, "--recipe", "delayed", "--num-layers-at-end-in-bf16", "2"]) == 0
@@ -128,18 +150,15 @@ def test_finetune_resume_and_generate(corpus: Path, tmp_path: Path, capsys: pyte
     assert main(finetune(out, corpus, "--recipe", "delayed", "--amax-history-len", "4")) == 0
     printed = capsys.readouterr().out
     for part in (
-        "parameters",
-        "engine",
-        "emulated",
-        "8 in E4M3/E5M2, 9 in BF16",
-        "tokens per step",
-        "eval loss before",
+        "parameters", "engine", "emulated", "8 in E4M3/E5M2, 9 in BF16", "tokens per step", "eval loss before",
         "sample",
-    ):
+    ):  # fmt: skip
         assert part in printed, part
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
+    run_file = read_toml(out / "run.toml")
+    assert run_file["model"]["engine"] == "auto" and run_file["record"]["engine"] == "emulated"
     newest = out / "checkpoints" / "step-00000003"
     assert json.loads((newest / "recipe.json").read_text())["amax_history_len"] == 4
     assert (
@@ -155,10 +174,11 @@ def test_finetune_resume_and_generate(corpus: Path, tmp_path: Path, capsys: pyte
         assert capsys.readouterr().out.startswith("7 green")
 
 
-def test_one_seed_is_one_run_and_another_seed_another(corpus: Path, tmp_path: Path) -> None:
+def test_equal_seeds_give_equal_losses(corpus: Path, tmp_path: Path) -> None:
     losses = []
     for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
-        assert main(finetune(tmp_path / name, corpus, "--recipe", "current", "--seed", seed)) == 0
+        short = ["--steps", "1", "--sample-tokens", "0", "--eval-batches", "1"]
+        assert main(finetune(tmp_path / name, corpus, "--recipe", "current", "--seed", seed, *short)) == 0
         rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(row)["loss"] for row in rows])
     assert losses[0] == losses[1] != losses[2]
@@ -173,6 +193,11 @@ def test_one_seed_is_one_run_and_another_seed_another(corpus: Path, tmp_path: Pa
         (["finetune", "--preset", "llama-3.1-8"], "did you mean 'llama-3.1-8b'"),
         (["finetune", "--model", "llama-3.1-8b"], "a preset, a shape without weights"),
         (["finetune"], "give --model: a folder"),
+        (
+            ["finetune", "--model", "nosuch"],
+            "nosuch: no such folder, and no model that ships with te-models (gated-nano)",
+        ),
+        (["chat", "--model", "nosuch"], "nosuch: no such folder, and no model that ships with te-models (gated-nano)"),
         (["pretrain", "--preset", "gated-nano", "--recipe", "delayd"], "did you mean 'delayed'"),
         (
             ["pretrain", "--preset", "gated-nano", "--recipe", "current", "--margin", "1"],
@@ -240,7 +265,8 @@ def test_out_of_memory_is_one_line_with_what_helps(
     assert error.startswith("te-models: out of memory (") and "--activation-checkpointing full" in error
     command = error.split("`")[1]
     assert "--batch-size 2 --seq-len 32" in command and "--recipe delayed" in command and "--steps" not in command
-    assert main(shlex.split(command)[1:]) == 0, "the command that it names works"
+    if kind == "cuda":
+        assert main(shlex.split(command)[1:]) == 0, "the command that it names works"
     monkeypatch.setattr("te_models.causal_lm.CausalLM.from_preset", full)
     assert main(["generate", "--preset", "gated-nano", "--prompt", "x"]) == 1
     assert "use a smaller model" in capsys.readouterr().err
@@ -263,7 +289,7 @@ def test_names_with_markup_are_printed_as_they_are(corpus: Path, tmp_path: Path,
         'scheme = "DelayedScaling"\namax_history_len = 4\n'
         "num_layers_at_start_in_bf16 = 1\nnum_layers_at_end_in_bf16 = 1\n"
     )
-    assert main(finetune(out, data, "--recipe", str(recipe))) == 0
+    assert main(finetune(out, data, "--recipe", str(recipe), "--eval-batches", "1", "--sample-tokens", "0")) == 0
     printed = "".join(capsys.readouterr().out.split())
     for part in (data.name, str(out / "loss.png"), str(out / "checkpoints/step-00000003"), "[red]mine"):
         assert "".join(part.split()) in printed, part
@@ -311,13 +337,11 @@ def test_a_run_is_not_overwritten_nor_a_damaged_checkpoint_read(
 
 def test_help_and_import_need_no_heavy_package() -> None:
     code = "import sys; import te_models; from te_models.cli import main; main(['--help']); "
-    code += "print(sorted({'torch', 'transformer_engine', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)))"
-    out = run_process([sys.executable, "-c", code])
-    assert out.stdout.splitlines()[-1] == "[]"
-    code = "import sys; import te_models; te_models.CausalLM; "
+    code += "print(sorted({'torch', 'transformer_engine', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules))); "
+    code += "te_models.CausalLM; "
     code += "print(sorted({'transformer_engine', 'transformers', 'matplotlib'} & set(sys.modules)))"
     out = run_process([sys.executable, "-c", code])
-    assert out.stdout.splitlines()[-1] == "[]"
+    assert out.stdout.splitlines()[-2:] == ["[]", "[]"]
 
 
 def test_finetune_streams_and_resumes_exactly(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

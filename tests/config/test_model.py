@@ -151,6 +151,7 @@ def test_options_count_their_parameters(change: dict[str, Any], more: int) -> No
         (dict(head_dim=15), "head_dim=15 is odd"),
         (dict(tie_word_embeddings="yes"), "tie_word_embeddings='yes'"),
         (dict(rope_scaling={"rope_type": "ntk", "factor": 4.0}), "'ntk' is not supported"),
+        (dict(rope_scaling={"rope_type": {}}), "rope_scaling of type {} is not supported"),
         (dict(rope_scaling={"rope_type": "linear"}), "lacks factor"),
         (dict(rope_scaling={"rope_type": "linear", "factor": 2.0, "beta": 1.0}), "beta=1.0 is not supported"),
         (dict(rope_scaling={"rope_type": "linear", "factor": "2"}), "factor='2' is not a positive number"),
@@ -158,6 +159,7 @@ def test_options_count_their_parameters(change: dict[str, Any], more: int) -> No
         (dict(no_rope_layers=[1, 0, 2]), "no_rope_layers holds 2"),
         (dict(layer_types=["full_attention"] * 2 + ["chunked_attention"]), "'chunked_attention'"),
         (dict(layer_types=["sliding_attention"] * 3), "give sliding_window"),
+        (dict(num_hidden_layers=10**9), "num_hidden_layers=1000000000 is too large"),
         (dict(sliding_window=0), "sliding_window=0"),
         (dict(partial_rotary_factor=1.5), "partial_rotary_factor=1.5"),
         (dict(partial_rotary_factor=0.2), "partial_rotary_factor=0.2"),
@@ -186,7 +188,7 @@ def test_a_config_survives_json(name: str) -> None:
     config = get_preset(name)
     assert ModelConfig.from_dict(config.to_dict()) == config
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.hidden_size = 1  # type: ignore[misc]
-    config.use_cache = False  # type: ignore[attr-defined]  # as transformers.Trainer does, every time one is made
-    config.use_cache = True  # type: ignore[attr-defined]
+        config.hidden_size = 1
+    config.use_cache = False  # as transformers.Trainer does, every time one is made
+    config.use_cache = True
     assert ModelConfig.from_dict(config.to_dict()) == config

@@ -14,7 +14,7 @@ from te_models.config.recipe import SCHEMES, recipe_from_dict
 QUANTIZED = [name for name in list_recipes() if name != "bf16"]
 
 
-def test_all_six_are_there_in_order() -> None:
+def test_six_recipes_are_listed_in_order() -> None:
     assert list_recipes() == ["bf16", "delayed", "current", "blockwise", "mxfp8", "nvfp4"]
 
 
@@ -83,7 +83,7 @@ def test_a_recipe_survives_json(name: str) -> None:
         ("bf16", dict(amax_history_len=4), "unknown field of recipe 'bf16'"),
         ("mxfp8", dict(num_layers_at_start_in_bf16=-1), "too small"),
         ("mxfp8", dict(lm_head="fp8"), "needs num_layers_at_end_in_bf16=0"),
-        ("missing.toml", {}, "cannot read the recipe 'missing.toml'"),
+        ("missing.toml", {}, "cannot read missing.toml: No such file"),
     ],
 )
 def test_mistakes_are_refused_in_one_line(name: str, change: dict, message: str) -> None:
@@ -100,6 +100,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert get_recipe(str(path), amax_history_len=9).fields == {"amax_history_len": 9}
     for text, message in (
         ("scheme = ", "is not TOML"),
+        ("scheme = []", "description and hardware are text, not"),
+        ('scheme = "none"\nname = 1', "description and hardware are text, not 1"),
         ("margin = 1", "needs scheme"),
         ('scheme = "Delayed"', "DelayedScaling"),
     ):

@@ -59,7 +59,7 @@ def test_split_of_one_document_cuts_it_at_a_line() -> None:
     [
         ([Document("no line break")], 0.1, "only document cannot be cut .* give more documents"),
         ([Document("a\nb\nc\n", prompt="p")], 0.1, "only document cannot be cut .* give more documents"),
-        ([Document("a"), Document("a", name="b")], 0.1, "2 documents, all with the same content, cannot be split"),
+        ([Document("a"), Document("a", name="b")], 0.1, "2 documents with one content cannot be split"),
         ([], 0.1, "0 documents"),
         ([Document("a"), Document("b")], 0.0, "eval_fraction=0.0 is out of range"),
         ([Document("a"), Document("b")], 1.0, "eval_fraction=1.0 is out of range"),
@@ -148,7 +148,7 @@ def test_default_corpus_is_python_itself() -> None:
     assert documents == load_documents(None)
 
 
-def test_default_corpus_is_sorted_whatever_the_order_of_the_topics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_corpus_is_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents_module, "topics", {"b": "2", "a": "1", "c": " "})
     assert [document.name for document in load_documents(None)[:3]] == ["topics/a", "topics/b", "__future__.py"]
 
@@ -230,7 +230,7 @@ def test_a_missing_package_is_named(tmp_path: Path, pretend: Callable) -> None:
 
 
 @pytest.mark.parametrize("broken", ["link", "folder"])
-def test_what_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+def test_unreadable_data_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     (tmp_path / "a.txt").write_text("text")
     if broken == "link":
         (tmp_path / "b").symlink_to(tmp_path / "absent")
@@ -249,7 +249,7 @@ def test_what_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def streamed(path: Path) -> list[tuple[str | None, str]]:
-    """What is read in chunks of 64 bytes; only JSONL and small texts give the same documents as in memory."""
+    """Read in chunks of 64 bytes; only JSONL and small texts give the same documents as in memory."""
     chunks = find_chunks(str(path), 64)
     reader = ChunkReader(str(path), ByteTokenizer(), seed=0)
     return [(d.prompt, d.text) for i in range(len(chunks)) for d in reader.documents(chunks[i])]
@@ -309,11 +309,17 @@ REFUSED: list[tuple[str, bytes, str]] = [
     ("a.csv", b"text,n\none\n", "a.csv:2: 1 cells, but 2 columns: quote cells that hold separators"),
     ("a.csv", b'text\n"one\n', "a.csv:2: not a readable table"),
     ("a.csv", b"text\n\xff\n", "a.csv:2: not UTF-8 text"),
-    ("a.tsv.gz", gzip.compress(b"text,n\none,two\n"), "a.tsv.gz:2: has 'text,n', but needs one of the formats"),
-    ("a.json", b'{\n  "text": "a"\n}', r"a.json:1: not JSON \(.*\): JSONL has one object per line"),
+    (
+        "a.tsv.gz",
+        gzip.compress(b"text,n\none,two\n"),
+        "a.tsv.gz:1: the columns are separated by commas",
+    ),
+    ("a.json", b'{\n  "text": "a"\n}', r"a.json:1: not JSON \(.*\): a .json file is an array of objects"),
     ("a.json", b'[{"text": "a"}, 1]', "a.json, record 2: a JSON int, not an object"),
     ("a.json", b'[\n{"text": "a"}\n', "a.json:3: not JSON .*: give an array of objects, or JSONL"),
     ("a.json", b"[" * 100_000, "a.json: JSON that is nested too deeply"),
+    ("a.json", b"[" + b"9" * 5000 + b"]", "a.json(: not JSON that can be read|, record 1: a JSON int)"),
+    ("a.jsonl", LINE + b'{"text": ' + b"9" * 5000 + b"}", "a.jsonl:2: ('text' is int|not JSON that can be read)"),
     ("a.json", b'[{"txt": "a"}]', "a.json, record 1: has 'txt', but needs one of the formats"),
     ("a.json", b"[" + b" " * 2 * 10**6 + b"]", "a.json: a JSON array of more than 0 GiB: write it as JSONL"),
     ("a.txt", b'{"txt": "a"}\n', "a.txt:1: has 'txt', but needs one of the formats"),
@@ -329,7 +335,7 @@ REFUSED: list[tuple[str, bytes, str]] = [
 
 
 @pytest.mark.parametrize("read", [in_memory, streamed])
-@pytest.mark.parametrize(("name", "content", "message"), REFUSED)
+@pytest.mark.parametrize(("name", "content", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
 def test_both_ways_of_reading_refuse_the_same(
     name: str, content: bytes, message: str, read: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

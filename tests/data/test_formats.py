@@ -31,7 +31,13 @@ ROWS: dict[str, tuple[Row, str, Any]] = {
     "messages beside a prompt": ({"prompt": "q", "prompt_id": "1", "messages": TALK}, MESSAGES, TALK),
     "messages under ShareGPT's name": ({"conversations": TALK}, MESSAGES, TALK),
     "ShareGPT": (
-        {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {
+            "conversations": [
+                {"from": "system", "value": "s"},
+                {"from": "human", "value": "q"},
+                {"from": "gpt", "value": "a"},
+            ]
+        },
         SHAREGPT,
         [{"role": "system", "content": "s"}, *TALK],
     ),
@@ -52,7 +58,12 @@ ROWS: dict[str, tuple[Row, str, Any]] = {
         },
         SHAREGPT,
         {
-            "messages": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}, REPLY],
+            "messages": [
+                USER,
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "content": "2"},
+                REPLY,
+            ],
             "tools": [{"name": "f"}],
         },
     ),
@@ -82,7 +93,7 @@ ROWS: dict[str, tuple[Row, str, Any]] = {
     "text": ({"text": "t", "n": 1}, TEXT, "t"),
     "text that looks like JSON": ({"text": "[1]"}, TEXT, "[1]"),
     "content as parts": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "!"}]}, REPLY]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": text} for text in "q!"]}, REPLY]},
         MESSAGES,
         [{"role": "user", "content": "q!"}, REPLY],
     ),
@@ -110,7 +121,25 @@ ROWS: dict[str, tuple[Row, str, Any]] = {
         MESSAGES,
         [USER, {**REPLY, "weight": 0}],
     ),
-    "an empty answer": ({"messages": [USER, {**REPLY, "content": ""}]}, MESSAGES, [USER, {**REPLY, "content": ""}]),
+    "empty answers": (
+        {"messages": [USER, {**REPLY, "content": ""}, USER, {**REPLY, "content": None, "weight": 1}, USER,
+                      {**REPLY, "content": [{"type": "text", "text": "\u00a0\n"}]}, REPLY]},
+        MESSAGES,
+        [USER, {**REPLY, "content": "", "weight": 0}, USER, {**REPLY, "content": "", "weight": 0}, USER,
+         {**REPLY, "content": "\u00a0\n", "weight": 0}, REPLY],
+    ),
+    "a thought alone": (
+        {"messages": [USER, {"role": "assistant", "content": "", "reasoning_content": "r"}]},
+        MESSAGES,
+        [USER, {"role": "assistant", "content": "", "reasoning_content": "r"}],
+    ),
+    "empty answers of Alpaca": (
+        {"instruction": "q", "output": None, "history": [["x", " "]]},
+        ALPACA,
+        [{"role": "user", "content": "x"}, {"role": "assistant", "content": " ", "weight": 0},
+         USER, {**REPLY, "content": "", "weight": 0}],
+    ),
+    "a completion that is null": ({"prompt": "q", "completion": None}, PAIRS, ("q", "")),
     "no answer": ({"messages": [USER]}, MESSAGES, [USER]),
     "letters": ({"messages": [{"role": "USER", "content": "\u00e9\u2028\r\n\U0001f600"}]}, MESSAGES,
                 [{"role": "user", "content": "\u00e9\u2028\r\n\U0001f600"}]),
@@ -126,7 +155,11 @@ def test_rows_are_recognised_and_read(case: str) -> None:
 
 COLUMNS: dict[str, tuple[str, Row, Any]] = {
     "a pair": ("prompt=question, completion=answer", {"question": "q", "answer": "a"}, ("q", "a")),
-    "a pair beside a text": ("prompt=question,completion=answer", {"question": "q", "answer": "a", "text": "t"}, ("q", "a")),
+    "a pair beside a text": (
+        "prompt=question,completion=answer",
+        {"question": "q", "answer": "a", "text": "t"},
+        ("q", "a"),
+    ),
     "half a pair": ("prompt=question", {"question": "q", "completion": "a"}, ("q", "a")),
     "text beside messages": ("text=body", {"body": "t", "messages": TALK}, "t"),
     "a column in place of another": ("text=body", {"body": "t", "text": "other"}, "t"),
@@ -154,27 +187,27 @@ def test_columns_are_renamed(case: str) -> None:
 
 REFUSED: list[tuple[Row, str]] = [
     (
-        {"prompt": "q", "chosen": "a", "rejected": "b"},
-        r"^a.jsonl:1: has 'prompt', 'chosen', 'rejected', but needs one of the formats messages \[{role, content}\], "
-        r"conversations \[{from, value}\], instruction and output, prompt and completion, or text: rename fields, as in "
-        "--columns prompt=prompt,completion=answer$",
+        {"prompt": "q", "response": "a", "score": "b"},
+        r"^a.jsonl:1: has 'prompt', 'response', 'score', but needs one of the formats messages \[{role, content}\], "
+        r"conversations \[{from, value}\], instruction and output, prompt and completion, or text: rename fields, as "
+        "in --columns prompt=prompt,completion=answer$",
     ),
     ({}, "has no fields, but needs one of the formats"),
     ({"messages": "hello"}, "has 'messages', but needs one of"),
     ({"messages": None, "id": 1}, "has 'messages', 'id', but needs one of"),
     ({"messages": ["hello"]}, "has 'messages', but needs one of"),
     ({"messages": []}, "'messages' is an empty list, not a list of messages"),
-    ({"messages": [{"content": "q"}]}, "message 1 of 'messages' has 'content', but needs role and content, or from and"),
-    ({"messages": [USER, {"role": "narrator", "content": "x"}]}, "message 2 of 'messages' has the role 'narrator': use one"),
+    ({"messages": [{"content": "q"}]}, "message 1 of 'messages' has 'content', but needs role and content, or from"),
+    ({"messages": [USER, {"role": "narrator", "content": "x"}]}, "2 of 'messages' has the role 'narrator': use"),
     ({"messages": [{"role": None, "content": "x"}]}, "has the role 'None'"),
     ({"messages": [{"role": "user"}]}, "message 1 of 'messages' has no 'content': fill it in"),
     ({"messages": [{"role": "user", "content": 3}]}, "has the content int, not a string"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "has a part of the type 'image_url': only text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "has a part of the type 'image_url': only"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "message 1 of 'messages' holds half of a surrogate pair"),
     ({"messages": [{**REPLY, "tool_calls": [{"id": "1"}]}]}, "has a tool call without the name of a function"),
     ({"messages": TALK, "tools": "f"}, "'tools' is not a list of JSON schemas"),
     ({"conversations": [{"from": "function_call", "value": "f()"}]}, "is a function_call without a JSON object"),
-    ({"instruction": "q", "output": None}, "'output' is NoneType, not a string"),
+    ({"instruction": None, "output": "a"}, "'instruction' is NoneType, not a string"),
     ({"instruction": "q", "output": "a", "history": "x"}, "'history' is not a list of .question, answer. pairs"),
     ({"prompt": [USER], "completion": "a"}, "'completion' is str, not a list of messages"),
     ({"prompt": "q", "completion": 1}, "'completion' is int, not a string"),
@@ -183,7 +216,7 @@ REFUSED: list[tuple[Row, str]] = [
 
 
 @pytest.mark.parametrize(("row", "message"), REFUSED)
-def test_what_is_not_a_record_is_one_line(row: Row, message: str) -> None:
+def test_rows_that_are_no_records_are_refused(row: Row, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         read(row)
     assert "\n" not in str(caught.value) and str(caught.value).startswith("a.jsonl:1: ")

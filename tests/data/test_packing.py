@@ -163,12 +163,11 @@ def test_epochs_in_part() -> None:
 def test_descriptions_say_what_is_left_out() -> None:
     data = dataset([Document("abc", "x"), Document("a" * 30, "x"), Document("d", "y")])
     assert data.describe() == (
-        "2 records, 8 tokens in 1 windows with 50.0% padding\n1 of 3 records are longer than seq_len=16 (the longest has "
-        "32 tokens) and are left out: raise --seq-len, or cut prompts with --truncate prompt"
+        "2 records, 8 tokens in 1 window with 50.0% padding\n"
+        "1 of 3 records is longer than seq_len=16 (the longest has 32 tokens) and is left out: raise --seq-len, or "
+        "cut prompts with --truncate prompt"
     )
     cut = dataset([Document("abc", "x" * 30), Document("d", "y")], truncate="prompt")
-    assert "1 of 2 prompts are cut from the left to seq_len=16 (the longest has 34 tokens)" in cut.describe()
-    with pytest.raises(
-        DataError, match=r"none of the 2 records fits seq_len=16: 2 are longer \(the longest has 32 tokens"
-    ):
+    assert "1 of 2 prompts is cut from the left to seq_len=16 (the longest has 34 tokens)" in cut.describe()
+    with pytest.raises(DataError, match=r"2 of 2 records are longer than seq_len=16 \(the longest has 32 tokens"):
         dataset([Document("a" * 30, "x")] * 2)

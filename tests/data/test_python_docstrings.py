@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,11 @@ TEXT = "Return one more than x, an int."
 
 
 @pytest.fixture(scope="module")
-def pairs() -> tuple:
-    return python_docstrings()
+def pairs() -> Iterator[tuple]:
+    """The pairs of the standard library; its files are parsed once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "read_pairs", functools.cache(lambda source: list(read_pairs(source))))
+        yield python_docstrings()
 
 
 def found(source: str) -> list[tuple[str, str, str]]:
@@ -33,8 +38,9 @@ def found(source: str) -> list[tuple[str, str, str]]:
     [
         (f'def f(x):\n    """{TEXT}"""\n    return x + 1\n', "f", "def f(x):\n    return x + 1", TEXT),
         (
-            f"class A:\n    @cache  # twice\n    async def f(\n        self,\n    ):\n        '''{TEXT}\n\n        a\n          b\n"
-            "        '''\n\n        # Why\n        return 1  # end\n\n    y = 2\n",
+            "class A:\n    @cache  # twice\n    async def f(\n        self,\n    ):\n"
+            f"        '''{TEXT}\n\n        a\n          b\n        '''\n\n"
+            "        # Why\n        return 1  # end\n\n    y = 2\n",
             "A.f",
             "@cache  # twice\nasync def f(\n    self,\n):\n\n    # Why\n    return 1  # end",
             f"{TEXT}\n\na\n  b",
@@ -64,7 +70,7 @@ def test_a_function_and_its_docstring(source: str, name: str, prompt: str, docst
     ],
     ids=["none", "nothing else", "one line", "shared line", "short", "long", "long source", "nested", "syntax", "NUL"],
 )
-def test_what_does_not_qualify(source: str) -> None:
+def test_functions_that_do_not_qualify(source: str) -> None:
     assert found(source) == []
 
 
@@ -88,7 +94,7 @@ def test_modules_are_on_one_side(pairs: tuple) -> None:
     assert python_docstrings() == pairs
 
 
-def test_it_is_a_name_for_data(pairs: tuple) -> None:
+def test_open_data_takes_the_name(pairs: tuple) -> None:
     config = TrainConfig(batch_size=2, seq_len=2048)
     dataset, batches = open_data("python-docstrings", ByteTokenizer(), config)
     assert dataset.num_documents == len(pairs[0]) and len(batches) == config.eval_batches

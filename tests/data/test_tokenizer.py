@@ -132,14 +132,18 @@ def test_hugging_face_file_is_loaded_with_its_special_tokens(folder: Path) -> No
         ({}, (None, None, None)),
         ({"special_tokens_map.json": {"eos_token": "</s>", "pad_token": "a"}}, (None, 1, "a")),
         ({"generation_config.json": {"bos_token_id": 0, "eos_token_id": [1, 0]}}, (0, 1, None)),
-        ({"tokenizer_config.json": {"eos_token": "<s>"}, "special_tokens_map.json": {"eos_token": "</s>"}}, (None, 0, None)),
-        ({"tokenizer_config.json": {"eos_token": None}, "generation_config.json": {"eos_token_id": 1}}, (None, 1, None)),
+        (
+            {"tokenizer_config.json": {"eos_token": "<s>"}, "special_tokens_map.json": {"eos_token": "</s>"}},
+            (None, 0, None),
+        ),
+        (
+            {"tokenizer_config.json": {"eos_token": None}, "generation_config.json": {"eos_token_id": 1}},
+            (None, 1, None),
+        ),
         ({"tokenizer_config.json": {"eos_token": "absent"}}, (None, None, None)),
     ],
-)  # fmt: skip
-def test_where_special_tokens_come_from(
-    folder: Path, tmp_path: Path, files: dict[str, object], expected: tuple
-) -> None:
+)
+def test_special_tokens_are_found(folder: Path, tmp_path: Path, files: dict[str, object], expected: tuple) -> None:
     bare = copy_bare(folder, tmp_path / "bare")
     for name, document in files.items():
         write(bare, name, document)
@@ -261,6 +265,18 @@ def test_only_regular_files_are_read(name: str, kind: str, folder: Path, tmp_pat
         (bare / name).symlink_to("/dev/zero" if "device" in kind else tmp_path / "pipe")
     with pytest.raises(DataError, match=rf"{name} is not a regular file"):
         load_tokenizer(bare)
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+)
+def test_a_loop_of_links_is_one_line(name: str, folder: Path, tmp_path: Path) -> None:
+    bare = copy_bare(folder, tmp_path / "bare")
+    (bare / name).unlink(missing_ok=True)
+    (bare / name).symlink_to(name)
+    with pytest.raises(DataError, match="cannot be read.*Too many levels|has no tokenizer.json") as caught:
+        load_tokenizer(bare)
+    assert "\n" not in str(caught.value)
 
 
 PANICS: dict[str, tuple[str, object]] = {

@@ -21,7 +21,7 @@ def maps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines = [OTHER]
     monkeypatch.setattr(Path, "read_text", lambda self: "\n".join(lines))
     cudnn._is_sound.cache_clear()
-    yield lines  # type: ignore[misc]
+    yield lines
     cudnn._is_sound.cache_clear()
 
 
@@ -32,7 +32,7 @@ def test_folders_and_versions_are_found(maps: list[str]) -> None:
     assert len(cudnn.loaded_cudnns()) == 2
 
 
-def test_attention_leaves_a_mixed_cudnn_alone_and_says_so_once(maps: list[str]) -> None:
+def test_attention_avoids_a_mixed_cudnn_and_logs_it_once(maps: list[str]) -> None:
     maps += [TORCHS.format(""), TORCHS.format("_graph")]
     assert suits_cudnn(333, 64, torch.bfloat16)
     cudnn._is_sound.cache_clear()

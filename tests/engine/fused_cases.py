@@ -66,7 +66,7 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def both(quantizer: Quantizer, x: Tensor) -> tuple[Any, Any]:
-    """What the plain functions make of x, and the kernels."""
+    """Quantize x with plain functions and with the kernels."""
     with fused.fused(False):
         plain = quantizer(x)
     return plain, quantizer(x)
@@ -99,7 +99,7 @@ class TestQuantizers:
 
     @pytest.mark.parametrize("name", ["block1", "block2", "mxfp8", "mxfp8_2d"])
     @pytest.mark.parametrize("usage", [(True, False), (False, True)])
-    def test_one_copy_alone(self, name: str, usage: tuple[bool, bool]) -> None:
+    def test_only_one_copy(self, name: str, usage: tuple[bool, bool]) -> None:
         quantizer = QUANTIZERS[name](E4M3)
         quantizer.set_usage(rowwise=usage[0], columnwise=usage[1])
         plain, made = both(quantizer, values(96, 160, torch.bfloat16, 1).view(3, 32, 160))

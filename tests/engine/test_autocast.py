@@ -51,7 +51,7 @@ def test_nesting_restores_the_outer_context() -> None:
     assert not Manager.is_fp8_enabled()
 
 
-def test_one_instance_again_but_not_within_itself() -> None:
+def test_an_autocast_is_reusable_but_not_nested_in_itself() -> None:
     context = te.autocast(recipe=R.Float8CurrentScaling())
     for _ in range(2):
         with context:
@@ -59,7 +59,7 @@ def test_one_instance_again_but_not_within_itself() -> None:
             with pytest.raises(RuntimeError, match=message), context:
                 pass
     with pytest.raises(TypeError):
-        context(lambda: None)  # type: ignore[operator]
+        context(lambda: None)
 
 
 def test_the_deprecated_name() -> None:

@@ -113,7 +113,7 @@ def train(device: str, name: str, reentrant: bool | None) -> list[Tensor]:
         found += [y.detach(), x.grad, layers[0].weight.grad, layers[1].bias.grad]
         if name == "delayed":
             found += [m.fp8_meta[d].scale.clone() for m in layers for d in ("scaling_fwd", "scaling_bwd")]
-    return [t.float().cpu() for t in found]  # type: ignore[union-attr]
+    return [t.float().cpu() for t in found]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -43,7 +43,7 @@ class Slot:
 
 
 def layer(n: int = 32, **options: object) -> te.Linear:
-    return te.Linear(n, n, params_dtype=BF16, **options)  # type: ignore[arg-type]
+    return te.Linear(n, n, params_dtype=BF16, **options)
 
 
 def step(m: te.Linear, recipe: DelayedScaling, x: Tensor, g: Tensor | None = None) -> None:
@@ -107,7 +107,7 @@ def test_scales_take_effect_one_step_late() -> None:
     assert abs(second[0, 0].item() - 32000) <= 128
 
 
-def test_no_grad_round_the_autocast_leaks_the_amax_into_the_next_update() -> None:
+def test_no_grad_around_the_autocast_delays_the_amax_to_the_next_update() -> None:
     m, recipe = layer(), DelayedScaling(amax_history_len=4)
     step(m, recipe, torch.ones(32, 32, dtype=BF16))
     with torch.no_grad():
@@ -352,7 +352,7 @@ def test_reset_fp8_state_leaves_no_registry_entry() -> None:
     te.reset_fp8_state(model)
     with te.autocast(recipe=recipe):
         model(torch.ones(32, 32, dtype=BF16))
-    assert state(model[0])[0][0] == 448.0  # type: ignore[arg-type]
+    assert state(model[0])[0][0] == 448.0
 
 
 def test_state_moves_with_the_module() -> None:

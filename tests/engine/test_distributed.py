@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run_ranks
 
 import te_models.engine.emulated as te
 from te_models.engine.emulated.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
@@ -16,25 +17,20 @@ from te_models.engine.emulated.recipe import DelayedScaling, Float8CurrentScalin
 BF16 = torch.bfloat16
 
 
-def train(rank: int, folder: str, case: str, ranks: int) -> None:
+def train(case: str, rank: int, folder: str) -> None:
     """Ranks 0, 1, 2 see inputs of 2, 8, 32 and gradients of 1, 2, 3; writes the scales of both directions."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=ranks)
-    try:
-        torch.manual_seed(0)
-        options: dict[str, Any] = {}
-        if case == "pair":
-            groups = [dist.new_group([0, 1]), dist.new_group([2])]
-            options["amax_reduction_group"] = groups[rank // 2]
-        recipe = DelayedScaling(amax_history_len=4, reduce_amax=case != "no reduction")
-        m = te.Linear(32, 32, bias=False, params_dtype=BF16)
-        x = torch.full((32, 32), 2.0 * 4**rank, dtype=BF16, requires_grad=True)
-        with te.autocast(recipe=recipe, **options):
-            y = m(x)
-        y.backward(torch.full((32, 32), 1.0 + rank, dtype=BF16))
-        result = {d: (m.fp8_meta[d].scale, m.fp8_meta[d].amax_history[-1]) for d in ("scaling_fwd", "scaling_bwd")}
-        torch.save(result, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    options: dict[str, Any] = {}
+    if case == "pair":
+        groups = [dist.new_group([0, 1]), dist.new_group([2])]
+        options["amax_reduction_group"] = groups[rank // 2]
+    recipe = DelayedScaling(amax_history_len=4, reduce_amax=case != "no reduction")
+    m = te.Linear(32, 32, bias=False, params_dtype=BF16)
+    x = torch.full((32, 32), 2.0 * 4**rank, dtype=BF16, requires_grad=True)
+    with te.autocast(recipe=recipe, **options):
+        y = m(x)
+    y.backward(torch.full((32, 32), 1.0 + rank, dtype=BF16))
+    result = {d: (m.fp8_meta[d].scale, m.fp8_meta[d].amax_history[-1]) for d in ("scaling_fwd", "scaling_bwd")}
+    torch.save(result, f"{folder}/{rank}.pt")
 
 
 @pytest.mark.parametrize(
@@ -48,9 +44,8 @@ def train(rank: int, folder: str, case: str, ranks: int) -> None:
 def test_amaxes_are_reduced_over_the_group(
     case: str, inputs: list[float], gradients: list[float], tmp_path: Path
 ) -> None:
-    ranks = len(inputs)
-    mp.spawn(train, (str(tmp_path), case, ranks), nprocs=ranks)  # type: ignore[attr-defined]
-    for rank in range(ranks):
+    run_ranks(partial(train, case), tmp_path, len(inputs))
+    for rank in range(len(inputs)):
         found = torch.load(tmp_path / f"{rank}.pt")
         for direction, amax, fp8_max in (
             ("scaling_fwd", inputs[rank], 448.0),
@@ -61,16 +56,12 @@ def test_amaxes_are_reduced_over_the_group(
 
 
 def quantize(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
-    try:
-        q = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu", with_amax_reduction=True)
-        torch.save(q(torch.full((16, 16), 1.0 + rank))._scale_inv, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    q = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu", with_amax_reduction=True)
+    torch.save(q(torch.full((16, 16), 1.0 + rank))._scale_inv, f"{folder}/{rank}.pt")
 
 
 def test_current_scaling_reduces_the_amax_of_one_tensor(tmp_path: Path) -> None:
-    mp.spawn(quantize, (str(tmp_path),), nprocs=2)  # type: ignore[attr-defined]
+    run_ranks(quantize, tmp_path, 2)
     for rank in range(2):
         assert torch.load(tmp_path / f"{rank}.pt").item() == torch.tensor(224.0).reciprocal().item()
 

@@ -1,4 +1,4 @@
-"""Which engine is taken, and why."""
+"""The choice of an engine, and its reasons."""
 
 from __future__ import annotations
 

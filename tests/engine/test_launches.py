@@ -1,5 +1,4 @@
-"""What a GPU's host does for a te.Linear: launches of kernels and of torch's operations,
-and never waiting for a result."""
+"""Launches of kernels and torch operations for a te.Linear; the host never waits for a result."""
 
 from __future__ import annotations
 
@@ -30,11 +29,7 @@ EXPECTED = {
     "blockwise": (R.Float8BlockScaling(), {"block_kernel": 3, "decode_kernel": 3}, 2),
     "mxfp8": (R.MXFP8BlockScaling(), {"mx_kernel": 3, "decode_kernel": 3}, 2),
     # and the products' factors with a rounding, two transforms, two draws of random numbers
-    "nvfp4": (
-        R.NVFP4BlockScaling(),
-        {"amax_kernel": 3, "nvfp4_kernel": 3, "nvfp4_decode_kernel": 3},
-        2 + 3 + 2 + 2,
-    ),
+    "nvfp4": (R.NVFP4BlockScaling(), {"amax_kernel": 3, "nvfp4_kernel": 3, "nvfp4_decode_kernel": 3}, 2 + 3 + 2 + 2),
 }
 
 
@@ -85,8 +80,7 @@ def test_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Kernel:
-    """What fused.py sees of a Triton kernel: `kernel[grid](...)` looks for a variant,
-    `variant[grid](...)` launches it."""
+    """Stand-in for a Triton kernel: `kernel[grid](...)` looks up a variant, `variant[grid](...)` launches it."""
 
     arg_names = ("x", "scale", "n", "WIDE", "BLOCK")
     packed_metadata = ()
@@ -97,7 +91,7 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def call(*arguments: Any, **options: Any) -> Kernel:
-            (self.searches if options else self.launches).append(options or (grid, *arguments))  # type: ignore[arg-type]
+            (self.searches if options else self.launches).append(options or (grid, *arguments))
             return self
 
         return call
@@ -128,7 +122,7 @@ def test_a_variant_of_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch
         {"num_warps": 8},
     ],
 )
-def test_what_a_variant_depends_on(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_change_the_variant(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel()
     monkeypatch.setattr(fused, "kernels", lambda: {"k": kernel})
     monkeypatch.setattr(fused, "_VARIANTS", {})

@@ -77,13 +77,7 @@ def test_gemm_is_the_product_of_the_dequantized_operands(name: str) -> None:
         assert ((got.double() - expected).abs() <= bound).all()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"disable_rht": True},
-        {"disable_2d_quantization": True},
-    ],
-)
+@pytest.mark.parametrize("options", [{"disable_rht": True}, {"disable_2d_quantization": True}])
 def test_nvfp4_options(options: dict[str, Any]) -> None:
     m = te.Linear(64, 96, bias=False, params_dtype=BF16)
     x = (torch.randn(32, 64) * torch.logspace(-2, 2, 32)[:, None]).to(BF16).requires_grad_()
@@ -254,7 +248,7 @@ class TestBias:
         run(m, RECIPES[name]() if name else None, x, torch.ones(32, 32, dtype=BF16))
         assert (m.bias.grad is not None) is has_gradient and x.grad is not None
 
-    def test_it_is_added_before_the_rounding(self) -> None:
+    def test_the_bias_is_added_before_the_rounding(self) -> None:
         m = te.Linear(32, 32, params_dtype=BF16)
         with torch.no_grad():
             m.weight.zero_()[:, 0] = 1
@@ -313,7 +307,7 @@ class TestWeightCache:
         run(m, R.MXFP8BlockScaling(), x, torch.ones(32, 32, dtype=BF16), is_first_microbatch=False)
         assert x.grad is not None
 
-    def test_a_requantized_cache_leaves_saved_codes_alone(self) -> None:
+    def test_requantizing_the_cache_keeps_saved_fp8_values(self) -> None:
         m = te.Linear(32, 32, bias=False, params_dtype=BF16)
         x = torch.randn(32, 32, dtype=BF16, requires_grad=True)
         y = run(m, R.Float8CurrentScaling(), x, is_first_microbatch=True)
@@ -402,5 +396,5 @@ def test_a_changed_recipe_of_the_same_class_takes_effect(name: str) -> None:
         assert not m.quantizers["scaling_fwd"][0].with_rht
     else:
         fp8_format = R.Format.E4M3 if name == "current" else R.Format.HYBRID
-        run(m, type(RECIPES[name]())(fp8_format=fp8_format), x)  # type: ignore[call-arg]
+        run(m, type(RECIPES[name]())(fp8_format=fp8_format), x)
         assert m.quantizers["scaling_bwd"][0].dtype == (7 if name == "current" else 8)

@@ -120,15 +120,15 @@ class TestPrimaryWeights:
         m = self.make(name, preserve_high_precision_init_val=True)
         other = te.Linear(64, 64, params_dtype=BF16)
         with torch.no_grad():
-            other.weight.copy_(m.weight.get_high_precision_init_val())  # type: ignore[operator]
+            other.weight.copy_(m.weight.get_high_precision_init_val())
         x, g = torch.randn(64, 64, dtype=BF16, requires_grad=True), torch.randn(64, 64, dtype=BF16)
         results = []
         for layer in (m, other):
             x.grad = None
             results.append((run(layer, RECIPES[name](), x, g), x.grad, layer.weight.grad))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-        m.weight.clear_high_precision_init_val()  # type: ignore[operator]
-        assert m.weight.get_high_precision_init_val() is None  # type: ignore[operator]
+        m.weight.clear_high_precision_init_val()
+        assert m.weight.get_high_precision_init_val() is None
 
     def test_without_an_autocast_it_dequantizes_and_warns(self) -> None:
         m = self.make("current")

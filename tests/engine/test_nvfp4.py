@@ -94,7 +94,7 @@ class TestNVFP4:
             assert (encode_e2m1(torch.full((9,), -3.0), True, g) == 13).all()
 
     @pytest.mark.parametrize("value", [0.5, 1.5, 3.0, 6.0])
-    def test_stochastic_rounding_leaves_a_code_alone(self, value: float) -> None:
+    def test_stochastic_rounding_keeps_representable_values(self, value: float) -> None:
         codes = encode_e2m1(torch.full((1 << 20,), value), True, torch.Generator().manual_seed(1))
         assert (codes == codes[0]).all() and self.GRID[codes[0].int()] == value
 

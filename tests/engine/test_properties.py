@@ -1,4 +1,4 @@
-"""What every quantizer must do to any tensor (hypothesis)."""
+"""Properties of every quantizer on any tensor (hypothesis)."""
 
 from __future__ import annotations
 

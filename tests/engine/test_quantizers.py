@@ -52,11 +52,7 @@ class TestCast:
         special = torch.tensor([MAX[dtype] * 1.01, MAX[dtype] * 1e6, torch.inf, FLT_MAX, 1e-45, 1e-30])
         x = torch.cat([edges, special, torch.randn(100_000) * 10, torch.randn(100_000) * 1e-3])
         x = torch.cat([x, -x])
-        assert_same_bits(
-            "result",
-            numerics.cast_fp8(x, torch.ones(1), dtype),
-            reference_codes(x, dtype),
-        )
+        assert_same_bits("result", numerics.cast_fp8(x, torch.ones(1), dtype), reference_codes(x, dtype))
 
     def test_keeps_nan(self, dtype: DType) -> None:
         codes = numerics.cast_fp8(torch.tensor([torch.nan, -torch.nan]), torch.ones(1), dtype)
@@ -65,11 +61,7 @@ class TestCast:
     def test_decodes_every_code(self, dtype: DType) -> None:
         codes = torch.arange(256, dtype=torch.uint8)
         expected = codes.view(FP8[dtype]).float()
-        assert_same_bits(
-            "result",
-            numerics.decode_fp8(codes, dtype).nan_to_num(-1.5),
-            expected.nan_to_num(-1.5),
-        )
+        assert_same_bits("result", numerics.decode_fp8(codes, dtype).nan_to_num(-1.5), expected.nan_to_num(-1.5))
         finite = codes[expected.isfinite()]
         decoded = numerics.decode_fp8(finite, dtype)
         assert_same_bits(

@@ -76,7 +76,7 @@ def test_unknown_fields_name_the_nearest_one(cls: type) -> None:
 
 def test_class_attributes_are_not_fields() -> None:
     with pytest.raises(ValueError, match="assign it to the recipe after construction"):
-        R.Float8CurrentScaling(fp8_quant_fwd_inp=R.QParams(power_2_scale=True))  # type: ignore[call-arg]
+        R.Float8CurrentScaling(fp8_quant_fwd_inp=R.QParams(power_2_scale=True))
     recipe = R.Float8CurrentScaling()
     recipe.fp8_quant_fwd_inp = R.QParams(power_2_scale=True)
     assert not R.Float8CurrentScaling().fp8_quant_fwd_inp.power_2_scale
@@ -84,13 +84,13 @@ def test_class_attributes_are_not_fields() -> None:
     assert recipe == R.Float8CurrentScaling()
 
 
-def test_constructor_options_leave_the_operands_alone() -> None:
+def test_constructor_options_do_not_change_the_operands() -> None:
     assert not R.Float8CurrentScaling(use_power_2_scales=True).fp8_quant_fwd_inp.power_2_scale
     assert R.Float8BlockScaling(use_f32_scales=True).fp8_quant_fwd_weight.power_2_scale
 
 
 def test_values_are_coerced_where_nothing_is_lost() -> None:
-    recipe = R.DelayedScaling(margin=2.0, amax_history_len="16", reduce_amax=1)  # type: ignore[arg-type]
+    recipe = R.DelayedScaling(margin=2.0, amax_history_len="16", reduce_amax=1)
     assert (recipe.margin, recipe.amax_history_len, recipe.reduce_amax) == (2, 16, True)
     assert isinstance(recipe.margin, int) and isinstance(recipe.amax_history_len, int)
 
@@ -157,7 +157,7 @@ def test_equality_copies_and_hash(cls: type) -> None:
 
 def test_parameters_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        R.QParams().power_2_scale = True  # type: ignore[misc]
+        R.QParams().power_2_scale = True
 
 
 ENVIRONMENT = {

@@ -59,7 +59,7 @@ def train(wrap: Callable[[nn.Module, Tensor], Tensor], name: str, steps: int = 4
         found += [p.grad.clone() for p in blocks.parameters() if p.grad is not None]
         with torch.no_grad():
             for p in blocks.parameters():
-                p -= 1e-4 * p.grad  # type: ignore[operator]
+                p -= 1e-4 * p.grad
                 p.grad = None
     if name == "delayed":
         for m in blocks.modules():
@@ -210,7 +210,7 @@ class TestReentrant:
 
     def test_refuses_autograd_grad(self) -> None:
         m, x = te.Linear(32, 32), torch.ones(32, 32, requires_grad=True)
-        with pytest.raises(RuntimeError, match=r"Checkpointing is not compatible with .grad\(\)"):
+        with pytest.raises(RuntimeError, match=r"incompatible with \.grad\(\)"):
             torch.autograd.grad(te.checkpoint(m, x).sum(), x)
 
     def test_refuses_delayed_scaling_with_the_autocast_inside(self) -> None:
@@ -303,7 +303,7 @@ class TestTorchCheckpoint:
         with te.autocast(recipe=RECIPES[name]()):
             y = torch_checkpoint(m, x, use_reentrant=reentrant)
         with pytest.raises(RuntimeError, match="use te.checkpoint, or open te.autocast inside"):
-            y.sum().backward()  # type: ignore[union-attr]
+            y.sum().backward()
 
     @pytest.mark.parametrize(
         ("name", "reentrant", "fails"), [("current", False, False), ("delayed", True, False), ("delayed", False, True)]
@@ -325,7 +325,7 @@ class TestTorchCheckpoint:
 
     def test_without_fp8_it_works(self) -> None:
         m, x = te.Linear(32, 32), torch.ones(32, 32, requires_grad=True)
-        torch_checkpoint(m, x, use_reentrant=False).sum().backward()  # type: ignore[union-attr]
+        torch_checkpoint(m, x, use_reentrant=False).sum().backward()
         assert x.grad is not None
 
 

@@ -31,7 +31,7 @@ def test_against_fp64(zero_centered: bool, shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_one_rounding_at_the_end() -> None:
+def test_results_are_rounded_once() -> None:
     torch.manual_seed(0)
     m = te.RMSNorm(64, dtype=BF16)
     nn.init.normal_(m.weight, 1.0, 0.3)
@@ -85,8 +85,7 @@ def test_meta_then_reset() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
-    [({}, ValueError), ({"normalized_shape": 8, "elementwise_affine": True}, TypeError)],
+    ("arguments", "error"), [({}, ValueError), ({"normalized_shape": 8, "elementwise_affine": True}, TypeError)]
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):

@@ -65,7 +65,7 @@ def test_every_bit_of_the_reference(fa: str, fb: str, k: int, promote: bool, spr
     assert got.tolist() == [[reference(x, y, floors, promote) for y in padded[1]] for x in padded[0]]
 
 
-def test_what_lies_thirteen_bits_below_is_lost() -> None:
+def test_addends_thirteen_bits_below_the_largest_are_lost() -> None:
     """256 + 2^-6 keeps the small term in FP32 and loses it here; the loss is a cut, not a rounding."""
     a, b = torch.zeros(1, 32), torch.ones(1, 32)
     a[0, 0], a[0, 1] = 256.0, 2.0**-6

@@ -8,11 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from te_models.errors import OutputInUse
+from te_models.errors import OutputInUse, UsageError
 from te_models.files.lock import LOCK, locked
 
 HOLDER = "import sys, time\nfrom pathlib import Path\nfrom te_models.files.lock import locked\n" \
@@ -54,11 +56,25 @@ def test_two_runs_of_one_process_exclude_each_other(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("content", [b"", b"not JSON", b"[]", b'{"process": "x"}', b"\xff" * 5000])
+@pytest.mark.parametrize("content", [b"", b"not JSON", b"[]", b'{"process": "x"}', b"\xff" * 5000,
+                                     b"[" * 4096, b'{"process": 1e999, "host": "x"}'])  # fmt: skip
 def test_any_content_of_the_file_is_survived(content: bytes, tmp_path: Path) -> None:
     (tmp_path / LOCK).write_bytes(content)
     with locked(tmp_path):
         pass
+
+
+def link_to(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, *map(link_to, (LOCK, "/dev/zero", "precious"))])
+def test_what_is_no_file_is_one_line(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    make(tmp_path / LOCK)
+    with pytest.raises(UsageError, match=r"\.lock cannot be locked \(.*\): remove it"), locked(tmp_path):
+        pass
+    assert os.path.lexists(tmp_path / LOCK) and (tmp_path / "precious").read_text() == "precious"
 
 
 def test_an_error_inside_releases_the_lock(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_on_gpus_weights_in_pieces_train_as_whole_ones(ranks: int, tmp_path: Pat
 
 
 def differing(run: Trainer) -> int:
-    """How many codes and scales differ from those that one process makes of the whole masters, with the same scale."""
+    """Count FP8 values and scales that differ from those of one process with the whole masters and the same scale."""
     masters, wrong = run.optimizer.masters_by_id(), 0
     for parameter in run.model.parameters():
         if (fp8 := quantized(parameter)) is None:
@@ -130,7 +130,7 @@ def gathered(own: torch.Tensor) -> torch.Tensor:
 
 
 def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any]:
-    """What one process gets for the case."""
+    """Run the case in one process."""
     run = make_trainer(Parallel(), out, alone(case))
     return outcome(run, run.run(resume=resume))
 
@@ -147,7 +147,7 @@ def two(root: Path) -> dict[str, Any]:
     return json.loads((root / "found.json").read_text())
 
 
-def test_a_shard_is_read_as_its_values_and_written_by_nobody() -> None:
+def test_a_shard_reads_as_its_values_and_is_read_only() -> None:
     fp8 = Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1), DType.kFloat8E4M3)(torch.randn(4, 16))
     shard = FP8Shard(fp8)
     assert torch.equal(shard * 2, fp8.dequantize() * 2) and torch.equal(
@@ -182,11 +182,11 @@ def test_a_block_sends_a_byte_a_parameter(two: dict[str, Any]) -> None:
     model = CausalLM(get_preset("gated-nano", **SHAPE, tie_word_embeddings=True), device="cpu", dtype=torch.float32)
     matrices, vectors = (sum(p.numel() for p in model.layers[1].parameters() if p.dim() == dim) for dim in (2, 1))
     plain = 4 * (matrices + vectors)  # a block at an end of the model, which stays as it is
-    rest = 4 * sum(p.numel() for p in (model.embed_tokens.weight, model.norm.weight))  # type: ignore[union-attr,misc]
+    rest = 4 * sum(p.numel() for p in (model.embed_tokens.weight, model.norm.weight))
     assert two["born-delayed"]["sent"] == sorted(size // 2 for size in (matrices + 4 * vectors, rest, plain))
 
 
-def test_resumed_by_as_many_it_is_the_same_run_to_the_bit(two: dict[str, Any], root: Path) -> None:
+def test_a_resume_on_as_many_ranks_is_exact(two: dict[str, Any], root: Path) -> None:
     assert two["resumed"] == two["saved"]
     groups = ["model", "training", "fp8_state", "fp8_weights"]
     whole_, resumed = (load_folder(root / n / "checkpoints" / "step-00000004", groups) for n in ("saved", "resumed"))
@@ -213,7 +213,7 @@ def test_any_number_of_processes_goes_on_from_any_other(two: dict[str, Any], roo
         ("fsdp", dict(recipe="current", world=3), "cannot be divided evenly among 3 processes"),
     ],
 )
-def test_what_cannot_be_gathered_is_refused_in_one_line(kind: str, options: dict[str, Any], reason: str) -> None:
+def test_unsupported_gathers_are_refused_in_one_line(kind: str, options: dict[str, Any], reason: str) -> None:
     world = options.pop("world", 2)
     store = FakeStore()
     dist.init_process_group("fake", store=store, rank=0, world_size=world)

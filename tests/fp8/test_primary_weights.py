@@ -65,7 +65,7 @@ def assert_same(one: CausalLM, other: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_it_learns_as_with_bf16_weights(recipe: str) -> None:
+def test_fp8_weights_learn_as_bf16_weights_do(recipe: str) -> None:
     ours, _ = train(build(recipe), STEPS)
     theirs, _ = train(build(recipe, fp8_params=False), STEPS)
     assert theirs[0] - theirs[-1] > 1.0, "nothing was learnt, so nothing is compared"
@@ -75,7 +75,7 @@ def test_it_learns_as_with_bf16_weights(recipe: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
-def test_it_learns_on_transformer_engine_itself(recipe: str) -> None:
+def test_fp8_weights_learn_on_transformer_engine(recipe: str) -> None:
     torch.manual_seed(3)
     model = CausalLM.from_preset("gated-nano", recipe=recipe, fp8_params=True, device="cuda", engine="native", **SHAPE)
     assert quantized(model)
@@ -107,7 +107,7 @@ def test_the_weights_of_the_fp8_layers_and_no_others_are_codes(recipe: str) -> N
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_codes_are_transposed_for_a_backward_alone(recipe: str, mode: str) -> None:
+def test_fp8_values_are_transposed_only_for_backward(recipe: str, mode: str) -> None:
     model = build(recipe, activation_checkpointing=mode)
     optimizer = build_optimizer("adamw", model, lr=1e-2, weight_decay=0.1)
     for _ in range(2):
@@ -152,7 +152,7 @@ def test_swiglus_output_is_made_again(recipe: str, mode: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_no_update_is_lost_to_the_codes(recipe: str) -> None:
+def test_masters_keep_updates_below_fp8_resolution(recipe: str) -> None:
     """A step far below FP8's resolution leaves the codes alone and moves the master; many of them move the codes."""
     model = build(recipe)
     initial = {name: p.get_high_precision_init_val() for name, p in quantized(model).items()}
@@ -174,7 +174,7 @@ def test_no_update_is_lost_to_the_codes(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_saved_and_loaded_it_is_the_same_to_the_bit(recipe: str, tmp_path: Path) -> None:
+def test_a_saved_model_loads_exactly(recipe: str, tmp_path: Path) -> None:
     model = build(recipe)
     _, optimizer = train(model, 3)
     masters = dict(zip(map(id, optimizer.parameters), optimizer.masters, strict=True))
@@ -255,7 +255,7 @@ def test_a_swap_that_needs_other_codes_is_refused() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
-def test_it_needs_a_recipe_in_fp8(recipe: str) -> None:
+def test_fp8_weights_need_an_fp8_recipe(recipe: str) -> None:
     assert get_recipe(recipe).scheme not in SCHEMES
     with pytest.raises(ValueError, match="fp8_params=True needs an FP8 recipe"):
         build(recipe)

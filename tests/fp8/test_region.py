@@ -168,7 +168,7 @@ def test_an_autocast_around_the_model_has_no_effect(recipe: str, engine: str, ch
             assert te.FP8GlobalStateManager.get_fp8_recipe() is outer
         assert_same_bits("logits", found.logits, expected.logits)
         for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-            assert_same_bits(f"gradient of {name}", a.grad, b.grad)  # type: ignore[arg-type]
+            assert_same_bits(f"gradient of {name}", a.grad, b.grad)
     if recipe == "delayed":
         assert_same_state("under the outer autocast", other, state(one))
 

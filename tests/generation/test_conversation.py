@@ -1,4 +1,4 @@
-"""A conversation: what the model is asked, what is remembered of stopped and failed answers, what long histories lose."""
+"""Prompts of a conversation, its memory after stopped and failed answers, and the cuts of a long history."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits
+from fewer import every
 from graph_tape import pretend_cuda
 
 from te_models import CausalLM, list_recipes
@@ -75,7 +76,7 @@ def test_a_replayed_step_is_the_eager_step(feature: str, on_tape: Callable[..., 
 
 @torch.no_grad()
 def test_replays_count_the_positions_that_they_fill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the cache would take more positions than it has room for."""
+    """Without the count the cache would accept more positions than it has room for."""
     tapes, model, count = pretend_cuda(monkeypatch), build(), 6
     ids = torch.randint(0, 256, (2, 9))
     loop = DecodeLoop(model, ids, None, count, lambda logits: logits.argmax(-1), torch.Generator(), graph=True)
@@ -88,8 +89,7 @@ def test_replays_count_the_positions_that_they_fill(monkeypatch: pytest.MonkeyPa
         model(torch.zeros(2, 2, dtype=torch.long), cache=loop.cache)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("recipe", "batch"), every(2, RECIPES, [1, 3]))
 def test_a_replayed_step_under_every_recipe(recipe: str, batch: int, on_tape: Callable[..., torch.Tensor]) -> None:
     model = build(recipe)
     ids = torch.randint(0, 256, (2, 16))
@@ -149,7 +149,7 @@ def linears_of(model: CausalLM, block: torch.nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("close_early", [False, True])
-def test_no_weight_codes_stay_behind(close_early: bool) -> None:
+def test_fp8_weights_are_freed_after_generation(close_early: bool) -> None:
     model = build("current")
     first = model.generate(PROMPTS, max_new_tokens=4)
     stream = model.stream(PROMPTS, max_new_tokens=4)
@@ -196,7 +196,7 @@ def test_cached_steps_and_chunks_give_the_logits_of_the_whole(feature: str) -> N
 
 
 @torch.no_grad()
-def test_the_last_logits_alone_are_those_of_all() -> None:
+def test_last_logits_equal_those_of_a_full_pass() -> None:
     ids = torch.randint(0, 256, (2, 9))
     for recipe in RECIPES:
         model = build(recipe).eval()
@@ -228,7 +228,7 @@ def test_the_cache_says_its_size(caplog: pytest.LogCaptureFixture, monkeypatch: 
     (dict(cuda_graph=True, use_cache=False), "cuda_graph=True needs the cache"),
     (dict(cuda_graph="yes"), "unknown cuda_graph 'yes'"),
 ])  # fmt: skip
-def test_what_cannot_be_captured_is_refused(options: dict, message: str) -> None:
+def test_options_without_a_graph_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match="cuda_graph") as error:
         build().generate(PROMPTS, max_new_tokens=4, **options)
     assert message in str(error.value) and "\n" not in str(error.value)
@@ -246,15 +246,9 @@ def test_a_cuda_graph_gives_the_eager_tokens(engine: str, recipe: str, batch: in
     for options in (dict(), dict(do_sample=True, seed=3, top_k=20, top_p=0.9, min_p=0.01)):
         eager = model.generate(PROMPTS[:batch], max_new_tokens=24, cuda_graph=False, **options)
         assert_same_bits(
-            "result",
-            model.generate(PROMPTS[:batch], max_new_tokens=24, cuda_graph=True, **options),
-            eager,
+            "result", model.generate(PROMPTS[:batch], max_new_tokens=24, cuda_graph=True, **options), eager
         )
-        assert_same_bits(
-            "result",
-            model.generate(PROMPTS[:batch], max_new_tokens=24, **options),
-            eager,
-        )
+        assert_same_bits("result", model.generate(PROMPTS[:batch], max_new_tokens=24, **options), eager)
     assert all(torch.equal(tensor, before[name]) for name, tensor in fp8_state(model).items())
 
 

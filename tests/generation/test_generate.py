@@ -20,7 +20,7 @@ from te_models.data.chat_template import ChatTemplate
 from te_models.data.tokenizer import ByteTokenizer, load_tokenizer
 from te_models.fp8.scaling_state import fp8_state
 from te_models.generation.sampling import sample
-from te_models.generation.text import continue_text, stream_text
+from te_models.generation.text import stream_text
 from te_models.model.kv_cache import KVCache
 
 pytest.importorskip("transformers")
@@ -43,7 +43,7 @@ def build(recipe: str = "bf16", **options: Any) -> CausalLM:
 PROMPTS = [list(b"the quick brown fox"), list(b"jumps"), list(b"over the dog")]
 
 
-def test_unequal_prompts_give_what_each_gives_alone() -> None:
+def test_padded_prompts_generate_as_single_ones() -> None:
     model = build(attention_bias=True, qk_norm=True)
     with torch.no_grad():  # attention sharp enough for a key of padding to matter
         for block in model.layers:
@@ -104,7 +104,7 @@ def test_padding_inside_the_batch_changes_no_scale(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_nothing_of_the_training_state_is_touched(recipe: str) -> None:
+def test_training_state_does_not_change(recipe: str) -> None:
     model = build(recipe)
     for seed in range(2):
         ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(seed))
@@ -216,7 +216,7 @@ class Scripted(ByteTokenizer):
         ([b"a", b"<", b"/"], ("</s>",), ["a", "</"]),
     ],
 )
-def test_a_stream_of_text_tells_what_is_certain(
+def test_streamed_text_is_final(
     pieces: list[bytes], stops: Sequence[str], told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def scripted(model: Any, ids: Any, count: int, **options: Any) -> Any:
@@ -297,7 +297,7 @@ def test_every_recipe_decodes_any_number_of_rows(recipe: str, batch: int) -> Non
         ([1], dict(stop_strings=[""], tokenizer=ByteTokenizer()), "a stop string is empty"),
     ],
 )
-def test_what_cannot_be_continued_is_refused_in_one_line(prompt: Any, options: dict, message: str) -> None:
+def test_bad_prompts_are_refused_in_one_line(prompt: Any, options: dict, message: str) -> None:
     model = build()
     with pytest.raises(ValueError, match=".") as error:
         model.generate(prompt, **{"max_new_tokens": 4, **options})
@@ -346,7 +346,7 @@ def test_a_prompt_begins_as_transformers_begins_it(chat_model: Path, tmp_path: P
     told = []
     model = build(vocab_size=288)
     model.register_forward_pre_hook(lambda module, inputs: told.append(inputs[0].tolist()))
-    continue_text(model, words, "ab", 1)
+    list(stream_text(model, words, "ab", 1))
     assert told == [[[256, 97, 98]]]
 
 
@@ -378,7 +378,7 @@ def test_the_command_line_continues_and_talks(
     model = CausalLM.from_pretrained(chat_model, device="cpu", engine="emulated")
     words = load_tokenizer(chat_model)
     at = ["--model", str(chat_model)]
-    assert run(capsys, *at, "--prompt", "ab") == continue_text(model, words, "ab", 6) + "\n"
+    assert run(capsys, *at, "--prompt", "ab") == "ab" + "".join(stream_text(model, words, "ab", 6)) + "\n"
     prompt = ChatTemplate.from_folder(chat_model).render(MESSAGES[1])
     answer = "".join(stream_text(model, words, words.encode(prompt), 6))
     assert run(capsys, *at, "--chat", "--system", "be brief", "--prompt", "hi") == answer + "\n"

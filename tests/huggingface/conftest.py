@@ -9,13 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from judge import transformers
 
-transformers = pytest.importorskip("transformers", minversion="5.0")
-
-from te_models import CausalLM, TEModelsForCausalLM  # noqa: E402
-
-transformers.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
+from te_models import CausalLM, TEModelsForCausalLM
 
 SIZES: dict[str, Any] = dict(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
@@ -74,8 +70,7 @@ def build() -> Callable[..., CausalLM]:
 
     def make(recipe: str = "bf16", seed: int = 0, **options: Any) -> CausalLM:
         torch.manual_seed(seed)
-        return CausalLM.from_preset(
-            "gated-nano", recipe=recipe, device="cpu", engine="emulated", **{**SHAPE, **options}
-        )
+        place: dict[str, Any] = dict(device="cpu", engine="emulated")
+        return CausalLM.from_preset("gated-nano", recipe=recipe, **{**SHAPE, **place, **options})
 
     return make

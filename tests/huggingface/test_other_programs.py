@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from judge import transformers
 
 from te_models import TEModelsForCausalLM
 from te_models.data.tokenizer import ByteTokenizer
 
-transformers = pytest.importorskip("transformers", minversion="5.0")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 SIZES: dict[str, Any] = dict(
     vocab_size=259, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=16, max_position_embeddings=512, bos_token_id=256, eos_token_id=257, pad_token_id=258,
+    num_key_value_heads=1, head_dim=16, max_position_embeddings=512, bos_token_id=256, eos_token_id=257,
+    pad_token_id=258,
 )  # fmt: skip
 
 
@@ -72,8 +73,11 @@ def test_lm_evaluation_harness_measures_the_same(folder: Path) -> None:
     asked = [
         ("loglikelihood", pairs),
         ("loglikelihood_rolling", [("A text that is long enough for two windows. " * 12,)]),
-        ("generate_until", [("Hello wor", {"until": ["\n"], "max_gen_toks": 20}), ("What", {"until": ["x"], "max_gen_toks": 20})]),
-    ]  # fmt: skip
+        (
+            "generate_until",
+            [(text, {"until": [end], "max_gen_toks": 20}) for text, end in (("Hello wor", "\n"), ("A", "x"))],
+        ),
+    ]
     found = []
     for model in both(folder):
         harness = models.HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=2, max_length=256)
@@ -98,8 +102,8 @@ def test_sft_of_trl_has_the_same_losses(options: dict, folder: Path, tmp_path: P
     losses = []
     for model in both(folder):
         config = trl.SFTConfig(
-            str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1, report_to=[],
-            use_cpu=True, bf16=False, save_strategy="no", **{"gradient_checkpointing": False, **options},
+            str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1,
+            report_to=[], use_cpu=True, bf16=False, save_strategy="no", **{"gradient_checkpointing": False, **options},
         )  # fmt: skip
         trainer = trl.SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
         trainer.train()
@@ -119,8 +123,8 @@ def test_dpo_of_trl_has_the_same_losses(reference: str, folder: Path, tmp_path: 
     losses = []
     for model in (theirs, ours):
         config = trl.DPOConfig(
-            str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1, report_to=[],
-            use_cpu=True, bf16=False, save_strategy="no", gradient_checkpointing=False,
+            str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1,
+            report_to=[], use_cpu=True, bf16=False, save_strategy="no", gradient_checkpointing=False,
         )  # fmt: skip
         second = copy.deepcopy(model) if reference == "copy" else None
         data = datasets.Dataset.from_list(rows)

@@ -137,7 +137,7 @@ def test_scores_stand_side_by_side() -> None:
         (["--data", "x", "--recipes", "bf16,curent"], "did you mean 'current'"),
         (["--data", "missing"], "missing"),
         (["--data", "TEXT", "--seq-len", "97"], "max_position_embeddings=96"),
-        (["--data", "ONE"], "none of the 1 records fits"),
+        (["--data", "ONE"], "1 of 1 record is longer than seq_len=2"),
     ],
 )
 def test_mistakes(

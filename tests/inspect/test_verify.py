@@ -28,7 +28,7 @@ def small(recipe: str = "delayed", **options: Any) -> CausalLM:
 
 
 @pytest.mark.parametrize("recipe", list_recipes())
-def test_what_ran(recipe: str) -> None:
+def test_the_report_lists_the_precision_that_ran(recipe: str) -> None:
     model = small(recipe)
     found = verify(model, 2, 64)
     assert [gemm.module for gemm in found.gemms] == LINEARS
@@ -48,7 +48,7 @@ def test_what_ran(recipe: str) -> None:
     json.dumps(found.to_dict(), allow_nan=False)
 
 
-def test_it_looks_at_a_layer_in_fp8() -> None:
+def test_verify_samples_an_fp8_layer() -> None:
     model = small()
     met = _met_in_training(model, 2, 32)
     assert met["mlp.down_proj"][0] is model.layers[1].mlp.down_proj  # 0 and 2 are in BF16
@@ -91,7 +91,7 @@ def _without_guard(block: Any, x: torch.Tensor, context: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_it_leaves_no_trace(mode: str) -> None:
+def test_verify_changes_no_state(mode: str) -> None:
     def losses(look: bool) -> list[float]:
         torch.manual_seed(0)
         model = small("delayed", activation_checkpointing=mode, num_layers_at_end_in_bf16=0)
@@ -132,7 +132,7 @@ def found_with(rows: int, size: int, milliseconds: dict[str, float] | None = Non
     return Verification(get_recipe("delayed"), "emulated" if milliseconds is None else "native", device, (gemm,))
 
 
-def test_whether_it_pays() -> None:
+def test_the_verdict_names_the_speedup() -> None:
     """Seed 004: small batches do not. By the measured time where there is one, else by the size."""
     small_batch, large = found_with(2048, 1024), found_with(16384, 4096)
     assert "do not expect FP8 to pay at this size: with 2,048 rows" in str(small_batch)
@@ -149,7 +149,7 @@ def test_whether_it_pays() -> None:
 @pytest.mark.parametrize(
     "sign", [dict(saved_fp8=False), dict(quantizers=()), dict(differs=(True, True, False)), dict(differs=(False,) * 3)]
 )
-def test_one_missing_sign_is_enough(sign: dict[str, Any]) -> None:
+def test_any_missing_sign_fails(sign: dict[str, Any]) -> None:
     whole = found_with(64, 64)
     assert not whole.failures
     broken = dataclasses.replace(whole, gemms=(dataclasses.replace(whole.gemms[0], **sign),))

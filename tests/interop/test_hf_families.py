@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,33 +10,18 @@ from typing import Any
 import pytest
 import torch
 from families import CASES, FAMILY_CASES, make_config
-from safetensors.torch import load_file
+from fewer import every
+from hf_models import load, randomize, tensors_of
+from judge import AutoModelForCausalLM, transformers
 from torch import Tensor
 
-from te_models import CausalLM, get_preset, list_presets
+from te_models import get_preset, list_presets
 from te_models.interop.hf import Origin
 from te_models.interop.hf_families import FAMILIES, family_for
 from te_models.model.kv_cache import KVCache
 
-pytest.importorskip("transformers")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import transformers
-    from transformers import AutoModelForCausalLM, DynamicCache
-
-transformers.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
-
 Pair = tuple[Any, Path]
 TOLERANCE = 2e-5  # of FP32 rounding, relative to the size of the logits
-
-
-@torch.no_grad()
-def randomize(model: torch.nn.Module) -> None:
-    """Values of a trained model's size, norms and biases included."""
-    for name, parameter in model.named_parameters():
-        centre = 0.0 if parameter.ndim > 1 or "bias" in name or parameter.abs().max() == 0 else 1.0
-        parameter.copy_(centre + torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +40,6 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
         return made[case]
 
     return make
-
-
-def load(folder: Path, **options: Any) -> CausalLM:
-    return CausalLM.from_pretrained(folder, **{"device": "cpu", "engine": "emulated", **options}).eval()
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def close(ours: Tensor, reference: Tensor) -> None:
@@ -104,25 +80,23 @@ def test_logits_are_those_of_transformers(case: str, theirs: Callable[[str], Pai
     close(model(ids, attention_mask=mask).logits[mask.bool()], reference[mask.bool()])
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if n % 3 else []) for n, case in enumerate(CASES)]
-)
+@pytest.mark.parametrize("case", every(3, CASES))
 @torch.no_grad()
 def test_token_by_token_with_a_cache(case: str, theirs: Callable[[str], Pair]) -> None:
     judge, folder = theirs(case)
     model = load(folder)
     ids = torch.randint(1, model.config.vocab_size, (2, 15))
     cache = KVCache(model.config, 2, 15, torch.device("cpu"), torch.float32)
-    other, found, wanted = DynamicCache(config=judge.config), [], []
+    other, found, wanted = transformers.DynamicCache(config=judge.config), [], []
     for part in (ids[:, :9], *ids[:, 9:].split(1, dim=1)):
         found.append(model(part, cache=cache).logits)
         wanted.append(judge(part, past_key_values=other, use_cache=True).logits)
     close(torch.cat(found, 1), torch.cat(wanted, 1))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every(3, CASES))
 @torch.no_grad()
-def test_given_back_it_is_equal_in_every_bit(case: str, theirs: Callable[[str], Pair], tmp_path: Path) -> None:
+def test_a_round_trip_is_exact(case: str, theirs: Callable[[str], Pair], tmp_path: Path) -> None:
     judge, folder = theirs(case)
     model = load(folder)
     assert model.config.num_parameters == sum(p.numel() for p in judge.parameters())

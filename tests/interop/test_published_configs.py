@@ -123,9 +123,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
     ),
     "iquest-coder-v1-40b": dict(
-        model_type="iquestcoder", architectures=["IQuestCoderForCausalLM"], **SILU, attention_bias=False, mlp_bias=False,
-        auto_map={"AutoConfig": "c.IQuestCoderConfig"}, clip_qkv=None, use_sliding_window=False, sliding_window=None,
-        max_window_layers=0, head_dim=128, **sizes(5120, 27648, 80, 40, 8, 76800, 131072),
+        model_type="iquestcoder", architectures=["IQuestCoderForCausalLM"], **SILU, attention_bias=False,
+        mlp_bias=False, auto_map={"AutoConfig": "c.IQuestCoderConfig"}, clip_qkv=None, use_sliding_window=False,
+        sliding_window=None, max_window_layers=0, head_dim=128, **sizes(5120, 27648, 80, 40, 8, 76800, 131072),
         **tokens(1, [2, 75864, 75869], None), pretraining_tp=1, rms_norm_eps=1e-5, rope_scaling=None,
         rope_theta=500000.0, tie_word_embeddings=False,
     ),
@@ -181,7 +181,7 @@ def test_phi_35_wrote_longrope_under_other_names() -> None:
         ("phi-4", dict(model_type="muse_glimmer"), "unknown architecture (model_type) 'muse_glimmer'"),
     ],
 )
-def test_what_is_not_computed_is_named(name: str, change: dict[str, Any], message: str) -> None:
+def test_unsupported_fields_are_named(name: str, change: dict[str, Any], message: str) -> None:
     document = {**PUBLISHED[name], **change}
     if "model_type" in change:
         document = {key: value for key, value in document.items() if "pdrop" not in key and key != "auto_map"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from collections.abc import Callable
@@ -11,28 +12,27 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits
+from judge import AutoModelForCausalLM, transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from te_models import CausalLM
+from te_models.cli import main
+from te_models.data.tokenizer import ByteTokenizer
 from te_models.errors import CheckpointError
 from te_models.fp8.primary_weights import is_quantized, quantized_weights
-from te_models.interop.quantized import read_scheme
+from te_models.interop.quantized import BLOCK, dequantize, read_scheme
 from te_models.optim import build_optimizer
 
-pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import transformers
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams
-    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-transformers.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
 
 SIZES: dict[str, Any] = dict(vocab_size=96, hidden_size=256, intermediate_size=384, num_hidden_layers=3)
 SIZES |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=128, max_position_embeddings=128)
@@ -73,7 +73,7 @@ def compressed(scheme: QuantizationScheme, weight: Tensor) -> Quantized:
     scale = calculate_qparams(low, high, args)[0]
     scale = scale[:, None] if args.strategy == "channel" else scale
     compressor = BaseCompressor.get_value_from_registry("float-quantized")
-    return dict(compressor.compress({"weight": weight, "weight_scale": scale}, scheme))  # type: ignore
+    return dict(compressor.compress({"weight": weight, "weight_scale": scale}, scheme))
 
 
 def compressed_config(scheme: QuantizationScheme) -> dict[str, Any]:
@@ -239,6 +239,44 @@ def test_fp8_checkpoints_train(recipe: str, adapters: bool, written: Any) -> Non
         assert_same_bits(name, quantized_weights(model)[name.replace(".weight.", ".base_layer.weight.")], tensor)
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "format"),
+    [
+        ("block", ("--recipe", "blockwise", "--fp8-params"), "fp8-block"),
+        pytest.param("ct-channel", ("--recipe", "current", "--lora", "4"), "fp8-channel", marks=pytest.mark.slow),
+        pytest.param("modelopt", ("--recipe", "delayed"), "fp8-tensor", marks=pytest.mark.slow),
+    ],
+)
+def test_the_commands_train_and_serve_a_checkpoint_in_fp8(
+    kind: str, words: tuple[str, ...], format: str, written: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(SIZES, "vocab_size", 288)
+    folder, _ = written(kind, torch.bfloat16)
+    ByteTokenizer().save(folder)
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("Ten green bottles, hanging on the wall.\n" * 60)
+    data = ["--data", "text.txt", "--seq-len", "32", "--device", "cpu"]
+    line = [
+        "finetune",
+        "--model",
+        str(folder),
+        "--out",
+        "run",
+        "--steps",
+        "2",
+        "--batch-size",
+        "2",
+        "--sample-tokens",
+        "0",
+        *words,
+        *data,
+    ]
+    assert main(line) == 0
+    assert main(["export", "--model", "run", "--format", format, "--out", "served", "--device", "cpu"]) == 0
+    assert main(["evaluate", "--model", "served", *data]) == 0
+    assert json.loads(Path("served/config.json").read_text())["quantization_config"]
+
+
 KEPT = [("vllm-static", "delayed", {}), ("block", "blockwise", dict(use_f32_scales=True)), ("block", "blockwise", {}),
         ("ct-block", "blockwise", {}), ("modelopt-block", "blockwise", {}), ("ct-tensor", "current", {})]  # fmt: skip
 
@@ -334,7 +372,10 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "flat": ("block", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].reshape(-1)}), "is quantized"),
     "rows": ("block", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:, :128].contiguous(),
                                           f"{Q}.weight_scale_inv": torch.ones(2, 1)}), r"shape \[256, 128\], not"),
-    "e5m2": ("block", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].to(torch.float8_e5m2)}), "q_proj.weight is torch.float8_e5m2"),
+    "e5m2": ("block", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].to(torch.float8_e5m2)}),
+             "q_proj.weight is torch.float8_e5m2"),
+    "no columns": ("modelopt", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:, :0].contiguous()}),
+                   "is quantized"),
     "stray": ("block", lambda t: t.update({"model.norm.weight_scale_inv": torch.ones(1)}), "unexpected"),
 }  # fmt: skip
 
@@ -352,6 +393,14 @@ def test_a_broken_checkpoint_is_refused_before_anything_is_built(case: str, writ
     with pytest.raises(CheckpointError, match=message) as found:
         CausalLM.from_pretrained(folder, device="cpu", build=build)
     assert "\n" not in str(found.value)
+
+
+def test_a_block_larger_than_the_weight_takes_no_more_memory() -> None:
+    """A config with blocks of 65,536 x 65,536 took 17 GB."""
+    data = torch.randn(16, 32).to(torch.float8_e4m3fn)
+    huge = dataclasses.replace(BLOCK, block=(2**16, 2**16))
+    assert huge.grid((16, 32)) == (1, 1) and huge.grid((2**16 + 1, 32)) == (2, 1)
+    assert_same_bits("huge", dequantize(huge, data, torch.full((1, 1), 0.5)), data.float() / 2)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

@@ -1,4 +1,4 @@
-"""Models that no architecture of transformers computes: their folders in a transformers that knows nothing of te-models."""
+"""Folders of models that no architecture of transformers computes, loaded without te-models."""
 
 from __future__ import annotations
 
@@ -65,7 +65,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 GATED_PRESETS = [name for name in list_presets() if PRESETS[name].get("attention_gate", "elementwise") != "none"]
 CASES |= {
-    name: {key: value for key, value in PRESETS[name].items() if key not in SIZES and not key.endswith("token_id")}
+    name: {
+        key: value[: SIZES["num_hidden_layers"]] if key in ("no_rope_layers", "layer_types") else value
+        for key, value in PRESETS[name].items()
+        if key not in SIZES and not key.endswith("token_id")
+    }
     for name in GATED_PRESETS
 }
 
@@ -165,7 +169,7 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """What a fresh process computed from the folders of all cases, and the folders."""
+    """Folders of all cases, and the results that a fresh process computed from them."""
     root = tmp_path_factory.mktemp("remote")
     for case, changes in CASES.items():
         model, (ids, mask) = make(**changes), prompts()
@@ -191,7 +195,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_computes_the_same_in_transformers_without_te_models(case: str, results: Any) -> None:
+def test_transformers_without_te_models_computes_the_same(case: str, results: Any) -> None:
     found = results[0][case]
     assert found["report"] == [], "tensors are missing, unexpected or of another shape"
     for name in ("logits", "padded", "loss", "kept"):
@@ -209,7 +213,7 @@ def is_next(case: str) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_comes_back_exactly(case: str, results: Any) -> None:
+def test_a_folder_saved_by_transformers_is_read_back_exactly(case: str, results: Any) -> None:
     """Also after transformers has loaded and saved it."""
     model, ids = make(**CASES[case]), prompts()[0]
     for folder in ("hf", "again"):
@@ -219,7 +223,7 @@ def test_it_comes_back_exactly(case: str, results: Any) -> None:
 
 
 def test_the_folder_says_that_it_needs_code(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"needs its own code .*trust_remote_code=True") as caught:
+    with pytest.warns(UserWarning, match=r"/gated needs its own code .*trust_remote_code=True") as caught:
         make().save_pretrained(tmp_path / "gated", format="hf")
     assert len(caught) == 1 and "\n" not in str(caught[0].message)
     names = {path.name for path in (tmp_path / "gated").iterdir()}

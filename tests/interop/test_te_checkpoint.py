@@ -17,7 +17,7 @@ from te_models.cli import main
 from te_models.errors import CheckpointError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.saving.pretrained import load_te_checkpoint, read_te_checkpoint
-from tests.interop.test_te_extra_state import DelayedScaling, Format, payload, te  # noqa: F401 - a fixture that every test here uses
+from tests.interop.test_te_extra_state import DelayedScaling, Format, payload, te  # noqa: F401 - a fixture
 
 SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1)
 IDS = torch.arange(32).reshape(2, 16)
@@ -109,7 +109,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("where", ["file", "state"])
-def test_nothing_in_it_is_run(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_code_in_a_checkpoint_runs(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tensors: dict[str, Any] = {"w": torch.ones(2)}
     if where == "file":
@@ -122,7 +122,7 @@ def test_nothing_in_it_is_run(where: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"a": 3}, {"a": {"b": torch.ones(1)}}, "truncated", None], ids=str)
-def test_what_is_no_state_dict_is_refused(content: Any, tmp_path: Path) -> None:
+def test_files_without_a_state_dict_are_refused(content: Any, tmp_path: Path) -> None:
     if content == "truncated":
         path = write("model.pt", tmp_path, {"a": torch.ones(100)})
         path.write_bytes(path.read_bytes()[:-300])

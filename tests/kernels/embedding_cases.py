@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fewer import every
 from torch import nn
 
 from te_models.kernels import embedding_triton
@@ -16,9 +17,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8 if DEVICE == "cuda" else 2.0**-7}
 
 
-@pytest.mark.parametrize("dtype", list(ROUNDING))
-@pytest.mark.parametrize("columns", [24, 512, 700])
-@pytest.mark.parametrize("tokens", ["few", "one", "each", "runs of 8"])
+@pytest.mark.parametrize(
+    ("tokens", "columns", "dtype"), every(3, ["few", "one", "each", "runs of 8"], [24, 512, 700], ROUNDING)
+)
 def test_each_token_gets_the_sum_of_its_rows(tokens: str, columns: int, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(columns)
     ids = {

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fewer import every
 from torch import Tensor
 
 from te_models.engine.emulated.numerics import FP8_MAX, DType
@@ -39,9 +40,7 @@ def check(found: Any, wanted: Tensor, scale: float, amax: Tensor, e5m2: bool) ->
     torch.testing.assert_close(found.scale_inv, torch.full((1,), 1 / scale, device=DEVICE), rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("e5m2", [False, True])
+@pytest.mark.parametrize(("shape", "scale", "e5m2"), every(3, SHAPES, SCALES, [False, True]))
 def test_swiglu_and_its_gradient(shape: tuple[int, int], scale: float, e5m2: bool) -> None:
     rows, columns = shape
     gate_up, dy = random(rows, 2 * columns), random(rows, columns).flip(0).contiguous()
@@ -54,10 +53,9 @@ def test_swiglu_and_its_gradient(shape: tuple[int, int], scale: float, e5m2: boo
     check(handover_triton.dswiglu(dy, gate_up, given, amax, e5m2), slope, scale, amax, e5m2)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("e5m2", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("shape", "scale", "e5m2", "dtype"), every(3, SHAPES, SCALES, [False, True], [torch.bfloat16, torch.float32])
+)
 def test_cast(shape: tuple[int, int], scale: float, e5m2: bool, dtype: torch.dtype) -> None:
     """Bit for bit: nothing is computed that could round either way."""
     x = random(*shape).to(dtype) * (1 if dtype == torch.bfloat16 else 1.0009765)
@@ -69,9 +67,9 @@ def test_cast(shape: tuple[int, int], scale: float, e5m2: bool, dtype: torch.dty
     assert amax.item() == x.abs().max().item()
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (64, 256)])
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "add", "zero_centered"), every(2, [*SHAPES, (64, 256)], [False, True], [False, True])
+)
 def test_norm(shape: tuple[int, int], add: bool, zero_centered: bool) -> None:
     x, delta = random(*shape), random(*shape).flip(1).contiguous()
     if add:  # sums that BF16 holds: the interpreter cuts off where a GPU rounds

@@ -65,7 +65,7 @@ def test_output_and_gradient_are_those_written_out(layout: str, table: str) -> N
     assert not one.grad[BATCH * SEQ :].any()
 
 
-def test_it_rotates_in_place_and_makes_no_copy_of_the_projection() -> None:
+def test_rope_is_in_place_without_a_copy_of_the_projection() -> None:
     heads = LAYOUTS["grouped"]
     qkvg, (cos, sin) = projection(heads, torch.float32), tables(heads.dim, torch.float32, False)
     before = qkvg.clone()
@@ -101,7 +101,7 @@ def test_a_model_with_it_is_the_model_without(recipe: str, gate: str, mode: str)
 
 
 @pytest.mark.parametrize("fields", [dict(qk_norm=True), dict(partial_rotary_factor=0.5)], ids=str)
-def test_what_it_does_not_compute_is_put_together(fields: dict[str, Any]) -> None:
+def test_unsupported_options_run_as_separate_operations(fields: dict[str, Any]) -> None:
     losses = []
     for fused in (True, False):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What te modules hand each other: to whom, in which order, and on a GPU in FP8, kept once."""
+"""Hand-over between te modules: successor, order, and on a GPU one FP8 copy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def batch(device: Any, rows: int = 2, length: int = 128) -> Tensor:
     return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)
 
 
-def test_each_module_is_told_who_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_module_knows_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what an engine's twins return is what the model goes on with: here twice the plain result, where it shows."""
     told: list[tuple[str, Any, Any]] = []
     streams: list[Tensor] = []

@@ -84,7 +84,7 @@ def test_a_retained_graph_gives_the_same_gradients_again(frozen: int | None) -> 
 def over_the_logits(
     logits: torch.Tensor, targets: torch.Tensor, count: torch.Tensor, gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As kernels/lm_head_triton.py does it."""
+    """Write the gradient over the logits, as kernels/lm_head_triton.py does."""
     loss, slope = loss_and_gradient(logits, targets, count, gradient)
     return loss, None if slope is None else logits.copy_(slope)
 
@@ -99,7 +99,7 @@ def test_a_kernel_may_write_over_the_logits(chunk: int | None) -> None:
 
 
 @pytest.mark.parametrize("kernel", [loss_and_gradient, over_the_logits])
-def test_one_chunk_of_logits_is_there_at_a_time(kernel: Kernel) -> None:
+def test_one_chunk_of_logits_exists_at_a_time(kernel: Kernel) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
 
     def watched(logits: torch.Tensor, *arguments: Any) -> Any:
@@ -117,7 +117,7 @@ class Largest(TorchDispatchMode):
 
     elements = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         self.elements = max(
             [self.elements, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(t))]

@@ -57,7 +57,7 @@ def test_a_wide_cap_is_no_cap_and_a_mask_may_be_added() -> None:
 
 
 def test_scores_exist_for_one_row_at_a_time() -> None:
-    """What autograd keeps is q, k and v, whatever the length."""
+    """Autograd saves only q, k and v, at any length."""
     saved: list[Tensor] = []
     q, k, v = (torch.randn(3, 2, 33, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

@@ -13,25 +13,23 @@ from ranks import run_process
 from te_models.engine import emulated
 from te_models.kernels.dispatch import PLAIN, get_kernels
 
-CASES = [("handover_cases.py",), ("lm_head_cases.py", "embedding_cases.py")]
 
-
-def run(cases: tuple[str, ...], environment: dict[str, str]) -> None:
-    files = [str(Path(__file__).parent / name) for name in cases]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+def run(environment: dict[str, str], *options: str) -> None:
+    """Run all cases in one process."""
+    files = sorted(map(str, Path(__file__).parent.glob("*_cases.py")))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *files]
     run_process(command, env=os.environ | environment)
 
 
-@pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases[0])
-def test_on_the_interpreter(cases: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_on_the_interpreter(cases: str) -> None:
     pytest.importorskip("triton", "3.7", reason="the interpreter of Triton 3.7 or newer runs these on a CPU")
-    run(cases, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+    run({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, "-m", cases)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases[0])
-def test_on_a_gpu(cases: tuple[str, ...]) -> None:
-    run(cases, {})
+def test_on_a_gpu() -> None:
+    run({})
 
 
 @pytest.mark.parametrize("compile", [False, True])

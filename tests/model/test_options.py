@@ -1,17 +1,16 @@
-"""The options by which families differ: each trains under every recipe, recomputed, packed, padded, saved and generating."""
+"""Options by which families differ: under every recipe, recomputed, packed, padded, saved and in generation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fewer import every
 from torch import Tensor
 
 from te_models import CausalLM, list_recipes
-from te_models.engine.emulated import exact_gemm
 from te_models.errors import UsageError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.kv_cache import KVCache
@@ -53,13 +52,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 EDGES: dict[str, Any] = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
 
 
-@pytest.fixture(autouse=True)
-def fast_gemms() -> Iterator[None]:
-    """The order of a sum is not what is tested here, and tensor cores take most of a tiny model's time to emulate."""
-    with exact_gemm(0):
-        yield
-
-
 def build(name: str, recipe: str = "bf16", **options: Any) -> CausalLM:
     torch.manual_seed(2)
     edges = EDGES if recipe != "bf16" else {}
@@ -95,8 +87,7 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
-@pytest.mark.parametrize("recipe", list_recipes())
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "recipe"), every(3, OPTIONS, list_recipes()))
 def test_every_recipe_trains_it(name: str, recipe: str) -> None:
     model, losses = build(name, recipe), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -109,8 +100,7 @@ def test_every_recipe_trains_it(name: str, recipe: str) -> None:
     assert losses[-1] < losses[1] < losses[0] + 0.1
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "recipe"), every(3, OPTIONS, ["bf16", "delayed", "current"]))
 def test_recompute_changes_no_bit(name: str, recipe: str) -> None:
     wanted = gradients(build(name, recipe), ids())
     for mode in ("selective", "full", 2):
@@ -181,11 +171,9 @@ def test_padding_stays_zero(name: str, recipe: str) -> None:
         assert not bool(tensor[padding].any()) and bool(tensor[~padding].any()), where
 
 
-@pytest.mark.parametrize(
-    "recipe, fp8_params", [("delayed", False), ("delayed", True), ("current", True), ("bf16", False)]
-)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_folder_gives_it_back(name: str, recipe: str, fp8_params: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "weights"), every(2, OPTIONS, ["delayed", "delayed FP8", "current FP8", "bf16"]))
+def test_a_folder_gives_it_back(name: str, weights: str, tmp_path: Path) -> None:
+    recipe, fp8_params = weights.split()[0], weights.endswith("FP8")
     model = build(name, recipe, fp8_params=fp8_params)
     gradients(model, ids())
     model.save_pretrained(tmp_path)
@@ -208,7 +196,7 @@ def test_the_plan_says_what_fused_kernels_do_not_compute() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_fused_kernels_are_left_alone_where_they_are_wrong(name: str) -> None:
+def test_fused_kernels_are_avoided_where_unsupported(name: str) -> None:
     """On a CPU `fused` takes the plain twin of the fused attention, which knows none of these options."""
     fused, plain = (gradients(build(name, dtype=torch.float32, fused=fused), ids()) for fused in (True, False))
     for key, tensor in fused.items():

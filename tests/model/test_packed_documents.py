@@ -54,7 +54,7 @@ def alone(ids: Tensor) -> list[tuple[int, slice, Tensor]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_those_of_the_document_alone(shape: str) -> None:
+def test_logits_equal_those_of_single_documents(shape: str) -> None:
     model, (ids, documents) = build(dtype=torch.float32, **SHAPES[shape]), packed()
     logits = model(ids, document_ids=documents).logits
     for row, place, own in alone(ids):
@@ -63,7 +63,7 @@ def test_logits_are_those_of_the_document_alone(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["gated", "window", "full"])
-def test_loss_and_gradients_are_those_of_the_documents_alone(shape: str) -> None:
+def test_loss_and_gradients_equal_those_of_single_documents(shape: str) -> None:
     model, (ids, documents) = build(dtype=torch.float32, **SHAPES[shape]), packed()
     first = torch.nn.functional.pad(documents.diff(dim=1) != 0, (1, 0), value=True)
     loss = model(ids, labels=ids.masked_fill(first, -100), document_ids=documents).loss
@@ -79,8 +79,8 @@ def test_loss_and_gradients_are_those_of_the_documents_alone(shape: str) -> None
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "blockwise", "mxfp8"])
-def test_one_document_a_row_is_the_plain_forward(recipe: str) -> None:
-    """But for the kernel of attention, which a mask may change."""
+def test_one_document_per_row_is_the_plain_forward(recipe: str) -> None:
+    """Only the kernel of attention may differ, since it has a mask."""
     edges = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0) if recipe != "bf16" else {}
     one, other = build(recipe, **edges), build(recipe, **edges)
     ids, _ = packed()
@@ -131,7 +131,7 @@ def test_positions_count_from_the_start_of_each_document() -> None:
     assert described(ids).masks == {None: None}, "without documents: the causal kernel"
 
 
-def test_what_cannot_go_with_documents_is_an_error() -> None:
+def test_unsupported_options_are_refused() -> None:
     model, (ids, documents) = build(), packed()
     with pytest.raises(
         ValueError, match=r"document_ids has shape \[3, 23\], input_ids \[3, 24\]: give one entry per token"

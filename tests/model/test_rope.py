@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bits import assert_same_bits
+from judge import transformers
 
 from te_models import CausalLM
 from te_models.config.model import ROPE_SCALINGS, ModelConfig
 from te_models.model.rope import SCALINGS, rotary_tables
-
-pytest.importorskip("transformers")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import transformers
-
-transformers.logging.set_verbosity_error()
 
 ORIGINAL = 24
 SIZES: dict[str, Any] = dict(vocab_size=131, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
@@ -88,11 +81,7 @@ def test_text_across_the_end_of_the_original_context(pair: tuple[Any, CausalLM],
     mask = (torch.arange(9) >= torch.tensor([[0], [4]])).long()
     ids = torch.randint(1, SIZES["vocab_size"], (2, 9)) * mask
     expected = judge.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False)
-    assert_same_bits(
-        "result",
-        model.generate(ids, attention_mask=mask, max_new_tokens=24),
-        expected,
-    )
+    assert_same_bits("result", model.generate(ids, attention_mask=mask, max_new_tokens=24), expected)
     uncached = model.generate(ids[:1], max_new_tokens=24, use_cache=False)
     if request.node.callspec.params["pair"] in BY_LENGTH:
         expected = judge.generate(ids[:1], max_new_tokens=24, do_sample=False, use_cache=False)
@@ -124,7 +113,7 @@ SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_lay
     (200, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32), 200),
     (96, dict(rope_type="longrope", original_max_position_embeddings=24, **LONG), 96),
 ])  # fmt: skip
-def test_how_long_a_row_may_be(window: int, scaling: Any, longest: int) -> None:
+def test_longest_rows(window: int, scaling: Any, longest: int) -> None:
     config = ModelConfig(**SMALL, max_position_embeddings=window, rope_scaling=scaling)
     assert config.longest_sequence == longest
     model = CausalLM(config, device="cpu", engine="emulated")
@@ -146,7 +135,7 @@ def test_how_long_a_row_may_be(window: int, scaling: Any, longest: int) -> None:
     (dict(rope_type="longrope", short_factor=[1.0] * 7, long_factor=[1.0] * 8), "short_factor is not a list of 8"),
     (dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[1.0] * 7 + ["x"]), "long_factor='x'"),
 ])  # fmt: skip
-def test_what_a_scaling_lacks_or_has_too_much_is_named(scaling: dict, message: str) -> None:
+def test_missing_and_unknown_fields_of_a_scaling_are_named(scaling: dict, message: str) -> None:
     with pytest.raises(ValueError, match="rope_scaling") as error:
         ModelConfig(**SMALL, rope_scaling=scaling)
     assert message in str(error.value) and "\n" not in str(error.value)

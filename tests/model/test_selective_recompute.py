@@ -1,9 +1,8 @@
-"""What "selective" makes again in backward and what it does not, and that memory pays for it; bits:
-test_recompute.py."""
+"""Operations that "selective" recomputes, and the memory it saves; test_recompute.py compares bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from te_models import CausalLM
 from te_models.config.recompute_modes import recomputes_mlp
-from te_models.engine import emulated, engine_module
+from te_models.engine import engine_module
 from te_models.kernels import elementwise, handover
 from te_models.kernels.early_save import discarding, save_early
 
@@ -25,12 +24,6 @@ SHAPE: dict[str, Any] = dict(vocab_size=96, hidden_size=32, intermediate_size=64
 SHAPE |= dict(num_key_value_heads=1, max_position_embeddings=32, num_hidden_layers=7)
 NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
 ENGINES = ["emulated", pytest.param("native", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(autouse=True)
-def fast_gemms() -> Iterator[None]:
-    with emulated.exact_gemm(0):
-        yield
 
 
 def build(recipe: str, mode: str, engine: str = "emulated", **options: Any) -> CausalLM:
@@ -118,7 +111,7 @@ class Allocated(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-def test_it_takes_at_most_seven_tenths(recipe: str) -> None:
+def test_selective_needs_at_most_seven_tenths_of_the_memory(recipe: str) -> None:
     """Of the memory that "none" has allocated between forward and backward.
 
     In the proportions of gated-1b, with the fused attention of a GPU, which alone saves no more than it must.
@@ -144,7 +137,7 @@ def test_swiglus_gradient_is_autograds(dtype: torch.dtype) -> None:
     assert_same_bits("result", torch.autograd.grad(_swiglu(gate_up), gate_up, dy)[0], expected)
 
 
-_swiglu = partial(handover.swiglu, producer=None, consumer=None)  # type: ignore[arg-type]
+_swiglu = partial(handover.swiglu, producer=None, consumer=None)
 
 
 def test_an_output_is_made_again_wherever_it_was_saved() -> None:
@@ -172,7 +165,7 @@ def test_an_output_is_made_again_wherever_it_was_saved() -> None:
 
 
 def test_a_change_between_the_passes_is_noticed() -> None:
-    """As without the hooks: not a gradient of other weights."""
+    """No gradient of other weights is computed, as without hooks."""
     for mode in ("none", "selective"):
         model = build("bf16", mode)
         loss = loss_of(model)
@@ -183,7 +176,7 @@ def test_a_change_between_the_passes_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-def test_the_gradient_of_a_down_proj_alone(recipe: str) -> None:
+def test_gradients_of_down_proj_only(recipe: str) -> None:
     """SwiGLU's backward in that block, which would read what was made again, does not come."""
     found = []
     for mode in ("none", "selective"):

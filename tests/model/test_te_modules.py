@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ def owners(model: CausalLM) -> dict[str, nn.Module]:
 
 
 class Uses(TorchDispatchMode):
-    """Which module runs while an operation reads a parameter: {(parameter's name, module's name)}.
+    """Return which module ran while an operation read a parameter: {(parameter's name, module's name)}.
 
     Memory is compared, so that a view, a slice or a cast in place of a parameter is seen too.
     """
@@ -100,8 +101,9 @@ def test_parameters_belong_to_te_modules_and_the_embedding(preset: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-@pytest.mark.parametrize("preset", list_presets())
+@pytest.mark.parametrize(
+    ("preset", "recipe"), list(zip(list_presets(), itertools.cycle(["bf16", "delayed"]), strict=False))
+)
 def test_the_forward_of_each_runs_once(preset: str, recipe: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a pass with logits. In one for the loss alone the head and the loss are one operation, fused or not."""
     model = small(preset, engine, recipe)
@@ -119,7 +121,7 @@ def test_the_forward_of_each_runs_once(preset: str, recipe: str, engine: str, mo
 
 
 @pytest.mark.parametrize("preset", list_presets())
-def test_nothing_else_computes_with_weights(preset: str) -> None:
+def test_only_te_modules_compute_with_weights(preset: str) -> None:
     model = small(preset, "emulated")
     ids = tokens(model)
     uses = Uses(model)

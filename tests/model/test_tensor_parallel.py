@@ -136,14 +136,14 @@ def work(rank: int, folder: str) -> None:
 
 
 def others(mesh: Any, folder: str) -> dict[str, Any]:
-    """What single tests below look at."""
+    """Compute the results that single tests compare."""
     found: dict[str, Any] = {}
     case = CASES[0]
     model = build(("elementwise", "delayed", True, {}), tp_mesh=mesh, sequence_parallel=True)
     model(ids(), labels=ids()).loss.backward()
     found["scales"] = fp8_state(model)
     found["plan"] = str(model.plan())
-    found["marks"] = {name: p.tp_sharded for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    found["marks"] = {name: p.tp_sharded for name, p in model.named_parameters()}
     found["tokens"] = model.generate(ids()[:, :5], 6, eos_token_id=())
     model.save_pretrained(f"{folder}/te")
     again = CausalLM.from_pretrained(f"{folder}/te", engine="emulated", device="cpu", tp_mesh=mesh)
@@ -222,7 +222,7 @@ def test_two_ranks_train_as_one(number: int, case: tuple[str, str, bool, dict[st
         torch.testing.assert_close(parts[0]["scales"][name], tensor, rtol=2.0**-5, atol=0)
 
 
-def test_what_a_rank_holds(results: Path) -> None:
+def test_each_rank_has_its_share_of_the_weights(results: Path) -> None:
     found = load(results, "others")
     assert {name for name, split in found[0]["marks"].items() if split} == {
         n for n in found[0]["marks"] if is_sharded(n)
@@ -238,7 +238,7 @@ def test_what_a_rank_holds(results: Path) -> None:
 def test_generation_is_that_of_one_process(results: Path) -> None:
     found = load(results, "others")
     model = build(("elementwise", "delayed", True, {}))
-    model(ids(), labels=ids()).loss.backward()  # type: ignore[union-attr]
+    model(ids(), labels=ids()).loss.backward()
     expected = model.generate(ids()[:, :5], 6, eos_token_id=())
     assert torch.equal(found[0]["tokens"], expected) and torch.equal(found[1]["tokens"], expected)
 
@@ -260,7 +260,7 @@ def test_saved_by_two_read_by_one_or_two(results: Path) -> None:
     assert fp8_state(CausalLM.from_pretrained(results / "te", engine="emulated", device="cpu"))
 
 
-def test_what_cannot_be_divided_is_refused(results: Path) -> None:
+def test_indivisible_shapes_are_refused(results: Path) -> None:
     found = load(results, "others")[0]
     assert found["seed"].startswith("the tensor-parallel ranks have different random states")
     assert found["heads"] == "num_attention_heads=3 cannot be divided between 2 ranks: use 1"
@@ -355,7 +355,7 @@ def test_amaxes_are_those_of_all_replicas(four: Path) -> None:
         model = build(("elementwise", "delayed", True, {}))
         tokens = (ids() + shift) % 64
         with exact_gemm(0):
-            model(tokens, labels=tokens).loss.backward()  # type: ignore[union-attr]
+            model(tokens, labels=tokens).loss.backward()
         alone.append(fp8_state(model))
     assert states[0].keys() == alone[0].keys()
     for name, tensor in states[0].items():

@@ -103,7 +103,7 @@ def test_a_recompute_changes_no_bit(way: str, recipe: str) -> None:
     assert ("0.up.scaling_fwd.scale" in found[1]) == get_recipe(recipe).stateful
 
 
-def test_a_recompute_saves_the_arguments_alone() -> None:
+def test_a_recompute_saves_only_the_arguments() -> None:
     block, x = Mine(), torch.randn(128, 64, dtype=torch.bfloat16, requires_grad=True)
     sizes: dict[str, int] = {}
     for way in ("module", "none"):
@@ -156,7 +156,7 @@ def test_a_recipe_of_its_own() -> None:
 def test_mistakes_are_named() -> None:
     block, x = Mine(), torch.randn(16, 64, dtype=torch.bfloat16)
     with pytest.raises(UsageError, match="unknown mode 'ful': did you mean 'full'"):
-        checkpoint(block, x, mode="ful")  # type: ignore[arg-type]
+        checkpoint(block, x, mode="ful")
     with (
         emulated.autocast(enabled=True, recipe=get_recipe("delayed").build(emulated)),
         pytest.raises(UsageError, match="pass modules="),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fewer import every
 
 from te_models import CausalLM
 from te_models.fp8.scaling_state import fp8_state
@@ -59,9 +60,8 @@ def assert_same(one: list[Any], other: list[Any]) -> None:
     assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("recipe", STATELESS)
-@pytest.mark.parametrize("mode", MODES)
-def test_it_changes_no_bit_of_a_recipe_without_state(recipe: str, mode: str | int) -> None:
+@pytest.mark.parametrize(("recipe", "mode"), every(4, STATELESS, MODES))
+def test_caching_changes_no_bit_of_stateless_recipes(recipe: str, mode: str | int) -> None:
     assert_same(run(build(recipe, "none"), cache=False), run(build(recipe, mode), cache=True))
 
 
@@ -81,7 +81,7 @@ def test_under_delayed_scaling_checkpointing_still_changes_no_bit(mode: str | in
 
 
 def test_under_delayed_scaling_a_weight_counts_once_a_step() -> None:
-    """As in Transformer Engine: the codes keep the scale of the first micro-batch, so losses differ within its lag."""
+    """Cached FP8 weights keep the scale of the first micro-batch, as in Transformer Engine; losses lag."""
     cached, plain = build("delayed", "none"), build("delayed", "none")
     with_cache, without = run(cached, cache=True), run(plain, cache=False)
     for name, history in fp8_state(cached).items():

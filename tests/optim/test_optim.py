@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits
+from state_bytes import state_bytes
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -29,7 +30,6 @@ from te_models.optim import OPTIMIZERS, build_optimizer, master, muon8bit, resol
 from te_models.optim.galore import leading_directions
 from te_models.optim.groups import groups, parts
 from te_models.optim.muon8bit import Muon8bit, dequantize, orthogonalize, quantize
-from te_models.optim.state_tensors import state_bytes
 from te_models.saving.pretrained import read_training_state
 from te_models.training.metrics import read_metrics
 from te_models.training.trainer import Trainer
@@ -118,7 +118,7 @@ def assert_same_run(one: Trainer, other: Trainer) -> None:
 
 
 def quantized(run: Trainer) -> list[str]:
-    """What torchao's moments say of themselves: shape, block, whether codes have a sign."""
+    """Return the repr of every moment of torchao: shape, block size and signedness."""
     values = [v for o in run.optimizer.optimizers for state in o.state.values() for v in state.values()]
     return [repr(v) for v in values if is_traceable_wrapper_subclass(v)]
 
@@ -156,7 +156,7 @@ def test_offloading_and_updating_a_few_at_a_time_change_no_bit(
 
 
 @pytest.mark.parametrize("optimizer, options", dict(reversed(CASES)).items())
-def test_it_learns_and_stops_at_a_bad_loss(optimizer: str, options: str, tmp_path: Path) -> None:
+def test_optimizers_learn_and_stop_at_a_bad_loss(optimizer: str, options: str, tmp_path: Path) -> None:
     run = trainer(tmp_path, optimizer, options, steps=16, clip_grad_norm=1.0, learning_rate=1e-2)
     run.run()
     losses = [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")]
@@ -295,7 +295,7 @@ def test_options_come_from_text_or_a_dict() -> None:
 
 
 @pytest.mark.parametrize("version", [None, "0.16.0"])
-def test_torchao_missing_or_old_is_said(pretend: Any, version: str | None) -> None:
+def test_a_missing_or_old_torchao_is_named(pretend: Any, version: str | None) -> None:
     pretend("torchao", version)
     with pytest.raises(ValueError, match=r"needs torchao 0.17 or newer.*: pip install -U 'te-models\[optim\]'"):
         build_optimizer("adamw8bit", nn.Linear(2, 2), 1e-3, 0.0)

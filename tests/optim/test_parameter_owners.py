@@ -11,6 +11,7 @@ import torch.distributed as dist
 from bits import assert_same_bits
 from distributed_job import continue_from, make_trainer, outcome, run_case
 from ranks import run_ranks
+from state_bytes import state_bytes
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from te_models.config.training import TrainConfig
@@ -18,7 +19,6 @@ from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local
 from te_models.engine.emulated import DType, Float8CurrentScalingQuantizer
 from te_models.optim.parameter_owners import Owners
-from te_models.optim.state_tensors import state_bytes
 from te_models.saving.folder import load_folder
 from te_models.training.launch import check_launch, meshes
 from te_models.training.parallel import Parallel
@@ -26,11 +26,7 @@ from tests.training.test_parallel import alone
 
 pytest.importorskip("torchao")
 
-OPTIMIZERS = {
-    "adamwfp8": "",
-    "muon8bit": "rest=adamw8bit",
-    "galore": "rank=8,refresh=2",
-}
+OPTIMIZERS = {"adamwfp8": "", "muon8bit": "rest=adamw8bit", "galore": "rank=8,refresh=2"}
 FSDP: dict[str, Any] = dict(parallel="fsdp", clip_grad_norm=0.5)
 RUNS = {name: dict(FSDP, optimizer=name, optimizer_options=options) for name, options in OPTIMIZERS.items()}
 MUON = dict(FSDP, optimizer="muon")
@@ -60,7 +56,7 @@ def rank_job(rank: int, folder: str) -> None:
         found = {name: run_case(shared, root, name, case) for name, case in {**RUNS, **RESUMED}.items()}
         run = make_trainer(shared, root / "bytes", dict(MUON, steps=1, eval_every=0))
         run.run()
-    held = state_bytes([v for o in run.optimizer.optimizers for v in o.state.values()])  # type: ignore[union-attr]
+    held = state_bytes([v for o in run.optimizer.optimizers for v in o.state.values()])
     found["state"] = shared.ranks.gather(held)
     found["travelled"] = travelled(shared)
     if rank == 0:
@@ -68,11 +64,11 @@ def rank_job(rank: int, folder: str) -> None:
 
 
 def travelled(shared: Parallel) -> bool:
-    """Whether tensors in uneven pieces reach their owners whole, and come back, in every bit."""
+    """Send tensors in uneven pieces to their owners and back; they return in every bit."""
     torch.manual_seed(1)
     tensors = [torch.randn(7, 3), torch.randn(1, 5).bfloat16(), torch.randn(4)]
     parameters: Any = [torch.nn.Parameter(distribute_tensor(t, shared.dp, [Shard(0)])) for t in tensors]
-    owners = Owners(parameters, shared.dp.get_group(), shared.ranks)  # type: ignore[union-attr]
+    owners = Owners(parameters, shared.dp.get_group(), shared.ranks)
     wholes = owners.collect(parameters, [local(p).detach() for p in parameters])
     expected = [p.full_tensor() for p in parameters]
     same = [whole is None or torch.equal(whole, full) for whole, full in zip(wholes, expected, strict=True)]
@@ -135,11 +131,11 @@ def test_owners_share_the_state_out(two: dict[str, Any], tmp_path: Path) -> None
     with torch.compiler.set_stance("force_eager"):
         run = make_trainer(Parallel(), tmp_path, alone(dict(MUON, steps=1, eval_every=0)))
         run.run()
-    whole = state_bytes([v for o in run.optimizer.optimizers for v in o.state.values()])  # type: ignore[union-attr]
+    whole = state_bytes([v for o in run.optimizer.optimizers for v in o.state.values()])
     assert sum(two["state"]) == pytest.approx(whole, abs=100) and max(two["state"]) < 0.55 * whole
 
 
-def test_resumed_by_as_many_it_is_the_same_run_to_the_bit(two: dict[str, Any], root: Path) -> None:
+def test_a_resume_on_as_many_ranks_is_exact(two: dict[str, Any], root: Path) -> None:
     assert two["resumed"] == two["saved"]
     groups = ["model", "training", "fp8_weights"]
     saved, resumed = (load_folder(root / n / "checkpoints" / "step-00000004", groups) for n in ("saved", "resumed"))
@@ -171,7 +167,7 @@ def test_any_number_of_processes_goes_on_from_any_other(two: dict[str, Any], roo
         assert two[f"from-{name}"]["losses"] == pytest.approx(one["losses"], rel=1e-3 if name == "one" else 1e-4)
 
 
-def test_what_cannot_be_divided_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_optimizers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_launch(TrainConfig(parallel="fsdp", optimizer="muon8bit"))
     for config, reason in (

@@ -107,7 +107,7 @@ def test_crafted_state_is_refused_before_anything_is_written(moments: str, damag
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
-def test_what_it_saved_is_loaded(moments: str) -> None:
+def test_saved_moments_are_loaded(moments: str) -> None:
     optimizer, other = build(moments), build(moments)
     for parts in other.state_dict()["state"]:
         for tensors in parts.values():

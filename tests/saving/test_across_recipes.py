@@ -46,9 +46,11 @@ def test_every_recipe_loads_what_any_other_saved(old: str, new: str, folders: di
         model = CausalLM.from_pretrained(folders[old], recipe=new, device="cpu")
     dropped = get_recipe(old).stateful and not get_recipe(new).stateful
     assert [str(w.message).splitlines() for w in said if "left out" in str(w.message)] == [
-        [f"{folders[old]} was saved under recipe {old!r}; recipe {new!r} has no use for its scales and amax histories, which "
-         "are left out"]
-    ] * dropped  # fmt: skip
+        [
+            f"{folders[old]} was saved under recipe {old!r}; recipe {new!r} has no use for its scales and amax "
+            "histories, which are left out"
+        ]
+    ] * dropped
     assert len(said) == dropped and model.recipe.name == new
     assert bool(fp8_state(model)) == (get_recipe(old).stateful and get_recipe(new).stateful)
     loss = model(IDS, labels=IDS).loss

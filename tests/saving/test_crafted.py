@@ -96,12 +96,9 @@ def optimizer_changes() -> Iterator[tuple[str, str, Callable[[Any], None]]]:
         for name in names:
             # A state that lost its only value is that of a parameter which never had a gradient.
             absent = () if len(names) == 1 else ("absent",)
-            signed = (
-                ()
-                if name.endswith(("exp_avg", "exp_avg codes", "exp_avg qmap", "buffer", "projector"))
-                else ("negative",)
-            )
-            for kind in ("scalar", "wide", "dtype", "nan", "text", "extra", *absent, *signed):
+            whole = ("scalar", "text", "extra", *absent) if name == names[-1] else ()  # alike for all values
+            signs = ("exp_avg", "exp_avg codes", "exp_avg qmap", "buffer", "projector")
+            for kind in ("wide", "dtype", "nan", *whole, *([] if name.endswith(signs) else ["negative"])):
                 if not (name == "codes" and kind == "negative"):  # of Muon: every INT8 value is one of its momentum
                     yield optimizer, f"{name} {kind}", lambda saved, name=name, kind=kind: spoil(saved, name, kind)
 

@@ -19,7 +19,7 @@ IDS = torch.arange(32).reshape(2, 16)
 
 
 @pytest.mark.parametrize("folder", ["run", "pretrained"])
-def test_it_loads_and_evaluates_to_the_recorded_loss(folder: str) -> None:
+def test_old_folders_evaluate_to_the_recorded_loss(folder: str) -> None:
     model = CausalLM.from_pretrained(SAVED / folder, engine="emulated", device="cpu").eval()
     with torch.no_grad():
         loss = model(IDS, labels=IDS).loss

@@ -1,4 +1,4 @@
-"""Emulated serving: linears compute what compressed-tensors computes, and a format served as trained differs nowhere."""
+"""Emulated serving: linears agree with compressed-tensors, and a format served as trained changes nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from judge import AutoModelForCausalLM
 from torch import Tensor, nn
 
 from te_models import CausalLM, ModelConfig
@@ -19,15 +20,7 @@ from te_models.serving.formats import FORMATS
 from te_models.serving.parity import compare, parity
 from te_models.serving.served import INPUTS, ServedLinear, read_served
 
-pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import transformers
-    from transformers import AutoModelForCausalLM
-
-transformers.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
 
 SIZES: dict[str, Any] = dict(vocab_size=96, hidden_size=256, intermediate_size=384, num_hidden_layers=3)
 SIZES |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=128, max_position_embeddings=128)
@@ -108,7 +101,7 @@ def test_the_format_of_the_recipe_differs_least(recipe: str, format: str) -> Non
 def test_divergence_is_that_of_torch(tmp_path: Path) -> None:
     one, other = build("bf16", dtype=torch.float32), build("bf16", dtype=torch.float32)
     with torch.no_grad():
-        other.layers[1].mlp.down_proj.weight.mul_(1.5)  # type: ignore
+        other.layers[1].mlp.down_proj.weight.mul_(1.5)
     labels = IDS.clone()
     labels[:, :4] = -100
     found = compare(one, other, [{"input_ids": IDS, "labels": labels}])
@@ -126,11 +119,11 @@ def test_divergence_is_that_of_torch(tmp_path: Path) -> None:
 def test_parity_leaves_the_model_as_it_was() -> None:
     model = build("delayed").train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    scale = model.layers[1].mlp.down_proj.fp8_meta["scaling_fwd"].scale.clone()  # type: ignore
+    scale = model.layers[1].mlp.down_proj.fp8_meta["scaling_fwd"].scale.clone()
     result = parity(model, model.origin, [], BATCHES)
     assert [row.export for row in result.rows] == list(FORMATS) and not any(row.reason for row in result.rows)
     assert result.tokens == 4 * 15 and "nvfp4" in str(result)
-    assert model.training and torch.equal(scale, model.layers[1].mlp.down_proj.fp8_meta["scaling_fwd"].scale)  # type: ignore
+    assert model.training and torch.equal(scale, model.layers[1].mlp.down_proj.fp8_meta["scaling_fwd"].scale)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     nvfp4, channel = result.rows[4], result.rows[2]
     assert nvfp4.kl > channel.kl > 0, "four bits differ more than eight"
@@ -171,6 +164,12 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
     folder, format = result["exports"]
     assert result["tokens"] == 62 and folder["export"] == str(tmp_path / "out")
     assert {**folder, "export": ""} == {**format, "export": ""} and format["kl"] > 0
+    assert main([*line, "--export", "fp8-block"]) == 0
+    assert "KL (nats/token)" in capsys.readouterr().out
+    rows = [dict(q=[dict(role="user", content=f"{n}?")], a=[dict(role="assistant", content="yes")]) for n in range(9)]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line[line.index("--data") + 1] = str(tmp_path / "talks.jsonl")  # the model's tokenizer has no chat template
+    line += ["--columns", "prompt=q,completion=a"]
     assert main([*line, "--export", "fp8-block"]) == 0
     assert "KL (nats/token)" in capsys.readouterr().out
     assert main([*line, "--export", "fp9"]) == 2

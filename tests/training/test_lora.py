@@ -66,7 +66,7 @@ def train(model: Any, ids: Tensor, steps: int = 5) -> list[float]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_adapters_start_at_nothing_and_train_alone(build: Any, recipe: str) -> None:
+def test_adapters_start_at_zero_and_only_they_train(build: Any, recipe: str) -> None:
     model = build(recipe)
     frozen = {name: p.detach().clone() for name, p in model.named_parameters()}
     ids = tokens(model)
@@ -131,7 +131,7 @@ def test_a_merge_into_fp8_weights_takes_fresh_scales(build: Any, recipe: str) ->
             assert_same_bits(f"{recipe}: {name}", tensor, wanted[name])
 
 
-def test_adapters_are_saved_loaded_and_given_away_merged(build: Any, tmp_path: Path) -> None:
+def test_adapters_are_saved_loaded_and_merged(build: Any, tmp_path: Path) -> None:
     model = build("bf16", dtype=torch.float32, attention_gate="none", bos_token_id=1)
     model.save_pretrained(tmp_path / "base")
     adapted = add_lora(model, LoraConfig(r=4, target_modules=["o_proj"], task_type="CAUSAL_LM"))
@@ -189,7 +189,7 @@ class Windows(torch.utils.data.Dataset):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-def test_it_trains_under_transformers_trainer(recipe: str, tied: bool, tmp_path: Path) -> None:
+def test_adapters_train_under_transformers_trainer(recipe: str, tied: bool, tmp_path: Path) -> None:
     torch.manual_seed(1)
     options = dict(device="cpu", engine="emulated", tie_word_embeddings=tied)
     model = CausalLM.from_preset("gated-nano", recipe=recipe, **SHAPE, **options)
@@ -211,7 +211,7 @@ def test_it_trains_under_transformers_trainer(recipe: str, tied: bool, tmp_path:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_it_trains_under_accelerate() -> None:
+def test_adapters_train_under_accelerate() -> None:
     torch.manual_seed(1)
     model = CausalLM.from_preset("gated-nano", recipe="delayed", device="cpu", engine="emulated", **SHAPE)
     accelerator = Accelerator(cpu=True)
@@ -267,9 +267,26 @@ def test_adapters_on_transformer_engine_itself(recipe: str) -> None:
     tuned = adapted.eval()(ids).logits.float()
     adapted.merge_adapter()
     merged = adapted(ids).logits.float()
-    assert (merged - tuned).norm() < 0.25 * tuned.norm(), "two FP8 noises of about 20 dB apart"
+    assert (merged - tuned).norm() < 0.15 * tuned.norm(), "two FP8 noises of about 20 dB apart"
     adapted.unmerge_adapter()
     assert torch.equal(adapted(ids).logits.float(), tuned)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_merged_weight_has_a_scale_of_its_own(recipe: str) -> None:
+    """The sum may be larger than the weight that the scale was made for; saturated, the logits are 30 % off."""
+    torch.manual_seed(1)
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **SHAPE)
+    adapted, ids = add_lora(model, r=4, lora_alpha=8), tokens(model)
+    train(adapted, ids, steps=8)
+    tuned, scales = adapted.eval()(ids).logits.float(), {k: v.clone() for k, v in fp8_state(model).items()}
+    adapted.merge_adapter()
+    merged = adapted(ids).logits.float()
+    assert (merged - tuned).norm() < 0.15 * tuned.norm(), "two FP8 noises of about 20 dB apart"
+    adapted.unmerge_adapter()
+    assert_same_bits("logits", adapted(ids).logits.float(), tuned)
+    for name, scale in fp8_state(model).items():
+        assert_same_bits(name, scale, scales[name])
 
 
 LORA_DAMAGE: dict[str, Any] = {

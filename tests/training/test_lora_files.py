@@ -15,25 +15,23 @@ import pytest
 import torch
 from bits import assert_same_bits
 from families import CASES, FAMILY_CASES, make_config
+from fewer import every
+from judge import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from te_models import CausalLM
 from te_models.errors import CheckpointError, UsageError
 
-for package in ("peft", "transformers"):
-    pytest.importorskip(package)
+pytest.importorskip("peft")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import peft
-    import transformers
     from peft import LoraConfig, PeftModel
 
     from te_models.training.lora import AdaptedModel, add_lora, load_lora, save_lora
     from te_models.training.lora_layer import LoraLinear
 
-transformers.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SIZES: dict[str, Any] = dict(vocab_size=131, hidden_size=64, intermediate_size=96, num_hidden_layers=3)
@@ -138,8 +136,7 @@ def assert_same_files(first: Path, second: Path) -> None:
         assert_same_bits(name, tensor, b[name])
 
 
-@pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize(("kind", "targets"), every(3, ARCHITECTURES, TARGETS))
 def test_an_adapter_of_transformers_computes_the_same_here(
     kind: str, targets: str, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -275,7 +272,7 @@ def test_several_adapters_in_one_folder_beside_other_files(base: Callable[[str],
     again.set_adapter("default")
     assert torch.equal(logits(again), first)
     with pytest.raises(UsageError, match="add_adapter"):
-        add_lora(again)  # type: ignore[arg-type]
+        add_lora(again)
     with pytest.raises(UsageError, match="pickle"):
         again.save_pretrained(tmp_path, safe_serialization=False)
 
@@ -321,7 +318,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_not_supported_is_one_line(case: str, base: Callable[[str], Path]) -> None:
+def test_unsupported_adapters_are_refused_in_one_line(case: str, base: Callable[[str], Path]) -> None:
     model = ours(base("llama"))
     names = [name for name, _ in model.named_modules()]
     fields, message = WRONG[case]
@@ -330,7 +327,7 @@ def test_what_is_not_supported_is_one_line(case: str, base: Callable[[str], Path
     assert "\n" not in str(caught.value)
     assert [name for name, _ in model.named_modules()] == names
     with pytest.raises(UsageError, match="IA3 is not supported"):
-        add_lora(model, peft.IA3Config(target_modules=["o_proj"], feedforward_modules=[]))  # type: ignore[arg-type]
+        add_lora(model, peft.IA3Config(target_modules=["o_proj"], feedforward_modules=[]))
 
 
 def head_of_another_model(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:

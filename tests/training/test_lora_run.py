@@ -13,10 +13,10 @@ pytest.importorskip("peft")
 
 from te_models import CausalLM, TrainConfig, Trainer, load_lora, load_tokenizer
 from te_models.cli import main
+from te_models.config.toml import read_toml
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document
 from te_models.errors import CheckpointError, ConfigError, UsageError
-from te_models.files.toml import read_toml
 from te_models.fp8.primary_weights import plain
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.recompute import may_draw
@@ -90,7 +90,7 @@ def test_recompute_changes_no_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj")])
 def test_adapters_need_random_numbers_only_for_dropout(targets: tuple[str, ...], tmp_path: Path) -> None:
-    """Else a step under recompute would be no CUDA graph, and the host would restore their state in each block."""
+    """Random state without a use would keep recomputed steps from being CUDA graphs."""
     for dropout in (0.0, 0.5):
         run = trainer(tmp_path, "current", {"targets": targets, "dropout": dropout})
         assert [may_draw(block) for block in run.model.layers] == [dropout > 0] * 4
@@ -153,6 +153,7 @@ def test_from_the_command_line_to_a_merged_model(choices: list[str], start: list
     "command, given, message",
     [
         ("finetune", {"lora": -1}, "a rank is 1 or more"),
+        ("finetune", {"lora": 0}, "a rank is 1 or more"),
         ("finetune", {"lora": 4, "lora_dropout": 1.0}, "give a probability"),
         ("finetune", {"lora": 4, "lora_alpha": 0.0}, "give a positive number, such as 8"),
         ("finetune", {"merge": True}, "--merge is for adapters: give --lora RANK"),
@@ -190,7 +191,7 @@ def test_merged_adapters_have_the_recipe_that_they_were_trained_under(tmp_path: 
     base = CausalLM.from_preset("gated-nano", recipe="bf16", device="cpu", **TINY)
     base.save_pretrained(tmp_path / "base")
     run = trainer(tmp_path / "run", "current", steps=1)
-    run.saved.adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")  # type: ignore[union-attr]
+    run.saved.adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     run.run()
     newest = adapter_folder(tmp_path / "run")
     assert newest is not None

@@ -2,16 +2,15 @@
 over gloo on the CPU."""
 
 import argparse
-import importlib
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -19,9 +18,11 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 from bits import assert_same_bits
-from distributed_job import SHAPE, continue_from, make_trainer, outcome
+from distributed_job import SHAPE, continue_from, make_trainer, outcome, run_cases
+from ranks import run_ranks
 from torch.distributed.fsdp import FSDPModule
 
+from benchmarks import scaling
 from te_models import CausalLM
 from te_models.cli import main
 from te_models.config.training import TrainConfig
@@ -30,7 +31,6 @@ from te_models.saving.run_folder import Checkpoints
 from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel
 
-JOB = Path(__file__).parents[1] / "distributed_job.py"
 # How far several processes may be from one, relative. They sum in another order, which changes FP32's last bit, and
 # under FP8 a value near the middle between two codes then takes the other code. Under delayed scaling one process also
 # sees the whole batch where the others see micro-batches: FP8 sums over tokens, which tensor cores cut to 14 bits, are
@@ -41,8 +41,8 @@ JOB = Path(__file__).parents[1] / "distributed_job.py"
 # average. Seen over 13 seeds: 1.8e-4 of losses, 6.8e-3 of norms. Under BF16 nothing is rounded to codes.
 FP8 = dict(losses=3e-4, eval_loss=3e-4, norms=2.0**-5)
 CLOSE = dict(bf16=dict.fromkeys(FP8, 1e-4), delayed=FP8, current=FP8, blockwise=FP8, mxfp8=FP8)
-RUNS = {f"{kind}-{recipe}": dict(parallel=kind, recipe=recipe, reshard_after_forward=False)
-        for kind in ("ddp", "fsdp") for recipe in CLOSE}  # fmt: skip
+RUNS = {f"fsdp-{recipe}": dict(parallel="fsdp", recipe=recipe, reshard_after_forward=False) for recipe in CLOSE}
+RUNS |= {f"ddp-{recipe}": dict(parallel="ddp", recipe=recipe) for recipe in ("bf16", "delayed", "mxfp8")}
 RUNS |= {
     "fsdp-full": dict(parallel="fsdp", recipe="current", mode="full", gradient_accumulation=2),
     "fsdp-selective": dict(parallel="fsdp", recipe="mxfp8", mode="selective", tied=False),
@@ -100,38 +100,15 @@ def alone(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any]:
-    """What one process gets for the case."""
+    """Run the case in one process."""
     run = make_trainer(Parallel(), out, alone(case))
     return outcome(run, run.run(resume=resume))
 
 
 def start(root: Path, world: int, cases: dict[str, Any], name: str) -> dict[str, Any]:
     """Run the cases in `world` processes, and return their results."""
-    (root / name).write_text(json.dumps(cases))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(JOB.parents[1]), *sys.path])}
-    command = [sys.executable, str(JOB), str(root), name]
-    logs = [(root / f"{name}-{rank}.log").open("w+") for rank in range(world)]
-    jobs = [
-        subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=log, stderr=log)
-        for r, log in enumerate(logs)
-    ]
-    try:
-        codes = [job.wait(timeout=600) for job in jobs]
-    finally:
-        for job, log in zip(jobs, logs, strict=True):
-            job.kill()
-            log.close()
-    if any(codes):
-        ends = [
-            f"rank {log.name}: exit code {code}\n{Path(log.name).read_text()[-4000:]}"
-            for log, code in zip(logs, codes, strict=True)
-        ]
-        pytest.fail("\n".join(ends), pytrace=False)
-    return json.loads((root / f"{name}.out").read_text())
+    run_ranks(partial(run_cases, cases, name), root, world, backend=None)
+    return json.loads((root / f"{name}.json").read_text())
 
 
 def assert_close(
@@ -183,8 +160,9 @@ def test_fsdp_holds_half_the_parameters(two: dict[str, Any]) -> None:
 
 
 def test_resharded_weights_are_quantized_again_in_backward(two: dict[str, Any]) -> None:
-    """As Transformer Engine does: with the scales of after the forward, so the curves are near, not the same; and
-    neither activation checkpointing nor offload changes a bit of them."""
+    """Weights gathered again are quantized with the scales after the forward, so the curves are near, not equal.
+
+    Neither activation checkpointing nor offload changes a bit of them."""
     found, kept = two["resharded"], two["fsdp-delayed"]
     for other in (two["resharded-full"], two["resharded-offload"]):
         assert found["losses"] == other["losses"] and found["scales"] == other["scales"]
@@ -195,7 +173,7 @@ def test_resharded_weights_are_quantized_again_in_backward(two: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("kind", ["", "-ddp"])
-def test_resumed_by_as_many_it_is_the_same_run_to_the_bit(kind: str, two: dict[str, Any], root: Path) -> None:
+def test_a_resume_on_as_many_ranks_is_exact(kind: str, two: dict[str, Any], root: Path) -> None:
     assert two[f"resumed{kind}"] == two[f"saved{kind}"]
     whole, resumed = (load_folder(root / f"{n}{kind}" / "checkpoints" / "step-00000004") for n in ("saved", "resumed"))
     for group in ("model", "training", "fp8_state"):
@@ -204,7 +182,7 @@ def test_resumed_by_as_many_it_is_the_same_run_to_the_bit(kind: str, two: dict[s
             assert_same_bits(name, tensor, resumed.tensors[group][name])
 
 
-def test_one_process_goes_on_where_two_stopped(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
+def test_one_process_continues_a_run_of_two(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
     continue_from(root / "saved-ddp", tmp_path / "run")
     found = solo(tmp_path / "run", SPECIAL["saved-ddp"], resume=True)
     assert found["losses"][:2] == two["saved-ddp"]["losses"][:2]
@@ -221,7 +199,7 @@ def test_two_processes_go_on_where_one_stopped(two: dict[str, Any], one: dict[st
 
 @pytest.mark.slow
 def test_four_processes_too(root: Path, one: dict[str, Any]) -> None:
-    """Where most of them hold no row of a small parameter, and where they go on from what one saved."""
+    """Most of the processes have no row of a small parameter; they also resume a run of one process."""
     for found in start(root, 4, FOUR, "four-processes").values():
         assert_close(found, one, "delayed")
         assert all(scales == found["scales"][0] for scales in found["scales"])
@@ -249,11 +227,12 @@ def test_a_bad_value_on_one_process_stops_all_with_one_message(kind: str, two: d
     assert first == second and "step 3: the loss is nan" in first and "layers.2.mlp.down_proj" in first
 
 
-CLI = ["pretrain", "--preset", "gated-nano", "--hidden-size", "64", "--intermediate-size", "96", "--num-hidden-layers", "3",
-       "--num-attention-heads", "2", "--num-key-value-heads", "1", "--device", "cpu", "--recipe", "delayed",
-       "--seq-len", "32",
-       "--batch-size", "2", "--eval-every", "0", "--sample-tokens", "0", "--save-every", "5", "--steps",
-       "60"]  # fmt: skip
+CLI = [
+    "pretrain", "--preset", "gated-nano", "--hidden-size", "64", "--intermediate-size", "96",
+    "--num-hidden-layers", "3", "--num-attention-heads", "2", "--num-key-value-heads", "1", "--device", "cpu",
+    "--recipe", "delayed", "--seq-len", "32", "--batch-size", "2", "--eval-every", "0", "--sample-tokens", "0",
+    "--save-every", "5", "--steps", "60",
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -264,7 +243,7 @@ def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(tmp_path: Path) -
         (texts / f"{name}.txt").write_text(f"hello {name}, " * 400)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["--standalone", "-m", "te_models", *CLI, "--parallel", "fsdp", "--data", str(texts)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(JOB.parents[1])}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     with (tmp_path / "log").open("w") as log:
         job = subprocess.Popen([*command, "--out", str(run)], stdout=log, stderr=log, env=env)
         try:
@@ -292,8 +271,8 @@ def kill_one(job: subprocess.Popen, run: Path) -> int:
     return workers[-1]
 
 
-def test_nothing_whole_is_lost_when_a_process_cannot_write(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
-    """A folder cut short is never named, and the one before it is read."""
+def test_a_checkpoint_without_a_ranks_file_is_refused(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
+    """An incomplete folder is refused with the name of the missing file."""
     shutil.copytree(root / "saved" / "checkpoints", tmp_path / "c")
     (tmp_path / "c" / "step-00000004" / "training-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match=r"training-00002-of-00002\.safetensors"):
@@ -301,9 +280,8 @@ def test_nothing_whole_is_lost_when_a_process_cannot_write(two: dict[str, Any], 
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_what_travels_with_which_micro_batch(kept: bool) -> None:
-    """Gradients with the last; weights once a step where they are left gathered,
-    else for every forward and backward."""
+def test_gradients_are_reduced_with_the_last_micro_batch(kept: bool) -> None:
+    """Weights are gathered once per step, or for every forward and backward."""
     config = TrainConfig(parallel="fsdp", reshard_after_forward=not kept)
     shared, model = Parallel("fsdp", config=config), create_autospec(FSDPModule, instance=True)
     for last in (False, False, True):
@@ -321,9 +299,7 @@ def test_unknown_names_are_refused(field: str, value: str, near: str) -> None:
         TrainConfig(**{field: value})
 
 
-def test_the_benchmark_runs_and_its_estimate_is_one_of_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(JOB.parents[1] / "benchmarks"))
-    scaling = importlib.import_module("scaling")
+def test_the_benchmark_runs_and_its_estimate_is_one_of_costs() -> None:
     args = argparse.Namespace(preset="gated-nano", recipe="delayed", activation_checkpointing="none", batch_size=1,
                               seq_len=32, warm_up=1, steps=1, accumulation=1, fp8_params=False, device="cpu",
                               cache=True,

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.loss_curves import plot_losses
 from te_models.training import plots
-from te_models.training.plots import plot_losses, plot_run, smooth
+from te_models.training.plots import plot_run, smooth
 
 pytest.importorskip("matplotlib")
 
@@ -42,7 +43,7 @@ def test_each_value_is_a_weighted_line_fit_around_it(place: int) -> None:
     assert smooth(values, width)[place] == pytest.approx(expected, abs=1e-9)
 
 
-def test_it_neither_lags_nor_leads() -> None:
+def test_smoothing_neither_lags_nor_leads() -> None:
     values = np.random.default_rng(0).normal(size=300) + np.repeat([2.0, 1.0], 150)
     smoothed = smooth(values)
     np.testing.assert_allclose(smooth(values[::-1])[::-1], smoothed, atol=1e-9)

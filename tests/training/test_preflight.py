@@ -15,7 +15,7 @@ from te_models.config.presets import get_preset
 from te_models.config.recipe import get_recipe
 from te_models.config.training import TrainConfig
 from te_models.planning.memory_plan import plan_memory
-from te_models.saving.shape import read_shape
+from te_models.saving.pretrained import read_shape
 from te_models.training import preflight
 from te_models.training.parallel import Parallel
 from te_models.training.preflight import available_memory, check_memory
@@ -69,7 +69,7 @@ def test_a_run_that_does_not_fit_names_the_smallest_change(there: Any) -> None:
         check(settings(batch_size=8, seq_len=2048))
 
 
-def test_nothing_is_read_before(there: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_refusals_come_before_data_is_read(there: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     there(1)
     run = ["pretrain", "--preset", "llama-3.1-8b", "--device", "cpu", "--data", str(tmp_path / "missing")]
     assert main([*run, "--out", str(tmp_path / "run")]) == 2
@@ -111,5 +111,5 @@ def test_memory_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_split_layers_are_not_planned(there: Any) -> None:
     there(0.001)
-    shared = Parallel(config=TrainConfig(), tp=torch.empty(0))  # type: ignore[arg-type]  any mesh
+    shared = Parallel(config=TrainConfig(), tp=torch.empty(0))  # any mesh
     assert check_memory(settings(), TrainConfig(), shared, None) is None

@@ -152,7 +152,7 @@ def test_gradients_of_many_micro_batches_are_summed_in_fp32(tmp_path: Path) -> N
         found.update({name: run.gradients.of(p).clone() for name, p in model.named_parameters()})
         return take(max_norm)
 
-    run.optimizer.take_gradients = spy  # type: ignore[method-assign]
+    run.optimizer.take_gradients = spy
     assert isinstance(run.gradients, GradientSums)
     run.step(iter(run.dataset))
     for name, total in exact.items():
@@ -163,7 +163,7 @@ def test_gradients_of_many_micro_batches_are_summed_in_fp32(tmp_path: Path) -> N
     assert all(p.grad is not None for p in model.parameters()), "outside a step gradients are where PyTorch has them"
 
 
-def test_what_a_parameter_of_no_use_in_a_step_is_told() -> None:
+def test_unused_parameters_have_no_gradient_sum() -> None:
     used, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     sums = GradientSums([used, unused])
     for _ in range(2):  # of the second step as of the first

@@ -1,4 +1,4 @@
-"""What the summary of a run says about speed: compiled or not, a CUDA graph or not, and why."""
+"""The summary of a run: compiled or not, a CUDA graph or not, and why."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from ranks import run_process
 
 from te_models import CausalLM
 from te_models.cli import main
+from te_models.config.toml import read_toml
 from te_models.errors import UsageError
-from te_models.files.toml import read_toml
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.metrics import read_metrics
 from te_models.training.resume import run_folder, saved_choices
@@ -27,17 +27,9 @@ from te_models.training.trainer import Trainer
 
 TINY = ["--hidden-size", "32", "--intermediate-size", "32", "--num-hidden-layers", "3", "--num-attention-heads", "1"]
 TINY += [
-    "--num-key-value-heads",
-    "1",
-    "--seq-len",
-    "16",
-    "--batch-size",
-    "1",
-    "--sample-tokens",
+    "--num-key-value-heads", "1", "--seq-len", "16", "--batch-size", "1", "--sample-tokens", "0", "--eval-every",
     "0",
-    "--eval-every",
-    "0",
-]
+]  # fmt: skip
 RUN = ["pretrain", "--preset", "gated-nano", "--device", "cpu", "--eval-batches", "1", *TINY]
 CHOSEN = ["--recipe", "current", "--num-layers-at-end-in-bf16", "0", "--engine", "emulated", "--fp8-params"]
 CHOSEN += ["--activation-checkpointing", "selective"]
@@ -88,6 +80,14 @@ def test_a_checkpoint_from_before_they_were_saved_has_its_recipe_and_dtype() -> 
     saved = saved_choices(newest)
     assert saved.pop("recipe").name == "delayed"
     assert saved == dict(dtype=torch.bfloat16, fp8_params=False)
+
+
+@pytest.mark.parametrize(
+    "record", ["record = 5", "[record]\ncommands = 5", "[record]\nid = [[1]]\ncommands = { a = 1 }", ""]
+)
+def test_a_damaged_record_is_no_record(record: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(record)
+    assert read_record(tmp_path)["commands"] == []
 
 
 def test_the_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

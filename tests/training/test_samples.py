@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.generation.text import stream_text
-from te_models.training.ending import print_next
-from te_models.training.report import TimeLeft, duration
+from te_models.training import samples
+from te_models.training.report import TimeLeft, duration, print_next, print_outcome
+from te_models.training.result import Result
 from te_models.training.samples import OPENING, Prompt, Sampler, held_out_prompts
+from te_models.training.settings import RunSettings
 
 WORDS = ByteTokenizer()
 TINY: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2)
@@ -55,11 +59,17 @@ def test_a_text_gives_its_opening(packing: str) -> None:
         assert all(any(r.text.startswith(text) for r in records) for text, _ in texts(found))
 
 
-def test_what_a_window_has_cut_comes_last() -> None:
+def test_truncated_records_come_last() -> None:
     records = [Document("b" * 20, prompt="a" * 30), Document("z", prompt="yy"), Document("x", prompt="ww")]
     assert texts(held_out_prompts(batches(records, "stream", 61), WORDS, 60, count=1))[0] == ("yy", "z")
     assert texts(held_out_prompts(batches(records[:1], "stream"), WORDS, 60, count=1))[0] == ("a" * 30, "b" * 20)
     assert held_out_prompts(batches(records[:1], "stream"), WORDS, 8, count=1) == []
+
+
+def test_fewer_records_than_samples_are_shown_once_each() -> None:
+    records = [Document(f"{number}", prompt=f"n {number}: ") for number in range(2)]
+    found = texts(held_out_prompts(batches(records, "documents"), WORDS, 60))
+    assert sorted(found) == [("n 0: ", "0"), ("n 1: ", "1")]
 
 
 def test_padding_and_short_texts_are_no_prompts() -> None:
@@ -82,10 +92,24 @@ def test_answers_before_and_after(model: CausalLM) -> None:
     out = io.StringIO()
     sampler.show(Console(file=out, width=200))
     text = out.getvalue()
-    places = [text.index(part) for part in ("sample 1 of 2", "prompt\nab", "answer in the data\ncd", "before\n", "after\n",
-                                            "sample 2 of 2", "opening\nonce")]  # fmt: skip
+    parts = "sample 1 of 2|prompt\nab|answer in the data\ncd|before\n|after\n|sample 2 of 2|opening\nonce"
+    places = [text.index(part) for part in parts.split("|")]
     assert places == sorted(places)
     assert "".join(sampler.answer(prompts[0])) != expected
+
+
+def test_answers_end_after_some_lines(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(*given: Any, **options: Any) -> Iterator[str]:
+        yield from (f"{number}\n\n{number}" for number in itertools.count())
+
+    monkeypatch.setattr(samples, "stream_text", endless)
+    sampler, out = Sampler(model, WORDS, [Prompt(tuple(b"ab"), tuple(b"cd"))], 6, {}), io.StringIO()
+    sampler.note_before()
+    sampler.show(Console(file=out, width=200))
+    before, after = out.getvalue().split("before\n")[1].split("after\n")
+    for shown in (before, after):
+        lines = shown.strip().splitlines()
+        assert len(lines) == samples.MAX_LINES + 1 and lines[-1] == "..." and "" in lines
 
 
 def test_samples_change_nothing_of_a_run(model: CausalLM) -> None:
@@ -93,6 +117,14 @@ def test_samples_change_nothing_of_a_run(model: CausalLM) -> None:
     Sampler(model, WORDS, [Prompt(tuple(b"once"))], 4, {"seed": 3}).note_before()
     assert torch.equal(draw, torch.get_rng_state()) and model.training
     assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_the_end_says_that_a_run_stopped_early(early: bool, tmp_path: Path) -> None:
+    out, settings = io.StringIO(), RunSettings(train=TrainConfig(steps=8, patience=2))
+    result = Result(step=3, first_eval_loss=1.0, eval_loss=3.0, best_eval_loss=2.0, best_step=1, stopped_early=early)
+    print_outcome(Console(file=out, width=200), result, settings, tmp_path, "")
+    assert ("at step 3 of 8: no lower eval loss in 2 evaluations" in out.getvalue()) == early
 
 
 def test_next_commands(tmp_path: Path) -> None:
@@ -131,21 +163,15 @@ def test_a_run_shows_the_same_prompts_before_and_after(tmp_path: Path, capsys: p
     CausalLM.from_preset("gated-nano", recipe="current", **TINY).save_pretrained(tmp_path / "start")
     sizes = ["--steps", "12", "--seq-len", "64", "--batch-size", "2", "--sample-tokens", "6", "--device", "cpu"]
     given = [
-        "--model",
-        str(tmp_path / "start"),
-        "--data",
-        str(data),
-        "--recipe",
-        "current",
-        "--out",
+        "--model", str(tmp_path / "start"), "--data", str(data), "--recipe", "current", "--out",
         str(tmp_path / "run"),
-    ]
+    ]  # fmt: skip
     assert main(["finetune", *given, *sizes]) == 0
     out = capsys.readouterr().out
     for part in (
         "memory", "tokens", "epochs", "estimated time: ", "eval loss before", "eval loss after",
-        "sample 3 of 3", "\nprompt\nnumber ", "\nanswer in the data\nwritten ", "\nbefore\n", "\nafter\n", "metrics.jsonl",
-        "run.toml", "loss.png", "te-models generate --model", "te-models export --model",
+        "sample 3 of 3", "\nprompt\nnumber ", "\nanswer in the data\nwritten ", "\nbefore\n", "\nafter\n",
+        "metrics.jsonl", "run.toml", "loss.png", "te-models generate --model", "te-models export --model",
     ):  # fmt: skip
         assert part in out, part
     assert "free on cpu" in " ".join(out.split())

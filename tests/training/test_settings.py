@@ -99,21 +99,20 @@ def test_a_file_with_an_unknown_command_is_refused(tmp_path: Path) -> None:
         run_settings("finetune", {}, file)
 
 
-@pytest.mark.parametrize("name", ["seed", "batch_size", "seq_len", "gradient_accumulation", "packing", "streaming",
-                                  "preset", "hidden_size", "optimizer", "truncate", "columns", "eval_split", "chat_template",
-                                  "lora", "lora_targets", "lora_alpha", "lora_dropout"])  # fmt: skip
-def test_a_resumed_run_keeps_what_would_make_it_another(name: str) -> None:
-    saved: dict[str, Any] = {"seed": 0, "batch_size": 8, "seq_len": 64, "gradient_accumulation": 1, "packing": "stream",
-             "streaming": False, "preset": "gated-nano", "hidden_size": 64, "optimizer": "adamw"}  # fmt: skip
-    saved |= {"truncate": "drop", "columns": "", "eval_split": 0.05, "chat_template": "a.jinja", "lora": 4,
-              "lora_targets": "", "lora_alpha": 8.0, "lora_dropout": 0.0}  # fmt: skip
-    other = "other" if isinstance(saved[name], str) else True if name == "streaming" else 5
+SAVED: dict[str, Any] = dict(seed=0, batch_size=8, seq_len=64, gradient_accumulation=1, packing="stream")
+SAVED |= dict(streaming=False, preset="gated-nano", hidden_size=64, optimizer="adamw", truncate="drop", columns="")
+SAVED |= dict(eval_split=0.05, chat_template="a.jinja", lora=4, lora_targets="", lora_alpha=8.0, lora_dropout=0.0)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_resumed_run_keeps_settings_that_define_it(name: str) -> None:
+    other = "other" if isinstance(SAVED[name], str) else True if name == "streaming" else 5
     with pytest.raises(UsageError, match=f"a resumed run keeps its {name}: .*leave out --{name.replace('_', '-')}, or"):
-        changed_settings(saved, {name: other})
-    assert changed_settings(saved, {name: saved[name]}) == {}
+        changed_settings(SAVED, {name: other})
+    assert changed_settings(SAVED, {name: SAVED[name]}) == {}
 
 
-def test_what_a_resumed_run_changes_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_settings_are_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
     saved = {"steps": 5, "recipe": {"name": "delayed", "margin": 0}, "data": str(tmp_path / "texts")}

@@ -28,12 +28,7 @@ from te_models.engine.emulated.autocast import (
 )
 from te_models.engine.emulated.gemm import exact_gemm
 from te_models.engine.emulated.linear import Linear
-from te_models.engine.emulated.module import (
-    drop_cached_weights,
-    reset_fp8_state,
-    restored_recompute,
-    separate_copy,
-)
+from te_models.engine.emulated.module import drop_cached_weights, reset_fp8_state, restored_recompute, separate_copy
 from te_models.engine.emulated.numerics import DType
 from te_models.engine.emulated.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from te_models.engine.emulated.quantizers import (

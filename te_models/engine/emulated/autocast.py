@@ -12,8 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
-from operator import attrgetter
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -114,7 +113,7 @@ class autocast:
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
-        """`amax_reduction_group` is the process group over which DelayedScaling reduces amaxes (None: all)."""
+        """Reduce the amaxes of DelayedScaling over the processes of `amax_reduction_group` (None: all)."""
         if calibrating:
             raise NotImplementedError("calibrating=True is not emulated: leave it out")
         self._enabled = enabled
@@ -144,8 +143,7 @@ class autocast:
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         state = FP8GlobalStateManager.quantization_state
         saved, self._saved = self._saved, None
-        for name, value in zip(_AUTOCAST_FIELDS, saved or (), strict=True):
-            setattr(state, name, value)
+        _set_autocast_fields(state, saved or ())
         state.autocast_depth -= 1
         if self._enabled and state.autocast_depth == 0 and torch.is_grad_enabled():
             if kind is None:
@@ -154,8 +152,12 @@ class autocast:
                 state.scales.discard_amaxes()
 
 
-_AUTOCAST_FIELDS = ("fp8_enabled", "fp8_recipe", "fp8_distributed_group", "is_first_fp8_module")
-_autocast_fields = attrgetter(*_AUTOCAST_FIELDS)
+def _autocast_fields(state: FP8GlobalState) -> tuple[Any, ...]:
+    return state.fp8_enabled, state.fp8_recipe, state.fp8_distributed_group, state.is_first_fp8_module
+
+
+def _set_autocast_fields(state: FP8GlobalState, values: tuple[Any, ...]) -> None:
+    state.fp8_enabled, state.fp8_recipe, state.fp8_distributed_group, state.is_first_fp8_module = values
 
 
 @contextmanager
@@ -172,17 +174,16 @@ def outside_autocast() -> Iterator[Recipe | None]:
     try:
         yield left
     finally:
-        for name, value in zip(_AUTOCAST_FIELDS, saved, strict=True):
-            setattr(state, name, value)
+        _set_autocast_fields(state, saved)
         state.autocast_depth = depth
 
 
 _LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()  # type: ignore
 
 
-def region_lock(model: torch.nn.Module) -> threading.RLock:
-    """Return the lock of a model, for threads that share its quantizers and scales."""
-    return _LOCKS.setdefault(model, threading.RLock())
+def region_lock(model: torch.nn.Module, quantized: bool) -> AbstractContextManager[Any]:
+    """Return the lock of a model, for threads that share its quantizers and scales; a model in BF16 has none."""
+    return _LOCKS.setdefault(model, threading.RLock()) if quantized else nullcontext()
 
 
 def fp8_autocast(

@@ -129,28 +129,16 @@ def cast_delayed(x: Tensor, scale: Tensor, amax: Tensor, dtype: DType) -> tuple[
 def cast_current(x: Tensor, parts: Tensor, dtype: DType, power_of_2: bool, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return FP8 data and inverse scale, from the largest of `parts`, as `amax` returns them."""
     data, scale_inv = _empty_data(x), x.new_empty(1, dtype=torch.float32)
-    n, n_parts = x.numel(), parts.numel()
-    _run(
-        "current_kernel",
-        (_blocks(n),),
-        (x, data, parts, scale_inv),
-        n,
-        n_parts,
-        float(epsilon),
-        POWER_OF_2=power_of_2,
-        E5M2=dtype == DType.kFloat8E5M2,
-        BLOCK=_BLOCK,
-        PARTS=_power_of_2(n_parts),
-        **_FLAT,
-    )
+    numbers = x.numel(), parts.numel(), float(epsilon)
+    how = dict(POWER_OF_2=power_of_2, E5M2=dtype == DType.kFloat8E5M2, BLOCK=_BLOCK, PARTS=_power_of_2(parts.numel()))
+    _run("current_kernel", (_blocks(x.numel()),), (x, data, parts, scale_inv), *numbers, **how, **_FLAT)
     return data, scale_inv
 
 
 def cast_blocks(
     x: Tensor, dtype: DType, two_d: bool, rowwise: bool, columnwise: bool, power_of_2: bool, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return rowwise data and inverse scales, columnwise data and inverse scales of x `[M, K]`,
-    as the storage has them.
+) -> tuple[Tensor, ...]:
+    """Return rowwise data and inverse scales, columnwise data and inverse scales of x `[M, K]`, for a storage.
 
     Data are `[M, K]`; a copy that was not asked for is empty. With `two_d` both copies share their data.
     """
@@ -160,59 +148,30 @@ def cast_blocks(
     row_scale = x.new_empty(row_lines if rowwise else 0, row_stride, dtype=torch.float32)
     col_scale = x.new_empty(col_lines if columnwise else 0, col_stride, dtype=torch.float32)
     row_data = _empty_data(x, rowwise or two_d)
-    col_data = row_data if two_d else _empty_data(x, columnwise)
-    _run(
-        "block_kernel",
-        (p, q),
-        (x, row_data, row_scale, col_data, col_scale),
-        m,
-        k,
-        row_stride,
-        col_stride,
-        float(epsilon),
-        torch.finfo(x.dtype).max,
-        ROW=rowwise,
-        COL=columnwise,
-        TWO_D=two_d,
-        POWER_OF_2=power_of_2,
-        E5M2=dtype == DType.kFloat8E5M2,
-        **_TILED,
-    )
-    return row_data, row_scale, col_data, col_scale
+    made = row_data, row_scale, row_data if two_d else _empty_data(x, columnwise), col_scale
+    numbers = m, k, row_stride, col_stride, float(epsilon), torch.finfo(x.dtype).max
+    how = dict(ROW=rowwise, COL=columnwise, TWO_D=two_d, POWER_OF_2=power_of_2, E5M2=dtype == DType.kFloat8E5M2)
+    _run("block_kernel", (p, q), (x, *made), *numbers, **how, **_TILED)
+    return made
 
 
-def cast_mx(
-    x: Tensor, dtype: DType, two_d: bool, rowwise: bool, columnwise: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cast_mx(x: Tensor, dtype: DType, two_d: bool, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
     """Return the same as `cast_blocks`, with padded scale bytes, one per 32 elements."""
-    (m, k), (p, q) = x.shape, _tiles(x)
+    p, q = _tiles(x)
     groups = _TILE // 32
     row_scale = x.new_empty(p * _TILE if rowwise else 0, q * groups, dtype=torch.uint8)
     col_scale = x.new_empty(p * groups if columnwise else 0, q * _TILE, dtype=torch.uint8)
-    row_data, col_data = _empty_data(x, rowwise), _empty_data(x, columnwise)
-    _run(
-        "mx_kernel",
-        (p, q),
-        (x, row_data, row_scale, col_data, col_scale),
-        m,
-        k,
-        q * groups,
-        q * _TILE,
-        INVERSE_MAX[dtype],
-        ROW=rowwise,
-        COL=columnwise,
-        TWO_D=two_d,
-        E5M2=dtype == DType.kFloat8E5M2,
-        **_TILED,
-    )
-    return row_data, row_scale, col_data, col_scale
+    made = _empty_data(x, rowwise), row_scale, _empty_data(x, columnwise), col_scale
+    numbers = *x.shape, q * groups, q * _TILE, INVERSE_MAX[dtype]
+    how = dict(ROW=rowwise, COL=columnwise, TWO_D=two_d, E5M2=dtype == DType.kFloat8E5M2)
+    _run("mx_kernel", (p, q), (x, *made), *numbers, **how, **_TILED)
+    return made
 
 
 def cast_nvfp4(
     x: Tensor, t: Tensor, parts: Tensor, noise: Tensor | None, two_d: bool, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, ...]:
-    """Return rowwise data `[M, K/2]`, padded scale bytes and amax `[1]` of x `[M, K]`; columnwise those of t, `[M/2,
-    K]`.
+    """Return data `[M, K/2]`, padded scale bytes and amax `[1]` of x `[M, K]`, and columnwise of t, data `[M/2, K]`.
 
     t is x or x transformed. `parts` is `amax(nan=True)` of x, and of t if it differs (of t only if only t is cast).
     `noise` int16 holds random numbers for the elements of x, then of t (None: no stochastic rounding).
@@ -225,37 +184,13 @@ def cast_nvfp4(
     col_data = x.new_empty(m // 2 if columnwise else 0, k, dtype=u8)
     col_scale = x.new_empty(q * _TILE if columnwise else 0, col_stride, dtype=u8)
     row_amax, col_amax = x.new_empty(1, dtype=fp32), x.new_empty(1, dtype=fp32)
+    made = row_data, row_scale, row_amax, col_data, col_scale, col_amax
+    tensors = (x, t, x if noise is None else noise, *made, parts)
     n_parts = parts.shape[-1]
-    _run(
-        "nvfp4_kernel",
-        (p, q),
-        (
-            x,
-            t,
-            x if noise is None else noise,
-            row_data,
-            row_scale,
-            row_amax,
-            col_data,
-            col_scale,
-            col_amax,
-            parts,
-        ),
-        n_parts,
-        m,
-        k,
-        row_stride,
-        col_stride,
-        m * k if rowwise else 0,
-        ROW=rowwise,
-        COL=columnwise,
-        TWO_D=two_d,
-        TRANSFORMED=t is not x,
-        STOCHASTIC=noise is not None,
-        PARTS=_power_of_2(n_parts),
-        **_TILED,
-    )
-    return row_data, row_scale, row_amax, col_data, col_scale, col_amax
+    numbers = n_parts, m, k, row_stride, col_stride, m * k if rowwise else 0
+    how = dict(ROW=rowwise, COL=columnwise, TWO_D=two_d, TRANSFORMED=t is not x, STOCHASTIC=noise is not None)
+    _run("nvfp4_kernel", (p, q), tensors, *numbers, **how, PARTS=_power_of_2(n_parts), **_TILED)
+    return made
 
 
 def decodes(a: BlockScaled, b: BlockScaled) -> bool:
@@ -294,19 +229,10 @@ def _decode_fp8(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, None]:
         data = data if data.is_contiguous() else data.contiguous()
         tensors += [data, scale, torch.empty_like(data, dtype=torch.bfloat16)]
         numbers += [*data.shape, *scale.stride()]
-    _run(
-        "decode_kernel",
-        (_n_tiles(a.data) + _n_tiles(b.data),),
-        tuple(tensors),
-        *numbers,
-        A_DOWN=a.block[0],
-        A_ALONG=a.block[1],
-        A_E5M2=a.dtype == DType.kFloat8E5M2,
-        B_DOWN=b.block[0],
-        B_ALONG=b.block[1],
-        B_E5M2=b.dtype == DType.kFloat8E5M2,
-        **_TILED,
-    )
+    (a_down, a_along), (b_down, b_along), e5m2 = a.block, b.block, DType.kFloat8E5M2
+    how = dict(A_DOWN=a_down, A_ALONG=a_along, A_E5M2=a.dtype == e5m2, B_DOWN=b_down, B_ALONG=b_along,
+               B_E5M2=b.dtype == e5m2)  # fmt: skip
+    _run("decode_kernel", (_n_tiles(a.data) + _n_tiles(b.data),), tuple(tensors), *numbers, **how, **_TILED)
     return tensors[2], tensors[5], None
 
 
@@ -323,18 +249,10 @@ def update(
         rows.append((history.data_ptr(), scale.data_ptr(), length, n, start))
         start, longest, widest = start + n, max(longest, length), max(widest, n)
     scale = states[0][1]
-    table = _table(tuple(rows), scale.device)
-    _run(
-        "update_kernel",
-        (len(rows),),
-        (table, scale if amaxes is None else amaxes),
-        fp8_max * 2.0**-margin,
-        REDUCED=amaxes is not None,
-        MOST_RECENT=most_recent,
-        LENGTH=_power_of_2(longest),
-        N=_power_of_2(widest),
-        **_FLAT,
-    )
+    tensors = _table(tuple(rows), scale.device), scale if amaxes is None else amaxes
+    sizes = dict(LENGTH=_power_of_2(longest), N=_power_of_2(widest))
+    how = dict(REDUCED=amaxes is not None, MOST_RECENT=most_recent, **sizes)
+    _run("update_kernel", (len(rows),), tensors, fp8_max * 2.0**-margin, **how, **_FLAT)
 
 
 @functools.cache  # never freed: a CUDA graph reads its table at every replay

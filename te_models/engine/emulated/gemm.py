@@ -46,14 +46,13 @@ def gemm(
     dtype: torch.dtype,
     split_accumulator: bool,
 ) -> Tensor:
-    """Return the product [M, N] of two quantized matrices over their common dimension, plus `bias` [N],
-    rounded to `dtype`.
+    """Return the product [M, N] of two quantized matrices, plus `bias` [N], rounded to `dtype`.
 
     A rowwise copy is contracted over its last dimension, a columnwise one over its first, as `columnwise` says of both.
     """
     per_tensor = isinstance(a, Float8TensorStorage) and isinstance(b, Float8TensorStorage)
     on_tensor_cores = per_tensor and _tensor_cores(a._scale_inv.device)
-    if on_tensor_cores or _products(a, b, columnwise[1]) <= _EXACT_PRODUCTS.get():
+    if on_tensor_cores or a._shape.numel() * b._matrix[columnwise[1]] <= _EXACT_PRODUCTS.get():
         left, right = a.fp8_matrix(columnwise[0]), b.fp8_matrix(columnwise[1])
         if left is not None and right is not None:
             if on_tensor_cores:
@@ -77,11 +76,6 @@ def _operands(
     else:
         x, y = a.operand(columnwise[0]), b.operand(columnwise[1])
     return x.t if columnwise[0] else x, y if columnwise[1] else y.t
-
-
-def _products(a: QuantizedTensorStorage, b: QuantizedTensorStorage, columnwise: bool) -> int:
-    """Return M*N*K."""
-    return a._shape.numel() * b._matrix[columnwise]
 
 
 @functools.cache

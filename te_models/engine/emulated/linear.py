@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class _Call:
     grad_input_quantizer: Any = None
     updates: ScaleRegistry | None = None  # whose backward scales this module's backward updates
     splits: tuple[bool, bool, bool] = (False, True, True)  # split accumulation in fprop, dgrad, wgrad
-    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    context: contextvars.Context | None = None  # of the forward, in which an FP8 backward runs
 
 
 class _Linear(torch.autograd.Function):
@@ -80,7 +80,7 @@ class _Linear(torch.autograd.Function):
             raise RuntimeError("te.Linear allows one backward: run the forward again instead of using retain_graph")
         call, ctx.call = ctx.call, None
         # exact_gemm and fused hold for the backward of a forward inside them, in whichever thread autograd runs it.
-        return call.context.run(_backward, ctx, call, grad)
+        return _backward(ctx, call, grad) if call.context is None else call.context.run(_backward, ctx, call, grad)
 
 
 def _backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -197,38 +197,22 @@ class Linear(TransformerEngineBaseModule):
     """A linear layer that runs in low precision inside an enabled `autocast`."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable[[Tensor], Any] | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        parameters_split: tuple[str, ...] | dict[str, int] | None = None,
-        device: torch.device | str | None = None,
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        save_original_input: bool = False,
+        self, in_features: int, out_features: int, sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None, rng_tracker_name: str | None = None,
+        init_method: Callable[[Tensor], Any] | None = None, bias: bool = True, return_bias: bool = False,
+        params_dtype: torch.dtype | None = None, parallel_mode: str | None = None,
+        parameters_split: tuple[str, ...] | dict[str, int] | None = None, device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False, ub_name: str | None = None,
+        delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None, save_original_input: bool = False,
         name: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Make a layer with Transformer Engine's signature, in which the third positional argument is not the bias.
 
         `in_features` and `out_features` are the whole layer's; the attributes of these names and the parameters are
-        this rank's share (parallel.py). `device` None is torch's default device. The `ub_*` and `symmetric_ar_type`
-        options, which change only the speed of communication, have no effect.
+        this rank's share (parallel.py). The `ub_*` and `symmetric_ar_type` options, which change only the speed of
+        communication, have no effect.
 
         Raises:
             NotImplementedError: for an option that is not emulated.
@@ -251,8 +235,7 @@ class Linear(TransformerEngineBaseModule):
         self.init_method = init_method or _normal
         factory: Any = dict(device=device, dtype=params_dtype or torch.get_default_dtype())
         self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **factory))
-        empty = torch.empty(self.out_features if bias else 0, **factory)
-        self.bias = nn.Parameter(empty) if bias else empty
+        self.bias = nn.Parameter(torch.empty(self.out_features, **factory)) if bias else torch.empty(0, **factory)
         if self.primary_weights_in_fp8:
             self.init_fp8_metadata()
         if self.weight.device.type != "meta":
@@ -300,11 +283,7 @@ class Linear(TransformerEngineBaseModule):
         return param
 
     def forward(
-        self,
-        inp: Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
+        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Any:
         """Apply the layer to `[..., in_features]`.
 
@@ -331,13 +310,7 @@ class Linear(TransformerEngineBaseModule):
         return out if bias is None or fused else out + bias.to(self.activation_dtype)
 
     def _call(
-        self,
-        parallel: Parallelism,
-        inp: Any,
-        bias: Tensor | None,
-        first: bool | None,
-        fp8_output: bool,
-        fp8_grad: bool,
+        self, parallel: Parallelism, inp: Any, bias: Tensor | None, first: bool | None, fp8_output: bool, fp8_grad: bool
     ) -> _Call:
         """Collect the arguments of one pass; takes the "first module" flag."""
         grad = torch.is_grad_enabled()
@@ -358,7 +331,7 @@ class Linear(TransformerEngineBaseModule):
         return _Call(
             self, parallel, self.activation_dtype, True, grad, first, override, forward[0], forward[1],
             forward[2] if fp8_output else None, backward[0], backward[1] if fp8_grad else None, updates,
-            recipe.split_accumulators,
+            recipe.split_accumulators, contextvars.copy_context(),
         )  # fmt: skip
 
     def quantized_weight(self, weight: Tensor, call: _Call, columnwise: bool) -> Any:
@@ -400,8 +373,7 @@ def _check_dims(inp: torch.Size, weight: torch.Size, grad: bool) -> None:
 
 
 def _registry_to_update() -> ScaleRegistry | None:
-    """Return the scales that this module's backward updates, if it is the first;
-    a recompute leaves the flag as it was."""
+    """Return the scales that the first module's backward updates; a recompute leaves the flag as it was."""
     state = FP8GlobalStateManager.quantization_state
     before = state.is_first_fp8_module
     first = FP8GlobalStateManager.is_first_fp8_module()

@@ -50,32 +50,20 @@ def make_quantizer(recipe: Recipe, slot: str, device: torch.device) -> Quantizer
         return MXFP8Quantizer(dtype, with_2d_quantization=recipe.enable_2d_quantization and slot == "weight")
     if isinstance(recipe, NVFP4BlockScaling):
         params = recipe.options(operand)
-        return NVFP4Quantizer(
-            with_rht=params.random_hadamard_transform,
-            with_post_rht_amax=params.random_hadamard_transform,
-            with_2d_quantization=params.fp4_2d_quantization,
-            stochastic_rounding=params.stochastic_rounding,
-        )
-    if isinstance(recipe, Float8BlockScaling):
+        transform = params.random_hadamard_transform
+        how = dict(with_2d_quantization=params.fp4_2d_quantization, stochastic_rounding=params.stochastic_rounding)
+        return NVFP4Quantizer(with_rht=transform, with_post_rht_amax=transform, **how)
+    if isinstance(recipe, Float8CurrentScaling) and result:
+        # It follows `use_power_2_scales`, where the operands of a GEMM follow `fp8_quant_*`, as in Transformer Engine.
+        return Float8CurrentScalingQuantizer(dtype, device, force_pow_2_scales=recipe.use_power_2_scales)
+    if isinstance(recipe, (Float8BlockScaling, Float8CurrentScaling)):
         params = recipe.options(operand)
+        scales: Any = dict(force_pow_2_scales=params.power_2_scale, amax_epsilon=params.amax_epsilon)
+        if isinstance(recipe, Float8CurrentScaling):
+            return Float8CurrentScalingQuantizer(dtype, device, **scales)
         dims = {"fwd_weight": recipe.w_block_scaling_dim, "bwd_grad": recipe.grad_block_scaling_dim}
-        return Float8BlockQuantizer(
-            dtype,
-            rowwise=True,
-            columnwise=True,
-            amax_epsilon=params.amax_epsilon,
-            force_pow_2_scales=params.power_2_scale,
-            block_scaling_dim=dims.get(operand, recipe.x_block_scaling_dim),
-        )
-    if isinstance(recipe, Float8CurrentScaling):
-        params = recipe.options(operand)
-        if (
-            result
-        ):  # follows `use_power_2_scales`, where the operands of a GEMM follow `fp8_quant_*`, as in Transformer Engine
-            return Float8CurrentScalingQuantizer(dtype, device, force_pow_2_scales=recipe.use_power_2_scales)
-        return Float8CurrentScalingQuantizer(
-            dtype, device, force_pow_2_scales=params.power_2_scale, amax_epsilon=params.amax_epsilon
-        )
+        dim = dims.get(operand, recipe.x_block_scaling_dim)
+        return Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, block_scaling_dim=dim, **scales)
     raise ValueError(
         f"{type(recipe).__name__} is not emulated: use one of the recipes of te_models.engine.emulated.recipe"
     )
@@ -92,22 +80,23 @@ def restored_recompute() -> Iterator[None]:
         state.restored_recomputes -= 1
 
 
-def empty_extra_state() -> Tensor:
-    """Return the `_extra_state` of a state_dict: empty, since the FP8 state is saved elsewhere,
-    and never as a pickle."""
-    return torch.empty(0, dtype=torch.uint8)
+class EmptyExtraState(nn.Module):
+    """A module with an empty `_extra_state` in its state_dict: the FP8 state is saved elsewhere, not as a pickle."""
+
+    def get_extra_state(self) -> Tensor:
+        """Return an empty tensor: the key has to be there, as in Transformer Engine."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor | None) -> None:
+        """Accept an absent or empty state; raise a RuntimeError for Transformer Engine's pickled one."""
+        if state is not None and (not isinstance(state, Tensor) or state.numel()):
+            raise RuntimeError(
+                f"Refusing to load pickled Transformer Engine extra state for {type(self).__name__}. "
+                "Replace the _extra_state entry by torch.empty(0, dtype=torch.uint8)"
+            )
 
 
-def check_extra_state(owner: str, state: Tensor | None) -> None:
-    """Accept an absent or empty extra state; raise a RuntimeError for Transformer Engine's pickled one."""
-    if state is not None and (not isinstance(state, Tensor) or state.numel()):
-        raise RuntimeError(
-            f"Refusing to load pickled Transformer Engine extra state for {owner}. "
-            "Replace the _extra_state entry by torch.empty(0, dtype=torch.uint8)"
-        )
-
-
-class TransformerEngineBaseModule(nn.Module):
+class TransformerEngineBaseModule(EmptyExtraState):
     """Base of modules with a `weight` and quantizers.
 
     `fp8_meta` holds the states of delayed scaling under "scaling_fwd" and "scaling_bwd" (None under other recipes), and
@@ -262,10 +251,12 @@ class TransformerEngineBaseModule(nn.Module):
 
     def _refuse_foreign_recompute(self) -> None:
         """Raise if torch.utils.checkpoint recomputes in the backward pass, where the forward's autocast is gone."""
+        state = FP8GlobalStateManager.quantization_state
+        if not (self.fp8 or state.fp8_enabled):
+            return
         before, now = self._tracked, torch.is_grad_enabled()
         if now != before:
             self._tracked = now
-        state = FP8GlobalStateManager.quantization_state
         if not in_backward() or state.restored_recomputes:
             return
         if self.fp8 and not state.fp8_enabled:
@@ -328,14 +319,6 @@ class TransformerEngineBaseModule(nn.Module):
         for key in DIRECTIONS:
             if (own := self.fp8_meta.get(key)) is not None:
                 self.quantizers[key] = own.make_quantizers()
-
-    def get_extra_state(self) -> Tensor:
-        """Return an empty tensor: the key has to be there, as in Transformer Engine."""
-        return empty_extra_state()
-
-    def set_extra_state(self, state: Tensor | None) -> None:
-        """Accept an empty state."""
-        check_extra_state(type(self).__name__, state)
 
 
 def in_backward() -> bool:

@@ -82,8 +82,7 @@ def _nan_to_zero_(magnitudes: Tensor) -> Tensor:
 def scale_from_amax(
     amax: Tensor, fp8_max: float, power_of_2: bool = False, epsilon: float = 0.0, infinite: float = FLT_MAX
 ) -> Tensor:
-    """Return the FP32 multiplier that brings `amax` to `fp8_max`; 1 for an amax of 0 or infinity,
-    `infinite` on overflow.
+    """Return the FP32 multiplier that brings `amax` to `fp8_max`: 1 for 0 and infinity, `infinite` on overflow.
 
     `power_of_2` rounds down to a power of two. `epsilon` is a lower bound of the amax.
     """

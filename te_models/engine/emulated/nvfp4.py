@@ -24,9 +24,9 @@ from te_models.engine.emulated.quantizers import Quantizer
 from te_models.engine.emulated.recipe import NVFP4BlockScaling
 from te_models.engine.emulated.tensors import (
     BlockScaled,
+    BlockStorage,
     Operand,
     QuantizedTensor,
-    QuantizedTensorStorage,
     as_matrix,
     pad_to,
     rows_first,
@@ -154,7 +154,7 @@ def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     return torch.cat([numerics.split_blocks(part, block).amax((1, 3)) for part in parts]).view(torch.float32)
 
 
-class NVFP4TensorStorage(QuantizedTensorStorage):
+class NVFP4TensorStorage(BlockStorage):
     """NVFP4 data.
 
     For M rows and K columns: `_rowwise_data` uint8 `[..., K/2]`, `_columnwise_data` `[K, ..., M/2]`, both packed along
@@ -166,48 +166,28 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
         "_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise",
         "_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise",
     )  # fmt: skip
-    _rowwise_data: Tensor | None
-    _rowwise_scale_inv: Tensor | None
-    _amax_rowwise: Tensor | None
-    _columnwise_data: Tensor | None
-    _columnwise_scale_inv: Tensor | None
-    _amax_columnwise: Tensor | None
+    _amax_rowwise: Tensor | None = None
+    _amax_columnwise: Tensor | None = None
     _fp4_dtype: DType
 
     def _metadata(self) -> dict[str, Any]:
         return super()._metadata() | {"fp4_dtype": self._fp4_dtype}
 
-    def get_usages(self) -> dict[str, bool]:
-        """Return which copies exist."""
-        return {"rowwise": self._rowwise_data is not None, "columnwise": self._columnwise_data is not None}
-
-    def _drop(self, columnwise: bool) -> None:
-        for name in self._tensors[3:] if columnwise else self._tensors[:3]:
-            setattr(self, name, None)
-
     def operand(self, columnwise: bool) -> Operand:
         """Return values times block scales, and the tensor's scale. A columnwise copy may be Hadamard-transformed."""
-        m, k = self._matrix
-        packed, scales, amax = (
-            getattr(self, name) for name in (self._tensors[3:] if columnwise else self._tensors[:3])
-        )
-        rows, columns = (k, m) if columnwise else (m, k)
-        scale = scales[:rows, : columns // BLOCK].view(torch.float8_e4m3fn).float()
+        packed, scale, block, _, amax, _ = self.blocks(columnwise)
+        assert amax is not None
+        values = unpack_rows(packed) if columnwise else unpack(packed)
+        rows, columns = values.shape[::-1] if columnwise else values.shape
+        scale = scale[:rows, : columns // BLOCK].view(torch.float8_e4m3fn).float()
+        values = numerics.scale_blocks_(values, scale.t() if columnwise else scale, block)
         # A division by a Python number would be a product on a GPU.
-        packed, whole = packed.reshape(rows, columns // 2), amax / torch.full_like(amax, TOP)
-        if columnwise:
-            values = numerics.scale_blocks_(unpack_rows(packed.t()), scale.t(), (BLOCK, 1))
-            return Operand(values, whole, narrow=True)
-        return Operand(numerics.scale_blocks_(unpack(packed), scale, (1, BLOCK)), whole, narrow=True)
+        return Operand(values, amax / torch.full_like(amax, TOP), narrow=True)
 
     def blocks(self, columnwise: bool) -> BlockScaled:
-        """Return the copy's data, scale bytes and amax."""
-        amax = self._amax_columnwise if columnwise else self._amax_rowwise
-        if columnwise:
-            data, scale, block = rows_first(self._columnwise_data), self._columnwise_scale_inv, (BLOCK, 1)
-        else:
-            data, scale, block = as_matrix(self._rowwise_data), self._rowwise_scale_inv, (1, BLOCK)
-        return BlockScaled(data, scale, block, self._fp4_dtype, amax, TOP)  # type: ignore[arg-type]
+        data, scale, amax = self._copy(columnwise)
+        data, block = (rows_first(data), (BLOCK, 1)) if columnwise else (as_matrix(data), (1, BLOCK))
+        return BlockScaled(data, scale, block, self._fp4_dtype, amax, TOP)
 
     def _high_precision(self, dtype: torch.dtype | None) -> Tensor:
         if self._rowwise_data is None:
@@ -230,25 +210,16 @@ class NVFP4Quantizer(Quantizer):
 
     _tensor_class = NVFP4Tensor
     _recipe = NVFP4BlockScaling
+    _multiple = BLOCK
 
     def __init__(
-        self,
-        fp4_dtype: DType = DType.kFloat4E2M1,
-        rowwise: bool = True,
-        columnwise: bool = True,
-        with_amax_reduction: bool = False,
-        amax_reduction_group: Any = None,
-        with_rht: bool = False,
-        with_post_rht_amax: bool = False,
-        with_2d_quantization: bool = False,
-        stochastic_rounding: bool = False,
-        row_scaled_nvfp4: bool = False,
-        nvfp4_use_4over6: bool = False,
-        nvfp4_e4m3_max: int = 448,
-        nvfp4_4over6_err_mode: str = "MAE",
-        with_random_sign_mask: bool = True,
+        self, fp4_dtype: DType = DType.kFloat4E2M1, rowwise: bool = True, columnwise: bool = True,
+        with_amax_reduction: bool = False, amax_reduction_group: Any = None, with_rht: bool = False,
+        with_post_rht_amax: bool = False, with_2d_quantization: bool = False, stochastic_rounding: bool = False,
+        row_scaled_nvfp4: bool = False, nvfp4_use_4over6: bool = False, nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE", with_random_sign_mask: bool = True,
         generator: torch.Generator | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Take Transformer Engine's arguments, and `generator`."""
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         if row_scaled_nvfp4 or nvfp4_use_4over6:
@@ -263,40 +234,38 @@ class NVFP4Quantizer(Quantizer):
         self.with_random_sign_mask = with_random_sign_mask
         self.generator = generator
 
-    def is_quantizable(self, inp: Tensor) -> bool:
-        """Return True if both matrix dimensions are multiples of 16."""
-        return inp.ndim >= 2 and inp.shape[-1] % BLOCK == 0 and inp.shape[:-1].numel() % BLOCK == 0
-
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
-        if not self.is_quantizable(tensor):
-            raise RuntimeError(
-                f"NVFP4 requires tensor dims that are divisible by 16 (got shape={tuple(tensor.shape)}): pad the tensor"
-            )
+        x, shape = as_matrix(tensor), tensor.shape
+        copies = self._fused if fused.active(x) else self._plain
+        row, row_scale, row_amax, column, column_scale, column_amax = copies(x, rowwise, columnwise)
+        if len(shape) != 2:
+            row = row.view(*shape[:-1], shape[-1] // 2) if rowwise else row
+            column = column.view(*shape[:-2], shape[-2] // 2, shape[-1]) if columnwise else column
         fields: dict[str, Any] = {"fp4_dtype": self.dtype}
-        fields |= dict.fromkeys(NVFP4TensorStorage._data_names())
-        x = as_matrix(tensor)
-        if fused.active(x):
-            return fields | self._fused(x, tensor.shape, rowwise, columnwise)
-        *lead, last = tensor.shape
-        shared = BLOCK if self.with_2d_quantization else 1
-        data = scale = amax = None
         if rowwise:
-            data, scale, amax = self._cast_blocks(x, (shared, BLOCK))
-            fields["rowwise_data"] = pack(data).view(*lead, last // 2)
-            fields |= {"rowwise_scale_inv": pad_to(scale.repeat_interleave(shared, 0), 128, 4), "amax_rowwise": amax}
+            fields |= {"rowwise_data": row, "rowwise_scale_inv": row_scale, "amax_rowwise": row_amax}
         if columnwise:
-            if data is None or scale is None or amax is None or not self._same_values:
-                data, scale, amax = self._cast_blocks(self._transformed(x), (BLOCK, shared))
-            fields["columnwise_data"] = pack_rows(data).view(*lead[:-1], lead[-1] // 2, last).movedim(-1, 0)
-            scale = pad_to(scale.repeat_interleave(shared, 1).t(), 128, 4)
-            fields |= {
-                "columnwise_scale_inv": scale,
-                "amax_columnwise": amax.clone(),
-            }  # a tensor of its own, as in Transformer Engine
+            fields |= {"columnwise_data": rows_last(column), "columnwise_scale_inv": column_scale}
+            fields["amax_columnwise"] = column_amax
         return fields
 
-    def _fused(self, x: Tensor, shape: torch.Size, rowwise: bool, columnwise: bool) -> dict[str, Any]:
-        """Quantize x `[M, K]`, a tensor of shape `shape`, with the kernels."""
+    def _plain(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Any, ...]:
+        """Return data, scale bytes and amax of x `[M, K]`, rowwise, data `[M, K/2]`, and columnwise, `[M/2, K]`."""
+        shared = BLOCK if self.with_2d_quantization else 1
+        row = column = (None,) * 3
+        made = self._cast_blocks(x, (shared, BLOCK)) if rowwise else None
+        if made is not None:
+            data, scale, amax = made
+            row = pack(data), pad_to(scale.repeat_interleave(shared, 0), 128, 4), amax
+        if columnwise:
+            same = made if self._same_values else None
+            data, scale, amax = same or self._cast_blocks(self._transformed(x), (BLOCK, shared))
+            # The amax is a tensor of its own, as in Transformer Engine.
+            column = pack_rows(data), pad_to(scale.repeat_interleave(shared, 1).t(), 128, 4), amax.clone()
+        return *row, *column
+
+    def _fused(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Any, ...]:
+        """Return the same from the kernels; a copy that was not asked for is empty."""
         t = self._transformed(x) if columnwise else x
         both = rowwise and t is not x
         amax = fused.amax(x if rowwise else t, t if both else None, nan=True)
@@ -306,16 +275,7 @@ class NVFP4Quantizer(Quantizer):
         noise = None
         if self.stochastic_rounding:
             noise = _random_words(x.numel(), rowwise + columnwise, self.generator, x.device)
-        row, row_scale, row_amax, col, *rest = fused.cast_nvfp4(
-            x, t, amax, noise, self.with_2d_quantization, rowwise, columnwise
-        )
-        if len(shape) != 2:
-            row = row.view(*shape[:-1], shape[-1] // 2) if rowwise else row
-            col = col.view(*shape[:-2], shape[-2] // 2, shape[-1]) if columnwise else col
-        made = row, row_scale, row_amax, rows_last(col), *rest
-        wanted = (rowwise,) * 3 + (columnwise,) * 3
-        names = NVFP4TensorStorage._data_names()
-        return {name: data for name, data, kept in zip(names, made, wanted, strict=True) if kept}
+        return fused.cast_nvfp4(x, t, amax, noise, self.with_2d_quantization, rowwise, columnwise)
 
     @property
     def _same_values(self) -> bool:

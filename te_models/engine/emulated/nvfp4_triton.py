@@ -13,19 +13,19 @@ GROUPS = tl.constexpr(8)  # blocks of 16 along a tile
 
 @triton.jit
 def _block_scale(bits, amax):
-    """The E4M3 byte of a block's scale and the block's multiplier, from the bits of its largest magnitude."""
+    """Return the E4M3 byte of a block's scale and the block's multiplier, from the bits of its largest magnitude."""
     one = tl.zeros_like(amax) + 1.0
     whole = tl.div_rn(tl.zeros_like(amax) + 2688.0, amax)  # 448 * 6; as nvfp4._global_scale, NaN stays
     whole = tl.where(whole > 3.4028234663852886e38, 3.4028234663852886e38, tl.where(whole == 0, 1.0, whole))
-    code = encode_fp8(bits.to(tl.float32, bitcast=True) * (whole * tl.div_rn(one, one * 6.0)), False)
-    scaled = decode_fp8(code, False) * tl.div_rn(one, whole)
+    byte = encode_fp8(bits.to(tl.float32, bitcast=True) * (whole * tl.div_rn(one, one * 6.0)), False)
+    scaled = decode_fp8(byte, False) * tl.div_rn(one, whole)
     multiplier = tl.div_rn(tl.zeros_like(scaled) + 1.0, scaled)
-    return code, tl.where(multiplier > 3.4028234663852886e38, 3.4028234663852886e38, multiplier)
+    return byte, tl.where(multiplier > 3.4028234663852886e38, 3.4028234663852886e38, multiplier)
 
 
 @triton.jit
 def _encode_e2m1(v, noise, at, mask, STOCHASTIC: tl.constexpr):
-    """nvfp4.encode_e2m1 as int32, of any FP32 values; `noise` are its random words."""
+    """Compute nvfp4.encode_e2m1 as int32, of any FP32 values; `noise` are its random words."""
     v = tl.where(v > 6.0, 6.0, tl.where(v < -6.0, -6.0, v))
     sign = tl.where(v.to(tl.int32, bitcast=True) < 0, 8, 0)
     size = tl.where(v != v, 0.0, tl.abs(v))
@@ -44,7 +44,7 @@ def nvfp4_kernel(
     ROW: tl.constexpr, COL: tl.constexpr, TWO_D: tl.constexpr, TRANSFORMED: tl.constexpr, STOCHASTIC: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of 16 along the rows of x and the columns of t, which is x unless TRANSFORMED; TWO_D: 16x16 elements.
+    """Cast blocks of 16 along the rows of x and the columns of t, which is x unless TRANSFORMED; TWO_D: 16x16 elements.
 
     The largest of the first n_parts of `parts` is the amax of x, that of the next n_parts the transformed one's. The
     random words of the columns start at `col_noise`.
@@ -93,7 +93,7 @@ def nvfp4_kernel(
 
 @triton.jit
 def _largest(parts, k, n_parts):
-    """The largest of n_parts magnitudes; NaN is larger than any number."""
+    """Return the largest of n_parts magnitudes; NaN is larger than any number."""
     bits = tl.load(parts + k, mask=k < n_parts, other=0.0).to(tl.int32, bitcast=True)
     return tl.max(bits, 0).to(tl.float32, bitcast=True)
 
@@ -103,8 +103,7 @@ def nvfp4_decode_kernel(
     a, a_scale, a_out, a_amax, b, b_scale, b_out, b_amax, alpha, a_rows, a_cols, a_step, a_top, b_rows, b_cols, b_step,
     b_top, A_COL: tl.constexpr, B_COL: tl.constexpr,
 ):  # fmt: skip
-    """FP8 data times block scales of both matrices of a product as BF16,
-    and in `alpha` what the product is scaled by."""
+    """Write both matrices of a product as BF16, and the factor of the product to `alpha`."""
     tile, of_a = tl.program_id(0), tl.cdiv(a_rows, TILE) * tl.cdiv(a_cols, TILE)
     if tile < of_a:
         _decode_tile(tile, a, a_scale, a_out, a_rows, a_cols, a_step, A_COL)
@@ -118,17 +117,17 @@ def nvfp4_decode_kernel(
 
 @triton.jit
 def _decode_tile(tile, data, scale, out, rows, cols, step, COL: tl.constexpr):
-    """One tile; `step` is the stride of the scales, of which the blocks of a row (COL: column) follow each other."""
+    """Decode one tile; `step` is the stride of the scales, those of a row (COL: a column) follow each other."""
     across = tl.cdiv(cols, TILE)
     i, j, at, mask = _tile(tile // across, tile % across, rows, cols)
     if COL:
         byte = tl.load(data + (i // 2)[:, None] * cols + j[None, :], mask=mask, other=0).to(tl.int32)
-        code = byte >> ((i % 2).to(tl.int32) * 4)[:, None]
+        bits = byte >> ((i % 2).to(tl.int32) * 4)[:, None]
         factor = tl.load(scale + (i // 16)[:, None] + j[None, :] * step, mask=mask, other=0)
     else:
         byte = tl.load(data + i[:, None] * (cols // 2) + (j // 2)[None, :], mask=mask, other=0).to(tl.int32)
-        code = byte >> ((j % 2).to(tl.int32) * 4)[None, :]
+        bits = byte >> ((j % 2).to(tl.int32) * 4)[None, :]
         factor = tl.load(scale + i[:, None] * step + (j // 16)[None, :], mask=mask, other=0)
     # As nvfp4._decode: the bits where FP32 has its exponent's end and its mantissa's start.
-    value = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+    value = (((bits & 7) << 22) | ((bits & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
     tl.store(out + at, (value * decode_fp8(factor, False)).to(tl.bfloat16), mask=mask)

@@ -69,8 +69,7 @@ class Parallelism:
                 quantizer.amax_reduction_group = self.group if gathers else None
 
     def rowwise_only(self, quantizer: Any) -> bool:
-        """Return True if the input is gathered rowwise for both GEMMs: with one scale,
-        both copies hold the same bytes."""
+        """Return True if one rowwise gather of the input serves both GEMMs: with one scale, both copies are equal."""
         return self.gathers_input and isinstance(quantizer, _PER_TENSOR)
 
     def gather_input(self, x: Any, quantizer: Any = None, columnwise: bool = False) -> Any:

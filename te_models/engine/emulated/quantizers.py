@@ -7,7 +7,7 @@ returns the plain storage. `rowwise_usage` and `columnwise_usage` choose the cop
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +30,7 @@ from te_models.engine.emulated.tensors import (
     Float8Tensor,
     MXFP8Tensor,
     QuantizedTensor,
-    QuantizedTensorStorage,
+    StraightThrough,
     as_matrix,
     like,
     pad_to,
@@ -44,30 +44,18 @@ def fp8_dtype(fp8_format: Format, forward: bool) -> DType:
     return DType.kFloat8E4M3 if e4m3 else DType.kFloat8E5M2
 
 
-class _Quantize(torch.autograd.Function):
-    """Quantize; the gradient is that of the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-        return make(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad, None
-
-
 class Quantizer:
     """Base of the quantizers. A subclass defines `_tensor_class` and `_encode`."""
 
     _tensor_class: ClassVar[type[QuantizedTensor]]
     _recipe: ClassVar[type[Recipe] | tuple[type[Recipe], ...]]
+    _multiple: ClassVar[int] = 1  # of which both matrix dimensions have to be multiples
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         """Choose the copies to make."""
         self.rowwise_usage = rowwise
         self.columnwise_usage = columnwise
         self.internal = False
-        self.optimize_for_gemm = False
 
     def __repr__(self) -> str:
         usage = f"rowwise_usage={self.rowwise_usage}, columnwise_usage={self.columnwise_usage}"
@@ -94,15 +82,14 @@ class Quantizer:
             return self.update_quantized(tensor, out)
         if self.internal:
             return self._build(tensor, dtype)
-        return _Quantize.apply(tensor, lambda t: self._build(t, dtype))
+        return StraightThrough.apply(tensor, lambda t: self._build(t, dtype))
 
     def update_quantized(self, src: Tensor, dst: Any) -> Any:
         """Quantize `src` into the copies that `dst` has, and return `dst`."""
         usages = dst.get_usages()
         if tuple(src.shape) != tuple(dst._shape):
             raise ValueError(f"cannot quantize shape {tuple(src.shape)} into shape {tuple(dst._shape)}")
-        fields = self._encode(_bare(src), usages["rowwise"], usages["columnwise"])
-        for name, value in fields.items():
+        for name, value in self._fields(src, usages["rowwise"], usages["columnwise"]).items():
             setattr(dst, f"_{name}", value)
         return dst
 
@@ -114,32 +101,36 @@ class Quantizer:
         device: torch.device | str | None = None,
         requires_grad: bool = False,
     ) -> Any:
-        """Return a quantized tensor of zeros, without recording an amax."""
-        quantizer = self.copy()
-        quantizer._detach_state()
-        made = quantizer._build(torch.zeros(tuple(shape), dtype=dtype, device=device), None)
-        made._quantizer = self.copy()
+        """Return a quantized tensor of zeros, whose amax of 0 raises none."""
+        made = self._build(torch.zeros(tuple(shape), dtype=dtype, device=device), None)
         return made.requires_grad_(requires_grad) if isinstance(made, Tensor) else made
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        """Return True if the shape suits the format."""
-        return True
-
-    def _detach_state(self) -> None:
-        """Separate a copy from shared state."""
+        """Return True if both matrix dimensions are multiples of what the format needs."""
+        step = self._multiple
+        return step == 1 or (inp.ndim >= 2 and inp.shape[-1] % step == 0 and inp.shape[:-1].numel() % step == 0)
 
     def _get_compatible_recipe(self) -> type[Recipe] | tuple[type[Recipe], ...]:
         return self._recipe
 
     def _build(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
-        fields = self._encode(_bare(tensor), self.rowwise_usage, self.columnwise_usage)
+        fields = self._fields(tensor, self.rowwise_usage, self.columnwise_usage)
         fields |= {"shape": tensor.shape, "dtype": dtype or tensor.dtype, "quantizer": self.copy()}
         if self.internal:
             return self._tensor_class._storage_class()(**fields)
         return self._tensor_class(device=tensor.device, **fields)
 
-    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+    def _fields(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
         """Return the attributes (without the leading underscore) of the storage for `tensor`."""
+        if not self.is_quantizable(tensor):
+            raise RuntimeError(
+                f"{type(self).__name__.removesuffix('Quantizer')} requires tensor dims that are divisible by "
+                f"{self._multiple} (got shape={tuple(tensor.shape)}): pad the tensor"
+            )
+        return self._encode(_bare(tensor), rowwise, columnwise)
+
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+        """Return the same for a contiguous tensor of a suitable shape, without its graph."""
         raise NotImplementedError
 
 
@@ -186,9 +177,6 @@ class Float8Quantizer(_PerTensorQuantizer):
         self.scale = scale
         self.amax = amax
         self.dtype = DType.cast(fp8_dtype)
-
-    def _detach_state(self) -> None:
-        self.amax = self.amax.clone()
 
     def _cast(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         if fused.active(tensor) and self.amax.device == tensor.device:
@@ -246,7 +234,26 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         return numerics.cast_fp8(tensor, scale, self.dtype), scale.reciprocal()
 
 
-class Float8BlockQuantizer(Quantizer):
+class _BlockQuantizer(Quantizer):
+    """Base of the quantizers of FP8 blocks, whose two copies are independent."""
+
+    dtype: DType
+
+    def _copies(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
+        """Return data `[M, K]` and inverse scales of both copies of x `[M, K]`; anything for one not asked for."""
+        raise NotImplementedError
+
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+        row_data, row_scale, column_data, column_scale = self._copies(as_matrix(tensor), rowwise, columnwise)
+        fields: dict[str, Any] = {"fp8_dtype": self.dtype}
+        if rowwise:
+            fields |= {"rowwise_data": like(row_data, tensor), "rowwise_scale_inv": row_scale}
+        if columnwise:
+            fields |= {"columnwise_data": like(column_data, tensor), "columnwise_scale_inv": column_scale}
+        return fields
+
+
+class Float8BlockQuantizer(_BlockQuantizer):
     """128x128 blocks (`block_scaling_dim=2`) or 1x128 along the contraction (1), with FP32 scales."""
 
     _tensor_class = Float8BlockwiseQTensor
@@ -265,53 +272,35 @@ class Float8BlockQuantizer(Quantizer):
         """Round scales down to powers of two with `force_pow_2_scales`."""
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = DType.cast(fp8_dtype)
-        self.block_len = BLOCK
         self.amax_epsilon = amax_epsilon
         self.force_pow_2_scales = force_pow_2_scales
         self.block_scaling_dim = block_scaling_dim
 
     def _cast(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return FP8 data `[M, K]` and inverse scales, one per block."""
-        amax, infinite = numerics.block_amax(x, block), torch.finfo(x.dtype).max
-        scale = numerics.scale_from_amax(
-            amax, FP8_MAX[self.dtype], self.force_pow_2_scales, self.amax_epsilon, infinite
-        )
+        how = FP8_MAX[self.dtype], self.force_pow_2_scales, self.amax_epsilon, torch.finfo(x.dtype).max
+        scale = numerics.scale_from_amax(numerics.block_amax(x, block), *how)
         return numerics.cast_fp8_blocks(x, scale, block, self.dtype), scale.reciprocal()
 
-    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
-        fields: dict[str, Any] = {"fp8_dtype": self.dtype, "is_2D_scaled": self.block_scaling_dim == 2}
-        fields |= dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
-        x = as_matrix(tensor)
+    def _copies(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
         if fused.active(x):
-            made = fused.cast_blocks(
-                x,
-                self.dtype,
-                self.block_scaling_dim == 2,
-                rowwise,
-                columnwise,
-                self.force_pow_2_scales,
-                self.amax_epsilon,
-            )
-            row_data, row_scale, column_data, column_scale = made
-        elif self.block_scaling_dim == 2:
-            row_data, row_scale = self._cast(x, (BLOCK, BLOCK))
-            column_data, column_scale = row_data, pad_to(row_scale.t(), 1, 4) if columnwise else row_scale
-            row_scale = pad_to(row_scale, 1, 4)
-        else:
-            row_data, row_scale = self._cast(x, (1, BLOCK)) if rowwise else (x, x)
-            row_scale = pad_to(row_scale.t(), 1, 4)
-            column_data, column_scale = self._cast(x, (BLOCK, 1)) if columnwise else (x, x)
-            column_scale = pad_to(column_scale, 1, 4)
-        if rowwise:
-            fields["rowwise_data"] = like(row_data, tensor)
-            fields["rowwise_scale_inv"] = row_scale
+            how = self.dtype, self.block_scaling_dim == 2, rowwise, columnwise
+            return fused.cast_blocks(x, *how, self.force_pow_2_scales, self.amax_epsilon)
+        if self.block_scaling_dim == 2:
+            data, scale = self._cast(x, (BLOCK, BLOCK))
+            return data, pad_to(scale, 1, 4), data, pad_to(scale.t(), 1, 4) if columnwise else scale
+        row_data, row_scale = self._cast(x, (1, BLOCK)) if rowwise else (x, x[:0, :0])
+        column_data, column_scale = self._cast(x, (BLOCK, 1)) if columnwise else (x, x[:0, :0])
+        return row_data, pad_to(row_scale.t(), 1, 4), column_data, pad_to(column_scale, 1, 4)
+
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+        fields = super()._encode(tensor, rowwise, columnwise) | {"is_2D_scaled": self.block_scaling_dim == 2}
         if columnwise:
-            fields["columnwise_data"] = rows_last(like(column_data, tensor))
-            fields["columnwise_scale_inv"] = column_scale
+            fields["columnwise_data"] = rows_last(fields["columnwise_data"])
         return fields
 
 
-class MXFP8Quantizer(Quantizer):
+class MXFP8Quantizer(_BlockQuantizer):
     """Blocks of 32 elements with an E8M0 scale; `with_2d_quantization` shares a scale over 32x32 elements.
 
     Equal in every bit to torchao's `to_mx(..., ScaleCalculationMode.RCEIL)` (0.18), except where Transformer Engine's
@@ -322,6 +311,7 @@ class MXFP8Quantizer(Quantizer):
 
     _tensor_class = MXFP8Tensor
     _recipe = MXFP8BlockScaling
+    _multiple = MX_BLOCK
 
     def __init__(
         self, fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True, with_2d_quantization: bool = False
@@ -330,10 +320,6 @@ class MXFP8Quantizer(Quantizer):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = DType.cast(fp8_dtype)
         self.with_2d_quantization = with_2d_quantization
-
-    def is_quantizable(self, inp: Tensor) -> bool:
-        """Return True if both matrix dimensions are multiples of 32."""
-        return inp.ndim >= 2 and inp.shape[-1] % MX_BLOCK == 0 and inp.shape[:-1].numel() % MX_BLOCK == 0
 
     def _cast(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return FP8 data `[M, K]` and scale bytes `[M/bm, K/bk]`."""
@@ -344,31 +330,9 @@ class MXFP8Quantizer(Quantizer):
             e = e.repeat_interleave(MX_BLOCK, 1 if block[1] == 1 else 0)
         return data, e
 
-    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
-        if not self.is_quantizable(tensor):
-            raise RuntimeError(
-                f"MXFP8 requires tensor dims that are divisible by 32 (got shape={tuple(tensor.shape)}): pad the tensor"
-            )
-        fields: dict[str, Any] = {"fp8_dtype": self.dtype}
-        fields |= dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
-        x = as_matrix(tensor)
+    def _copies(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
         if fused.active(x):
-            made = fused.cast_mx(x, self.dtype, self.with_2d_quantization, rowwise, columnwise)
-            if rowwise:
-                fields |= {"rowwise_data": like(made[0], tensor), "rowwise_scale_inv": made[1]}
-            if columnwise:
-                fields |= {"columnwise_data": like(made[2], tensor), "columnwise_scale_inv": made[3]}
-            return fields
-        if rowwise:
-            data, e = self._cast(x, (1, MX_BLOCK))
-            fields |= {"rowwise_data": like(data, tensor), "rowwise_scale_inv": pad_to(e, 128, 4)}
-        if columnwise:
-            data, e = self._cast(x, (MX_BLOCK, 1))
-            fields |= {"columnwise_data": like(data, tensor), "columnwise_scale_inv": pad_to(e, 4, 128)}
-        return fields
-
-
-__all__ = [
-    "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer", "MXFP8Quantizer",
-    "QuantizedTensorStorage", "Quantizer",
-]  # fmt: skip
+            return fused.cast_mx(x, self.dtype, self.with_2d_quantization, rowwise, columnwise)
+        row_data, row_scale = self._cast(x, (1, MX_BLOCK)) if rowwise else (x, x[:0, :0])
+        column_data, column_scale = self._cast(x, (MX_BLOCK, 1)) if columnwise else (x, x[:0, :0])
+        return row_data, pad_to(row_scale, 128, 4), column_data, pad_to(column_scale, 4, 128)

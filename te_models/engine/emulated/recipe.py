@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 from te_models.errors import unknown
 
@@ -57,34 +56,18 @@ class QParams:
     fp4_2d_quantization: bool = False
 
 
-def _as_int(value: Any) -> int:
-    if isinstance(value, bool) or float(value) != int(float(value)):
-        raise ValueError
-    return int(float(value))
+_TYPES = {"int": int, "bool": bool, "str": str, "Format": Format, "MMParams": MMParams}
 
 
-def _as_bool(value: Any) -> bool:
-    if value not in (True, False):
-        raise ValueError
-    return bool(value)
-
-
-def _as(kind: type) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise ValueError
-        return value
-
-    return check
-
-
-_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "int": _as_int,
-    "bool": _as_bool,
-    "Format": _as(Format),
-    "MMParams": _as(MMParams),
-    "str": _as(str),
-}
+def _typed(value: Any, kind: type) -> Any:
+    """Return `value` as a `kind`; raise a TypeError or a ValueError if it is something else."""
+    if kind is bool and value in (True, False):
+        return bool(value)
+    if kind is int and not isinstance(value, bool) and float(value).is_integer():
+        return int(float(value))
+    if kind in (bool, int) or not isinstance(value, kind):
+        raise TypeError
+    return value
 
 
 def _require(condition: bool, message: str) -> None:
@@ -92,11 +75,29 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _predicate(*names: str) -> Any:
+    """Return a class method that is True for the recipes of these names."""
+
+    def holds(cls: type) -> bool:
+        return any(base.__name__ in names for base in cls.__mro__)
+
+    return classmethod(holds)
+
+
 class Recipe:
     """Base of all recipes. Equality compares the declared fields; `repr` is the key of the global amax registry."""
 
     fp8_format: Format
     backward_override: str | None
+    # The fields in `repr`, by which the registry of delayed scales tells recipes apart.
+    _shown: ClassVar[tuple[str, ...]]
+
+    delayed = _predicate("DelayedScaling")
+    float8_current_scaling = _predicate("Float8CurrentScaling")
+    float8_per_tensor_scaling = _predicate("DelayedScaling", "Float8CurrentScaling")
+    float8_block_scaling = _predicate("Float8BlockScaling")
+    mxfp8 = _predicate("MXFP8BlockScaling")
+    nvfp4 = _predicate("NVFP4BlockScaling")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Recipe:
         """Raise a ValueError for a keyword that is not a field of the recipe."""
@@ -112,10 +113,10 @@ class Recipe:
     def __post_init__(self) -> None:
         """Check types, and the rules that all recipes share."""
         for field in dataclasses.fields(cast(Any, self)):
-            if check := _CHECKS.get(str(field.type)):
+            if kind := _TYPES.get(str(field.type)):
                 value = getattr(self, field.name)
                 try:
-                    setattr(self, field.name, check(value))
+                    setattr(self, field.name, _typed(value, kind))
                 except (TypeError, ValueError):
                     owner = type(self).__name__
                     raise ValueError(f"{owner}.{field.name} must be of type {field.type}, not {value!r}") from None
@@ -123,47 +124,16 @@ class Recipe:
             self.backward_override in _BACKWARD_OVERRIDES,
             "NVTE_BACKWARD_OVERRIDE must be unset or one of: 'high_precision', 'dequantized'.",
         )
-
-    def _repr_fields(self) -> tuple[str, ...]:
-        """Return the names of the fields in `repr`, which tell recipes apart in the registry of delayed scales."""
-        return ()
+        e5m2 = self.fp8_format == Format.E5M2 and not self.nvfp4()
+        _require(not e5m2, "Pure E5M2 training is not supported.")
 
     def __repr__(self) -> str:
         shown = [f"recipe_type={type(self).__name__}"]
-        for name in self._repr_fields():
+        for name in self._shown:
             value = getattr(self, name)
             shown.append(f"{name}={value.name if isinstance(value, Format) else value}")
-        return ", ".join(shown).replace("fp8_format=", "format=") if not self.nvfp4() else ", ".join(shown)
-
-    @classmethod
-    def nvfp4(cls) -> bool:
-        """Return True for NVFP4BlockScaling."""
-        return issubclass(cls, NVFP4BlockScaling)
-
-    @classmethod
-    def mxfp8(cls) -> bool:
-        """Return True for MXFP8BlockScaling."""
-        return issubclass(cls, MXFP8BlockScaling)
-
-    @classmethod
-    def delayed(cls) -> bool:
-        """Return True for DelayedScaling."""
-        return issubclass(cls, DelayedScaling)
-
-    @classmethod
-    def float8_current_scaling(cls) -> bool:
-        """Return True for Float8CurrentScaling."""
-        return issubclass(cls, Float8CurrentScaling)
-
-    @classmethod
-    def float8_per_tensor_scaling(cls) -> bool:
-        """Return True if a tensor has a single scale."""
-        return issubclass(cls, (DelayedScaling, Float8CurrentScaling))
-
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        """Return True for Float8BlockScaling."""
-        return issubclass(cls, Float8BlockScaling)
+        text = ", ".join(shown)
+        return text if self.nvfp4() else text.replace("fp8_format=", "format=")
 
     def options(self, operand: str) -> QParams:
         """Return the quantization options of "fwd_inp", "fwd_weight" or "bwd_grad"."""
@@ -174,14 +144,12 @@ class Recipe:
         """Split accumulation in the forward, input gradient and weight gradient GEMMs (section 7.6)."""
         return False, True, True
 
-    def _forbid_e5m2(self) -> None:
-        _require(self.fp8_format != Format.E5M2, "Pure E5M2 training is not supported.")
-
 
 @dataclass(repr=False)
 class DelayedScaling(Recipe):
     """One scale per tensor, from the amaxes of the last `amax_history_len` steps."""
 
+    _shown = ("margin", "fp8_format", "amax_history_len", "reduce_amax", "fp8_dpa", "fp8_mha", "backward_override")
     margin: int = 0
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
@@ -195,23 +163,21 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        self._forbid_e5m2()
         _require(self.backward_override is None, "Delayed scaling only supports backward_override=None.")
         _require(self.amax_history_len >= 1, f"amax_history_len must be at least 1, not {self.amax_history_len}")
         if self.amax_compute_algo not in ("max", "most_recent"):  # nor is a function emulated
             raise unknown("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
         _require(self.scaling_factor_compute_algo is None, "scaling_factor_compute_algo is not emulated: leave it out")
 
-    def _repr_fields(self) -> tuple[str, ...]:
-        return (
-            "margin", "fp8_format", "amax_history_len", "reduce_amax", "fp8_dpa", "fp8_mha", "backward_override",
-        )  # fmt: skip
-
 
 @dataclass(repr=False)
 class Float8CurrentScaling(Recipe):
     """One scale per tensor, from the tensor itself. te.Linear reads its quantization options from `fp8_quant_*`."""
 
+    _shown = (
+        "fp8_format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad", "fp8_gemm_fprop",
+        "fp8_gemm_dgrad", "fp8_gemm_wgrad", "fp8_dpa", "fp8_mha", "backward_override",
+    )  # fmt: skip
     use_power_2_scales: bool = _CURRENT_POWER_2
     fp8_format: Format = Format.HYBRID
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
@@ -226,11 +192,6 @@ class Float8CurrentScaling(Recipe):
     fp8_quant_fwd_weight = QParams(power_2_scale=_CURRENT_POWER_2)
     fp8_quant_bwd_grad = QParams(power_2_scale=_CURRENT_POWER_2)
 
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        self._forbid_e5m2()
-
     @property
     def split_accumulators(self) -> tuple[bool, bool, bool]:
         """Split accumulation in the forward, input gradient and weight gradient GEMMs (section 7.6)."""
@@ -238,17 +199,12 @@ class Float8CurrentScaling(Recipe):
         fprop, dgrad, wgrad = (gemm.use_split_accumulator for gemm in gemms)
         return fprop, dgrad, wgrad
 
-    def _repr_fields(self) -> tuple[str, ...]:
-        return (
-            "fp8_format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad",
-            "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad", "fp8_dpa", "fp8_mha", "backward_override",
-        )  # fmt: skip
-
 
 @dataclass(repr=False)
 class MXFP8BlockScaling(Recipe):
     """One power-of-two scale (E8M0) per 32 consecutive elements; `margin` is unused."""
 
+    _shown = ("margin", "fp8_format", "backward_override", "enable_2d_quantization")
     margin: int = 0
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
@@ -256,19 +212,16 @@ class MXFP8BlockScaling(Recipe):
     backward_override: str | None = _BACKWARD_OVERRIDE
     enable_2d_quantization: bool = False
 
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        self._forbid_e5m2()
-
-    def _repr_fields(self) -> tuple[str, ...]:
-        return ("margin", "fp8_format", "backward_override", "enable_2d_quantization")
-
 
 @dataclass(repr=False)
 class Float8BlockScaling(Recipe):
     """One FP32 scale per 1x128 (dim 1) or 128x128 (dim 2) elements; `fp8_quant_*` restricts scales to powers of two."""
 
+    _shown = (
+        "fp8_format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad", "x_block_scaling_dim",
+        "w_block_scaling_dim", "grad_block_scaling_dim", "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad",
+        "fp8_dpa", "fp8_mha", "backward_override",
+    )  # fmt: skip
     use_f32_scales: bool = _BLOCK_FP32_SCALES
     fp8_format: Format = Format.E4M3
     x_block_scaling_dim: int = 1
@@ -297,19 +250,8 @@ class Float8BlockScaling(Recipe):
             split = getattr(self, f"fp8_gemm_{name}").use_split_accumulator
             _require(split, f"Split accumulator required for {name}.")
         _require(not self.fp8_dpa and not self.fp8_mha, "FP8 attention is not supported for Float8BlockScaling.")
-        self._forbid_e5m2()
 
-    @property
-    def split_accumulators(self) -> tuple[bool, bool, bool]:
-        """Split accumulation in all GEMMs, as `__post_init__` demands."""
-        return True, True, True
-
-    def _repr_fields(self) -> tuple[str, ...]:
-        return (
-            "fp8_format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad",
-            "x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim",
-            "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad", "fp8_dpa", "fp8_mha", "backward_override",
-        )  # fmt: skip
+    split_accumulators = Float8CurrentScaling.split_accumulators
 
 
 @dataclass(repr=False)
@@ -320,6 +262,10 @@ class NVFP4BlockScaling(Recipe):
     weight gradient go through a random Hadamard transform; the three `disable_*` fields turn these off.
     """
 
+    _shown = (
+        "fp4_format", "fp8_format", "fp8_dpa", "fp8_mha", "backward_override", "fp4_quant_fwd_inp",
+        "fp4_quant_fwd_weight", "fp4_quant_bwd_grad",
+    )  # fmt: skip
     disable_rht: bool = os.getenv("NVTE_NVFP4_DISABLE_RHT", "0") == "1"
     disable_stochastic_rounding: bool = os.getenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "0") == "1"
     disable_2d_quantization: bool = os.getenv("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "0") == "1"
@@ -337,12 +283,5 @@ class NVFP4BlockScaling(Recipe):
         self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=not self.disable_rht)
         self.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=not self.disable_2d_quantization)
         self.fp4_quant_bwd_grad = QParams(
-            random_hadamard_transform=not self.disable_rht,
-            stochastic_rounding=not self.disable_stochastic_rounding,
+            random_hadamard_transform=not self.disable_rht, stochastic_rounding=not self.disable_stochastic_rounding
         )
-
-    def _repr_fields(self) -> tuple[str, ...]:
-        return (
-            "fp4_format", "fp8_format", "fp8_dpa", "fp8_mha", "backward_override",
-            "fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad",
-        )  # fmt: skip

@@ -2,147 +2,52 @@
 
 Both modes of Transformer Engine (section 9 of docs/internals/transformer_engine.md): reentrant, whose first pass runs
 without grad and whose backward runs forward and backward; and non-reentrant, whose first pass drops its saved tensors
-and recomputes all of them when the first is needed. The recompute runs under the autocasts and the random state of the
-first pass.
+and recomputes all of them when the first is needed. PyTorch's checkpoint does both, under the random state and the
+torch.autocast of the first pass; this file adds te.autocast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import noop_context_fn
+from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
 from te_models.engine.emulated.autocast import FP8GlobalStateManager, autocast
 from te_models.engine.emulated.module import TransformerEngineBaseModule
 from te_models.engine.emulated.rmsnorm import RMSNorm
 
 
-class _RandomState:
-    """The random states of the CPU and of the CUDA device in use."""
-
-    def __init__(self) -> None:
-        self.cpu = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
-
-
 class _Frame:
-    """The context of one checkpointed call, for its recompute. Its identity ties delayed scaling's stash to the
-    call."""
+    """A checkpointed function, called once for the first pass and once to recompute it, in the context of the first.
 
-    def __init__(self, function: Callable[..., Any], context_fn: Callable[[], Any], reentrant: bool) -> None:
-        self.function = function
-        self.reentrant = reentrant
-        self.forward_context, self.recompute_context = context_fn()
-        self.random = _RandomState()
+    Its identity ties delayed scaling's stash to the call.
+    """
+
+    def __init__(self, function: Callable[..., Any], contexts: tuple[Any, Any], reentrant: bool) -> None:
+        self.function, self.contexts, self.reentrant = function, iter(contexts), reentrant
         self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
         self.recipe = FP8GlobalStateManager.get_fp8_recipe() if self.fp8 else None
-        self.amp = [
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cuda", "cpu")
-        ]
-        self.cache_enabled = torch.is_autocast_cache_enabled()
         state = FP8GlobalStateManager.quantization_state
         self.first_module, self.scales = state.is_first_fp8_module, state.scales
+        self.ran = False
 
-    @contextmanager
-    def _running(self, recompute: bool) -> Iterator[None]:
-        state = FP8GlobalStateManager.quantization_state
-        before = state.recompute_frame, state.recompute_phase
-        state.recompute_frame, state.recompute_phase = self, recompute
-        try:
-            yield
-        finally:
-            state.recompute_frame, state.recompute_phase = before
-
-    def run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.forward_context, self._running(recompute=False):
-            return self.function(*args, **kwargs)
-
-    def run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        now = _RandomState()
-        self.random.restore()
-        state = FP8GlobalStateManager.quantization_state
-        state.is_first_fp8_module = self.first_module
-        before, state.scales = state.scales, self.scales  # backward may run in a thread of its own
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state, recompute, self.ran = FP8GlobalStateManager.quantization_state, self.ran, True
         with ExitStack() as stack:
-            stack.callback(setattr, state, "scales", before)
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(self.recompute_context)
-            for device, enabled, dtype in self.amp:
-                # Entering a disabled CUDA autocast warns where there is no CUDA.
-                if enabled or torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, dtype, enabled, self.cache_enabled))
-            stack.enter_context(self._running(recompute=True))
-            stack.enter_context(autocast(enabled=self.fp8, recipe=self.recipe))
-            out = self.function(*args, **kwargs)
-        now.restore()
-        return out
-
-
-class _Reentrant(torch.autograd.Function):
-    """Run forward without grad; in backward, run the function with grad and backpropagate through it."""
-
-    @staticmethod
-    def forward(ctx: Any, frame: _Frame, kwargs: dict[str, Any], *args: Any) -> Any:
-        ctx.frame, ctx.kwargs = frame, kwargs
-        ctx.others = [None if isinstance(a, Tensor) else a for a in args]
-        ctx.save_for_backward(*(a if isinstance(a, Tensor) else None for a in args))
-        if not any(ctx.needs_input_grad):
-            with frame.forward_context:
-                return frame.function(*args, **kwargs)
-        return frame.run_first(args, kwargs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        if not torch.autograd._is_checkpoint_valid():
-            raise RuntimeError("Checkpointing is not compatible with .grad(), please use .backward() if possible")
-        inputs = [
-            other if saved is None else saved.detach().requires_grad_(saved.requires_grad)
-            for saved, other in zip(ctx.saved_tensors, ctx.others, strict=True)
-        ]
-        outputs = ctx.frame.run_again(tuple(inputs), ctx.kwargs)
-        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if isinstance(o, Tensor) and o.requires_grad]
-        if not pairs:
-            raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
-        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        return None, None, *(i.grad if isinstance(i, Tensor) else None for i in inputs)
-
-
-def _non_reentrant(frame: _Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the function and save an index per saved tensor; the first use recomputes all of them."""
-    saved = 0
-    recomputed: list[Tensor | None] = []
-
-    def pack(_: Tensor) -> int:
-        nonlocal saved
-        saved += 1
-        return saved - 1
-
-    def keep(tensor: Tensor) -> Tensor:
-        recomputed.append(tensor.detach())
-        return tensor.detach()
-
-    def unpack(index: int) -> Tensor:
-        if not recomputed:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                frame.run_again(args, kwargs)
-        tensor, recomputed[index] = recomputed[index], None
-        if tensor is None:
-            raise RuntimeError("te.checkpoint(use_reentrant=False) allows one backward: call it again for another one")
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return frame.run_first(args, kwargs)
+            for name in ("scales", "recompute_frame", "recompute_phase"):
+                stack.callback(setattr, state, name, getattr(state, name))
+            stack.enter_context(next(self.contexts))
+            state.recompute_frame, state.recompute_phase = self, recompute
+            if recompute:
+                # Backward may run in a thread of its own.
+                state.is_first_fp8_module, state.scales = self.first_module, self.scales
+                stack.enter_context(autocast(enabled=self.fp8, recipe=self.recipe))
+            return self.function(*args, **kwargs)
 
 
 def _has_te_modules(function: Callable[..., Any]) -> bool:
@@ -174,19 +79,15 @@ def checkpoint(
             "te.checkpoint's distribute_saved_activations, tp_group and get_rng_state_tracker are not emulated: leave "
             "them out"
         )
+    how: dict[str, Any] = dict(use_reentrant=use_reentrant, determinism_check=determinism_check, debug=debug)
     if not _has_te_modules(function):
-        return torch_checkpoint(
-            function,
-            *args,
-            use_reentrant=use_reentrant,
-            context_fn=context_fn,
-            determinism_check=determinism_check,
-            debug=debug,
-            **kwargs,
-        )
-    if not torch.is_grad_enabled():
-        forward_context, _ = context_fn()
-        with forward_context or nullcontext():
+        return torch_checkpoint(function, *args, context_fn=context_fn, **how, **kwargs)
+    tracked = any(isinstance(a, Tensor) and a.requires_grad for a in args) or not use_reentrant
+    if not (tracked and torch.is_grad_enabled()):
+        with torch.no_grad(), context_fn()[0]:
             return function(*args, **kwargs)
-    frame = _Frame(function, context_fn, use_reentrant)
-    return _Reentrant.apply(frame, kwargs, *args) if use_reentrant else _non_reentrant(frame, args, kwargs)
+    frame = _Frame(function, context_fn(), use_reentrant)
+    if use_reentrant:
+        return torch_checkpoint(lambda *inputs: frame(*inputs, **kwargs), *args, use_reentrant=True)
+    with set_checkpoint_early_stop(False):  # the recompute must leave its autocasts as a whole pass does
+        return torch_checkpoint(frame, *args, **how, **kwargs)

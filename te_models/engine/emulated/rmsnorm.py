@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
-from te_models.engine.emulated.module import check_extra_state, empty_extra_state
+from te_models.engine.emulated.module import EmptyExtraState
 from te_models.engine.emulated.rmsnorm_kernels import input_gradient, reciprocal_rms, weight_gradient
 
 
@@ -22,16 +22,17 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, updates: ScaleRegistry | None
     ) -> Tensor:
-        """x `[T, H]` and weight `[H]`, of one dtype."""
+        """Return `gamma * r * x` of x `[T, H]` and weight `[H]`, of one dtype."""
         r = reciprocal_rms(x, eps)
         gamma = weight.float() + 1 if zero_centered else weight.float()
         ctx.save_for_backward(x, r, weight)
         ctx.zero_centered, ctx.updates = zero_centered, updates
-        return x.to(torch.float32, copy=True).mul_(r).mul_(gamma).to(x.dtype)
+        wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)  # which a traced graph can view
+        return wide.mul_(r).mul_(gamma).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """`dx = r * (g dy - y_hat * mean(g dy y_hat))` and `dgamma = sum(dy * y_hat)`."""
+        """Return `dx = r * (g dy - y_hat * mean(g dy y_hat))` and `dgamma = sum(dy * y_hat)`."""
         x, r, weight = ctx.saved_tensors
         gamma = weight.float() + 1 if ctx.zero_centered else weight.float()
         dy, y_hat = grad.float(), x.to(torch.float32, copy=True).mul_(r)
@@ -45,7 +46,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(EmptyExtraState):
     """Root mean square normalization over the trailing dimensions; the output has the weight's dtype.
 
     Under torch.autocast the computation and the output take autocast's dtype.
@@ -112,11 +113,3 @@ class RMSNorm(nn.Module):
         """Return the shape and the options."""
         centered = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
         return f"{tuple(self.weight.shape)}, eps={self.eps}{centered}"
-
-    def get_extra_state(self) -> Tensor:
-        """Return an empty tensor: the key has to be there, as in Transformer Engine."""
-        return empty_extra_state()
-
-    def set_extra_state(self, state: Tensor | None) -> None:
-        """Accept an empty state."""
-        check_extra_state("RMSNorm", state)

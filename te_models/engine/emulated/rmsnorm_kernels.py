@@ -17,12 +17,13 @@ Source: transformer_engine/common/normalization (rmsnorm/*_kernels.cuh, kernel_t
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from te_models.device.measured import once
 
 LANES = 32
 _TUNED = (512, 768, 1024, 2048, 4096, 8192)
@@ -34,17 +35,12 @@ _BLOCKS = {
     True: {512: 5, 768: 4, 1024: 3, 2048: 5, 4096: 3, 8192: 2},
     False: {128: 12, 512: 4, 1024: 3, 2048: 5, 4096: 3},
 }
-_BLOCKS_OF_DTYPE = {
-    (True, 512, torch.bfloat16): 6,
-    (False, 512, torch.float32): 5,
-    (False, 2048, torch.float32): 4,
-}
+_BLOCKS_OF_DTYPE = {(True, 512, torch.bfloat16): 6, (False, 512, torch.float32): 5, (False, 2048, torch.float32): 4}
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The kernel that serves a [rows, cols] problem: its size, how it spreads a row,
-    and how many rows a block takes."""
+    """The kernel of a [rows, cols] problem: its size, how it spreads a row, and the rows of a block."""
 
     tuned: bool
     size: int
@@ -55,7 +51,7 @@ class Kernel:
 
     @classmethod
     def of(cls, stage: str, x: Tensor) -> Kernel:
-        """The kernel for x [rows, cols]; `stage` is "forward" or "backward"."""
+        """Return the kernel for x [rows, cols]; `stage` is "forward" or "backward"."""
         rows, cols = x.shape
         tuned = rows % 4 == 0 and cols in _TUNED
         sizes = _GENERAL[stage]
@@ -74,14 +70,14 @@ class Kernel:
         return self.warps * self.blocks * LANES
 
     def spread(self, t: Tensor) -> Iterator[Tensor]:
-        """t [T, H] as the sequence of [T, lanes] that the lanes see, as views; narrower where the row ends."""
+        """Yield t [T, H] as the sequence of [T, lanes] that the lanes see, as views; narrower where the row ends."""
         for step in t.split(self.lanes * self.width, dim=1):
             step = pad(step, (0, -step.shape[1] % self.width)) if step.shape[1] % self.width else step
             yield from step.unflatten(1, (step.shape[1] // self.width, self.width)).unbind(-1)
 
     def row_sum(self, lanes: Tensor) -> Tensor:
-        """Sums over rows [T, 1] of what the lanes [T, lanes] hold."""
-        lanes = lanes.view(len(lanes), self.warps, self.blocks, LANES)
+        """Return the sums over rows [T, 1] of what the lanes [T, lanes] hold."""
+        lanes = lanes.view(lanes.shape[0], self.warps, self.blocks, LANES)
         if self.warps * self.blocks == 1:
             return _tree(lanes)[:, 0, 0]
         warps = _halving_tree(lanes)[..., 0]
@@ -89,7 +85,7 @@ class Kernel:
         return _tree(pad(blocks, (0, -blocks.shape[-1] % LANES)))  # one warp adds those of the blocks
 
     def grid_rows(self, rows: int, device: torch.device) -> int:
-        """Rows that the whole grid of the backward kernel works on at a time."""
+        """Return the number of rows that the whole grid of the backward kernel works on at a time."""
         cuda = device.type == "cuda"
         count = torch.cuda.get_device_properties(device).multi_processor_count if cuda else _H200_MULTIPROCESSORS
         per = _BLOCKS_OF_DTYPE.get((self.tuned, self.size, self.dtype), _BLOCKS[self.tuned][self.size])
@@ -98,18 +94,21 @@ class Kernel:
 
 
 def reciprocal_rms(x: Tensor, eps: float) -> Tensor:
-    """`rsqrt(mean(x^2) + eps)` of x [T, H] as FP32 [T, 1].
+    """Return `rsqrt(mean(x^2) + eps)` of x [T, H] as FP32 [T, 1].
 
-    The rsqrt is the device's: a GPU's approximation and a CPU's differ in the last bit of one in five numbers.
+    The rsqrt is the device's: a GPU's approximation and a CPU's differ in the last bit of one in five numbers. A graph
+    for other programs (torch.export) adds in their order, for any number of rows.
     """
+    if torch.compiler.is_exporting():
+        return torch.rsqrt(x.float().square().mean(dim=1, keepdim=True) + eps)
     kernel, cols, wide = Kernel.of("forward", x), x.shape[1], x.float()
     if not kernel.tuned:
         sums = kernel.row_sum(_dot(kernel, wide, wide))
         return torch.rsqrt(_fma(sums, _reciprocal(cols, x), sums.new_full((), eps)))
     per_warp = cols // kernel.warps
-    by_warp = (len(x), kernel.warps, LANES)
+    by_warp = (x.shape[0], kernel.warps, LANES)
     mean = _tree(_sequence(kernel.spread(wide)).view(by_warp)) * _reciprocal(per_warp, x)  # [T, warps, 1]
-    columns = (len(x), cols // (kernel.lanes * kernel.width), kernel.warps, LANES * kernel.width)
+    columns = (x.shape[0], cols // (kernel.lanes * kernel.width), kernel.warps, LANES * kernel.width)
     centered = (wide.view(columns) - mean[:, None]).view_as(wide)
     squares = _tree(_dot(kernel, centered, centered).view(by_warp))
     mean, squares = mean[..., 0], squares[..., 0]
@@ -120,21 +119,20 @@ def reciprocal_rms(x: Tensor, eps: float) -> Tensor:
 
 
 def input_gradient(dy: Tensor, gamma: Tensor, x: Tensor, y_hat: Tensor, r: Tensor) -> Tensor:
-    """`r * (g dy - y_hat * mean(g dy y_hat))` as FP32 [T, H]; dy, gamma, y_hat and r in FP32, x for its dtype."""
+    """Return `r * (g dy - y_hat * mean(g dy y_hat))` in FP32 [T, H]; all arguments in FP32, but x, for its dtype."""
     kernel, scaled = Kernel.of("backward", x), dy * gamma
     mean = kernel.row_sum(_dot(kernel, scaled, y_hat)) * _reciprocal(x.shape[1], x)
-    return _fma(-mean, y_hat, scaled, out=scaled).mul_(r)
+    return _add_product(scaled, -mean, y_hat).mul_(r)
 
 
 def weight_gradient(dy: Tensor, x: Tensor, y_hat: Tensor) -> Tensor:
-    """`sum(dy * y_hat)` over rows as FP32 [H]; dy and y_hat in FP32 [T, H], x for its dtype."""
+    """Return `sum(dy * y_hat)` over rows as FP32 [H]; dy and y_hat in FP32 [T, H], x for its dtype."""
     kernel, (rows, cols) = Kernel.of("backward", x), x.shape
     grid = kernel.grid_rows(rows, x.device)
     sums = dy.new_zeros(min(grid, rows + -rows % kernel.rows), cols)  # a block without rows adds zero
     for start in range(0, rows, max(1, grid)):
         part = slice(start, start + grid)
-        held = sums[: min(grid, rows - start)]
-        _fma(dy[part], y_hat[part], held, out=held)
+        _add_product(sums[: min(grid, rows - start)], dy[part], y_hat[part])
     sums = _block_sums(kernel, sums.view(len(sums) // kernel.rows, kernel.rows, cols))
     if kernel.tuned:
         return _tree(_strided_sum(sums, LANES).t())[:, 0]
@@ -142,8 +140,7 @@ def weight_gradient(dy: Tensor, x: Tensor, y_hat: Tensor) -> Tensor:
 
 
 def _block_sums(kernel: Kernel, sums: Tensor) -> Tensor:
-    """[blocks, rows, H] added over the rows of each block: in sequence, a general kernel beginning with the warp that
-    writes the column."""
+    """Add [blocks, rows, H] over the rows of each block in sequence, a general kernel from the column's writer on."""
     if kernel.tuned or kernel.rows == 1:
         return _sequence(sums.unbind(1))
     parts = []
@@ -154,7 +151,7 @@ def _block_sums(kernel: Kernel, sums: Tensor) -> Tensor:
 
 
 def _strided_sum(t: Tensor, stride: int) -> Tensor:
-    """[N, H] to [stride, H]: rows i, i + stride, ... in sequence."""
+    """Add rows i, i + stride, ... of [N, H] in sequence: [stride, H]."""
     sums = t.new_zeros(stride, t.shape[1])
     for part in t.split(stride):
         sums[: len(part)] += part
@@ -162,16 +159,15 @@ def _strided_sum(t: Tensor, stride: int) -> Tensor:
 
 
 def _dot(kernel: Kernel, a: Tensor, b: Tensor) -> Tensor:
-    """What the lanes [T, lanes] hold after adding their products, one after the other, with FMAs."""
-    sums = a.new_zeros(len(a), kernel.lanes)
+    """Return the sums of products that the lanes [T, lanes] hold, added one after the other with FMAs."""
+    sums = a.new_zeros(a.shape[0], kernel.lanes)
     for p, q in zip(kernel.spread(a), kernel.spread(b), strict=True):
-        held = sums[:, : p.shape[1]]
-        _fma(p, q, held, out=held)
+        _add_product(sums[:, : p.shape[1]], p, q)
     return sums
 
 
 def _sequence(terms: Iterable[Tensor]) -> Tensor:
-    """The sum of FP32 terms, one after the other."""
+    """Return the sum of FP32 terms, one after the other."""
     terms = iter(terms)
     total = next(terms)
     for term in terms:
@@ -179,15 +175,19 @@ def _sequence(terms: Iterable[Tensor]) -> Tensor:
     return total
 
 
-def _fma(a: Tensor, b: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor:
-    """a * b + c of FP32 tensors, rounded once (without fused units: but for ties made by the FP64 sum, one in 2^29)."""
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return a * b + c in FP32, rounded once (without fused units: but for ties made by the FP64 sum, one in 2^29)."""
     if _fuses(c.device):
-        return torch.addcmul(c, a, b, out=out)
-    made = torch.addcmul(c.double(), a.double(), b.double()).float()
-    return made if out is None else out.copy_(made)
+        return torch.addcmul(c, a, b)
+    return torch.addcmul(c.double(), a.double(), b.double()).float()
 
 
-@functools.cache
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Add a * b to `total` in place, rounded as _fma does, and return it."""
+    return total.addcmul_(a, b) if _fuses(total.device) else total.copy_(_fma(a, b, total))
+
+
+@once
 def _fuses(device: torch.device) -> bool:
     """Return whether torch.addcmul rounds once here, as where it is compiled to FMA instructions (AVX2, GPUs)."""
     a, b = (torch.linspace(1.0, last, 4099, device=device) for last in (1.9, 1.7))
@@ -198,15 +198,18 @@ def _fuses(device: torch.device) -> bool:
     return all(torch.equal(left, right) for left, right in zip(fused, exact, strict=True))
 
 
+_fuses(torch.device("cpu"))  # now: torch.export from cold has no numbers to measure
+
+
 def _tree(lanes: Tensor) -> Tensor:
-    """The last dimension added in pairs of neighbours, as a butterfly of shuffles does."""
+    """Add the last dimension in pairs of neighbours, as a butterfly of shuffles does."""
     while lanes.shape[-1] > 1:
         lanes = lanes[..., ::2] + lanes[..., 1::2]
     return lanes
 
 
 def _halving_tree(lanes: Tensor) -> Tensor:
-    """The last dimension added as the lower and the upper half, as shuffles down do."""
+    """Add the lower and the upper half of the last dimension, as shuffles down do."""
     while lanes.shape[-1] > 1:
         lower, upper = lanes.chunk(2, dim=-1)
         lanes = lower + upper
@@ -214,7 +217,7 @@ def _halving_tree(lanes: Tensor) -> Tensor:
 
 
 def _merge(mean: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor, int]:
-    """Chan's update: means and centred squares of the lower half of the warps with those of the upper half.
+    """Merge means and centred squares of the lower half of the warps with those of the upper half (Chan's update).
 
     The counts are powers of two, so that scaling by them does not round.
     """
@@ -224,5 +227,5 @@ def _merge(mean: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor, i
 
 
 def _reciprocal(count: int, like: Tensor) -> Tensor:
-    """1 / count in FP32."""
+    """Return 1 / count in FP32."""
     return torch.full((), 1.0 / count, dtype=torch.float32, device=like.device)

@@ -28,7 +28,7 @@ _NONE = -1000.0  # the exponent of zero: below any other
 
 
 def hopper_matmul(a: Tensor, b: Tensor, floors: tuple[int, int], promote: bool) -> Tensor:
-    """a [M, K] times b [N, K] transposed; FP32 [M, N].
+    """Multiply a [M, K] by b [N, K] transposed: FP32 [M, N].
 
     `a` and `b` hold FP8 values in FP32; `floors` are the exponents of their formats' smallest normal numbers (E4M3 -6,
     E5M2 -14), which subnormal numbers have too. `promote` is split accumulation.
@@ -56,7 +56,7 @@ def _tile(a: Tensor, ea: Tensor, b: Tensor, eb: Tensor, promote: bool) -> Tensor
 
 
 def _add_products(accumulator: Tensor, a: Tensor, ea: Tensor, b: Tensor, eb: Tensor) -> Tensor:
-    """One instruction. The sum of 33 cut terms has at most 21 bits, so that adding them in FP32 is exact."""
+    """Run one instruction. The sum of 33 cut terms has at most 21 bits, so that adding them in FP32 is exact."""
     top = (ea[:, None] + eb[None]).amax(-1)
     top = torch.maximum(top, _exponent(accumulator, -126)).clamp(min=-100)
     unit = torch.exp2(FRACTION_BITS - top)
@@ -66,6 +66,6 @@ def _add_products(accumulator: Tensor, a: Tensor, ea: Tensor, b: Tensor, eb: Ten
 
 
 def _exponent(x: Tensor, floor: int) -> Tensor:
-    """Exponents of FP32 numbers as FP32, at least `floor`; _NONE for zero."""
+    """Return the exponents of FP32 numbers as FP32, at least `floor`; _NONE for zero."""
     exponent = ((x.abs().view(torch.int32) >> 23) - 127).clamp(min=floor).float()
     return exponent.masked_fill(x == 0, _NONE)

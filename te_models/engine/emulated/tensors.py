@@ -10,6 +10,7 @@ A columnwise copy that holds the same bytes as the rowwise one is a transposed v
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -83,7 +84,7 @@ class QuantizedTensorStorage:
     _shape: torch.Size
 
     def __init__(self, *, shape: torch.Size, dtype: torch.dtype, quantizer: Any = None, **data: Any) -> None:
-        """`shape` and `dtype` are those of the high-precision tensor; `data` sets the other attributes."""
+        """Take `shape` and `dtype` of the high-precision tensor; `data` sets the other attributes."""
         self._shape = torch.Size(shape)
         self._dtype = dtype
         self._quantizer = quantizer
@@ -172,15 +173,12 @@ class QuantizedTensorStorage:
     @functools.cache
     def _storage_class(cls) -> type[QuantizedTensorStorage]:
         """Return the plain storage class of this format."""
-        return next(c for c in cls.__mro__ if QuantizedTensorStorage in c.__bases__ and not issubclass(c, Tensor))
+        return next(c for c in cls.__mro__ if issubclass(c, QuantizedTensorStorage) and not issubclass(c, Tensor))
 
     def quantize_(self, tensor: Tensor) -> QuantizedTensorStorage:
         """Overwrite with the quantized values of a high-precision tensor."""
         self._quantizer.update_quantized(tensor, self)
         return self
-
-    def _get_quantizer(self) -> Any:
-        return self._quantizer
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
@@ -195,12 +193,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def _metadata(self) -> dict[str, Any]:
         return super()._metadata() | {"fp8_dtype": self._fp8_dtype}
 
-    @property
-    def _transpose_invalid(self) -> bool:
-        return self._transpose is None
-
     def get_usages(self) -> dict[str, bool]:
-        """Return which copies exist."""
         return {"rowwise": self._data is not None, "columnwise": self._transpose is not None}
 
     def _drop(self, columnwise: bool) -> None:
@@ -229,27 +222,33 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return FP8Matrix(data.t() if columnwise else data, self._scale_inv)
 
 
-class _BlockStorage(QuantizedTensorStorage):
-    """Base of the block-scaled storages, whose rowwise and columnwise copies are independent."""
+class BlockStorage(QuantizedTensorStorage):
+    """Base of the block-scaled storages, whose copies are independent; the first half of `_tensors` is rowwise."""
 
     _tensors = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
-    _rowwise_data: Any  # Tensor or None, as the next three
-    _rowwise_scale_inv: Any
-    _columnwise_data: Any
-    _columnwise_scale_inv: Any
+    _rowwise_data: Any = None  # Tensor or None, as the next three
+    _rowwise_scale_inv: Any = None
+    _columnwise_data: Any = None
+    _columnwise_scale_inv: Any = None
     _fp8_dtype: DType
 
+    def _names(self, columnwise: bool) -> tuple[str, ...]:
+        half = len(self._tensors) // 2
+        return self._tensors[half:] if columnwise else self._tensors[:half]
+
+    def _copy(self, columnwise: bool) -> list[Any]:
+        """Return the data and the inverse scales of a copy."""
+        return [getattr(self, name) for name in self._names(columnwise)]
+
     def get_usages(self) -> dict[str, bool]:
-        """Return which copies exist."""
         return {"rowwise": self._rowwise_data is not None, "columnwise": self._columnwise_data is not None}
 
     def _drop(self, columnwise: bool) -> None:
-        side = "columnwise" if columnwise else "rowwise"
-        setattr(self, f"_{side}_data", None)
-        setattr(self, f"_{side}_scale_inv", None)
+        for name in self._names(columnwise):
+            setattr(self, name, None)
 
 
-class Float8BlockwiseQTensorStorage(_BlockStorage, QuantizedTensorStorage):
+class Float8BlockwiseQTensorStorage(BlockStorage):
     """One FP32 scale per 1x128 or 128x128 elements.
 
     `_rowwise_data` is `[..., K]`, `_columnwise_data` `[K, ...]`. Inverse scales for M rows and K columns, unpadded:
@@ -273,8 +272,7 @@ class Float8BlockwiseQTensorStorage(_BlockStorage, QuantizedTensorStorage):
         """Return the copy's data and scales; a 128x128 block's scale is repeated for each of its rows."""
         m, k = self._matrix
         rows, contracted = (k, m) if columnwise else (m, k)
-        side = "columnwise" if columnwise else "rowwise"
-        data, scale = getattr(self, f"_{side}_data"), getattr(self, f"_{side}_scale_inv")
+        data, scale = self._copy(columnwise)
         data = data.reshape(rows, contracted).view(numerics.TORCH_FP8[self._fp8_dtype])
         if self._is_2D_scaled:
             return FP8Matrix(data, scale[:, : -(-contracted // BLOCK)].repeat_interleave(BLOCK, 0)[:rows])
@@ -284,10 +282,8 @@ class Float8BlockwiseQTensorStorage(_BlockStorage, QuantizedTensorStorage):
         """Return the copy's data and scales; None unless the products are BF16 numbers."""
         if not self._quantizer.force_pow_2_scales:
             return None
-        if columnwise:
-            data, scale = rows_first(self._columnwise_data), self._columnwise_scale_inv
-        else:
-            data, scale = as_matrix(self._rowwise_data), self._rowwise_scale_inv
+        data, scale = self._copy(columnwise)
+        data = rows_first(data) if columnwise else as_matrix(data)
         # 1-D rowwise scales are [K/128, M], 2-D columnwise ones [K/128, M/128].
         scale = scale.t() if self._is_2D_scaled == columnwise else scale
         block = (BLOCK, BLOCK) if self._is_2D_scaled else (BLOCK, 1) if columnwise else (1, BLOCK)
@@ -305,36 +301,25 @@ class Float8BlockwiseQTensorStorage(_BlockStorage, QuantizedTensorStorage):
             self._rowwise_scale_inv = pad_to(self._columnwise_scale_inv[:k, :m].t(), 1, 4)
 
 
-class MXFP8TensorStorage(_BlockStorage, QuantizedTensorStorage):
+class MXFP8TensorStorage(BlockStorage):
     """One E8M0 byte per 32 elements; both copies of the data are `[..., K]`.
 
     Scale bytes for M rows and K columns: rowwise `[M, K/32]` padded to multiples of (128, 4), columnwise `[M/32, K]`
     padded to multiples of (4, 128).
     """
 
-    _with_gemm_swizzled_scales = False
-
     def _metadata(self) -> dict[str, Any]:
         return super()._metadata() | {"fp8_dtype": self._fp8_dtype}
 
     def operand(self, columnwise: bool) -> Operand:
         """Return the dequantized FP32 values of the rowwise or columnwise copy."""
-        m, k = self._matrix
-        if columnwise:
-            data, e, block = self._columnwise_data, self._columnwise_scale_inv, (MX_BLOCK, 1)
-        else:
-            data, e, block = self._rowwise_data, self._rowwise_scale_inv, (1, MX_BLOCK)
-        scale = numerics.e8m0_to_float(e[: -(-m // block[0]), : -(-k // block[1])])
-        values = numerics.decode_fp8(data.reshape(m, k), self._fp8_dtype)
-        return Operand(numerics.scale_blocks_(values, scale, block), None, narrow=True)
+        data, e, block, dtype, *_ = self.blocks(columnwise)
+        scale = numerics.e8m0_to_float(e[: -(-data.shape[0] // block[0]), : -(-data.shape[1] // block[1])])
+        return Operand(numerics.scale_blocks_(numerics.decode_fp8(data, dtype), scale, block), None, narrow=True)
 
     def blocks(self, columnwise: bool) -> BlockScaled:
-        """Return the copy's data and scale bytes."""
-        if columnwise:
-            data, scale, block = self._columnwise_data, self._columnwise_scale_inv, (MX_BLOCK, 1)
-        else:
-            data, scale, block = self._rowwise_data, self._rowwise_scale_inv, (1, MX_BLOCK)
-        return BlockScaled(as_matrix(data), scale, block, self._fp8_dtype)
+        data, scale = self._copy(columnwise)
+        return BlockScaled(as_matrix(data), scale, (MX_BLOCK, 1) if columnwise else (1, MX_BLOCK), self._fp8_dtype)
 
 
 def as_matrix(tensor: Any) -> Tensor:
@@ -367,12 +352,12 @@ def pad_to(scale: Tensor, *multiples: int) -> Tensor:
     return scale if scale.is_contiguous() else scale.contiguous()
 
 
-class _Dequantize(torch.autograd.Function):
-    """Dequantize; the gradient passes straight through."""
+class StraightThrough(torch.autograd.Function):
+    """Quantize or dequantize with a function; the gradient is that of the identity."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
-        return tensor._high_precision(dtype)
+    def forward(ctx: Any, tensor: Tensor, function: Callable[[Any], Tensor]) -> Tensor:
+        return function(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -395,7 +380,7 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """Return high-precision values in `dtype` (None: the nominal dtype)."""
-        return _Dequantize.apply(self, dtype)
+        return StraightThrough.apply(self, lambda tensor: tensor._high_precision(dtype))
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """Return the value on the CPU that the tensor was made from, if it was preserved."""
@@ -405,28 +390,25 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         """Free the value that the tensor was made from."""
         self.__dict__.pop("_high_precision_init_val", None)
 
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments of a constructor that makes the same tensor."""
+        data = dict(zip(self._data_names(), self.get_data_tensors(), strict=True))
+        return self._metadata() | {"device": self.device} | data
+
     def _like(self, **changes: Any) -> QuantizedTensor:
         """Return a tensor of the same class with some constructor arguments replaced."""
-        data: dict[str, Any] = dict(zip(self._data_names(), self.get_data_tensors(), strict=True))
-        data |= self._metadata() | {"device": self.device} | changes
-        return type(self)(**data)
+        return type(self)(**self._arguments() | changes)
 
     def _mapped(self, function: Any) -> QuantizedTensor:
-        data = {
-            name: function(t)
-            for name, t in zip(self._data_names(), self.get_data_tensors(), strict=True)
-            if t is not None
-        }
-        device = next(iter(data.values())).device
-        return self._like(**data, device=device)
+        """Return a tensor of the same class with `function` applied to the tensors that hold the data."""
+        data = {name: function(t) for name in self._data_names() if (t := getattr(self, f"_{name}")) is not None}
+        return self._like(**data, device=next(iter(data.values())).device)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"{type(self).__name__}({self._high_precision(None)!r}, quantizer={self._quantizer!r})"
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        data = dict(zip(self._data_names(), self.get_data_tensors(), strict=True))
-        arguments = self._metadata() | {"device": self.device, "requires_grad": self.requires_grad} | data
-        return _rebuild, (type(self), arguments)
+        return _rebuild, (type(self), self._arguments() | {"requires_grad": self.requires_grad})
 
     @property
     def data(self) -> Tensor:
@@ -439,7 +421,9 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
             self.copy_(tensor)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
             return args[0]._like()
@@ -465,18 +449,15 @@ def _plain(value: Any) -> Any:
 
 def _written(func: Any, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> list[tuple[Any, Tensor]]:
     """Return the quantized arguments that an in-place operation wrote to, with their new high-precision values."""
-    pairs: list[tuple[Any, Any, Any]] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.name in kwargs:
-            pairs.append((argument, kwargs[argument.name], plain_kwargs[argument.name]))
-        elif i < len(args):
-            pairs.append((argument, args[i], plain_args[i]))
+    arguments = func._schema.arguments
+    given = {argument.name: both for argument, both in zip(arguments, zip(args, plain_args, strict=True), strict=False)}
+    given |= {name: (value, plain_kwargs[name]) for name, value in kwargs.items()}
     found = []
-    for argument, original, plain in pairs:
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        items = zip(original, plain, strict=True) if isinstance(original, (list, tuple)) else [(original, plain)]
-        found += [(a, b) for a, b in items if isinstance(a, QuantizedTensor)]
+    for argument in arguments:
+        if argument.name in given and argument.alias_info is not None and argument.alias_info.is_write:
+            original, plain = given[argument.name]
+            items = zip(original, plain, strict=True) if isinstance(original, (list, tuple)) else [(original, plain)]
+            found += [(a, b) for a, b in items if isinstance(a, QuantizedTensor)]
     return found
 
 

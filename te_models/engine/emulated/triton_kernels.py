@@ -17,7 +17,7 @@ _FLT_MAX = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _scale(amax, epsilon, infinite, POWER_OF_2: tl.constexpr, E5M2: tl.constexpr):
-    """numerics.scale_from_amax."""
+    """Compute numerics.scale_from_amax."""
     fp8_max: tl.constexpr = 57344.0 if E5M2 else 448.0
     amax = tl.maximum(amax, epsilon)
     scale = tl.minimum(tl.div_rn(tl.zeros_like(amax) + fp8_max, amax), infinite)
@@ -29,7 +29,7 @@ def _scale(amax, epsilon, infinite, POWER_OF_2: tl.constexpr, E5M2: tl.constexpr
 
 @triton.jit
 def amax_kernel(x, y, parts, n, steps, NAN: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest magnitude of every program's elements into `parts`, `steps` blocks a program.
+    """Write the largest magnitude of every program's elements to `parts`, `steps` blocks per program.
 
     Of x, and where the grid has a second row of y, into the second half. With NAN a NaN is larger than any number.
     """
@@ -49,7 +49,7 @@ def amax_kernel(x, y, parts, n, steps, NAN: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def delayed_kernel(x, data, scale, amax, scale_inv, n, E5M2: tl.constexpr, BLOCK: tl.constexpr):
-    """FP8 data by the scale as it stands; `amax` [1] is raised to the largest magnitude."""
+    """Cast with the scale as it stands, and raise `amax` [1] to the largest magnitude."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), tl.max(magnitude_bits(v), 0))
@@ -61,7 +61,7 @@ def current_kernel(
     x, data, parts, scale_inv, n, n_parts, epsilon,
     POWER_OF_2: tl.constexpr, E5M2: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """FP8 data by the scale that follows from the largest of `parts`."""
+    """Cast with the scale that follows from the largest of `parts`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
     i = tl.arange(0, PARTS)
@@ -78,7 +78,7 @@ def _cast_tensor(v, multiplier, data, scale_inv, at, n, E5M2: tl.constexpr):
 
 @triton.jit
 def _tile(p, q, rows, cols):
-    """Row and column numbers of tile (p, q), offsets and mask of its elements in a `[rows, cols]` matrix."""
+    """Return row and column numbers of tile (p, q), offsets and mask of its elements in a `[rows, cols]` matrix."""
     i = p.to(tl.int64) * TILE + tl.arange(0, TILE)
     j = q.to(tl.int64) * TILE + tl.arange(0, TILE)
     return i, j, i[:, None] * cols + j[None, :], (i < rows)[:, None] & (j < cols)[None, :]
@@ -89,7 +89,7 @@ def block_kernel(
     x, row_data, row_scale, col_data, col_scale, rows, cols, row_stride, col_stride, epsilon, infinite,
     ROW: tl.constexpr, COL: tl.constexpr, TWO_D: tl.constexpr, POWER_OF_2: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    """1x128 blocks along rows (ROW) and columns (COL), or one 128x128 block for both (TWO_D)."""
+    """Cast 1x128 blocks along rows (ROW) and columns (COL), or one 128x128 block for both (TWO_D)."""
     p, q = tl.program_id(0), tl.program_id(1)
     i, j, at, mask = _tile(p, q, rows, cols)
     v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
@@ -118,14 +118,14 @@ def block_kernel(
 
 @triton.jit
 def _store_padded(line, i, n, padded, value):
-    """Entry i of n; the last one is followed by zeros, up to `padded`, which is at most three more."""
+    """Store entry i of n; the last one is followed by zeros, up to `padded`, which is at most three more."""
     at, end = i + tl.arange(0, 4), tl.where(i + 1 == n, padded, i + 1)
     tl.store(line + at, tl.where(at == i, value, 0.0), mask=at < end)
 
 
 @triton.jit
 def _e8m0(amax_bits, inverse_max):
-    """numerics.e8m0_from_amax."""
+    """Compute numerics.e8m0_from_amax."""
     bits = (amax_bits.to(tl.float32, bitcast=True) * inverse_max).to(tl.int32, bitcast=True)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = tl.where(exponent == 0, mantissa > 0x400000, mantissa > 0).to(tl.int32)
@@ -134,7 +134,7 @@ def _e8m0(amax_bits, inverse_max):
 
 @triton.jit
 def _power_of_2(exponent):
-    """2^(exponent - 127)."""
+    """Return 2^(exponent - 127)."""
     return tl.where(exponent > 0, exponent << 23, 0x400000).to(tl.float32, bitcast=True)
 
 
@@ -143,7 +143,7 @@ def mx_kernel(
     x, row_data, row_scale, col_data, col_scale, rows, cols, row_stride, col_stride, inverse_max,
     ROW: tl.constexpr, COL: tl.constexpr, TWO_D: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of 32 along rows and columns, with E8M0 scales; TWO_D shares them over 32x32 elements."""
+    """Cast blocks of 32 along rows and columns, with E8M0 scales; TWO_D shares them over 32x32 elements."""
     groups: tl.constexpr = TILE // 32
     i, j, at, mask = _tile(tl.program_id(0), tl.program_id(1), rows, cols)
     v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
@@ -177,7 +177,7 @@ def decode_kernel(
     A_DOWN: tl.constexpr, A_ALONG: tl.constexpr, A_E5M2: tl.constexpr,
     B_DOWN: tl.constexpr, B_ALONG: tl.constexpr, B_E5M2: tl.constexpr,
 ):  # fmt: skip
-    """Both matrices of a product as BF16: the first programs decode the tiles of a, the others those of b."""
+    """Write both matrices of a product as BF16: the first programs decode the tiles of a, the others those of b."""
     tile, of_a = tl.program_id(0), tl.cdiv(a_rows, TILE) * tl.cdiv(a_cols, TILE)
     if tile < of_a:
         _decode_tile(tile, a, a_scale, a_out, a_rows, a_cols, a_row_step, a_col_step, A_DOWN, A_ALONG, A_E5M2)
@@ -190,8 +190,7 @@ def _decode_tile(
     tile, data, scale, out, rows, cols, row_step, col_step,
     DOWN: tl.constexpr, ALONG: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    """FP8 data times block scales as BF16; a scale serves DOWN x ALONG elements,
-    `row_step` and `col_step` are strides."""
+    """Write FP8 data times block scales as BF16; a scale, of strides `row_step` and `col_step`, serves DOWN x ALONG."""
     across = tl.cdiv(cols, TILE)
     i, j, at, mask = _tile(tile // across, tile % across, rows, cols)
     factor = tl.load(scale + (i // DOWN)[:, None] * row_step + (j // ALONG)[None, :] * col_step, mask=mask, other=0)
@@ -205,7 +204,7 @@ def _decode_tile(
 def update_kernel(
     table, amaxes, largest, REDUCED: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr, N: tl.constexpr
 ):
-    """autocast._update_fused for one state a program: history `[length, n]` and scale `[n]` in place.
+    """Update history `[length, n]` and scale `[n]` of one state per program in place (delayed_scaling.updated).
 
     A row of `table` (int64) has the addresses of history and scale, length, n, and where in `amaxes` the n reduced ones
     start; without REDUCED they are row 0 of the history.

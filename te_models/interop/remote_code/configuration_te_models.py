@@ -6,8 +6,9 @@ from transformers import PretrainedConfig
 
 # What `decoder_options` may hold, with the values of those that are left out.
 DEFAULTS: dict[str, Any] = {
-    # RoPE: base, stretching (the fields of `rope_scaling` of transformers 4), another for the layers with a window, whether
-    # it rotates neighbouring channels instead of halves, the share of channels that it rotates, and 1 per layer that has it.
+    # RoPE: base, stretching (the fields of `rope_scaling` of transformers 4), another for the layers with a window,
+    # whether it rotates neighbouring channels instead of halves, the share of channels that it rotates, and 1 per
+    # layer that has it.
     "rope_theta": 10000.0,
     "rope_scaling": None,
     "sliding_rope": None,
@@ -43,8 +44,8 @@ DEFAULTS: dict[str, Any] = {
 class TEModelsDecoderConfig(PretrainedConfig):
     """Shape of a decoder; `decoder_options` are DEFAULTS where they are not given.
 
-    The options are apart from the other fields so that no version of transformers gives some of their names a meaning of its
-    own.
+    The options are apart from the other fields so that no version of transformers gives some of their names a meaning
+    of its own.
 
     Raises:
         ValueError: an option that this file does not know.

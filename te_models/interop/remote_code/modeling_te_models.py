@@ -3,7 +3,8 @@
 This file and configuration_te_models.py need PyTorch and transformers alone. te-models puts them into a folder that no
 architecture of transformers computes; AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True) loads it.
 
-Shapes: B batch, S sequence, D hidden_size, A attention heads, K key/value heads, H head_dim, M keys, F intermediate_size.
+Shapes: B batch, S sequence, D hidden_size, A attention heads, K key/value heads, H head_dim, M keys, F
+intermediate_size.
 """
 
 import math
@@ -58,8 +59,8 @@ def norm(config: TEModelsDecoderConfig, size: int) -> TEModelsRMSNorm:
 class RoPE:
     """The RoPE (Su et al. 2021, arXiv 2104.09864) of the layers with a window, or of the others.
 
-    Two kinds of scaling depend on the longest position, which is read on the device. Tables have no buffers, so that loading
-    on the meta device loses nothing.
+    Two kinds of scaling depend on the longest position, which is read on the device. Tables have no buffers, so that
+    loading on the meta device loses nothing.
     """
 
     def __init__(self, config: TEModelsDecoderConfig, sliding: bool) -> None:
@@ -183,13 +184,13 @@ class Masks:
             cached,
             device,
         )
-        self.made: dict[tuple[bool, int], Tensor | None] = {}
+        self.made: dict[bool, Tensor | None] = {}  # all layers of a kind have as many keys
 
     def __call__(self, sliding: bool, keys: int) -> Tensor | None:
         """Return bool [1 or B, 1, S, M] for M keys, or what was given so; None: those before and itself."""
-        if (sliding, keys) not in self.made:
-            self.made[sliding, keys] = self.make(self.window if sliding else None, keys)
-        return self.made[sliding, keys]
+        if sliding not in self.made:
+            self.made[sliding] = self.make(self.window if sliding else None, keys)
+        return self.made[sliding]
 
     def make(self, window: int | None, keys: int) -> Tensor | None:
         """As __call__."""
@@ -241,7 +242,8 @@ class TEModelsAttention(nn.Module):
         self.scale = config.head_dim**-0.5 if scale is None else scale
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], query_scale: Tensor | None, masks: Masks, cache: Any, steps: Tensor,
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], query_scale: Tensor | None, masks: Masks, cache: Any,
+        steps: Tensor,
     ) -> Tensor:  # fmt: skip
         """x [B, S, D] -> [B, S, D]."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from te_models.errors import ConfigError
-from te_models.files.atomic import first_line
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -17,13 +17,15 @@ else:
     import tomli as tomllib
 
 MAX_BYTES = 2**20
+_PART = r"""(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*\.[ \t]*"""
+_DEEP_KEY = re.compile(rf"(?<![\w-])(?:{_PART}){{50}}")  # which tomllib reads in quadratic time and memory
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the content of a TOML file of at most MAX_BYTES bytes.
 
     Raises:
-        ConfigError: it cannot be read, is larger, or is not TOML.
+        ConfigError: it cannot be read, is larger, is not TOML, or has integers of more than 64 bits.
     """
     if path.exists() and not path.is_file():
         raise ConfigError(f"cannot read {path}: it is not a file")
@@ -32,11 +34,23 @@ def read_toml(path: Path) -> dict[str, Any]:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_BYTES} bytes, too large for a file of settings")
-        return tomllib.loads(data.decode())
+        text = data.decode()
+        if _DEEP_KEY.search(text):
+            raise ConfigError(f"{path} has a key of 50 parts or more: settings have one or two")
+        values = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not TOML: {first_line(error)}") from None
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # a plain ValueError of a number with thousands of digits
+        raise ConfigError(f"{path} is not TOML: {' '.join(str(error).split())}") from None
+    rest: list[Any] = [values]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ConfigError(f"{path} has an integer of more than 64 bits: give a smaller one")
+        rest += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return values
 
 
 def render_toml(sections: Mapping[str, Mapping[str, Any]], comment: str) -> str:

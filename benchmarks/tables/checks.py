@@ -1,0 +1,291 @@
+"""Tables of what training, saving and serving change, and of memory and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.planned_memory import planned_and_measured
+from benchmarks.tables.text import GIB, load, markdown, measured_on, prose, table
+from te_models.interop.hf_families import FAMILIES
+from te_models.planning.parameter_bytes import OPTIMIZERS
+
+
+@table
+def fast_and_plain() -> str:
+    """Training with and without the fast path, from several seeds."""
+    result = load("fast_and_plain_h200")
+    settings, names = result["settings"], {"held_out": "held-out loss", "last_50_steps": "training loss, last 50 steps",
+                                           "all_steps": "training loss, all steps"}  # fmt: skip
+    about = (
+        f"`{settings['preset']}` under `{settings['recipe']}`, {settings['steps']} steps of {settings['batch_size']} x "
+        f"{settings['seq_len']} tokens,\n{len(result['runs']['fast'])} seeds; the default relative to "
+        f"`fused=False, compile=False` without a CUDA graph.\n{measured_on(result)}"
+    )
+    rows = (
+        [label, f"{100 * s['mean']:+.2f} %", f"{100 * s['standard_error']:.2f} %", f"{100 * s['between_seeds']:.1f} %"]
+        for label, s in ((label, result["summary"][name]) for name, label in names.items())
+    )
+    return f"{about}\n\n{markdown('loss | mean change | standard error | spread between seeds', rows)}"
+
+
+@table
+def memory_plan() -> str:
+    """Predicted and measured peaks."""
+    rows = list(planned_and_measured())
+    errors = [predicted / measured - 1 for _, predicted, measured in rows]
+    lines = (
+        [name, f"{predicted / GIB:.2f} GiB", f"{measured / GIB:.2f} GiB", f"{100 * error:+.2f} %"]
+        for (name, predicted, measured), error in zip(rows, errors, strict=True)
+    )
+    worst = max(errors, key=abs)
+    about = f"{len(rows)} peaks; the largest error is {100 * worst:+.1f} %."
+    return f"{about}\n\n{markdown('run | predicted | measured | error', lines)}"
+
+
+@table
+def recipe_accuracy() -> str:
+    """Error of the logits per recipe."""
+    result = load("recipe_accuracy_cpu")
+    base = next(r["perplexity"] for r in result["rows"] if r["recipe"] == "bf16")
+
+    def cells(r: dict[str, Any]) -> list[str]:
+        if "sqnr_db" not in r:
+            return ["exact", "", ""]
+        predicted = f"{r['predicted_db']:.1f} dB" if r["predicted_db"] is not None else ""
+        return [f"{r['sqnr_db']:.1f} dB", predicted, f"{r['same_next_token']:.1%}"]
+
+    rows = (
+        [f"`{r['recipe']}`", *cells(r), f"{r['perplexity']:.4f}", f"{100 * (r['perplexity'] / base - 1):+.2f} %"]
+        for r in result["rows"]
+    )
+    header = "recipe | SQNR of the logits | predicted | same next token | perplexity | relative to BF16"
+    return markdown(header, rows)
+
+
+@table
+def serving_parity() -> str:
+    """Divergence of the served model from the trained one, by recipe and format."""
+    result = load("serving_parity")
+    recipes = result["recipes"]
+    formats = [row["export"] for row in next(iter(recipes.values()))["exports"]]
+
+    def cell(row: dict[str, Any]) -> str:
+        return row["reason"] or f"{row['kl']:.1e} ({row['largest']:.2f})"
+
+    rows = ([f"`{name}`", *map(cell, recipes[name]["exports"])] for name in recipes)
+    header = "trained under | " + " | ".join(f"`{name}`" for name in formats)
+    tokens = next(iter(recipes.values()))["tokens"]
+    about = f"`{result['model']}` with {result['weights']}, {tokens:,} tokens. {measured_on(result)}"
+    return f"{prose(about)}\n\n{markdown(header, rows)}"
+
+
+@table
+def optimizer_bytes() -> str:
+    """Bytes per parameter of every optimizer, from the table that the memory plan uses."""
+    rows = ([f"`{name}`", o.description, str(o.master) if name != "te-adam" else "2"] for name, o in OPTIMIZERS.items())
+    return markdown("optimizer | state | bytes per parameter of the master", rows)
+
+
+@table
+def optimizer_memory() -> str:
+    """Measured bytes of optimizer state."""
+    result = load("optimizer_memory_cpu")
+    base = result["rows"]["adamw"]["total_bytes"]
+    rows = (
+        [f"`{name.split(',')[0]}`{name[len(name.split(',')[0]):]}", f"{r['masters_bytes'] / GIB:.2f} GiB",
+         f"{r['state_bytes'] / GIB:.2f} GiB", f"{r['state_bytes'] / result['parameters']:.2f}",
+         f"{r['total_bytes'] / GIB:.2f} GiB", f"{1 - r['total_bytes'] / base:.0%}" if name != "adamw" else ""]
+        for name, r in result["rows"].items()
+    )  # fmt: skip
+    header = "optimizer | masters | state | state, bytes per parameter | total with weights and gradients | saved"
+    about = f"{result['parameters']:,} parameters with BF16 weights and gradients, on a CPU."
+    return f"{about}\n\n{markdown(header, rows)}"
+
+
+@table
+def optimizer_loss() -> str:
+    """Loss of short runs per optimizer."""
+    found = load("optimizer_loss_cpu")["optimizers"]
+    rows = (
+        [f"`{name}`", f"{r['eval_loss']:.4f}", f"{100 * (r['eval_loss'] / found['adamw']['eval_loss'] - 1):+.2f} %"]
+        for name, r in found.items()
+    )
+    return markdown("optimizer | eval loss (nats per byte) | relative to `adamw`", rows)
+
+
+# Register it once benchmarks/results/ has the file and a page the block.
+def recipe_finetune() -> str:
+    """The held-out loss of one model after fine-tuning under each recipe."""
+    result = load("recipe_finetune_cpu")
+    rows, settings = result["rows"], result["settings"]
+    base = rows[0]["after"]
+    lines = ([f"`{r['recipe']}`", f"{r['before']:.4f}", f"{r['after']:.4f}", f"{100 * (r['after'] / base - 1):+.2f} %"]
+             for r in rows)  # fmt: skip
+    about = prose(
+        f"`{result['model']}` on `{result['data']}`, {settings['steps']} steps of {settings['batch_size']} x "
+        f"{settings['seq_len']} tokens on a CPU (emulated engine), the same batches under each recipe; nats per token."
+    )
+    return f"{about}\n\n{markdown('recipe | held-out loss before | after | relative to BF16', lines)}"
+
+
+@table
+def engine_gpu() -> str:
+    """The emulated engine on a GPU."""
+    sizes = load("engine_gpu_h200")["linear"]
+    names = [name for name in next(iter(sizes.values())) if name not in ("nn.Linear bf16", "bf16")]
+
+    def lines() -> Iterator[list[str]]:
+        for name in names:
+            recipe, _, plain = name.partition(" ")
+            cells = (f"{s[name]['ratio']:.1f}x ({s[name]['ms']:.2f} ms), {s[name]['launches']}" for s in sizes.values())
+            yield [f"`{recipe}`{', without Triton kernels' if plain else ''}", *cells]
+
+    header = "recipe | " + " | ".join(f"{size.replace('x', ' x ')}: time, launches" for size in sizes)
+    return f"{measured_on(load('engine_gpu_h200'))}\n\n{markdown(header, lines())}"
+
+
+@table
+def engine_parity() -> str:
+    """Training on both engines."""
+    result = load("engine_parity_h200")
+    rows = (
+        [f"`{name}`", *(f"{100 * found[way]['worst_loss']:.2g} %" if found[way]["worst_loss"] else "equal in every bit"
+                        for way in ("free", "lockstep", "twice"))]
+        for name, found in result["recipes"].items()
+    )  # fmt: skip
+    steps = len(next(iter(result["recipes"].values()))["free"]["steps"])
+    header = "recipe | native and emulated | the same, weights copied each step | native twice"
+    about = prose(f"Largest difference of the loss over {steps} steps. {measured_on(result)}")
+    return f"{about}\n\n{markdown(header, rows)}"
+
+
+@table
+def checkpoint_parity() -> str:
+    """Training with and without recomputation on Transformer Engine."""
+    result = load("checkpoint_parity_h200")
+    rows = result["rows"]
+    equal = sum(all(r["same"].values()) for r in rows)
+    losses = sum(r["same"]["losses"] for r in rows)
+    recipes = ", ".join(f"`{name}`" for name in dict.fromkeys(r["recipe"] for r in rows))
+    return prose(
+        f"{len(rows)} runs of {result['steps']} steps on the native engine ({recipes}; modes `selective`, `full` and "
+        "2; with and without FP8 primary weights and cached weights), each compared with the run without "
+        f"recomputation. Losses are equal in every bit in {losses} of {len(rows)}; weights, gradients and FP8 state in "
+        f"{equal}. The others are `blockwise` with FP8 primary weights, where the hash included uninitialized padding "
+        f"of the scales. {measured_on(result)}"
+    )
+
+
+@table
+def save_blocking() -> str:
+    """Delay of training by a save."""
+    result = load("save_blocking_cpu")
+    rows = (
+        [label, ", ".join(f"{1e3 * s:,.0f} ms" if s > 0.1 else f"{1e3 * s:.1f} ms" for s in result["seconds"][name])]
+        for name, label in (
+            ("blocking", "blocking save"),
+            ("first", "first background save"),
+            ("second", "second background save"),
+        )
+    )
+    about = f"{result['bytes'] / 2**20:,.0f} MiB of state on a CPU, three runs."
+    return f"{about}\n\n{markdown('save | delay of the step', rows)}"
+
+
+@table
+def journeys() -> str:
+    """Count the journeys that passed on one and on two GPUs."""
+    lines = []
+    for name, place in (("journeys_h200", "one"), ("journeys_h200_x2", "two")):
+        result = load(name)
+        rows = result["journeys"].values()
+        fine = sum(not row["problems"] for row in rows)
+        drops = [row["first_loss"] - row["last_loss"] for row in rows if row.get("first_loss")]
+        names = ", ".join(f"`{name.removeprefix('two-')}`" for name in result["journeys"])
+        date, fall = result["environment"]["date"], f"{min(drops):.2f} nats per token"
+        lines.append([f"{place}, {date}", f"{fine} of {len(rows)}", fall, names])
+    return markdown("GPUs | passed | smallest fall of the loss | journeys", lines)
+
+
+@table
+def soak() -> str:
+    """A long run that is killed three times."""
+    result = load("soak_h200")
+    checks, steps = result["checks"], len(result["losses"])
+    most = {kind: max(row["most"] for row in checks["growth"] if row["memory"] == kind) for kind in ("host", "device")}
+    twice = max(row["most"] for row in checks["repeated"])
+    killed = ", ".join(f"{kill['at']:,}" for kill in result["kills"])
+    return prose(
+        f"{steps:,} steps of `gated-124m`, with an evaluation and a save every {result['every']}, killed at steps "
+        f"{killed} and resumed. After the first 100 steps of a process, device memory grew by {most['device']:.0f} MiB "
+        f"and host memory by {most['host']:.1f} MiB. Steps that were done twice have the same loss within "
+        f"{100 * twice:.2g} %. {measured_on(result)}"
+    )
+
+
+@table
+def length_sweep() -> str:
+    """The step at every length, as a CUDA graph, eagerly, and with plain kernels."""
+    result = load("length_sweep_h200")
+    found, limits = result["summary"], result["settings"]
+    largest = {name: row["value"] for name, row in found["largest"].items()}
+    rows = (
+        [label, f"{largest[f'{kind}_loss']:.2g}", f"{limits[f'{kind}_tolerances']['loss']:.2g}",
+         f"{largest[f'{kind}_gradient']:.2g}", f"{limits[f'{kind}_tolerances']['gradient']:.2g}"]
+        for kind, label in (("graph", "CUDA graph and eager step"), ("plain", "fused and plain kernels"))
+    )  # fmt: skip
+    bad = "; ".join(f"batch {r['batch']}, length {r['length']}, head_dim {r['head_dim']}: {', '.join(r['wrong'])}"
+                    for r in found["bad"])  # fmt: skip
+    about = prose(
+        f"{found['cases']:,} cases under `delayed`: lengths 1 to 300, 333, 500, 511, 1000, 1001, 2047 and 4095, "
+        f"batch 1, 3 and 8, head_dim 64, 96, 128 and 256, with and without grouped queries. None died; "
+        f"{found['same']:,} are within tolerance. Outside: {bad or 'none'}. {measured_on(result)}"
+    )
+    header = "largest relative difference of | loss | tolerance | gradient | tolerance"
+    return f"{about}\n\n{markdown(header, rows)}"
+
+
+@table
+def resume_parity() -> str:
+    """Compare resumed runs with runs in one piece."""
+    result = load("resume_parity_h200")
+    names = {"again": "a second run", "saving": "a run that also saves", "resumed": "a resumed run"}
+    lines = []
+    for title, rows in result["parity"].items():
+        cells = [
+            "equal in every bit" if rows[name]["equal"] else f"{100 * rows[name]['losses']['most']:.2g} %"
+            for name in names
+        ]
+        lines.append([f"`{title.split(',')[0]}`", title.split(", ")[1], *cells])
+    about = prose(
+        f"`{result['settings']['preset']}`, {result['settings']['steps']} steps at default flags, each compared with "
+        f"one run in one piece; where bits differ, the largest difference of a loss. {measured_on(result)}"
+    )
+    return f"{about}\n\n{markdown('recipe | mode | ' + ' | '.join(names.values()), lines)}"
+
+
+@table
+def readme_story() -> str:
+    """The end of `make finetune`: its losses, and the second of its samples."""
+    result = load("make_finetune_cpu")
+    lines = [line.rstrip() for line in result["output"]]
+    losses = [line.strip() for line in lines if line.startswith((" eval loss before", " eval loss after"))]
+    parts: dict[str, list[str]] = {}
+    samples = [n for n, line in enumerate(lines) if line.startswith("sample ")]
+    for line in lines[samples[1] : samples[2]]:
+        if line in ("prompt", "answer in the data", "before", "after"):
+            parts[line] = []
+        elif parts and line:
+            list(parts.values())[-1].append(line)
+    answers = [f"before  {parts['before'][0].strip()} ...", f"after   {' '.join(parts['after'])}"]
+    minutes = f"{result['seconds'] // 60} min {result['seconds'] % 60} s"
+    about = f"It took {minutes}, {'without' if result['installed_before'] else 'with'} the installation."
+    return "\n".join(["```", *losses, "", *parts["prompt"], "", *answers, "```", "", about])
+
+
+@table
+def families() -> str:
+    """Every family of Hugging Face, from the table that reads and writes them."""
+    rows = ([f"`{f.model_type}`" + f" {f.sign}" * bool(f.sign), f.models, f.note] for f in FAMILIES)
+    return markdown("`model_type` in config.json | models | particulars", rows)

@@ -1,0 +1,261 @@
+"""Tables of speed and memory on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from benchmarks.scaling import Assumptions, estimate
+from benchmarks.tables.text import GIB, TABLES, load, markdown, measured_on, prose, table
+
+VARIANTS = {
+    "torch": "torch BF16, compiled",
+    "torchao": "torchao float8, compiled",
+    "te-layer": "te.TransformerLayer, `delayed` (no gate, so fewer FLOPs)",
+    "te-models delayed+plain+no_edges": "te-models `delayed`, `fused=False`, eager",
+    "te-models delayed+no_edges": "te-models `delayed`, eager",
+    "te-models bf16+graph": "te-models `bf16`",
+    "te-models delayed+no_edges+graph": "**te-models `delayed`**",
+    "te-models delayed": "te-models `delayed`, first and last layer in BF16, eager",
+    "te-models delayed+graph": "**te-models `delayed`, first and last layer in BF16**",
+}
+
+OURS = {"all in FP8": "te-models delayed+no_edges+graph", "first and last in BF16": "te-models delayed+graph"}
+
+RUNS = {"350m": 5, "1b": 6, "8b-width": 7, "454m": 3, "350m-one-sequence": 4}  # place in step_h200.json
+
+SHAPES = {"8b-width": "8B width (4 layers)", "454m": "454M (896 wide, 31 layers)"}
+
+
+def step_rows(key: str) -> tuple[str, dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return the name of a shape, its rows by variant, and the run they are from."""
+    run = load("step_h200")["runs"][RUNS[key]]
+    settings = run["settings"]
+    name = SHAPES.get(key) or f"`{settings['preset']}`"
+    return f"{name}, {settings['batch_size']} x {settings['seq_len']:,}", {r["name"]: r for r in run["rows"]}, run
+
+
+def step(key: str) -> str:
+    """One run of `te-models bench`."""
+    shape, rows, run = step_rows(key)
+    table = markdown(
+        "variant | ms (quartiles) | tokens/s | model TFLOP/s | speed | of the roofline | peak memory",
+        (
+            [VARIANTS[name], f"{r['ms']:.1f} ({r['ms_quartiles'][0]:.1f} to {r['ms_quartiles'][1]:.1f})",
+             f"{r['tokens_per_second']:,.0f}", f"{r['model_tflops']:,.0f}", f"{r['speed']:.2f}x",
+             f"{r['of_roofline']:.2f}", f"{r['peak_gib']:.2f} GiB"]
+            for name, r in rows.items()
+        ),
+    )  # fmt: skip
+    return f"{prose(f'{shape} tokens per step. {measured_on(run)}')}\n\n{table}"
+
+
+TABLES |= {f"step-{key}": partial(step, key) for key in RUNS}
+
+
+@table
+def readme_speed() -> str:
+    """The one table of speed and memory in the README."""
+    lines = []
+    for key in ("350m", "1b", "8b-width"):
+        shape, rows, _ = step_rows(key)
+        for layers, name in OURS.items():
+            ours, torch = rows[name], rows["torch"]
+            others = [f"{ours['speed'] / rows[peer]['speed']:.2f}x" for peer in ("torch", "torchao", "te-layer")]
+            memory = f"{ours['peak_gib']:.1f} ({torch['peak_gib']:.1f}) GiB"
+            lines.append([shape, layers, f"{ours['tokens_per_second']:,.0f}", *others, memory])
+    header = "model, tokens per step | layers | tokens/s | torch | torchao | te.TransformerLayer | peak memory (torch)"
+    return f"{markdown(header, lines)}\n\n{measured_on(load('step_h200')['runs'][RUNS['1b']])}"
+
+
+@table
+def readme_8b() -> str:
+    """Summarize the speed of an 8B model on H200s in three sentences."""
+    run = {(r["model"], r["batch"], r["who"]): r["decode_tokens_per_second"] for r in load("generate_h200")["rows"]}
+    users = ("te-models delayed", "te-models bf16", "transformers default")
+    fp8, bf16, hf = (run["llama-3.1-8b", 1, user] for user in users)
+    whole = load("finetune_8b_h200")
+    rows = [r for r in load("scaling_h200")["rows"] if r["preset"] == "llama-3.1-8b" and r.get("edges")]
+    best = {
+        recipe: max(r["tokens_per_second_each"] for r in rows if r["recipe"] == recipe)
+        for recipe in ("delayed", "bf16")
+    }
+    return (
+        f"- `llama-3.1-8b` trains in full on one H200 in {whole['peak_gb'] * 1e9 / GIB:.1f} GiB, with 8-bit AdamW and\n"
+        f"  full recomputation, at {whole['tokens_per_second']:,.0f} tokens/s.\n"
+        f"- With FSDP2 on two H200s it trains at {best['delayed']:,.0f} tokens/s per GPU under `delayed`, "
+        f"{best['delayed'] / best['bf16']:.2f} times as fast as in BF16.\n"
+        f"- At batch size 1 it generates {fp8:.0f} tokens/s in FP8 and {bf16:.0f} in BF16; transformers generates "
+        f"{hf:.0f}."
+    )
+
+
+@table
+def first_light() -> str:
+    """One training run per recipe."""
+    result = load("first_light_h200")
+    run, base = result["run"], result["recipes"]["bf16"]
+    table = markdown(
+        "recipe | final eval loss | relative to BF16 | tokens/s | relative to BF16 | peak memory",
+        (
+            [f"`{name}`", f"{r['eval_loss']:.4f}", f"{100 * (r['eval_loss'] / base['eval_loss'] - 1):+.2f} %",
+             f"{r['tokens_per_second']:,.0f}", f"{r['tokens_per_second'] / base['tokens_per_second']:.2f}x",
+             f"{r['peak_memory'] / GIB:.2f} GiB"]
+            for name, r in result["recipes"].items()
+        ),
+    )  # fmt: skip
+    about = f"`{run['preset']}`, {run['steps']} steps of {run['batch_size']} x {run['seq_len']:,} tokens, one seed."
+    return f"{prose(f'{about} {measured_on(result)}')}\n\n{table}"
+
+
+@table
+def profile() -> str:
+    """Kernel times of an eager step."""
+    runs = {"`gated-1b`": load("profile_1b_h200"), "8B width": load("profile_8b4_h200")}
+    kinds = sorted(runs["`gated-1b`"]["ms"], key=lambda kind: -runs["`gated-1b`"]["ms"][kind])
+    rows = [[kind, *(f"{run['ms'][kind]:.2f}" for run in runs.values())] for kind in kinds]
+    rows.append(["**sum**", *(f"**{sum(run['ms'].values()):.1f}**" for run in runs.values())])
+    return f"{markdown('kernels, ms per step | ' + ' | '.join(runs), rows)}"
+
+
+@table
+def checkpoint_grid() -> str:
+    """Memory and speed of every mode of activation checkpointing."""
+    result = load("checkpoint_grid_h200")
+
+    def lines() -> Iterator[list[str]]:
+        for name, rows in result["rows"].items():
+            for r in rows:
+                none = next(o for o in rows if o["mode"] == "none" and precision_of(o) == precision_of(r))
+                yield [name, f"`{r['recipe']}`", precision_of(r)[1], r["mode"], f"{r['peak'] / GIB:.2f} GiB",
+                       f"{r['activations'] / GIB:.2f} GiB", f"{r['activations'] / none['activations']:.2f}x",
+                       f"{r['tokens_per_second']:,.0f}",
+                       f"{r['tokens_per_second'] / none['tokens_per_second']:.2f}x"]  # fmt: skip
+
+    header = "model | recipe | weights | mode | peak | activations | vs `none` | tokens/s | vs `none`"
+    return f"{measured_on(result)}\n\n{markdown(header, lines())}"
+
+
+def precision_of(row: dict[str, Any]) -> tuple[str, str]:
+    """Return the recipe and the format of the weights of a row."""
+    return row["recipe"], "FP8" if row["fp8_params"] else "BF16"
+
+
+@table
+def generation() -> str:
+    """Prefill and decoding beside transformers."""
+    result = load("generate_h200")
+    base = {(r["model"], r["batch"]): r["decode_tokens_per_second"] for r in result["rows"]
+            if r["who"] == "transformers default"}  # fmt: skip
+    rows = (
+        [f"`{r['model']}`", str(r["batch"]), r["who"], f"{r['prefill_tokens_per_second']:,.0f}",
+         f"{r['decode_tokens_per_second']:,.0f}",
+         f"{r['decode_tokens_per_second'] / base[r['model'], r['batch']]:.1f}x",
+         f"{r['peak_device_bytes'] / GIB:.2f} GiB"]
+        for r in result["rows"]
+    )  # fmt: skip
+    header = "model | batch | by | prefill, tokens/s | decoding, tokens/s | vs transformers | peak memory"
+    return f"A prompt of {result['prompt']} tokens. {measured_on(result)}\n\n{markdown(header, rows)}"
+
+
+@table
+def loading() -> str:
+    """Time and host memory to load a checkpoint."""
+    rows = (
+        [f"`{r['model']}`", f"{r['shards']}, {r['largest_shard_bytes'] / GIB:.2f} GiB", r["reader"],
+         f"{r['seconds']:.1f}", f"{r['peak_host_bytes'] / GIB:.2f} GiB", f"{r['peak_device_bytes'] / GIB:.2f} GiB"]
+        for r in load("generate_h200")["loading"]
+    )  # fmt: skip
+    return markdown("checkpoint | shards, largest | read by | seconds | peak host memory | peak device memory", rows)
+
+
+@table
+def chat_finetune() -> str:
+    """Steps of fine-tuning on packed chat records, beside TRL's."""
+    result = load("finetune_against_trl_h200")
+    shapes, names = result["shapes"], {"trl": "TRL", "trl-documents": "TRL, documents apart"}
+    trl = {(r["shape"], r["method"]): r for r in result["rows"] if r["way"] == "trl"}
+
+    def cells(r: dict[str, Any]) -> list[str]:
+        other = trl[r["shape"], r["method"]]
+        return [f"`{r['shape']}`, {shapes[r['shape']]['batch_size']} x {shapes[r['shape']]['seq_len']:,}",
+                {"full": "all weights", "lora": f"LoRA, rank {result['rank']}"}[r["method"]],
+                names.get(r["way"], f"`{r['way']}`"), f"{r['tokens_per_second']:,.0f}",
+                f"{r['tokens_per_second'] / other['tokens_per_second']:.2f}x", f"{r['peak'] / GIB:.1f} GiB",
+                f"{r['peak'] / other['peak']:.2f}x", f"{r['losses'][-1]:.3f}"]  # fmt: skip
+
+    header = "model, tokens per step | trained | recipe | tokens/s | to TRL | peak memory | to TRL | loss"
+    return f"{markdown(header, map(cells, result['rows']))}\n\n{measured_on(result)}"
+
+
+@table
+def span_attention() -> str:
+    """Attention over documents and windows, with spans and with a mask."""
+    result = load("span_attention_h200")
+    shapes = result["shapes"]
+
+    def cells(r: dict[str, Any]) -> list[str]:
+        shape = shapes[str(r["channels"])]
+        heads = (
+            f"{shape['heads']}, {shape['shared']} shared" if shape["heads"] != shape["shared"] else f"{shape['heads']}"
+        )
+        times = [f"{r[way][part]:.2f}" for way in ("spans", "masked") for part in ("forward", "both")]
+        return [f"{shape['batch']} x {shape['seq']:,}", f"{heads} of {r['channels']}", r["mask"], *times]
+
+    header = (
+        "tokens | heads | keys seen | spans: forward, ms | with backward, ms | PyTorch: forward, ms | with backward, ms"
+    )
+    return f"{markdown(header, map(cells, result['rows']))}\n\n{measured_on(result)}"
+
+
+@table
+def finetune_8b() -> str:
+    """A whole 8B model on one GPU."""
+    r = load("finetune_8b_h200")
+    return prose(
+        f"`{r['preset']}` ({r['parameters']:,} parameters) under `{r['recipe']}`, `{r['optimizer']}` with "
+        f'`{r["optimizer_options"]}`, `activation_checkpointing="{r["activation_checkpointing"]}"`, '
+        f"{r['batch_size']} x {r['seq_len']:,} tokens: {r['peak_gb'] * 1e9 / GIB:.1f} GiB at the peak and "
+        f"{r['tokens_per_second']:,.0f} tokens/s. {measured_on(r)}"
+    )
+
+
+@table
+def scaling() -> str:
+    """Whole training steps on two GPUs."""
+    result = load("scaling_h200")
+    alone = next(r["tokens_per_second_alone"] for r in result["rows"] if r.get("alone"))
+
+    def cells(r: dict[str, Any]) -> list[str]:
+        flags = ["--no-reshard-after-forward"] * (not r["reshard"])
+        flags += [f"--reduce-dtype {r['reduce_dtype']}"] * (r["reduce_dtype"] != "float32")
+        flags += [f"--prefetch-blocks {r['prefetch']}"] * (r["prefetch"] != 1)
+        edges = "" if r.get("edges", True) else ", all layers"
+        share = r.get("kept") or (r["tokens_per_second_each"] / alone if r["preset"] == "gated-1b" else None)
+        return [f"`{r['preset']}`", f"{r['accumulation']} x {r['batch_size']} x {r['seq_len']:,}",
+                f"`{r['recipe']}`{edges}", " ".join(f"`{flag}`" for flag in flags) or "defaults",
+                f"{r['tokens_per_second_each']:,}", f"{r['model_tflops_each']:.0f}",
+                f"{share:.2f}" if share else "", f"{r['peak_gib']:.1f} GiB" if "peak_gib" in r else "",
+                str(r["run"])]  # fmt: skip
+
+    header = (
+        "model | micro-batches x sequences x tokens, per GPU | recipe | flags | tokens/s per GPU | model TFLOP/s | "
+        "relative to one GPU | peak memory | run"
+    )
+    return markdown(header, map(cells, result["rows"]))
+
+
+@table
+def scaling_estimate() -> str:
+    """The estimate for more GPUs."""
+
+    def lines() -> Iterator[list[str]]:
+        for micro_batches in (1, 8):
+            for gpus in (2, 8, 64, 256, 1000):
+                row = estimate(gpus, micro_batches, Assumptions())
+                yield [f"{gpus:,}", str(micro_batches), f"{1e3 * row['sending']:,.0f}", f"{row['best']:.2f}",
+                       f"{row['worst']:.2f}"]  # fmt: skip
+
+    header = "GPUs | micro-batches per step | communication, ms | relative speed, all overlapped | none overlapped"
+    return markdown(header, lines())

@@ -1,0 +1,81 @@
+"""A tokenizer.json for folders without one: transformers converts SentencePiece, tiktoken and BPE files.
+
+It is asked not to run code of the folder, and not to look anywhere else; only classes of tokenizers are asked, and only
+regular files of bounded size are there. What it makes of a SentencePiece model must
+give the ids of the sentencepiece library: transformers 5.23 loses the space before the first word where config.json
+is of one family and the tokenizer of another.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from te_models.data.json_files import read_file, read_json_object
+from te_models.errors import DataError, needs
+from te_models.interop.hf import tokenizer_files
+
+SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+SOURCES = (*SENTENCEPIECE, "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
+PROBE = "The quick brown fox jumps over 12 lazy dogs."
+ROLES = ("bos", "eos", "pad")
+
+
+def convert_tokenizer(folder: Path) -> tuple[Any, dict[str, str]] | None:
+    """Return the tokenizer.json that transformers makes of a folder's files, and its special tokens by name.
+
+    None: the folder has no such files.
+
+    Raises:
+        DataError: transformers cannot convert them, or one is no regular file, or too large; one line that says why.
+        MissingPackage: transformers is not installed.
+    """
+    sources = [path for pattern in SOURCES for path in sorted(folder.glob(pattern))]
+    if not sources:
+        return None
+    for name in {*tokenizer_files(folder), *(path.name for path in sources)}:
+        read_file(folder / name)
+    for path in folder.iterdir():  # transformers decides what else it opens
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise DataError(f"{path} is not a regular file")
+    with needs(f"{folder} has {sources[0].name} and no tokenizer.json, which", "transformers", "5.0", "hf"):
+        import transformers  # noqa: PLC0415
+    wanted, reasons = _sentencepiece_ids(sources[0]), []
+    named = (read_json_object(folder / "tokenizer_config.json") or {}).get("tokenizer_class")
+    named = named or ("LlamaTokenizer" if wanted is not None else "AutoTokenizer")
+    for kind in ("AutoTokenizer", str(named).removesuffix("Fast")):
+        try:
+            options = dict(trust_remote_code=False, local_files_only=True)
+            maker: Any = getattr(transformers, kind)
+            if maker is not transformers.AutoTokenizer and not issubclass(maker, transformers.PreTrainedTokenizerBase):
+                raise ValueError(f"{kind} is no tokenizer")  # a model's class would load what the folder has for it
+            made: Any = maker.from_pretrained(folder, **options)
+            if wanted is not None and made.encode(PROBE, add_special_tokens=False) != wanted:
+                raise ValueError("the result has other ids than the sentencepiece library")
+            tokens = {f"{role}_token": getattr(made, f"{role}_token") for role in ROLES}
+            document = json.loads(made.backend_tokenizer.to_str())
+            return document, {name: token for name, token in tokens.items() if token is not None}
+        except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+            raise
+        except BaseException as error:  # of transformers, protobuf or tokenizers, whose panics have no other base
+            reasons.append(" ".join(str(error).split())[:200] or type(error).__name__)
+    raise DataError(
+        f"{folder} has {sources[0].name} and no tokenizer.json, and transformers cannot convert it ({reasons[0]}): "
+        "give --tokenizer the path of a tokenizer.json"
+    )
+
+
+def _sentencepiece_ids(path: Path) -> list[int] | None:
+    """Return the ids of PROBE in a SentencePiece model; None for other files, and without the library.
+
+    transformers needs the library too, and says so.
+    """
+    if path.name not in SENTENCEPIECE:
+        return None
+    try:
+        from sentencepiece import SentencePieceProcessor  # noqa: PLC0415
+
+        return SentencePieceProcessor(model_file=str(path)).encode(PROBE)
+    except (ImportError, OSError, RuntimeError):  # the last: it is no SentencePiece model but one of tiktoken
+        return None

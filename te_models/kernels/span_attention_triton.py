@@ -1,0 +1,270 @@
+"""Attention in which each query sees one span of keys, in Triton: documents in one row, sliding windows, or both.
+
+Query i sees the keys `first[i]` to i. Since `first` never falls along a row, a block of queries reads the key blocks
+from its first query's `first` to its own end and no others, so that the work is that of the documents, not of the row,
+and no mask of [S, S] exists. The online softmax and its backward are those of FlashAttention-2 (Dao 2023, arXiv
+2307.08691), without atomic additions: the gradients are the same in every run. Tested through Triton's interpreter on a
+CPU (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+Block = tuple[int, int, int, int]  # queries, keys, warps, stages
+# Channels per head, at most -> the fastest block of those that benchmarks/span_attention.py tried on an H200.
+FORWARD: dict[int, Block] = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 4, 1)}
+GRAD_QUERY: dict[int, Block] = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 4, 1)}
+GRAD_KEY: dict[int, Block] = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 32, 4, 1)}
+
+
+@triton.jit
+def _rows(base, token, token_stride, channel, seq, dim: tl.constexpr):
+    """Load [tokens, width] of one head, zero beyond the end of the row and beyond the last channel."""
+    inside = (token < seq)[:, None] & (channel < dim)[None, :]
+    return tl.load(base + token.to(tl.int64)[:, None] * token_stride + channel[None, :], inside, 0.0)
+
+
+@triton.jit
+def _store_rows(base, token, token_stride, channel, seq, value, dim: tl.constexpr):
+    inside = (token < seq)[:, None] & (channel < dim)[None, :]
+    address = base + token.to(tl.int64)[:, None] * token_stride + channel[None, :]
+    tl.store(address, value.to(base.dtype.element_ty), inside)
+
+
+@triton.jit
+def _scores(q, k, start, query, key, factor):
+    """Return the scores [queries, keys] times log2(e), -inf at keys that a query does not see."""
+    seen = (key[None, :] <= query[:, None]) & (key[None, :] >= start[:, None])
+    return tl.where(seen, tl.dot(q, tl.trans(k)) * factor, float("-inf"))
+
+
+@triton.jit
+def _forward_kernel(
+    q, k, v, out, log_sum, first,
+    q_batch, q_head, q_seq, k_batch, k_head, k_seq, v_batch, v_head, v_seq, o_batch, o_head, o_seq, first_batch,
+    seq, heads, group, factor,
+    dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr,
+):  # fmt: skip
+    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * queries  # long ones first
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    query, channel = begin + tl.arange(0, queries), tl.arange(0, width)
+    k += batch * k_batch + head // group * k_head
+    v += batch * v_batch + head // group * v_head
+    first += batch * first_batch
+    rows = _rows(q + batch * q_batch + head * q_head, query, q_seq, channel, seq, dim)
+    start = tl.load(first + query, query < seq, 0)
+    top = tl.full([queries], float("-inf"), tl.float32)
+    total = tl.zeros([queries], tl.float32)
+    sums = tl.zeros([queries, width], tl.float32)
+    for place in range(tl.load(first + begin) // keys * keys, tl.minimum(begin + queries, seq), keys):
+        key = place + tl.arange(0, keys)
+        score = _scores(rows, _rows(k, key, k_seq, channel, seq, dim), start, query, key, factor)
+        highest = tl.maximum(top, tl.max(score, 1))
+        offset = tl.where(highest == float("-inf"), 0.0, highest)  # a query that has seen no key yet
+        weight = tl.exp2(score - offset[:, None])
+        shrink = tl.exp2(top - offset)
+        value = _rows(v, key, v_seq, channel, seq, dim)
+        sums = sums * shrink[:, None] + tl.dot(weight.to(value.dtype), value)
+        total = total * shrink + tl.sum(weight, 1)
+        top = highest
+    _store_rows(out + batch * o_batch + head * o_head, query, o_seq, channel, seq, sums / total[:, None], dim)
+    tl.store(log_sum + tl.program_id(1).to(tl.int64) * seq + query, top + tl.log2(total), query < seq)
+
+
+@triton.jit
+def _dot_kernel(
+    out, dy, dots, o_batch, o_head, o_seq, y_batch, y_head, y_seq, seq, heads,
+    dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr,
+):  # fmt: skip
+    """Compute the product of each query's output with its gradient."""
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    query, channel = tl.program_id(0) * queries + tl.arange(0, queries), tl.arange(0, width)
+    one = _rows(out + batch * o_batch + head * o_head, query, o_seq, channel, seq, dim).to(tl.float32)
+    other = _rows(dy + batch * y_batch + head * y_head, query, y_seq, channel, seq, dim).to(tl.float32)
+    tl.store(dots + tl.program_id(1).to(tl.int64) * seq + query, tl.sum(one * other, 1), query < seq)
+
+
+@triton.jit
+def _grad_query_kernel(
+    q, k, v, dy, log_sum, dots, first, dq,
+    q_batch, q_head, q_seq, k_batch, k_head, k_seq, v_batch, v_head, v_seq, y_batch, y_head, y_seq,
+    d_batch, d_head, d_seq, first_batch, seq, heads, group, factor, scale,
+    dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr,
+):  # fmt: skip
+    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * queries
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    query, channel = begin + tl.arange(0, queries), tl.arange(0, width)
+    k += batch * k_batch + head // group * k_head
+    v += batch * v_batch + head // group * v_head
+    first += batch * first_batch
+    rows = _rows(q + batch * q_batch + head * q_head, query, q_seq, channel, seq, dim)
+    slope = _rows(dy + batch * y_batch + head * y_head, query, y_seq, channel, seq, dim)
+    start = tl.load(first + query, query < seq, 0)
+    place_of_sums = tl.program_id(1).to(tl.int64) * seq + query
+    top = tl.load(log_sum + place_of_sums, query < seq, 0.0)
+    dot = tl.load(dots + place_of_sums, query < seq, 0.0)
+    grad = tl.zeros([queries, width], tl.float32)
+    for place in range(tl.load(first + begin) // keys * keys, tl.minimum(begin + queries, seq), keys):
+        key = place + tl.arange(0, keys)
+        keyed = _rows(k, key, k_seq, channel, seq, dim)
+        weight = tl.exp2(_scores(rows, keyed, start, query, key, factor) - top[:, None])
+        change = weight * (tl.dot(slope, tl.trans(_rows(v, key, v_seq, channel, seq, dim))) - dot[:, None])
+        grad += tl.dot(change.to(keyed.dtype), keyed)
+    _store_rows(dq + batch * d_batch + head * d_head, query, d_seq, channel, seq, grad * scale, dim)
+
+
+@triton.jit
+def _grad_key_kernel(
+    q, k, v, dy, log_sum, dots, first, last, dk, dv,
+    q_batch, q_head, q_seq, k_batch, k_head, k_seq, v_batch, v_head, v_seq, y_batch, y_head, y_seq,
+    d_batch, d_head, d_seq, first_batch, seq, heads, group, factor, scale,
+    dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of one block of keys and values, over all heads of queries that share them."""
+    begin, count = tl.program_id(0) * keys, heads // group
+    batch, shared = (tl.program_id(1) // count).to(tl.int64), tl.program_id(1) % count
+    key, channel = begin + tl.arange(0, keys), tl.arange(0, width)
+    keyed = _rows(k + batch * k_batch + shared * k_head, key, k_seq, channel, seq, dim)
+    value = _rows(v + batch * v_batch + shared * v_head, key, v_seq, channel, seq, dim)
+    first += batch * first_batch
+    end = tl.load(last + batch * first_batch + tl.minimum(begin + keys, seq) - 1) + 1
+    grad_key = tl.zeros([keys, width], tl.float32)
+    grad_value = tl.zeros([keys, width], tl.float32)
+    for head in range(shared * group, shared * group + group):
+        sums = (batch * heads + head) * seq
+        for place in range(begin // queries * queries, end, queries):
+            query = place + tl.arange(0, queries)
+            rows = _rows(q + batch * q_batch + head * q_head, query, q_seq, channel, seq, dim)
+            slope = _rows(dy + batch * y_batch + head * y_head, query, y_seq, channel, seq, dim)
+            start = tl.load(first + query, query < seq, 0)
+            top = tl.load(log_sum + sums + query, query < seq, 0.0)
+            dot = tl.load(dots + sums + query, query < seq, 0.0)
+            weight = tl.exp2(_scores(rows, keyed, start, query, key, factor) - top[:, None])
+            grad_value += tl.dot(tl.trans(weight.to(slope.dtype)), slope)
+            change = weight * (tl.dot(slope, tl.trans(value)) - dot[:, None])
+            grad_key += tl.dot(tl.trans(change.to(rows.dtype)), rows)
+    d = batch * d_batch + shared * d_head
+    _store_rows(dk + d, key, d_seq, channel, seq, grad_key * scale, dim)
+    _store_rows(dv + d, key, d_seq, channel, seq, grad_value, dim)
+
+
+class Spans(NamedTuple):
+    """The span of keys that each query sees, itself the last of them.
+
+    `first` int32 [B or 1, S]: its first key; never falls along a row. `last` int32 [B or 1, S]: the last query that
+    sees each key.
+    """
+
+    first: Tensor
+    last: Tensor
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+        """Return attention's output [B, N, S, H] and the log2 of each query's sum of weights, FP32 [B, N, S].
+
+        q [B, N, S, H]; k, v [B, K, S, H], N a multiple of K; of any strides whose channels lie together. `scale` is the
+        factor on q k, None for H ** -0.5.
+        """
+        batch, heads, seq, dim = q.shape
+        out = torch.empty(batch, seq, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2)
+        log_sum = torch.empty(batch, heads, seq, dtype=torch.float32, device=q.device)
+        block, options = _options(FORWARD, dim)
+        _forward_kernel[(triton.cdiv(seq, block[0]), batch * heads)](
+            q, k, v, out, log_sum, self.first, *_strides(q, k, v, out), self._stride, seq, heads, heads // k.shape[1],
+            _scale(scale, dim) * LOG2E, **options,
+        )  # fmt: skip
+        return out, log_sum
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, scale: float | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v, given that of `out`, [B, N, S, H], and what `forward` returned."""
+        (batch, heads, seq, dim), shared = q.shape, k.shape[1]
+        dq, dk, dv = (torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+                      for t in (q, k, v))  # fmt: skip
+        dots = torch.empty_like(log_sum)
+        _dot_kernel[(triton.cdiv(seq, 64), batch * heads)](
+            out, dy, dots, *_strides(out, dy), seq, heads, dim=dim, width=_width(dim), queries=64
+        )
+        natural = _scale(scale, dim)
+        common = (*_strides(q, k, v, dy),)
+        tail = (self._stride, seq, heads, heads // shared, natural * LOG2E, natural)
+        block, options = _options(GRAD_QUERY, dim)
+        _grad_query_kernel[(triton.cdiv(seq, block[0]), batch * heads)](
+            q, k, v, dy, log_sum, dots, self.first, dq, *common, *_strides(dq), *tail, **options
+        )
+        block, options = _options(GRAD_KEY, dim)
+        _grad_key_kernel[(triton.cdiv(seq, block[1]), batch * shared)](
+            q, k, v, dy, log_sum, dots, self.first, self.last, dk, dv, *common, *_strides(dk), *tail, **options
+        )
+        return dq, dk, dv
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        """Return the output of `forward`, differentiable."""
+        return _SpanAttention.apply(q, k, v, *self, scale)
+
+    @property
+    def _stride(self) -> int:
+        """The distance between the rows of `first`, 0 where all rows of the batch share one."""
+        return self.first.stride(0) if len(self.first) > 1 else 0
+
+
+class _SpanAttention(torch.autograd.Function):
+    """See Spans.__call__."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float | None) -> Tensor:
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        out, log_sum = Spans(first, last).forward(q, k, v, scale)
+        ctx.save_for_backward(q, k, v, out, log_sum, first, last)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        *tensors, first, last = ctx.saved_tensors
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        return *Spans(first, last).backward(dy, *tensors, ctx.scale), None, None, None
+
+
+def spans(seq: int, window: int | None, documents: Tensor | None, device: torch.device) -> Spans:
+    """Return the spans of `seq` queries, of their own document and of at most `window` keys, themselves included.
+
+    `documents` int [B, S]: a new document begins wherever the number changes; None for one in each row.
+    """
+    place = torch.arange(seq, device=device)
+    first = torch.zeros_like(place)[None] if window is None else (place - window + 1).clamp(min=0)[None]
+    if documents is not None:
+        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=False)
+        first = first.maximum(torch.where(begins, place, 0).cummax(dim=1).values)
+    first = first.contiguous()
+    last = torch.searchsorted(first, place.expand_as(first).contiguous(), right=True) - 1
+    return Spans(first.int(), last.int())
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the strides of batch, head and token of each."""
+    return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
+
+
+def _scale(scale: float | None, dim: int) -> float:
+    return dim**-0.5 if scale is None else scale
+
+
+def _width(dim: int) -> int:
+    """Return the channels of a tile: a power of two that matrix units take."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _options(blocks: dict[int, Block], dim: int) -> tuple[Block, dict[str, int]]:
+    """Return the block of heads of `dim` channels, and the keywords of a launch."""
+    queries, keys, warps, stages = block = blocks[max(64, _width(dim))]
+    names = dict(dim=dim, width=_width(dim), queries=queries, keys=keys, num_warps=warps, num_stages=stages)
+    return block, names

@@ -1,0 +1,78 @@
+"""Checks of what a forward pass is given, before anything runs: one line for each mistake."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.config.model import ModelConfig
+from te_models.errors import UsageError
+from te_models.model.kv_cache import Cache
+
+
+def check_tokens(config: ModelConfig, tokens: Any, embedded: bool = False) -> None:
+    """Raise a UsageError unless `tokens` are ids [B, S], or with `embedded` vectors [B, S, D], of at least one token.
+
+    On a CPU ids outside the vocabulary are refused too; on a GPU reading their values would wait for the device.
+    """
+    name, wanted = ("inputs_embeds", "vectors [B, S, D]") if embedded else ("input_ids", "an int64 tensor [B, S]")
+    if not isinstance(tokens, Tensor):
+        raise UsageError(f"{name} is a {type(tokens).__name__}: give {wanted}")
+    if embedded and (tokens.dim() != 3 or tokens.shape[2] != config.hidden_size):
+        raise UsageError(f"{name} has shape {list(tokens.shape)}: give {wanted}, D={config.hidden_size}")
+    if not embedded and tokens.dim() != 2:
+        hint = ", such as input_ids[None] for a single row" if tokens.dim() == 1 else ""
+        raise UsageError(f"{name} has shape {list(tokens.shape)}: give {wanted}, rows of token ids{hint}")
+    if embedded != tokens.is_floating_point() or (not embedded and tokens.dtype not in (torch.int64, torch.int32)):
+        raise UsageError(f"{name} is of {tokens.dtype}: give {wanted}")
+    if not tokens.numel():
+        raise UsageError(f"{name} has shape {list(tokens.shape)}: give at least one row of at least one token")
+    mistake = None
+    if not embedded and tokens.device.type == "cpu" and not torch.compiler.is_compiling():  # a trace has no values
+        mistake = invalid_token(torch.stack(tokens.aminmax()), config.vocab_size)
+    if mistake is not None:
+        raise UsageError(mistake)
+
+
+def check_inputs(
+    config: ModelConfig,
+    tokens: Tensor,
+    labels: Tensor | None,
+    cache: Cache | None,
+    attention_mask: Tensor | None,
+    document_ids: Tensor | None,
+) -> None:
+    """Raise a UsageError for other arguments of Decoder.forward that do not fit `tokens` [B, S, ...] or each other."""
+    length, limit = tokens.shape[1] + (cache.length if cache else 0), config.longest_sequence
+    if length > limit:
+        name = "max_position_embeddings" if limit == config.max_position_embeddings else "the stretched limit of RoPE"
+        raise UsageError(f"a sequence of {length} tokens is longer than {name}={limit}: shorten it or raise that field")
+    others: dict[str, Any] = {"attention_mask": attention_mask, "document_ids": document_ids, "labels": labels}
+    for name, given in others.items():
+        if given is not None and not isinstance(given, Tensor):
+            raise UsageError(f"{name} is a {type(given).__name__}: give a tensor [B, S]")
+        if given is not None and given.shape != tokens.shape[:2]:
+            raise UsageError(
+                f"{name} has shape {list(given.shape)}, input_ids {list(tokens.shape[:2])}: give one entry per token"
+            )
+    if labels is not None and labels.dtype != torch.int64:
+        raise UsageError(f"labels is of {labels.dtype}: give an int64 tensor [B, S]")
+    if document_ids is not None and not (cache is None and attention_mask is None):
+        raise UsageError(
+            "document_ids goes with neither a cache nor an attention_mask: give padding a document of its own"
+        )
+
+
+def known_ids(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return ids [B, S] that a kernel may use as indices, and whether others were among them, a bool scalar on their
+    device, without waiting for it."""
+    known = ids.clamp(0, vocab_size - 1)
+    return known, (known != ids).any()
+
+
+def invalid_token(ids: Tensor, vocab_size: int) -> str | None:
+    """Return one line about the first id outside the vocabulary, None if there is none. Waits for the device."""
+    invalid = ids[(ids < 0) | (ids >= vocab_size)]
+    return f"input_ids holds {int(invalid[0])}: give 0 to {vocab_size - 1} ({vocab_size=})" if len(invalid) else None

@@ -1,0 +1,21 @@
+"""Products of cases of which `make test` runs a part and `make test-slow` the rest."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def every(step: int, *axes: Iterable[Any]) -> list[Any]:
+    """Return all combinations of the axes; only those on each `step`-th diagonal are not slow.
+
+    With a step of at most the length of the longest axis every value of every other axis is among them.
+    """
+    cases = itertools.product(*(enumerate(axis) for axis in axes))
+    return [
+        pytest.param(*(value for _, value in case), marks=[pytest.mark.slow] if sum(n for n, _ in case) % step else [])
+        for case in cases
+    ]

@@ -1,0 +1,218 @@
+"""Folders of Hugging Face: refusals, shards, dtypes, names on the hub, and the memory that loading takes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import Pair, load, prompts, same_tensors, tensors_of
+from judge import AutoModelForCausalLM
+from ranks import run_process
+from safetensors.torch import load_file, save_file
+
+from te_models import CausalLM
+from te_models.interop.hf import MAX_SHARD_BYTES, write_hugging_face
+from te_models.saving.pretrained import weights
+
+
+@pytest.mark.parametrize(
+    "case, change, message",
+    [
+        ("llama2", dict(model_type="gpt2"), "unknown architecture (model_type) 'gpt2'"),
+        ("llama2", dict(model_type="lama"), "did you mean 'llama'"),
+        ("llama2", dict(model_type="mixtral"), "'mixtral'"),
+        ("llama2", dict(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
+        ("llama2", dict(attention_bias=True), "missing: model.layers.0.self_attn.k_proj.bias"),
+        ("llama2", dict(mlp_bias=True), "missing: model.layers.0.mlp.down_proj.bias"),
+        ("llama2", dict(hidden_act="quick_gelu"), "hidden_act='quick_gelu'"),
+        ("llama2", dict(attention_dropout=0.1), "attention_dropout=0.1"),
+        ("llama2", dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config="),
+        ("llama2", dict(rope_parameters=dict(rope_type="proportional", factor=4.0)), "'proportional' is not supp"),
+        ("llama2", dict(rope_parameters=None, rope_scaling=dict(type="axial", factor=2.0)), "'axial'"),
+        (
+            "llama2",
+            dict(rope_parameters=dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)),
+            "'linear' is not",
+        ),
+        ("llama2", dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "by layer type"),
+        ("llama2", dict(sliding_window=64), "sliding_window=64"),
+        ("llama2", dict(num_local_experts=8), "num_local_experts=8"),
+        ("llama2", dict(auto_map=dict(AutoModel="code.Model")), "auto_map="),
+        ("llama2", dict(head_dim="16"), "head_dim='16'"),
+        ("llama2", dict(dtype="int8"), "dtype 'int8'"),
+        ("qwen3", dict(attention_bias=True), "missing: model.layers.0.self_attn.k_proj.bias"),
+        ("qwen3", dict(layer_types=["full_attention"] * 3 + ["linear_attention"]), "'linear_attention'"),
+        ("smollm3", dict(mlp_bias=True), "missing: model.layers.0.mlp.down_proj.bias"),
+        ("headwise", dict(qkv_bias=True), "qkv_bias=True"),
+        ("headwise", dict(use_sliding_window=True), "use_sliding_window=True"),
+        ("headwise", dict(elementwise_attn_output_gate=True), "together are not supported"),
+        ("qwen3_next", dict(mlp_only_layers=[0, 1, 2]), "num_experts=512 in layer 3"),
+        (
+            "qwen3_next",
+            dict(layer_types=["full_attention"] * 3 + ["linear_attention"]),
+            "layer 3 is 'linear_attention'",
+        ),
+        ("qwen3_next", dict(layer_types=None), "layer 0 is 'linear_attention'"),
+        ("llama2", dict(hidden_size=None), "lacks hidden_size"),
+        ("smollm3", dict(num_hidden_layers="4"), "num_hidden_layers='4' is not a whole number"),
+        ("smollm3", dict(no_rope_layers=[1]), "no_rope_layers has 1 entries"),
+        ("smollm3", dict(no_rope_layers=7), "config.json: "),
+        ("llama2", dict(rope_parameters="linear"), "config.json: "),
+        ("llama2", dict(is_encoder_decoder=True), "is_encoder_decoder=True"),
+        (
+            "llama2",
+            dict(intermediate_size=100),
+            "model.layers.0.mlp.gate_proj.weight has shape [96, 64], not [100, 64]",
+        ),
+        ("llama2", dict(num_hidden_layers=5), "num_hidden_layers is 5, and the tensors have 4"),
+        ("llama2", dict(num_hidden_layers=3), "unexpected: model.layers.3"),
+    ],
+)
+def test_unsupported_fields_of_a_config_are_named(
+    case: str, change: dict[str, Any], message: str, theirs: Callable[..., Pair], tmp_path: Path
+) -> None:
+    folder = theirs(case)[1]
+    config = json.loads((folder / "config.json").read_text()) | change
+    if change.get("hidden_size", 1) is None:
+        del config["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    refused(tmp_path, message)
+
+
+def test_fields_without_effect_are_accepted(theirs: Callable[..., Pair], tmp_path: Path) -> None:
+    folder = theirs("llama2")[1]
+    more = {"transformers.js_config": {"dtype": "q4"}, "_name_or_path": "x", "unsloth_fixed": True, "temperature": 0.6}
+    more |= {"pretraining_tp": 2, "rope_interleaved": False, "some_feature": None, "id2label": {"0": "a"}}
+    config = json.loads((folder / "config.json").read_text()) | more
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    model = load(tmp_path)
+    assert model.config == load(folder).config
+    model.save_pretrained(tmp_path / "back", format="hf")
+    assert json.loads((tmp_path / "back/config.json").read_text()) == config
+
+
+def refused(folder: Path | str, message: str, **options: Any) -> None:
+    with pytest.raises(ValueError, match=".") as error:
+        load(folder, **options)
+    assert message in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 400, error.value
+
+
+@pytest.fixture
+def sharded(theirs: Callable[..., Pair], tmp_path: Path) -> Path:
+    """A checkpoint of several shards."""
+    theirs("llama3")[0].save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    return tmp_path / "sharded"
+
+
+def test_shards_are_read_and_damage_is_named(sharded: Path, theirs: Callable[..., Pair]) -> None:
+    ids = prompts()[0]
+    shards = sorted(sharded.glob("model-*.safetensors"))
+    assert len(shards) > 3
+    assert torch.equal(load(sharded)(ids).logits, load(theirs("llama3")[1])(ids).logits)
+    tensors = tensors_of(sharded)
+    for value in (math.nan, -math.inf):
+        name = sorted(load_file(shards[1]))[0]
+        good = shards[1].read_bytes()
+        broken = {
+            n: t.index_fill(0, torch.tensor([0]), value) if n == name else t for n, t in load_file(shards[1]).items()
+        }
+        save_file(broken, shards[1], {"format": "pt"})
+        refused(sharded, f"{name} has a NaN or an infinity")
+        shards[1].write_bytes(good)
+    assert same_tensors(tensors, tensors_of(sharded))
+    moved = shards[1].rename(sharded / "elsewhere")
+    refused(sharded, f"lacks {shards[1].name}")
+    moved.rename(shards[1]).write_bytes(shards[0].read_bytes())
+    refused(sharded, "is both in")
+    shards[1].write_bytes(shards[0].read_bytes()[:1000])
+    refused(sharded, f"{shards[1].name} is damaged")
+    (sharded / "model.safetensors.index.json").write_text("{}")
+    refused(sharded, "no map of tensor names")
+    (sharded / "model.safetensors.index.json").unlink()
+    refused(sharded, "holds no weights")
+    (sharded / "pytorch_model.bin").touch()
+    refused(sharded, "as a pickle (pytorch_model.bin)")
+
+
+def test_unsupported_conversions_are_refused(theirs: Callable[..., Pair], tmp_path: Path) -> None:
+    refused(theirs("headwise")[1], "cannot become 'elementwise'", attention_gate="elementwise")
+    refused(theirs("elementwise")[1], "cannot become 'none'", attention_gate="none")
+    model = load(theirs("mistral")[1])
+    with pytest.raises(ValueError, match="did you mean 'hf'"):
+        model.save_pretrained(tmp_path / "x", format="hff")
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(ValueError, match="holds thesis.txt"):
+        load(theirs("llama2")[1]).save_pretrained(tmp_path, format="hf")
+    assert not (tmp_path / "x").exists() and (tmp_path / "thesis.txt").exists()
+
+
+def test_saving_in_shards(theirs: Callable[..., Pair], tmp_path: Path) -> None:
+    judge, folder = theirs("qwen3")
+    model = load(folder)
+    write_hugging_face(model, model.origin, tmp_path / "back", weights(model), max_shard_bytes=60_000)
+    assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 3 and MAX_SHARD_BYTES == 5e9
+    assert same_tensors(tensors_of(folder), tensors_of(tmp_path / "back"))
+    ids = prompts()[0]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert torch.equal(again(ids).logits, judge(ids).logits)
+    load(tmp_path / "back").save_pretrained(tmp_path / "back", format="hf")
+    assert [f.name for f in (tmp_path / "back").glob("*.safetensors")] == ["model.safetensors"], (
+        "the old shards are gone"
+    )
+
+
+def test_names_are_resolved_on_the_hub(monkeypatch: pytest.MonkeyPatch, theirs: Any, pretend: Any) -> None:
+    refused("nobody/nothing-0.1b", "nobody/nothing-0.1b is no folder here, and the Hugging Face hub did not give it")
+    refused("/no/such/folder", "/no/such/folder")
+    folder = theirs("llama2")[1]
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(folder))
+    assert load("meta/llama").config == load(folder).config
+    pretend("huggingface_hub", None)
+    refused("meta/llama", "pip install -U 'te-models[hf]'")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_dtype_is_that_of_the_argument_or_the_file(dtype: Any, theirs: Callable[..., Pair], tmp_path: Path) -> None:
+    judge, folder = theirs("llama3")
+    model = load(folder, dtype=dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    model.save_pretrained(tmp_path, format="hf")
+    expected = {name: value.to(dtype) for name, value in judge.state_dict().items()}
+    assert same_tensors(tensors_of(tmp_path), expected) and load(tmp_path).dtype == dtype
+
+
+STREAMING = """
+import resource, sys, torch
+from te_models import CausalLM
+
+def peak(): return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
+
+CausalLM.from_pretrained(sys.argv[2], device="cpu", engine="emulated")  # everything is imported and warm
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+model = CausalLM.from_pretrained(sys.argv[1], device="cpu", engine="emulated")
+print(peak() - before - sum(p.nbytes for p in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure peak memory")
+def test_loading_takes_one_shard_of_memory_beside_the_model(theirs: Callable[..., Pair], tmp_path: Path) -> None:
+    sizes = dict(vocab_size=4000, hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8)
+    model = CausalLM.from_preset("qwen3-0.6b", device="cpu", **{**sizes, "head_dim": 64, "num_key_value_heads": 8})
+    shard = 20_000_000
+    write_hugging_face(model, model.origin, tmp_path, weights(model), max_shard_bytes=shard)
+    files = [file.stat().st_size for file in tmp_path.glob("model-*.safetensors")]
+    assert len(files) >= 4
+    command = [sys.executable, "-c", STREAMING, str(tmp_path), str(theirs("llama2")[1])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = run_process(command, env=environment)
+    assert int(done.stdout) <= 1.15 * max(files), f"{int(done.stdout) / max(files):.2f} of the largest shard"

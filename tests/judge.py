@@ -1,0 +1,20 @@
+"""transformers, the reference of many tests, without its warnings at import and its progress bars.
+
+A file that imports this module is skipped where transformers is not installed.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    from transformers import AutoModelForCausalLM
+
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+__all__ = ["AutoModelForCausalLM", "transformers"]

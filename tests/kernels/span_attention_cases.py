@@ -1,0 +1,103 @@
+"""Attention in spans equals attention under a mask; test_triton_kernels.py runs this with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bits import assert_same_bits
+from torch import Tensor
+
+from te_models.kernels import gated_attention_triton, span_attention_triton
+from te_models.kernels.gated_attention import Heads, attention_core
+from te_models.kernels.sdpa import attention_mask
+from te_models.kernels.span_attention_triton import spans
+
+# batch, query heads, key heads, tokens, channels, window, lengths of the documents of each row
+CASES: list[tuple[int, int, int, int, int, int | None, list[list[int]] | None]] = [
+    (2, 2, 1, 70, 16, None, [[1, 33, 36], [64, 6]]),
+    (1, 1, 1, 33, 24, 5, None),  # channels that are no power of two
+    (2, 1, 1, 64, 16, 9, [[20, 44], [64]]),
+    (1, 1, 1, 1, 16, None, [[1]]),
+    (1, 1, 1, 65, 16, 64, None),
+    (3, 1, 1, 40, 16, 1, [[40], [13, 27], [39, 1]]),  # every query sees itself alone
+]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+DTYPE, GROW = (torch.bfloat16, 4) if ON_GPU else (torch.float32, 1)
+# BF16 rounds each probability, each gradient of a score and each result by at most 2^-9; RoPE rounds q and k again.
+BOUND = 4 * 2**-9 if ON_GPU else 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let short rows have several blocks, on a CPU."""
+    torch.manual_seed(0)
+    for name, block in (("FORWARD", (32, 16, 4, 1)), ("GRAD_QUERY", (32, 16, 4, 1)), ("GRAD_KEY", (16, 32, 4, 1))):
+        if not ON_GPU:
+            monkeypatch.setattr(span_attention_triton, name, {64: block})
+
+
+def document_ids(lengths: list[list[int]] | None) -> Tensor | None:
+    """int64 [B, S], or None."""
+    if lengths is None:
+        return None
+    rows = [torch.arange(len(row)).repeat_interleave(torch.tensor(row) * GROW) for row in lengths]
+    return torch.stack(rows).to(DEVICE)
+
+
+def distance(name: str, found: Tensor, expected: Tensor) -> None:
+    """Compare norms, relative to the expected."""
+    found, expected = found.detach().double(), expected.detach().double()
+    assert found.shape == expected.shape
+    gap = float((found - expected).norm() / expected.norm())
+    assert gap < BOUND, f"{name}: {gap:.2g} off, {BOUND:.2g} allowed"
+
+
+@pytest.mark.parametrize(("batch", "heads", "shared", "seq", "dim", "window", "lengths"), CASES, ids=str)
+def test_output_and_gradients_are_those_under_the_mask(
+    batch: int, heads: int, shared: int, seq: int, dim: int, window: int | None, lengths: list[list[int]] | None
+) -> None:
+    """PyTorch's attention in FP64 is the reference; on a GPU with four times the tokens and channels."""
+    seq, dim, window = seq * GROW, dim * GROW, window and window * GROW
+    ids = document_ids(lengths)
+    mask = attention_mask(seq, window, None, ids, DEVICE)
+    projection = torch.randn(batch, seq, heads + 2 * shared, dim, dtype=DTYPE, device=DEVICE)
+    inputs = [t.transpose(1, 2).detach().requires_grad_() for t in projection.split([heads, shared, shared], 2)]
+    out = spans(seq, window, ids, DEVICE)(*inputs)
+    dy = torch.randn_like(out)
+    found = (out, *torch.autograd.grad(out, inputs, dy))
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    wanted = F.scaled_dot_product_attention(*exact, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    expected = (wanted, *torch.autograd.grad(wanted, exact, dy.double()))
+    for name, one, other in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
+        if name in ("output", "dv") or (seq > 1 and window != 1):  # of one key the scores have no gradient
+            distance(name, one, other)
+
+
+def test_the_gradients_are_the_same_in_every_run() -> None:
+    inputs = [torch.randn(1, 2, 40 * GROW, 16, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3)]
+    attention = spans(40 * GROW, 9, None, DEVICE)
+    runs = [torch.autograd.grad(attention(*inputs).square().sum(), inputs) for _ in range(2)]
+    for name, *both in zip("qkv", *runs, strict=True):
+        assert_same_bits(name, *both)
+
+
+def test_attention_as_one_operation() -> None:
+    """RoPE, attention in spans and the gate equal the three written out in FP64."""
+    heads, seq = Heads(2, 1, 16, "elementwise"), 40 * GROW
+    ids = document_ids([[30, 10], [40]])
+    angle = torch.rand(2, seq, 8, device=DEVICE).repeat(1, 1, 2)
+    cos, sin = angle.cos().to(DTYPE), angle.sin().to(DTYPE)
+    qkvg = torch.randn(2 * seq, 6 * 16, device=DEVICE, dtype=DTYPE)
+    one, other = qkvg.clone().requires_grad_(), qkvg.double().requires_grad_()
+    operations = gated_attention_triton.TRITON._replace(fp8=None)
+    mine = attention_core(one * 1.0, cos, sin, 2, seq, heads, operations, spans=spans(seq, 7, ids, DEVICE))
+    q, k, v, gate = heads.split(other, 2)
+    q, k = (t * cos[:, :, None] + torch.cat((-t[..., 8:], t[..., :8]), -1) * sin[:, :, None] for t in (q, k))
+    mask = attention_mask(seq, 7, None, ids, DEVICE)
+    mixed = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask, enable_gqa=True)
+    theirs = (mixed.transpose(1, 2) * torch.sigmoid(gate)).reshape(2 * seq, -1)
+    dy = torch.randn_like(mine)
+    distance("output", mine, theirs)
+    distance("gradient", torch.autograd.grad(mine, one, dy)[0], torch.autograd.grad(theirs, other, dy.double())[0])

@@ -1,0 +1,114 @@
+"""What a forward pass is given wrongly is one line of the project's type, and nothing runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from te_models import CausalLM
+from te_models.errors import UsageError
+from te_models.fp8.scaling_state import fp8_state
+from te_models.model.inputs import invalid_token, known_ids
+
+IDS = torch.arange(6).reshape(2, 3)
+SHAPE = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+)
+WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "an id that is too large": (torch.tensor([[3, 99999]]), {}, r"input_ids holds 99999: give 0 to 63 \("),
+    "the first id after the last": (torch.tensor([[64]]), {}, "input_ids holds 64: "),
+    "an id below zero": (torch.tensor([[1], [-1]]), {}, "input_ids holds -1: "),
+    "ids of int32": (torch.tensor([[70]], dtype=torch.int32), {}, "input_ids holds 70: "),
+    "one dimension": (IDS[0], {}, r"input_ids has shape \[3\]: .* such as input_ids\[None\]"),
+    "no dimension": (torch.tensor(1), {}, r"input_ids has shape \[\]: "),
+    "three dimensions": (IDS[None], {}, r"input_ids has shape \[1, 2, 3\]: give an int64 tensor \[B, S\]"),
+    "floats": (IDS.float(), {}, "input_ids is of torch.float32: give an int64 tensor"),
+    "bools": (IDS > 2, {}, "input_ids is of torch.bool: "),
+    "bytes": (IDS.byte(), {}, "input_ids is of torch.uint8: "),
+    "a list": ([[1, 2]], {}, "input_ids is a list: give an int64 tensor"),
+    "no tokens": (IDS[:, :0], {}, r"input_ids has shape \[2, 0\]: give at least one row"),
+    "no rows": (IDS[:0], {"labels": IDS[:0]}, r"input_ids has shape \[0, 3\]: give at least one row"),
+    "too many tokens": (torch.zeros(1, 2049, dtype=torch.long), {}, "a sequence of 2049 tokens is longer than max_"),
+    "labels that are shorter": (IDS, {"labels": IDS[:, 1:]}, r"labels has shape \[2, 2\], input_ids \[2, 3\]: "),
+    "labels of one dimension": (IDS, {"labels": IDS.flatten()}, r"labels has shape \[6\], "),
+    "labels of floats": (IDS, {"labels": IDS.float()}, "labels is of torch.float32: give an int64"),
+    "labels of int32": (IDS, {"labels": IDS.int()}, "labels is of torch.int32: give an int64"),
+    "labels as a list": (IDS, {"labels": [[0]]}, "labels is a list: give a tensor"),
+    "a mask of one row": (IDS, {"attention_mask": IDS[:1] >= 0}, r"attention_mask has shape \[1, 3\], "),
+    "a mask of scores": (IDS, {"attention_mask": torch.zeros(2, 1, 3, 3)}, r"attention_mask has shape \[2, 1, 3, 3\]"),
+    "documents of one dimension": (IDS, {"document_ids": IDS[0]}, r"document_ids has shape \[3\], "),
+    "vectors of another size": (None, {"inputs_embeds": torch.zeros(2, 3, 5)}, r"inputs_embeds has shape .*D=32"),
+    "vectors of one row": (None, {"inputs_embeds": torch.zeros(3, 32)}, r"inputs_embeds has shape \[3, 32\]: "),
+    "vectors of integers": (None, {"inputs_embeds": torch.zeros(1, 3, 32).long()}, "inputs_embeds is of torch.int64"),
+    "no vectors": (None, {"inputs_embeds": torch.zeros(1, 0, 32)}, r"inputs_embeds has shape \[1, 0, 32\]: give"),
+    "nothing": (None, {}, "give either input_ids or inputs_embeds"),
+    "both": (IDS, {"inputs_embeds": torch.zeros(2, 3, 32)}, "give either input_ids or inputs_embeds"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalLM:
+    torch.manual_seed(0)
+    return CausalLM.from_preset(
+        "gated-nano", recipe="delayed", amax_history_len=4, engine="emulated", device="cpu", **SHAPE
+    )
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_one_line_before_anything_runs(case: str, model: CausalLM) -> None:
+    ids, others, message = WRONG[case]
+    before = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
+    with pytest.raises(UsageError, match=f"^{message}") as caught:
+        model(ids, **others)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fp8_state(model).items())
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_the_same_of_the_model_of_transformers(case: str, model: CausalLM) -> None:
+    modeling = pytest.importorskip("te_models.huggingface.modeling")
+    ids, others, message = WRONG[case]
+    if {"attention_mask", "document_ids"} & set(others) or case == "both":
+        pytest.skip("its masks have other shapes")
+    with pytest.raises(UsageError, match=f"^({message}|give input_ids or inputs_embeds)"):
+        modeling.TEModelsForCausalLM.wrap(model)(ids, **others)
+
+
+def test_labels_outside_the_vocabulary_of_the_model_of_transformers(model: CausalLM) -> None:
+    modeling = pytest.importorskip("te_models.huggingface.modeling")
+    with pytest.raises(UsageError, match="^a label is 64: give 0 to 63"):
+        modeling.TEModelsForCausalLM.wrap(model)(IDS, labels=IDS.clone().fill_(64))
+
+
+def test_ids_of_int32_are_those_of_int64(model: CausalLM) -> None:
+    model.eval()
+    assert torch.equal(model(IDS.int()).logits, model(IDS).logits)
+
+
+def test_on_a_gpu_no_kernel_sees_such_an_id_and_the_host_does_not_wait() -> None:
+    known, unknown = known_ids(torch.zeros(2, 5, dtype=torch.long, device="meta"), 64)
+    assert known.shape == (2, 5) and unknown.shape == () and unknown.dtype == torch.bool
+    for ids, expected in (([[0, 63]], False), ([[-1, 3]], True), ([[3, 64]], True)):
+        known, unknown = known_ids(torch.tensor(ids), 64)
+        assert bool(unknown) == expected == (invalid_token(torch.tensor(ids), 64) is not None)
+        assert 0 <= int(known.min()) <= int(known.max()) < 64 and expected != torch.equal(known, torch.tensor(ids))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_a_bad_id_on_a_gpu(recipe: str, return_logits: bool) -> None:
+    built = CausalLM.from_preset("gated-nano", device="cuda", recipe=recipe)
+    ids = torch.randint(0, 256, (2, 128), device="cuda")
+    for bad in (-1, 288, 2**40):
+        wrong = ids.clone()
+        wrong[1, 3] = bad
+        assert built(wrong, labels=ids, return_logits=return_logits).loss.isnan()
+    assert built(ids, labels=ids, return_logits=return_logits).loss.isfinite(), "the device works on"
