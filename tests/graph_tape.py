@@ -115,6 +115,7 @@ def pretend_cuda(patch: Any) -> list[Tape]:
         "te_models.model.decoder.next_token_targets",
         lambda labels, mask, size: (torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).flatten(), None),
     )
+    patch.setattr("te_models.model.inputs.invalid_token", lambda ids, size: None)  # ids are checked likewise
     # On a processor the emulated engine looks for NaN before it decodes; this is what it does on a GPU.
     patch.setattr(numerics, "decode_fp8", lambda codes, dtype: codes.view(numerics.TORCH_FP8[dtype]).float())
     patch.setattr("te_models.generation.generate._with_graph", lambda model, settings: settings.cuda_graph is True)

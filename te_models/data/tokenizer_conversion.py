@@ -42,15 +42,16 @@ def convert_tokenizer(folder: Path) -> tuple[Any, dict[str, str]] | None:
     with needs(f"{folder} has {sources[0].name} and no tokenizer.json, which", "transformers", "5.0", "hf"):
         import transformers  # noqa: PLC0415
     wanted, reasons = _sentencepiece_ids(sources[0]), []
-    named = (read_json_object(folder / "tokenizer_config.json") or {}).get("tokenizer_class")
-    named = named or ("LlamaTokenizer" if wanted is not None else "AutoTokenizer")
-    for kind in ("AutoTokenizer", str(named).removesuffix("Fast")):
+    files = [read_json_object(folder / name) or {} for name in ("tokenizer_config.json", "config.json")]
+    names = [str(file["tokenizer_class"]).removesuffix("Fast") for file in files if file.get("tokenizer_class")]
+    kinds = ["AutoTokenizer", *names[:1]] if names or wanted is None else ["AutoTokenizer", "LlamaTokenizer"]
+    for kind in kinds:
         try:
+            for name in names:
+                _check_class(transformers, name)
             options = dict(trust_remote_code=False, local_files_only=True)
             maker: Any = getattr(transformers, kind)
-            if maker is not transformers.AutoTokenizer and not issubclass(maker, transformers.PreTrainedTokenizerBase):
-                raise ValueError(f"{kind} is no tokenizer")  # a model's class would load what the folder has for it
-            made: Any = maker.from_pretrained(folder, **options)
+            made = maker.from_pretrained(folder, **options)
             if wanted is not None and made.encode(PROBE, add_special_tokens=False) != wanted:
                 raise ValueError("the result has other ids than the sentencepiece library")
             tokens = {f"{role}_token": getattr(made, f"{role}_token") for role in ROLES}
@@ -64,6 +65,17 @@ def convert_tokenizer(folder: Path) -> tuple[Any, dict[str, str]] | None:
         f"{folder} has {sources[0].name} and no tokenizer.json, and transformers cannot convert it ({reasons[0]}): "
         "give --tokenizer the path of a tokenizer.json"
     )
+
+
+def _check_class(transformers: Any, name: str) -> None:
+    """Raise a ValueError if a file names a class of transformers that is no tokenizer.
+
+    AutoTokenizer calls from_pretrained of any class that a file names, and a model's would load the folder's weights.
+    """
+    found = getattr(transformers, name, None) or getattr(transformers, f"{name}Fast", None)
+    bases = (transformers.PreTrainedTokenizerBase, transformers.AutoTokenizer)
+    if found is not None and not (isinstance(found, type) and issubclass(found, bases)):
+        raise ValueError(f"{name} is no tokenizer")
 
 
 def _sentencepiece_ids(path: Path) -> list[int] | None:
