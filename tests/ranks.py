@@ -47,7 +47,7 @@ def run_ranks(
         mp.start_processes(
             _run, (function, str(folder), ranks, backend, exact), nprocs=ranks, start_method="forkserver"
         )
-    except mp.ProcessException as error:
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         failures = sorted(folder.glob("failure-*"), key=lambda path: path.stat().st_mtime_ns)
         pytest.fail(failures[0].read_text() if failures else str(error), pytrace=False)
 

@@ -18,7 +18,9 @@ from te_models.errors import DataError
 
 END, PAD = ByteTokenizer.eos_token_id, ByteTokenizer.pad_token_id
 RECORDS = st.lists(
-    st.builds(Document, st.text("abc", min_size=1, max_size=6), st.text("xyz", min_size=1, max_size=6)), min_size=1, max_size=30
+    st.builds(Document, st.text("abc", min_size=1, max_size=6), st.text("xyz", min_size=1, max_size=6)),
+    min_size=1,
+    max_size=30,
 )
 
 

@@ -53,7 +53,8 @@ def test_the_loss_is_that_of_each_document_by_itself(
         path = tmp_path / "few.jsonl"
         path.write_text("".join(request.getfixturevalue("text").read_text().splitlines(keepends=True)[:2]))
     total, tokens, size = 0.0, 0, 0
-    for document in load_documents(path):
+    answered = [document for document in load_documents(path) if document.prompt is None or document.text]
+    for document in answered:
         prompt, end = words.encode(document.prompt or ""), words.eos_token_id
         ids = torch.tensor([[*prompt, *words.encode(document.text), end]])
         start = max(1, len(prompt))
@@ -148,7 +149,7 @@ def test_mistakes(
     given = [{"TEXT": str(text), "ONE": str(one)}.get(option, option) for option in options]
     if "ONE" in options:
         given += ["--seq-len", "2", "--max-batches", "0"]
-        one.write_text(json.dumps(dict(prompt="x" * 30, completion="")) + "\n")
+        one.write_text(json.dumps(dict(prompt="x" * 30, completion="y")) + "\n")
     assert main(["evaluate", "--model", str(folder), "--device", "cpu", *given]) == 2
     err = capsys.readouterr().err
     assert message in err and len(err.splitlines()) == 1
