@@ -1,12 +1,14 @@
 """Shared by all tests: one seed, one thread, a clean engine, and the reason why a GPU test is skipped."""
 
 import importlib.metadata
+import multiprocessing.forkserver
 import os
 from collections.abc import Callable, Iterator
 
 import hypothesis
 import places
 import pytest
+import ranks  # noqa: F401  sets what the server of processes imports
 import seeds
 import torch
 
@@ -15,6 +17,8 @@ import te_models.engine.emulated as emulated
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 hypothesis.settings.register_profile("busy", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("busy")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the whole suite needs it: let it import while the first tests run
+    multiprocessing.forkserver.ensure_running()
 torch.set_num_threads(1)  # the tensors are small: a second thread only waits
 
 

@@ -25,9 +25,6 @@ multiprocessing.set_forkserver_preload(
     ["torch.distributed.tensor", "torch._dynamo", "einops._torch_specific", "te_models.causal_lm", "pytest"]
     + ["te_models.engine.emulated", "te_models.data.corpus_chunks", "te_models.training.launch"]
 )
-if "PYTEST_XDIST_WORKER" in os.environ and multiprocessing.parent_process() is None:  # not in a rank itself
-    # The whole suite will need it: it imports while the first tests run.
-    multiprocessing.forkserver.ensure_running()
 
 
 def run_ranks(
