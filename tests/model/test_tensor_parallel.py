@@ -269,7 +269,7 @@ def test_indivisible_shapes_are_refused(results: Path) -> None:
     assert (
         found["all heads"] == "qk_norm_scope='all_heads' needs the heads of all ranks: build the model without tp_mesh"
     )
-    assert found["output bias"].endswith("attention_output_bias and mlp_bias: use sequence_parallel=False")
+    assert found["output bias"].endswith("attention_output_bias or mlp_bias: use sequence_parallel=False")
 
 
 def test_sequence_parallelism_needs_ranks() -> None:
