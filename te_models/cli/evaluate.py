@@ -53,9 +53,10 @@ def evaluate(
     columns: str, truncate: str, chat_template: str | None,
     limit: int | None, few_shot: int | None, **options: Any,
 ) -> int:  # fmt: skip
-    """Measure the loss of a model on your data: per token, as perplexity, and in bits per byte.
+    """Measure a model's loss on your data, or its scores on tasks.
 
-    With --recipes there is a row per recipe, all on the same tokens. Prompts of records are read and not counted.
+    The loss is printed per token, as perplexity, and in bits per byte. With --recipes there is a row per recipe, all
+    on the same tokens. Prompts of records are read and not counted.
     """
     if data is None and tasks is None:
         raise click.UsageError("give --data PATH, --tasks NAMES, or both")

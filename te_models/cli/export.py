@@ -23,7 +23,10 @@ def export(
     preset: str | None, model: str | None, out: str, format: str, data: str | None, batches: int, seq_len: int,
     columns: str, tokenizer: str | None, **options: Any,
 ) -> None:  # fmt: skip
-    """Write a model for vLLM, SGLang or transformers, with quantized weights."""
+    """Write a model with quantized weights for vLLM or SGLang.
+
+    transformers reads it too.
+    """
     from te_models.errors import unknown  # noqa: PLC0415
     from te_models.serving.formats import FORMATS  # noqa: PLC0415  imports torch
     from te_models.serving.text import read_batches  # noqa: PLC0415

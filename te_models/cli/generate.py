@@ -27,7 +27,10 @@ def generate(
     preset: str | None, model: str | None, prompt: str | None, chat: bool, system: str | None, tokenizer: str | None,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Continue a prompt, or answer with --chat; `te-models chat` is the same with a history and commands."""
+    """Continue a prompt, or answer it with --chat.
+
+    `te-models chat` has commands and shows answers as they are written.
+    """
     from te_models.data.dataset import check_vocabulary  # noqa: PLC0415  imports torch
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415
     from te_models.generation.conversation import Conversation  # noqa: PLC0415

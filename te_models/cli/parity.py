@@ -29,7 +29,10 @@ def parity(
     preset: str | None, model: str | None, exports: tuple[str, ...], data: str, batches: int, seq_len: int,
     columns: str, as_json: bool, tokenizer: str | None, **options: Any,
 ) -> None:  # fmt: skip
-    """Measure how far the probabilities of a served model are from those of the trained one; serving is emulated."""
+    """Compare a model as it will be served with the trained one.
+
+    Measures how far apart their probabilities are; serving is emulated.
+    """
     from te_models.serving.parity import parity as run  # noqa: PLC0415  imports torch
     from te_models.serving.text import read_batches  # noqa: PLC0415
 
