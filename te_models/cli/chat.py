@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from te_models.cli.options import Command, build_model, model_options, option, tokenizer_option
-from te_models.cli.sampling import sampling_options, take_sampling
+from te_models.cli.sampling import sampling_options, show_piece, take_sampling
 from te_models.errors import TeModelsError, UsageError, plural
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Session:
         with contextlib.closing(self.talk.answer(text, **self.sampling)) as pieces:
             try:
                 for piece in pieces:
-                    click.echo(piece, nl=False)
+                    show_piece(piece)
                 click.echo()
             except KeyboardInterrupt:
                 click.echo()

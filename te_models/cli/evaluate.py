@@ -15,6 +15,7 @@ from te_models.cli.options import (
     data_option,
     json_option,
     model_options,
+    one_source_option,
     option,
     show,
     tokenizer_option,
@@ -29,7 +30,7 @@ harness_option = functools.partial(option, group="With --tasks")
 
 
 @click.command(cls=Command)
-@option("--data", metavar="PATH", help="Text or records to measure the loss on, as for finetune --data.")
+@one_source_option("Text or records to measure the loss on, as for finetune --data.")
 @option(
     "--tasks",
     metavar="NAMES",

@@ -6,14 +6,22 @@ from typing import Any
 
 import click
 
-from te_models.cli.options import Command, build_model, model_options, option, out_option, tokenizer_option
+from te_models.cli.options import (
+    Command,
+    build_model,
+    model_options,
+    one_source_option,
+    option,
+    out_option,
+    tokenizer_option,
+)
 from te_models.config.data import DATA_HELP
 
 
 @click.command(cls=Command)
 @out_option("Folder to write.", required=True)
 @option("--format", default="fp8-block", help="Format: fp8-block, fp8-tensor, fp8-channel, mxfp8, nvfp4 or bf16.")
-@option("--data", metavar="PATH", help="Text or records to measure inputs on, for fp8-tensor and nvfp4.")
+@one_source_option("Text or records to measure inputs on, for fp8-tensor and nvfp4.")
 @option("--batches", default=8, help="Sequences of --data to measure on.")
 @option("--seq-len", default=512, help="Tokens per sequence of --data.")
 @option("--columns", default="", metavar="NAMES", help=DATA_HELP["columns"])

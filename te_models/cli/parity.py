@@ -6,7 +6,16 @@ from typing import Any
 
 import click
 
-from te_models.cli.options import Command, build_model, json_option, model_options, option, show, tokenizer_option
+from te_models.cli.options import (
+    Command,
+    build_model,
+    json_option,
+    model_options,
+    one_source_option,
+    option,
+    show,
+    tokenizer_option,
+)
 from te_models.config.data import DATA_HELP
 
 
@@ -18,7 +27,7 @@ from te_models.config.data import DATA_HELP
     metavar="FORMAT|DIR",
     help="Format of `te-models export`, or an exported folder; may be repeated; default: every format.",
 )
-@option("--data", metavar="PATH", required=True, help="Text or records to compare on, as for finetune --data.")
+@one_source_option("Text or records to compare on, as for finetune --data.", required=True)
 @option("--batches", default=8, help="Sequences of --data.")
 @option("--seq-len", default=512, help="Tokens per sequence.")
 @option("--columns", default="", metavar="NAMES", help=DATA_HELP["columns"])

@@ -199,6 +199,7 @@ def test_equal_seeds_give_equal_losses(corpus: Path, tmp_path: Path) -> None:
         (["finetune", "--preset", "llama-3.1-8"], "did you mean 'llama-3.1-8b'"),
         (["finetune", "--model", "llama-3.1-8b"], "a preset, a shape without weights"),
         (["finetune"], "give --model: a folder"),
+        (["evaluate", "--model", "gated-nano", "--data", "a", "--data", "b"], "give --data once, not 2 times"),
         (["finetune", "--model", "."], "has no config.json: it holds no model"),
         (
             ["finetune", "--model", "nosuch"],
