@@ -17,6 +17,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -29,7 +30,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import lru_cache, partial
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -288,9 +289,9 @@ class StreamingDataset:
         order = (self.seed, epoch, chunk, *([time] if time else [])) if self.shuffle else None
         if not self.num_workers:
             return partial(self.reader.encode, self.chunks[chunk], order)
-        if self._pool is None:
-            self._pool = _start_pool(self.num_workers, self.reader)
-        future = self._pool.submit(_encode, self.chunks[chunk], order)
+        with _interrupts_wait():  # it may start a worker
+            self._pool = self._pool or _start_pool(self.num_workers, self.reader)
+            future = self._pool.submit(_encode, self.chunks[chunk], order)
 
         def wait() -> NDArray[np.int32]:
             try:
@@ -389,16 +390,24 @@ def _windows_before(window: int, lane: int, num_lanes: int) -> int:
     return max(0, -((lane - window) // num_lanes))
 
 
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Let Ctrl-C wait until a worker has started, which else might find nothing of the process that started it.
+
+    The fork server and its workers inherit the mask, so that they are not interrupted while they import.
+    """
+    resource_tracker.ensure_running()  # before: it unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_pool(num_workers: int, reader: ChunkReader) -> ProcessPoolExecutor:
     """Start workers that share no thread, lock or device with this process, which may already use CUDA."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["te_models.data.corpus_chunks"])
-    resource_tracker.ensure_running()  # before: it unblocks SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()  # it and its workers inherit the mask: Ctrl-C may come while they import
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return ProcessPoolExecutor(num_workers, context, _start_worker, (reader,))
 
 

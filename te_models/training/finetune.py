@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,7 +56,7 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
     config = choose_parallel(settings.train, recorded, lora=settings.lora is not None)
     resolve_options(config.optimizer, config.optimizer_options)  # fail before reading data
     loggers = check_loggers(settings.log)
-    with parallel(config, settings.build.get("device")) as shared:
+    with parallel(config, settings.build.get("device")) as shared, contextlib.ExitStack() as stack:
         shared.frozen = settings.lora is not None
         console = Console(markup=False, emoji=False, quiet=not shared.ranks.first)
         settings = settings if resume else _with_recipe(settings, console)
@@ -64,6 +65,8 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         memory = check_memory(settings, config, shared, newest)
         words = load_tokenizer(_tokenizer(settings, newest))
         dataset, eval_batches = _open_data(settings, config, words, shared, newest)
+        if isinstance(dataset, StreamingDataset):
+            stack.callback(dataset.close)  # after Ctrl-C too, while its workers start
         config = dataclasses.replace(config, steps=steps_of(dataset, config))
         settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, steps=config.steps))
         torch.manual_seed(config.seed)
@@ -85,16 +88,13 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         record["id"] = shared.ranks.from_first(lambda: run_id(record))
         run_file = run_document(settings, model, dataset, eval_batches, shared, record)
         logged = dataclasses.asdict(config) | {"model": settings.label, **model.recipe.to_dict()}
-        try:
-            parts: dict[str, Any] = dict(run_file=run_file, parallel=shared, saved=adapters)
-            trainer = Trainer(model, dataset, eval_batches, config, folder, words.files(), **parts)
-            names, run = loggers if shared.ranks.first else [], Run(folder, record["id"], logged)
-            with progress(console, config, start) as trainer.on_step, open_loggers(names, run) as sent:
-                trainer.callbacks = [*sent, *callbacks]
-                result = trainer.run(resume=resume)
-        finally:
-            if isinstance(dataset, StreamingDataset):
-                dataset.close()
+        parts: dict[str, Any] = dict(run_file=run_file, parallel=shared, saved=adapters)
+        trainer = Trainer(model, dataset, eval_batches, config, folder, words.files(), **parts)
+        names, run = loggers if shared.ranks.first else [], Run(folder, record["id"], logged)
+        with progress(console, config, start) as trainer.on_step, open_loggers(names, run) as sent:
+            trainer.callbacks = [*sent, *callbacks]
+            result = trainer.run(resume=resume)
+        stack.close()  # its processes need no memory while samples are drawn
         curve = draw_run(result, settings, folder, model, config.tokens_per_step) if shared.ranks.first else ""
         print_outcome(console, result, settings, folder, curve)
         if not result.interrupted:

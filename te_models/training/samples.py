@@ -125,9 +125,12 @@ class Sampler:
             if self.before:
                 _block(console, "before", self.before[number - 1], "dim")
             console.print(Text("after" if self.before else "answer" if prompt.reference else "goes on", "bold green"))
+            begun = False
             for piece in _first_lines(self.answer(prompt)):
-                console.print(for_terminal(piece), end="", highlight=False, soft_wrap=True)
-            console.print()
+                shown = for_terminal(piece if begun else piece.lstrip("\n"))
+                console.print(shown, end="", highlight=False, soft_wrap=True)
+                begun = begun or bool(shown)
+            console.print("" if begun else Text("(nothing)"))
 
 
 def _block(console: Console, title: str, text: str, style: str) -> None:

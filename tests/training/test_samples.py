@@ -113,12 +113,23 @@ def test_answers_end_after_some_lines(model: CausalLM, monkeypatch: pytest.Monke
 
 
 def test_a_terminal_gets_no_control_characters(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "stream_text", lambda *_, **__: iter(("\x1b]0;x\x07", "a\r\n\tb\x9b")))
+    monkeypatch.setattr(samples, "stream_text", lambda *_, **__: (piece for piece in ("\x1b]0;x\x07", "a\r\n\tb\x9b")))
     sampler, out = Sampler(model, WORDS, [Prompt(tuple(b"\x1b[2J"), tuple(b"cd"))], 6, {}), io.StringIO()
     sampler.note_before()
     sampler.show(Console(file=out, width=200))
     assert not any(character in out.getvalue() for character in "\x1b\x07\r\x9b")
     assert out.getvalue().count("\ufffd]0;x\ufffda\n        b\ufffd\n") == 2  # before and after
+
+
+@pytest.mark.parametrize("pieces, shown", [((), "(nothing)"), (("\n", "\n\na", "\n\nb"), "a\n\nb")])
+def test_both_answers_begin_with_their_text(
+    pieces: tuple[str, ...], shown: str, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "stream_text", lambda *_, **__: (piece for piece in pieces))
+    sampler, out = Sampler(model, WORDS, [Prompt(tuple(b"ab"), tuple(b"cd"))], 6, {}), io.StringIO()
+    sampler.note_before()
+    sampler.show(Console(file=out, width=200))
+    assert out.getvalue().endswith(f"before\n{shown}\nafter\n{shown}\n")
 
 
 def test_samples_change_nothing_of_a_run(model: CausalLM) -> None:
