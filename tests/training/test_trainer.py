@@ -262,6 +262,7 @@ def test_a_background_save_holds_what_the_weights_were(tmp_path: Path, monkeypat
 
 
 def test_a_background_save_that_fails_is_an_error_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("te_models.training.trainer.SAVE_RETRY_PAUSES", (0.1, 0.1))
     run = trainer(tmp_path, "bf16", shape=TINY, steps=3, seq_len=16, save_every=2)
 
     def full(*args: Any) -> None:
