@@ -164,6 +164,7 @@ def test_parameters_that_are_their_own_masters_are_updated_once_a_step(
     runs = []
     for chunk in (2**28, 5000):
         monkeypatch.setattr(master, "CHUNK", chunk)
+        monkeypatch.setattr(muon8bit, "BATCH", chunk)
         run = trainer(tmp_path / str(chunk), optimizer, options, dtype)
         assert all(m is p for m, p in zip(run.optimizer.masters, run.optimizer.parameters, strict=True))
         run.run()
