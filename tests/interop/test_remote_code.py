@@ -174,7 +174,8 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """Folders of the cases that are asked for, and the results that a fresh process computed from them."""
     root = tmp_path_factory.mktemp("remote")
-    asked = {item.callspec.params["case"] for item in request.session.items if "results" in item.fixturenames}
+    own = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {item.callspec.params["case"] for item in own}
     for case, changes in CASES.items():
         if case not in asked:
             continue

@@ -273,7 +273,7 @@ def test_a_background_save_that_fails_is_an_error_of_the_run(tmp_path: Path, mon
         run.run()
 
 
-@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_ends_cleanly(sent: int, code: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "te_models", "pretrain", "--preset", "gated-nano", "--hidden-size", "64"]
     command += [
