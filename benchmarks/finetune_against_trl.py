@@ -247,9 +247,9 @@ def our_weights(job: Job) -> dict[str, torch.Tensor]:
 
 
 def places(job: Job, documents: torch.Tensor) -> dict[str, list[int]]:
-    """Return the positions [S] of a row's tokens in their documents, from which transformers tells these apart."""
+    """Return what tells transformers the documents of a row apart: positions [S] in them; a mask of ones for one."""
     if job.way == "trl":
-        return {}
+        return dict(attention_mask=[1] * len(documents))
     starts = torch.nn.functional.pad(documents[1:] != documents[:-1], (1, 0), value=True)
     place = torch.arange(len(documents))
     return dict(position_ids=(place - torch.where(starts, place, 0).cummax(0).values).tolist())
