@@ -244,7 +244,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             # Its protocol has no properties.
             return super().generate(*args, **options)  # type: ignore[bad-argument-type]
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # type: ignore[bad-override]  # its other arguments differ between versions
         self,
         input_ids: Tensor,
         past_key_values: Cache | None = None,
