@@ -289,7 +289,7 @@ def test_the_rest_has_its_own_learning_rate() -> None:
     "name, options, message",
     [
         ("adam", "", "did you mean 'adamw'"),
-        ("muon", "momentun=0.9", "unknown option of optimizer 'muon' 'momentun': did you mean 'momentum'"),
+        ("muon", "momentun=0.9", "unknown option 'momentun' of optimizer 'muon': did you mean 'momentum'"),
         ("muon", "momentum=1.0", "momentum=1.0 is out of range"),
         ("muon", "momentum", "'momentum' has no value"),
         ("muon", "ns_steps=2.5", "not a whole number"),

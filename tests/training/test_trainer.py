@@ -300,5 +300,5 @@ def test_a_signal_saves_and_ends_cleanly(sent: int, code: int, tmp_path: Path) -
 
 
 def test_a_misspelt_argument_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown field of Trainer 'eval_batch': did you mean 'eval_batches'"):
+    with pytest.raises(ValueError, match="unknown field 'eval_batch' of Trainer: did you mean 'eval_batches'"):
         Trainer(eval_batch=[])
