@@ -130,7 +130,7 @@ def continue_from(source: Path, out: Path) -> None:
 def run_cases(cases: dict[str, dict[str, Any]], name: str, rank: int, folder: str) -> None:
     """Run the cases one after the other, and write their results to NAME.json; for run_ranks without a backend."""
     offload.SMALL = 0  # tiny tensors are moved too
-    gradients.BUCKET = master.CHUNK = 5000  # several of tiny models too; a single process has one of each
+    gradients.BUCKET = master.UPDATE_CHUNK = 5000  # several of tiny models too; a single process has one of each
     root = Path(folder)
     with parallel(TrainConfig(parallel="ddp"), "cpu") as shared:
         results = {name: run_case(shared, root, name, case) for name, case in cases.items()}

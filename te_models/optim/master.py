@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from te_models.config.chunk_sizes import UPDATE_CHUNK
 from te_models.distributed.dtensor import from_shard, local
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized, new_master, take_master
@@ -28,8 +29,6 @@ from te_models.optim.parameter_owners import Owners, placeholder
 from te_models.optim.state_tensors import check_values, like, pack, scalar, unpack
 
 Live = TypeVar("Live")
-
-CHUNK = 2**28  # parameters updated at a time
 
 
 class MasterWeights:
@@ -120,7 +119,7 @@ class MasterWeights:
         for parameter in used:  # which may be its own master: an optimizer updates all that have a gradient
             self.gradients.drop(parameter)
         masters = dict(zip(self.parameters, self.masters, strict=True))
-        for parameters in chunks(list(used), CHUNK):
+        for parameters in chunks(list(used), UPDATE_CHUNK):
             chunk = [(parameter, masters[parameter]) for parameter in parameters]
             self._hand_over(chunk, (used.pop(parameter) for parameter in parameters))
             for optimizer in self.optimizers:

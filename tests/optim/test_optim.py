@@ -148,7 +148,7 @@ def test_offloading_and_updating_a_few_at_a_time_change_no_bit(
     optimizer: str, options: str, whole: Callable[[str, str], Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once = whole(optimizer, options)
-    monkeypatch.setattr(master, "CHUNK", 5000)
+    monkeypatch.setattr(master, "UPDATE_CHUNK", 5000)
     run = trainer(tmp_path, optimizer, options, optimizer_offload=True)
     assert len({id(t) for t in (*run.optimizer.parameters, *run.optimizer.masters)}) == 2 * len(run.optimizer.masters)
     run.run()
@@ -163,7 +163,7 @@ def test_parameters_that_are_their_own_masters_are_updated_once_a_step(
     dtype = torch.bfloat16 if "stochastic_rounding" in options else torch.float32
     runs = []
     for chunk in (2**28, 5000):
-        monkeypatch.setattr(master, "CHUNK", chunk)
+        monkeypatch.setattr(master, "UPDATE_CHUNK", chunk)
         monkeypatch.setattr(muon8bit, "BATCH", chunk)
         run = trainer(tmp_path / str(chunk), optimizer, options, dtype)
         assert all(m is p for m, p in zip(run.optimizer.masters, run.optimizer.parameters, strict=True))
