@@ -31,6 +31,7 @@ from te_models.huggingface.saving import save_model
 from te_models.interop.hf import is_hugging_face
 from te_models.interop.hub import local_folder, split_options
 from te_models.model.inputs import check_inputs, check_tokens
+from te_models.model.rope import context_before_long_angles
 from te_models.model.targets import IGNORED, nan_if, valid_targets
 from te_models.saving.pretrained import WRAPPED
 
@@ -242,6 +243,27 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         with self._weights_quantized_once():
             # Its protocol has no properties.
             return super().generate(*args, **options)  # type: ignore[bad-argument-type]
+
+    def prepare_inputs_for_generation(  # type: ignore[bad-override]  # its other arguments differ between versions
+        self,
+        input_ids: Tensor,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As in the base class; without the cache where LongRoPE's angles change, as in transformers' Phi-3.
+
+        By the names of these arguments transformers knows what `generate` may be given.
+        """
+        original, seen = context_before_long_angles(self.model.config), 0
+        if past_key_values is not None and original is not None:
+            seen = past_key_values.get_seq_length()
+        if original is not None and 0 < seen <= original < input_ids.shape[1]:
+            past_key_values = None
+            kwargs |= dict.fromkeys(kwargs.keys() & {"next_sequence_length"})  # all tokens are passed
+        kwargs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+        # Its protocol has no properties.
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[bad-argument-type]
 
     @contextlib.contextmanager
     def _weights_quantized_once(self) -> Iterator[None]:

@@ -201,7 +201,7 @@ def test_equal_seeds_give_equal_losses(corpus: Path, tmp_path: Path) -> None:
         (["pretrain", "--preset", "gated-nano", "--recipe", "delayd"], "did you mean 'delayed'"),
         (
             ["pretrain", "--preset", "gated-nano", "--recipe", "current", "--margin", "1"],
-            "unknown field of recipe 'current'",
+            "unknown field 'margin' of recipe 'current'",
         ),
         (["pretrain", "--preset", "gated-nano", "--amax-histroy-len", "1"], "--amax-history-len"),
         (["pretrain", "--preset", "gated-nano", "--engine", "nativ"], "did you mean 'native'"),
