@@ -76,6 +76,8 @@ def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None 
     Raises:
         UsageError: a target, or a key of rank_pattern or alpha_pattern, matches nothing.
     """
+    if config.target_modules is None:
+        raise UsageError(f"target_modules is missing: name the modules with adapters, or give {ALL_LINEAR!r}")
     if isinstance(config.target_modules, str) and config.target_modules.lower() == ALL_LINEAR:
         config.target_modules = sorted({name.rsplit(".", 1)[1] for name in modules.theirs if name != "lm_head"})
     names = modules.named(False) | modules.named(True) if headless is None else modules.named(headless)

@@ -228,6 +228,7 @@ def test_equal_seeds_give_equal_losses(corpus: Path, tmp_path: Path) -> None:
         (["generate", "--model", "/does/not/exist", "--prompt", "x"], "/does/not/exist"),
         (["generate", "--preset", "gated-nano", "--prompt", ""], "the prompt is empty"),
         (["plan", "--preset", "gated-nano", "--hidden-size", "100"], "not a multiple of num_attention_heads"),
+        (["plan", "--preset", "gated-nano", "--intermediate-size", str(2**62)], "parameters: choose smaller ones"),
         (["plane"], "plan"),
     ],
 )

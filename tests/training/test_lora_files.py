@@ -359,6 +359,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str]
     "a pattern for nothing": (lambda t, c: c.update(alpha_pattern={"down_proj": 2}), "'down_proj' matches no"),
     "choices without end": (lambda t, c: c.update(target_modules=".?" * 28 + "x"), "too many repeats or choices"),
     "alternatives without end": (lambda t, c: c.update(exclude_modules="(?:.|.)" * 28 + "x"), "repeats or choices"),
+    "no targets": (lambda t, c: c.pop("target_modules"), "target_modules is missing: name the modules"),
     "a flag inside": (lambda t, c: c.update(rank_pattern={"(?i)Q_PROJ": 4}), "is not a regular expression: global"),
     "a dropout": (lambda t, c: c.update(lora_dropout=2.0), "lora_dropout=2.0 is not a probability"),
     "a NaN in FP8": (nan_in_fp8, "values that are not finite"),
