@@ -49,10 +49,10 @@ def main() -> None:
     prompt = tokenizer.encode_prompt("sky?")
     if tokenizer.template_source() is not None:  # the model's, or the plain one that conversations bring
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": "sky?"}])
-    print("before:", "".join(stream_text(model, tokenizer, prompt, 24, do_sample=False)))
+    print("before:", repr("".join(stream_text(model, tokenizer, prompt, 24, do_sample=False))))
     result = Trainer(model, dataset, evaluation, config, Path(arguments.out), documents=tokenizer.documents()).run()
     print(f"eval loss {result.first_eval_loss:.4f} -> {result.eval_loss:.4f}; saved in {result.checkpoint}")
-    print("after:", "".join(stream_text(model, tokenizer, prompt, 24, do_sample=False)))
+    print("after:", repr("".join(stream_text(model, tokenizer, prompt, 24, do_sample=False))))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class CausalLM(Decoder):
         lines = [f"{head}engine={self.engine}, device={self.device})"]
         for layer, module, gemm, precision, *_ in self.plan().folded():
             inputs, outputs = gemm.split(" -> ")
-            place = module if layer == "head" else f"layers {layer}: {module}"
+            place = module if layer == "head" else f"layer{'s' * ('-' in layer)} {layer}: {module}"
             lines.append(f"  {place}: Linear(in={inputs}, out={outputs}, {precision})")
         return "\n".join(lines)
 

@@ -26,7 +26,7 @@ from te_models.config.presets import get_preset
 @out_option("Folder for bench.json and bench.png.")
 @compile_option
 def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: str | None, **options: Any) -> None:
-    """Time a training step under several recipes, beside other ways to train, in one process."""
+    """Time training under several recipes and in other libraries."""
     from te_models.device.choice import choose_device  # noqa: PLC0415  imports torch
     from te_models.inspect.bench import bench as run  # noqa: PLC0415
     from te_models.inspect.bench_report import bench_table, write_bench  # noqa: PLC0415

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from te_models.cli.options import Command, build_model, model_options, option, tokenizer_option
-from te_models.cli.sampling import sampling_options, take_sampling
+from te_models.cli.sampling import sampling_options, show_piece, take_sampling
 from te_models.errors import TeModelsError, UsageError, plural
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ COMMANDS = {
     "/save FILE": "append the conversation to FILE, as a line of JSONL that --data reads",
     "/exit": "leave, as Ctrl-D does",
 }
-KEYS = "Ctrl-C stops an answer, Ctrl-D leaves. A line that ends with \\ goes on; a leading space sends a line with /."
+KEYS = "Ctrl-C stops an answer, Ctrl-D leaves. A line that ends with \\ goes on; put a space before a / to send it."
 
 
 @click.command(cls=Command)
@@ -48,7 +48,10 @@ def chat(
     template_option: tuple[str, ...],
     tokenizer: str | None, **options: Any,
 ) -> None:  # fmt: skip
-    """Talk to a chat model, with streamed answers, a history and commands such as /reset."""
+    """Talk to a chat model.
+
+    Answers are streamed, and the history is sent along. /help lists commands such as /reset.
+    """
     from te_models.data.dataset import check_vocabulary  # noqa: PLC0415  imports torch
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415
     from te_models.data.training_data import read_template  # noqa: PLC0415
@@ -101,14 +104,14 @@ class Session:
             except (TeModelsError, OSError) as error:  # this line's; the conversation goes on
                 if not sys.stdin.isatty():
                     raise
-                _note(f"{error}")
+                _note(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{error}")
 
     def answer(self, text: str) -> None:
         """Print the answer to `text` as it is generated; Ctrl-C stops it, and what was printed stays in the history."""
         with contextlib.closing(self.talk.answer(text, **self.sampling)) as pieces:
             try:
                 for piece in pieces:
-                    click.echo(piece, nl=False)
+                    show_piece(piece)
                 click.echo()
             except KeyboardInterrupt:
                 click.echo()

@@ -26,7 +26,10 @@ def convert(
     model: str | None, preset: str | None, te_checkpoint: str | None, out: str, format: str, dtype: str | None,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Convert a model between the formats of te-models and Hugging Face; its tokenizer comes along."""
+    """Convert a model between te-models and Hugging Face.
+
+    Its tokenizer comes along.
+    """
     import torch  # noqa: PLC0415
 
     from te_models.saving.pretrained import FORMATS, load_te_checkpoint, read_te_checkpoint  # noqa: PLC0415

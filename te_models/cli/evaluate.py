@@ -15,6 +15,7 @@ from te_models.cli.options import (
     data_option,
     json_option,
     model_options,
+    one_source_option,
     option,
     show,
     tokenizer_option,
@@ -29,7 +30,7 @@ harness_option = functools.partial(option, group="With --tasks")
 
 
 @click.command(cls=Command)
-@option("--data", metavar="PATH", help="Text or records to measure the loss on, as for finetune --data.")
+@one_source_option("Text or records to measure the loss on, as for finetune --data.")
 @option(
     "--tasks",
     metavar="NAMES",
@@ -53,9 +54,10 @@ def evaluate(
     columns: str, truncate: str, chat_template: str | None,
     limit: int | None, few_shot: int | None, **options: Any,
 ) -> int:  # fmt: skip
-    """Measure the loss of a model on your data: per token, as perplexity, and in bits per byte.
+    """Measure a model's loss on your data, or its scores on tasks.
 
-    With --recipes there is a row per recipe, all on the same tokens. Prompts of records are read and not counted.
+    The loss is printed per token, as perplexity, and in bits per byte. With --recipes there is a row per recipe, all
+    on the same tokens. Prompts of records are read and not counted.
     """
     if data is None and tasks is None:
         raise click.UsageError("give --data PATH, --tasks NAMES, or both")

@@ -6,14 +6,22 @@ from typing import Any
 
 import click
 
-from te_models.cli.options import Command, build_model, model_options, option, out_option, tokenizer_option
+from te_models.cli.options import (
+    Command,
+    build_model,
+    model_options,
+    one_source_option,
+    option,
+    out_option,
+    tokenizer_option,
+)
 from te_models.config.data import DATA_HELP
 
 
 @click.command(cls=Command)
 @out_option("Folder to write.", required=True)
 @option("--format", default="fp8-block", help="Format: fp8-block, fp8-tensor, fp8-channel, mxfp8, nvfp4 or bf16.")
-@option("--data", metavar="PATH", help="Text or records to measure inputs on, for fp8-tensor and nvfp4.")
+@one_source_option("Text or records to measure inputs on, for fp8-tensor and nvfp4.")
 @option("--batches", default=8, help="Sequences of --data to measure on.")
 @option("--seq-len", default=512, help="Tokens per sequence of --data.")
 @option("--columns", default="", metavar="NAMES", help=DATA_HELP["columns"])
@@ -23,7 +31,10 @@ def export(
     preset: str | None, model: str | None, out: str, format: str, data: str | None, batches: int, seq_len: int,
     columns: str, tokenizer: str | None, **options: Any,
 ) -> None:  # fmt: skip
-    """Write a model for vLLM, SGLang or transformers, with quantized weights."""
+    """Write a model with quantized weights for vLLM or SGLang.
+
+    transformers reads it too.
+    """
     from te_models.errors import unknown  # noqa: PLC0415
     from te_models.serving.formats import FORMATS  # noqa: PLC0415  imports torch
     from te_models.serving.text import read_batches  # noqa: PLC0415

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from te_models.cli.options import Command, build_model, model_options, option, tokenizer_option
-from te_models.cli.sampling import sampling_options, take_sampling
+from te_models.cli.sampling import sampling_options, show_piece, take_sampling
 from te_models.errors import UsageError
 
 
@@ -27,7 +27,10 @@ def generate(
     preset: str | None, model: str | None, prompt: str | None, chat: bool, system: str | None, tokenizer: str | None,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Continue a prompt, or answer with --chat; `te-models chat` is the same with a history and commands."""
+    """Continue a prompt, or answer it with --chat.
+
+    `te-models chat` has commands too, such as /reset.
+    """
     from te_models.data.dataset import check_vocabulary  # noqa: PLC0415  imports torch
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415
     from te_models.generation.conversation import Conversation  # noqa: PLC0415
@@ -47,7 +50,7 @@ def generate(
     for line in [prompt] if prompt is not None else (line.rstrip("\n") for line in sys.stdin):
         pieces = talk.answer(line, **sampling) if talk else stream_text(network, words, line, **sampling)
         first = next(pieces, "")  # errors in the prompt appear here, before anything is printed
-        click.echo(first if talk else line + first, nl=False)
+        show_piece(first if talk else line + first)
         for piece in pieces:
-            click.echo(piece, nl=False)
+            show_piece(piece)
         click.echo()

@@ -153,6 +153,17 @@ def option(*declarations: str, group: str = "Options", **attributes: Any) -> Dec
 data_option = functools.partial(option, group="Data")
 
 
+def one_source_option(help: str, **attributes: Any) -> Decorator:
+    """Add --data for a command that reads one source, which refuses a second."""
+
+    def only(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
+        if len(values) > 1:
+            raise UsageError(f"give --data once, not {len(values)} times: a folder or a glob names several files")
+        return values[0] if values else None
+
+    return option("--data", metavar="PATH", multiple=True, callback=only, help=help, **attributes)
+
+
 def chained(*options: Decorator) -> Decorator:
     """Combine decorators into one that adds their options in this order."""
 

@@ -6,7 +6,16 @@ from typing import Any
 
 import click
 
-from te_models.cli.options import Command, build_model, json_option, model_options, option, show, tokenizer_option
+from te_models.cli.options import (
+    Command,
+    build_model,
+    json_option,
+    model_options,
+    one_source_option,
+    option,
+    show,
+    tokenizer_option,
+)
 from te_models.config.data import DATA_HELP
 
 
@@ -18,7 +27,7 @@ from te_models.config.data import DATA_HELP
     metavar="FORMAT|DIR",
     help="Format of `te-models export`, or an exported folder; may be repeated; default: every format.",
 )
-@option("--data", metavar="PATH", required=True, help="Text or records to compare on, as for finetune --data.")
+@one_source_option("Text or records to compare on, as for finetune --data.", required=True)
 @option("--batches", default=8, help="Sequences of --data.")
 @option("--seq-len", default=512, help="Tokens per sequence.")
 @option("--columns", default="", metavar="NAMES", help=DATA_HELP["columns"])
@@ -29,7 +38,10 @@ def parity(
     preset: str | None, model: str | None, exports: tuple[str, ...], data: str, batches: int, seq_len: int,
     columns: str, as_json: bool, tokenizer: str | None, **options: Any,
 ) -> None:  # fmt: skip
-    """Measure how far the probabilities of a served model are from those of the trained one; serving is emulated."""
+    """Compare a model as it will be served with the trained one.
+
+    Measures how far apart their probabilities are; serving is emulated.
+    """
     from te_models.serving.parity import parity as run  # noqa: PLC0415  imports torch
     from te_models.serving.text import read_batches  # noqa: PLC0415
 

@@ -31,7 +31,10 @@ TRAINING = ("batch_size", "seq_len", "gradient_accumulation", "optimizer")
 @option("--gpus", default=1, group="With --memory", help="Number of GPUs that FSDP shards over.")
 @memory_options(group="With --memory")
 def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **options: Any) -> None:
-    """Show the precision and engine of every layer with the reason, or the memory that training takes."""
+    """Show the precision of every layer, or the memory of training.
+
+    The precision comes with the engine, and the reason for it.
+    """
     names = (*TRAINING, "gpus")
     if not memory and (given := [name for name in names if is_given(name)]):
         raise click.UsageError(f"--{given[0].replace('_', '-')} changes no precision: add --memory, or leave it out")

@@ -16,7 +16,9 @@ from te_models.cli.training import run_training, training_options
 @option("--model", hidden=True, help="Refused: finetune starts from a model.")
 @training_options(learning_rate="1e-3", lora=False)
 def pretrain(file: str | None, resume: str | None, **options: Any) -> int:
-    """Train a preset from random weights; evaluates, saves, draws the loss curve and prints a sample.
+    """Train a preset from random weights.
+
+    Evaluates, saves, draws the loss curve, and continues three openings of held-out texts.
 
     RUN.TOML is the record of an earlier run, or a file of your own like it: its settings hold where no option is given.
     """

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
+
+import click
 
 from te_models.cli.options import chained, option
 
@@ -27,3 +30,10 @@ sampling_options = chained(
 def take_sampling(options: dict[str, Any]) -> dict[str, Any]:
     """Remove the options of sampling from `options`; return them as keywords of `stream_text`."""
     return {name: options.pop(name) for name in SAMPLING} | {"do_sample": not options.pop("greedy")}
+
+
+def show_piece(piece: str) -> None:
+    """Print a piece of an answer; a terminal gets no control characters, which it would obey."""
+    from te_models.generation.text import for_terminal  # noqa: PLC0415  imports torch
+
+    click.echo(for_terminal(piece) if sys.stdout.isatty() else piece, nl=False)

@@ -22,12 +22,14 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import lru_cache, partial
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import numpy as np
@@ -391,6 +393,12 @@ def _start_pool(num_workers: int, reader: ChunkReader) -> ProcessPoolExecutor:
     """Start workers that share no thread, lock or device with this process, which may already use CUDA."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["te_models.data.corpus_chunks"])
+    resource_tracker.ensure_running()  # before: it unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()  # it and its workers inherit the mask: Ctrl-C may come while they import
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return ProcessPoolExecutor(num_workers, context, _start_worker, (reader,))
 
 

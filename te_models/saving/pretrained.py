@@ -150,12 +150,7 @@ def _read_pretrained(
         return read_hugging_face(build, folder, shape, options)
     if (folder / "config.json").is_file() and not (folder / MANIFEST).exists() and te_files(folder):
         return read_te_model(build, folder, shape, options), Origin()
-    _refuse_adapters(folder)
-    if folder.is_dir() and not any((folder / name).exists() for name in ("config.json", MANIFEST)):
-        hint = ""
-        if (folder / "trainer_state.json").exists():
-            hint = ": a Trainer saves it for TEModelsForCausalLM.wrap(model), and not for a CausalLM"
-        raise CheckpointError(f"{folder} has no config.json: it holds no model, or only a part of one{hint}")
+    _refuse_other_folders(folder)
     extras = ["fp8_state", "fp8_weights", "hf_config", "generation_config"]
     saved = load_folder(folder, ["config", "model", "recipe"], optional=extras)
     saved.tensors["model"] = bare_weights(saved.tensors["model"])
@@ -181,13 +176,18 @@ def _read_pretrained(
     return model, origin
 
 
-def _refuse_adapters(folder: Path) -> None:
-    """Raise a CheckpointError for a folder of adapters without their model."""
+def _refuse_other_folders(folder: Path) -> None:
+    """Raise a CheckpointError for a folder of adapters without their model, and one without any."""
     if (folder / ADAPTERS).is_file() and not (folder / "config.json").exists():
         raise CheckpointError(
             f"{folder} holds adapters and not a model: load the model that {ADAPTERS} names, then "
             "te_models.load_lora(model, folder); a run with --merge has both in its folder merged/"
         )
+    if folder.is_dir() and not any((folder / name).exists() for name in ("config.json", MANIFEST)):
+        hint = ""
+        if (folder / "trainer_state.json").exists():
+            hint = ": a Trainer saves it for TEModelsForCausalLM.wrap(model), and not for a CausalLM"
+        raise CheckpointError(f"{folder} has no config.json: it holds no model, or only a part of one{hint}")
 
 
 def bare_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -410,7 +410,7 @@ def read_shape(name: str | Path, overrides: Mapping[str, Any] | None = None) -> 
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder}/config.json: {first_line(error)}") from None
         return Shape(gated(config, overrides or {}), get_recipe("bf16"), config_dtype(folder, document), False)
-    _refuse_adapters(folder)
+    _refuse_other_folders(folder)
     if not (readable(folder) / MANIFEST).exists():
         return None
     with offering_older(folder):

@@ -79,7 +79,8 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
             console.print(part, highlight=False)
         sampler = _sampler(settings, model, words, eval_batches, shared)
         if sampler and settings.model is not None and not start and shared.ranks.world == 1:
-            sampler.note_before()
+            with console.status("answering prompts of the evaluation data before the first step"):
+                sampler.note_before()
         record = {**(read_record(folder) if resume else {})}
         record["id"] = shared.ranks.from_first(lambda: run_id(record))
         run_file = run_document(settings, model, dataset, eval_batches, shared, record)

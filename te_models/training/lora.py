@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from te_models.causal_lm import CausalLM
-from te_models.errors import CheckpointError, UsageError, needs
+from te_models.errors import CheckpointError, UsageError, needs, unknown
 from te_models.files.atomic import first_line
 from te_models.files.formats import all_finite
 from te_models.fp8.primary_weights import plain
@@ -151,6 +151,11 @@ def add_lora(model: CausalLM, config: LoraConfig | None = None, **fields: Any) -
     if isinstance(model, PeftModel):
         raise UsageError("the model has adapters already: add another with its add_adapter(name, config)")
     if config is None:
+        known = [field.name for field in dataclasses.fields(LoraConfig)]
+        for name in fields.keys() - set(known):
+            if name == "rank":
+                raise UsageError("unknown field 'rank' of LoraConfig: write r, as peft does")
+            raise unknown("field of LoraConfig", name, known, "help(peft.LoraConfig)")
         fields.setdefault("target_modules", list(PROJECTIONS))
         config = LoraConfig(**fields)
     elif isinstance(config, LoraConfig) and config.target_modules is None:

@@ -53,6 +53,7 @@ def plot_run(
     for panel in (top, rate, speed):
         panel.set_xlim(0, max(steps))
         panel.set_xlabel("step", fontsize=9, color=MUTED)
+        panel.xaxis.get_major_locator().set_params(integer=True)
         panel.grid(color="#e5e7eb", linewidth=0.8)
         panel.set_axisbelow(True)
         panel.tick_params(which="both", labelsize=8.5, colors=MUTED, length=0)

@@ -190,7 +190,9 @@ def print_outcome(console: Console, result: Result, settings: RunSettings, folde
     """Print the losses before and after, the speed, and where everything is; after Ctrl-C, how to go on."""
     if result.interrupted:
         again = shlex.join(["te-models", settings.command, "--resume", str(folder)])
-        console.print(f"interrupted: step {result.step} is saved; `{again}` continues from it", highlight=False)
+        console.print(
+            f"interrupted: step {result.step} is saved; `{again}` continues from it", highlight=False, soft_wrap=True
+        )
         return
     change = result.first_eval_loss - result.eval_loss
     rows = {

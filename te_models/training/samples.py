@@ -14,7 +14,7 @@ from te_models.causal_lm import CausalLM
 from te_models.data.dataset import IGNORED
 from te_models.data.tokenizer import Tokenizer, text_after
 from te_models.generation.options import GenerationOptions
-from te_models.generation.text import stream_text
+from te_models.generation.text import for_terminal, stream_text
 from te_models.training.evaluation import Batch
 
 SAMPLES = 3
@@ -126,13 +126,13 @@ class Sampler:
                 _block(console, "before", self.before[number - 1], "dim")
             console.print(Text("after" if self.before else "answer" if prompt.reference else "goes on", "bold green"))
             for piece in _first_lines(self.answer(prompt)):
-                console.print(piece, end="", highlight=False, soft_wrap=True)
+                console.print(for_terminal(piece), end="", highlight=False, soft_wrap=True)
             console.print()
 
 
 def _block(console: Console, title: str, text: str, style: str) -> None:
     console.print(Text(title, "bold"))
-    console.print(Text(text.strip("\n") or "(nothing)", style), highlight=False, soft_wrap=True)
+    console.print(Text(for_terminal(text.strip("\n")) or "(nothing)", style), highlight=False, soft_wrap=True)
 
 
 def _first_lines(pieces: Generator[str, None, None]) -> Iterator[str]:

@@ -98,12 +98,18 @@ def test_commands(chat: Callable, answers: list[str], tmp_path: Path) -> None:
     saved = tmp_path / "chat.jsonl"
     code, out, err = chat(
         "/help", "/retry", "a\\", "b", "/retry", "c", "/undo", f"/save {saved}", "/reset", "/history",
-        "/system be kind", "d", "/system", "/nothing", " /etc", "/exit", "never",
+        "/system be kind", "d", "/system", "/nothing", f"/save {tmp_path}/no/x", " /etc", "/exit", "never",
     )  # fmt: skip
     assert code == 0
     for part in ("/reset", "/save FILE", "nothing yet"):
         assert part in out
-    for part in ("/retry: nothing has been asked yet", "forgot: c", "be kind", "unknown command /nothing"):
+    for part in (
+        "/retry: nothing has been asked yet",
+        "forgot: c",
+        "be kind",
+        "unknown command /nothing",
+        "no/x: No such file",
+    ):
         assert part in err
     record = {"messages": [dict(role="user", content="a\nb"), dict(role="assistant", content="one two ")]}
     assert json.loads(saved.read_text()) == record

@@ -37,6 +37,12 @@ def finetune(out: Path, corpus: Path, *more: str) -> list[str]:
     return ["pretrain", "--preset", "gated-nano", *TINY, "--data", str(corpus), "--out", str(out), *fixed, *more]
 
 
+def test_the_list_of_commands_is_not_cut(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    assert "..." not in capsys.readouterr().out.replace("[ARGS]...", "")
+
+
 @pytest.mark.parametrize("command", sorted(cli.commands))
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture) -> None:
     assert main([command, "--help"]) == 0
@@ -193,6 +199,8 @@ def test_equal_seeds_give_equal_losses(corpus: Path, tmp_path: Path) -> None:
         (["finetune", "--preset", "llama-3.1-8"], "did you mean 'llama-3.1-8b'"),
         (["finetune", "--model", "llama-3.1-8b"], "a preset, a shape without weights"),
         (["finetune"], "give --model: a folder"),
+        (["evaluate", "--model", "gated-nano", "--data", "a", "--data", "b"], "give --data once, not 2 times"),
+        (["finetune", "--model", "."], "has no config.json: it holds no model"),
         (
             ["finetune", "--model", "nosuch"],
             "nosuch: no such folder, and no model that ships with te-models (gated-nano)",

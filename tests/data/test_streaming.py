@@ -302,7 +302,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, lambda number, frame: print("asked to stop"))
     sizes = dict(batch_size=1, seed=0, chunk_bytes=100, num_lanes=4, num_workers=1)
     data = StreamingDataset(sys.argv[1], ByteTokenizer(), 16, **sizes)
-    next(data)
+    {begin}
     os.killpg(0, signal.SIGINT)
     for _ in range(99):
         next(data)
@@ -311,8 +311,9 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_outlive_a_request_to_stop_but_not_their_parent(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "run.py").write_text(_RUN)
+@pytest.mark.parametrize("begin", ["data.state_dict()", "next(data)"])  # workers are starting, and at work
+def test_workers_outlive_a_request_to_stop_but_not_their_parent(begin: str, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(_RUN.format(begin=begin))
     root = Path(__file__).parents[2]
     command = [sys.executable, str(tmp_path / "run.py"), str(corpus)]
     with subprocess.Popen(

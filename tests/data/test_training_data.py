@@ -305,7 +305,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "nothing fits": ({"a.jsonl": TALKS}, ["--seq-len", "8"], "24 of 24 records are longer than seq_len=8"),
     "no answers": (
         {"a.jsonl": [{"messages": [{"role": "user", "content": f"{n}"}]} for n in range(9)]}, [],
-        "no record is left to train on: 9 of 9 records have no answer to learn",
+        "no record is left: 9 of 9 records have no answer to learn",
     ),
     "one record": ({"a.jsonl": PAIRS[:1]}, [], "1 document cannot be split"),
     "a weight of nothing": ({"a.jsonl": PAIRS}, ["--data", "a.jsonl:0"], "a.jsonl:0: a weight of 0 leaves all of it"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from te_models import CausalLM
 from te_models.engine import get_engine
-from te_models.errors import CheckpointError
+from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized, plain, saved_weight
 from te_models.fp8.scaling_state import fp8_state
 from te_models.saving.folder import load_folder, save_folder
@@ -372,3 +372,11 @@ def test_a_delayed_adapter_continues_with_the_same_bits(build: Any, tmp_path: Pa
         assert (p.grad is None) == (other[name].grad is None) and (
             p.grad is None or torch.equal(p.grad, other[name].grad)
         )
+
+
+@pytest.mark.parametrize(
+    "name, message", [("rank", "write r, as peft does"), ("lora_alfa", "did you mean 'lora_alpha'")]
+)
+def test_a_misspelt_field_is_named(name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=f"unknown field '{name}' of LoraConfig.*{message}"):
+        add_lora(CausalLM.from_preset("gated-nano", recipe="bf16", device="cpu"), **{name: 8})

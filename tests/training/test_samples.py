@@ -112,6 +112,15 @@ def test_answers_end_after_some_lines(model: CausalLM, monkeypatch: pytest.Monke
         assert len(lines) == samples.MAX_LINES + 1 and lines[-1] == "..." and "" in lines
 
 
+def test_a_terminal_gets_no_control_characters(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "stream_text", lambda *_, **__: iter(("\x1b]0;x\x07", "a\r\n\tb\x9b")))
+    sampler, out = Sampler(model, WORDS, [Prompt(tuple(b"\x1b[2J"), tuple(b"cd"))], 6, {}), io.StringIO()
+    sampler.note_before()
+    sampler.show(Console(file=out, width=200))
+    assert not any(character in out.getvalue() for character in "\x1b\x07\r\x9b")
+    assert out.getvalue().count("\ufffd]0;x\ufffda\n        b\ufffd\n") == 2  # before and after
+
+
 def test_samples_change_nothing_of_a_run(model: CausalLM) -> None:
     state, draw = {name: p.clone() for name, p in model.named_parameters()}, torch.get_rng_state()
     Sampler(model, WORDS, [Prompt(tuple(b"once"))], 4, {"seed": 3}).note_before()
