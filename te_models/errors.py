@@ -101,7 +101,8 @@ def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "") 
     near = near or [name for name in names if _initials(name) == str(given).lower()]
     hint = f"did you mean {near[0]!r}? " if near else ""
     rest = f"{listed} lists all {len(names)}" if listed and len(names) > MANY else f"choose one of {', '.join(names)}"
-    return UsageError(f"unknown {kind} {given!r}: {hint}{rest}")
+    noun, of, owner = kind.partition(" of ")
+    return UsageError(f"unknown {noun} {given!r}{of}{owner}: {hint}{rest}")
 
 
 def plural(number: int, noun: str, nouns: str = "") -> str:

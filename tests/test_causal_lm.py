@@ -320,7 +320,7 @@ def test_generation_with_a_cache_is_generation_without(build: Build, recipe: str
         (dict(engine="native", device="cpu"), "engine='native' is not possible here"),
         (dict(recipe="current", num_hidden_layers=2), "nothing would run in FP8"),
         (dict(recipe="mxfp8", intermediate_size=112), "intermediate_size=112 is not a multiple of 32"),
-        (dict(recipe="current", amax_history_len=4), "unknown field of recipe 'current'"),
+        (dict(recipe="current", amax_history_len=4), "unknown field 'amax_history_len' of recipe 'current'"),
         (dict(amax_histroy_len=4), "did you mean 'amax_history_len'"),
         (dict(activation_checkpointing="ful"), "did you mean 'full'"),
     ],

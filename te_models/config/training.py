@@ -52,7 +52,7 @@ class TrainConfig(NamedFields):
     clip_grad_norm: float = documented(1.0, "Maximum norm of the gradient; 0 disables clipping.")
     eval_every: int = documented(50, "Steps between evaluations; 0: only at the end.")
     eval_batches: int = documented(8, "Batches per evaluation.")
-    patience: int = documented(0, "Evaluations in a row without a lower loss that end the run; 0: never.")
+    patience: int = documented(0, "Evaluations in a row without a new lowest loss that end the run; 0: never.")
     keep_best: bool = documented(True, "Save the model of the evaluation with the lowest loss in the folder best/.")
     save_every: int = documented(0, "Steps between checkpoints; 0: only at the end.")
     keep_last: int = documented(2, "Number of checkpoints to keep.")
@@ -77,6 +77,8 @@ class TrainConfig(NamedFields):
         for name, choices in dict(parallel=PARALLEL, reduce_dtype=REDUCE_DTYPES, schedule=SCHEDULES).items():
             if getattr(self, name) not in choices:
                 raise unknown(name, getattr(self, name), choices)
+        if self.patience and not self.eval_every:
+            raise ConfigError(f"patience={self.patience} counts evaluations, and eval_every=0 makes none: give both")
 
     @property
     def tokens_per_step(self) -> int:

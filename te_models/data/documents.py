@@ -85,9 +85,9 @@ def in_evaluation(documents: Sequence[Document], eval_fraction: float, seed: int
     hashes = [hash_document(seed, document) for document in documents]
     distinct = sorted(set(hashes))
     if len(distinct) < 2:
+        found = f"{len(documents):,} equal documents" if len(documents) > 1 else plural(len(documents), "document")
         raise DataError(
-            f"{plural(len(documents), 'document')} with one content cannot be split into training and evaluation: "
-            "give at least two different ones, or --eval-data"
+            f"{found} cannot be split into training and evaluation: give at least two different ones, or --eval-data"
         )
     count = min(max(1, round(eval_fraction * len(distinct))), len(distinct) - 1)
     evaluated = set(distinct[:count])

@@ -32,6 +32,10 @@ ROLES = {  # of a turn, in any of the formats -> OpenAI's
 _LISTS = ("messages", "conversations", "conversation")
 _TURN_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking", "weight")
 _ANSWER_FIELDS = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
+_KINDS = {
+    type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list",
+    dict: "an object",
+}  # fmt: skip
 _KNOWN = (
     "messages [{role, content}], conversations [{from, value}], instruction and output, prompt and completion, or text"
 )
@@ -179,7 +183,9 @@ def _alpaca(row: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
 def _turns(row: Mapping[str, Any], name: str, columns: Mapping[str, str], place: str) -> list[dict[str, Any]]:
     turns = _parsed(row[name])
     if not isinstance(turns, list) or not turns:
-        raise DataError(f"{place}: {name!r} is {_kind(turns)}, not a list of messages: fill it in or leave the row out")
+        raise DataError(
+            f"{place}: {name!r} is {_kind(turns)}, not a list of messages: write one, or leave the record out"
+        )
     return [_message(turn, columns, f"{place}: message {number} of {name!r}") for number, turn in enumerate(turns, 1)]
 
 
@@ -234,7 +240,7 @@ def _joined(content: Any, place: str) -> str:
         if isinstance(part, dict) and not isinstance(text, str):
             raise DataError(f"{place} has a part of the type {str(part.get('type'))[:60]!r}: only text can be learnt")
         if text is not None and not isinstance(text, str):
-            raise DataError(f"{place} has the content {_kind(text)}, not a string: write it as text")
+            raise DataError(f"{place} has {_kind(text)} as content, not a string: write it as text")
         texts.append(text or "")
     return _encodable("".join(texts), place)
 
@@ -280,7 +286,7 @@ def _answer(row: Mapping[str, Any], name: str, place: str) -> str:
 def _text(row: Mapping[str, Any], name: str, place: str) -> str:
     value = row[name]
     if not isinstance(value, str):
-        raise DataError(f"{place}: {name!r} is {_kind(value)}, not a string: fill it in or leave the row out")
+        raise DataError(f"{place}: {name!r} is {_kind(value)}, not a string: write it as one, or leave the record out")
     return _encodable(value, f"{place}: {name!r}")
 
 
@@ -305,7 +311,7 @@ def _rendered(variables: Mapping[str, Any], place: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    return "an empty list" if value == [] else type(value).__name__
+    return "an empty list" if value == [] else _KINDS.get(type(value), type(value).__name__)
 
 
 def without_nulls(value: Any) -> Any:

@@ -234,7 +234,7 @@ class _Opening:
         )
         lines = fit.describe(int(encoded.records.sum()), self.config.seq_len)
         if not len(kept):
-            raise DataError("; ".join(lines))
+            raise DataError(f"no record is left to train on: {'; '.join(lines)}")
         return fitted, kept, lines
 
     def _evaluation(self, encoded: Encoded) -> TokenDataset:

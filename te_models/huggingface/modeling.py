@@ -202,7 +202,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None:
             raise UsageError("give input_ids or inputs_embeds")
-        check_tokens(self.model.config, tokens, embedded=inputs_embeds is not None)
+        check_tokens(self.model.config, tokens, self.model.device, embedded=inputs_embeds is not None)
         for given in labels:
             check_inputs(self.model.config, tokens, given, None, None, None)
         return tokens

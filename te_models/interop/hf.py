@@ -122,7 +122,9 @@ def is_hugging_face(folder: Path, own_type: str) -> bool:
     if not file.is_file():
         return False
     config = read_json(file)
-    return isinstance(config, dict) and config.get("model_type") != own_type
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} is not an object of names and values")
+    return config.get("model_type") != own_type
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,7 @@ def read_hugging_face(
     """
     opened = open_folder(build, folder)
     wanted = gated(opened.config, overrides)
+    check_shape(build, folder, opened.config, wanted, overrides)
     dtype = config_dtype(folder, opened.document)
     model = build(wanted, **{"dtype": dtype, **options, "initialize": False})
     generation = folder / "generation_config.json"
@@ -205,6 +208,34 @@ def gated(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
             "outputs: only a sigmoid gate can be added"
         )
     return wanted
+
+
+def check_shape(
+    build: Callable[..., Decoder],
+    folder: Path,
+    config: ModelConfig,
+    wanted: ModelConfig,
+    overrides: Mapping[str, Any],
+) -> None:
+    """Raise a UsageError if the weights of a model of `config` do not fit one of `wanted`, which `overrides` made.
+
+    A gate and a larger vocabulary may come to them: zeros.
+    """
+    changed = [name for name in overrides if getattr(config, name) != getattr(wanted, name)]
+    if not changed:
+        return
+    allowed = dict(
+        attention_gate=wanted.attention_gate,
+        attention_gate_activation=wanted.attention_gate_activation,
+        vocab_size=max(config.vocab_size, wanted.vocab_size),
+    )
+    shapes = [
+        {name: tuple(p.shape) for name, p in build(shape, device="meta", engine="emulated").named_parameters()}
+        for shape in (dataclasses.replace(config, **allowed), wanted)
+    ]
+    if shapes[0] != shapes[1]:
+        given = ", ".join(f"{name}={getattr(wanted, name)!r}" for name in changed)
+        raise UsageError(f"the weights in {folder} do not fit {given}: a model that has weights keeps their shape")
 
 
 @torch.no_grad()

@@ -146,7 +146,7 @@ class Family:
                     "nothing in what the model computes, take it out of config.json"
                 )
         for name in config.get("architectures") or ():
-            if not name.endswith("ForCausalLM"):
+            if not str(name).endswith("ForCausalLM"):
                 raise ConfigError(f"architectures={name!r} is not supported: te-models reads {self.architecture}")
 
 

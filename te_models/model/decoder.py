@@ -283,7 +283,7 @@ class Decoder(nn.Module):
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None or (inputs_embeds is not None and input_ids is not None):
             raise UsageError("give either input_ids or inputs_embeds, the vectors that stand for them")
-        check_tokens(self.config, tokens, embedded=input_ids is None)
+        check_tokens(self.config, tokens, self.device, embedded=input_ids is None)
         check_inputs(self.config, tokens, labels, cache, attention_mask, document_ids)
         unknown = None
         if labels is not None and input_ids is not None and tokens.device.type != "cpu":
@@ -293,10 +293,11 @@ class Decoder(nn.Module):
         context = forward_context(self.config, tokens, *passed, self.dtype)
         wanted = (labels, attention_mask, return_logits, logits_to_keep)
         with forward_pass(self, self.te, self.recipe, self.te_recipe):
+            evaluated = not self.training
             output = self._decode(tokens, context, *wanted)
         if output.loss is not None and unknown is not None:
             output = output._replace(loss=nan_if(output.loss, unknown))
-        if self.recipe.stateful and not self.training:
+        if self.recipe.stateful and evaluated:
             preserve_scales_in_backward(self, output)
         return output
 

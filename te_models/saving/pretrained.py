@@ -34,6 +34,7 @@ from te_models.fp8.primary_weights import (
 from te_models.fp8.scaling_state import check_fp8_state, fp8_state
 from te_models.interop.hf import (
     Origin,
+    check_shape,
     check_sizes,
     config_dtype,
     double_output_projections,
@@ -149,11 +150,7 @@ def _read_pretrained(
         return read_hugging_face(build, folder, shape, options)
     if (folder / "config.json").is_file() and not (folder / MANIFEST).exists() and te_files(folder):
         return read_te_model(build, folder, shape, options), Origin()
-    if (folder / ADAPTERS).is_file() and not (folder / "config.json").exists():
-        raise CheckpointError(
-            f"{folder} holds adapters and not a model: load the model that {ADAPTERS} names, then "
-            "te_models.load_lora(model, folder); a run with --merge has both in its folder merged/"
-        )
+    _refuse_adapters(folder)
     if folder.is_dir() and not any((folder / name).exists() for name in ("config.json", MANIFEST)):
         hint = ""
         if (folder / "trainer_state.json").exists():
@@ -164,6 +161,7 @@ def _read_pretrained(
     saved.tensors["model"] = bare_weights(saved.tensors["model"])
     config, dtype = read_config(saved)
     wanted = gated(config, shape)
+    check_shape(build, folder, config, wanted, shape)
     recipe = read_recipe(saved)
     sketch = _sketch(build, config, folder)
     match(dict(sketch.named_parameters(remove_duplicate=False)), saved.tensors["model"], check_dtype=False)
@@ -181,6 +179,15 @@ def _read_pretrained(
     else:
         restore_model(model, saved, recipe)
     return model, origin
+
+
+def _refuse_adapters(folder: Path) -> None:
+    """Raise a CheckpointError for a folder of adapters without their model."""
+    if (folder / ADAPTERS).is_file() and not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{folder} holds adapters and not a model: load the model that {ADAPTERS} names, then "
+            "te_models.load_lora(model, folder); a run with --merge has both in its folder merged/"
+        )
 
 
 def bare_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -403,6 +410,7 @@ def read_shape(name: str | Path, overrides: Mapping[str, Any] | None = None) -> 
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder}/config.json: {first_line(error)}") from None
         return Shape(gated(config, overrides or {}), get_recipe("bf16"), config_dtype(folder, document), False)
+    _refuse_adapters(folder)
     if not (readable(folder) / MANIFEST).exists():
         return None
     with offering_older(folder):

@@ -44,15 +44,14 @@ def summary(
 ) -> Table:
     """Return the configuration in force as a table; `start` is the number of steps that were taken before."""
     plan = model.plan()
-    recipe = ", ".join(f"{k}={v}" for k, v in model.recipe.to_dict().items() if k not in ("name", "scheme"))
     rows = {
         "parameters": _parameters(model),
         "device": str(model.device),
         "engine": f"{model.engine} ({model.engine_reason})",
-        "recipe": f"{model.recipe.name} ({model.recipe.scheme}: {recipe})",
+        "recipe": _recipe(model),
         "linears": f"{plan.count('FP8')} in {model.recipe.formats if plan.count('FP8') else 'FP8'}, "
         f"{plan.count('BF16')} in BF16",
-        "attention": f"{model.attention_kernel()}, {model.config.attention_gate} gate",
+        "attention": f"{model.attention_kernel()}, {model.config.attention_gate.replace('none', 'no')} gate",
         **speed_rows(model, config),
         "activation checkpointing": f"{model.activation_checkpointing}"
         f"{', other activations in CPU memory' if model.activation_offload else ''}",
@@ -76,7 +75,21 @@ def _tokens(dataset: TokenDataset | StreamingDataset, config: TrainConfig, start
     if not isinstance(dataset, TokenDataset):
         return f"{tokens:,}"
     windows = (config.steps - start) * config.batch_size * config.gradient_accumulation
-    return f"{tokens:,}, {windows / dataset.windows_in(1):.2g} epochs"
+    return f"{tokens:,}, {_few_digits(windows / dataset.windows_in(1))} epochs"
+
+
+def _recipe(model: CausalLM) -> str:
+    """Return the recipe's name and, if it has any, its scheme and fields."""
+    recipe = model.recipe
+    if recipe.scheme == "none":
+        return recipe.name
+    fields = ", ".join(f"{name}={value}" for name, value in recipe.to_dict().items() if name not in ("name", "scheme"))
+    return f"{recipe.name} ({recipe.scheme}: {fields})"
+
+
+def _few_digits(number: float) -> str:
+    """Return a number with two digits: "0.041", "3.1", "390"."""
+    return f"{float(f'{number:.2g}'):,.10g}"
 
 
 def _parameters(model: CausalLM) -> str:
@@ -192,7 +205,10 @@ def print_outcome(console: Console, result: Result, settings: RunSettings, folde
         patience = plural(settings.train.patience, "evaluation")
         rows["stopped early"] = f"at step {result.step} of {settings.train.steps}: no lower eval loss in {patience}"
     if result.best_step not in (0, result.step):
-        rows["best eval loss"] = f"{result.best_eval_loss:.4f} at step {result.best_step}"
+        kept = f", saved in {folder / 'best'}" if settings.train.keep_best else ""
+        rows["best eval loss"] = f"{result.best_eval_loss:.4f} at step {result.best_step}{kept}"
+    elif change < 0:
+        rows["best eval loss"] = f"{result.first_eval_loss:.4f}, before the first step: training made the model worse"
     rows |= {
         "checkpoint": str(result.checkpoint),
         "metrics": str(folder / "metrics.jsonl"),

@@ -20,9 +20,9 @@ class Result:
         interrupted: True if the run was stopped before its last step.
         signal: the number of the signal that this process was stopped by; 0: none.
         checkpoint: path of the last checkpoint.
-        best_eval_loss: the lowest evaluation loss, that before the first step left out.
+        best_eval_loss: the lowest evaluation loss after a step, infinite if none was below `first_eval_loss`.
         best_step: the step of that evaluation; 0: there was none.
-        evaluations_since_best: evaluations in a row after it, without a lower loss.
+        evaluations_since_best: evaluations in a row without a lower loss than all before them.
         stopped_early: True if the run ended because `patience` evaluations brought no lower loss.
     """
 

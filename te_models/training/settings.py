@@ -206,7 +206,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
         if title == RECORD:
             continue
         if title not in TABLES:
-            raise unknown(f"table in {path}", title, TABLES)
+            raise unknown(f"table of {path}", title, TABLES)
         if not isinstance(values, Mapping):
             raise ConfigError(f"{path}: {title} is a table: write [{title}] and its settings below")
         if title == "recipe":
@@ -214,7 +214,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
             continue
         for name, value in values.items():
             if name not in TABLES[title]:
-                raise unknown(f"setting in [{title}] of {path}", name, TABLES[title], "`te-models finetune --help-all`")
+                raise unknown(f"setting of [{title}] in {path}", name, TABLES[title], "`te-models finetune --help-all`")
             flat[name] = _checked(path, name, value)
     return flat
 

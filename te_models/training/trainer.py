@@ -209,7 +209,7 @@ class Trainer(NamedFields):
         result, config = self.result, self.config
         (loss, *_) = self.parallel.ranks.gather(row["eval_loss"])  # all processes decide by one number
         first = not result.best_step
-        if loss < result.best_eval_loss:
+        if loss < min(result.best_eval_loss, result.first_eval_loss):  # the second may be a NaN
             result.best_eval_loss, result.best_step, result.evaluations_since_best = loss, row["step"], 0
             only = first and row["step"] == config.steps  # a run with one evaluation has no choice
             if config.keep_best and config.eval_every and not only:

@@ -25,7 +25,7 @@ from te_models.config.training import SCHEDULES, TrainConfig
     ],
 )
 def test_a_misspelt_option_names_the_nearest(given: str, meant: str) -> None:
-    with pytest.raises(ValueError, match=f"unknown field of TrainConfig '{given}': did you mean '{meant}'"):
+    with pytest.raises(ValueError, match=f"unknown field '{given}' of TrainConfig: did you mean '{meant}'"):
         TrainConfig(**{given: 1})
 
 
@@ -59,6 +59,11 @@ def test_each_schedule_is_that_of_transformers(schedule: str, steps: int, warmup
         theirs.step()
         if step >= count or schedule != "warmup-stable-decay":
             assert config.learning_rate_at(step) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12), step
+
+
+def test_patience_needs_evaluations() -> None:
+    with pytest.raises(ValueError, match="patience=2 counts evaluations, and eval_every=0 makes none"):
+        TrainConfig(patience=2, eval_every=0)
 
 
 @pytest.mark.parametrize("field", ["steps", "batch_size", "gradient_accumulation", "keep_last"])

@@ -59,7 +59,7 @@ def test_split_of_one_document_cuts_it_at_a_line() -> None:
     [
         ([Document("no line break")], 0.1, "only document cannot be cut .* give more documents"),
         ([Document("a\nb\nc\n", prompt="p")], 0.1, "only document cannot be cut .* give more documents"),
-        ([Document("a"), Document("a", name="b")], 0.1, "2 documents with one content cannot be split"),
+        ([Document("a"), Document("a", name="b")], 0.1, "2 equal documents cannot be split"),
         ([], 0.1, "0 documents"),
         ([Document("a"), Document("b")], 0.0, "eval_fraction=0.0 is out of range"),
         ([Document("a"), Document("b")], 1.0, "eval_fraction=1.0 is out of range"),
@@ -171,8 +171,8 @@ BAD_FILES: list[tuple[str, bytes | None, str]] = [
     ("a.jsonl", b'{"txt": "a", "n": 1}', "a.jsonl:1: has 'txt', 'n', but needs one of the formats messages"),
     ("a.jsonl", b'{"prompt": "a"}', "a.jsonl:1: has 'prompt', but needs"),
     ("a.jsonl", b"{}", "a.jsonl:1: has no fields, but needs"),
-    ("a.jsonl", b'{"text": 1}', "a.jsonl:1: 'text' is int, not a string"),
-    ("a.jsonl", b'{"prompt": null, "completion": "a"}', "a.jsonl:1: 'prompt' is NoneType, not a string"),
+    ("a.jsonl", b'{"text": 1}', "a.jsonl:1: 'text' is a number, not a string"),
+    ("a.jsonl", b'{"prompt": null, "completion": "a"}', "a.jsonl:1: 'prompt' is null, not a string"),
     ("a.jsonl", b'{"text": "ab\\ud800"}', "a.jsonl:1: 'text' holds half of a surrogate pair at character 2"),
     ("a.parquet", b"", "a.parquet: not a readable Parquet file"),
     ("a.parquet", b"PAR1 and nothing else PAR1", "a.parquet: not a readable Parquet file"),
@@ -211,8 +211,8 @@ def test_bad_folders(tmp_path: Path, files: dict[str, bytes], message: str) -> N
     ("columns", "message"),
     [
         ({"body": ["a"], "n": [1]}, "a.parquet: has 'body', 'n', but needs one of the formats messages"),
-        ({"text": ["a", None]}, "a.parquet, row group 0, row 2: 'text' is NoneType, not a string"),
-        ({"text": [1, 2]}, "a.parquet, row group 0, row 1: 'text' is int, not a string"),
+        ({"text": ["a", None]}, "a.parquet, row group 0, row 2: 'text' is null, not a string"),
+        ({"text": [1, 2]}, "a.parquet, row group 0, row 1: 'text' is a number, not a string"),
     ],
 )
 def test_bad_parquet_columns(tmp_path: Path, columns: dict[str, list], message: str) -> None:
@@ -245,6 +245,14 @@ def test_unreadable_data_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(ValueError, match=r"b: cannot be read \(.*\): check it and its permissions"):
+        load_documents(tmp_path)
+
+
+def test_an_empty_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of /proc have no size, and some of them, such as /proc/kmsg, answer when something happens."""
+    (tmp_path / "a.txt").write_bytes(b"")
+    monkeypatch.setattr("te_models.data.rows.open_bytes", lambda path: pytest.fail(f"{path} was opened"))
+    with pytest.raises(DataError, match="there is no text in it"):
         load_documents(tmp_path)
 
 
@@ -319,7 +327,7 @@ REFUSED: list[tuple[str, bytes, str]] = [
     ("a.json", b'[\n{"text": "a"}\n', "a.json:3: not JSON .*: give an array of objects, or JSONL"),
     ("a.json", b"[" * 100_000, "a.json: JSON that is nested too deeply"),
     ("a.json", b"[" + b"9" * 5000 + b"]", "a.json(: not JSON that can be read|, record 1: a JSON int)"),
-    ("a.jsonl", LINE + b'{"text": ' + b"9" * 5000 + b"}", "a.jsonl:2: ('text' is int|not JSON that can be read)"),
+    ("a.jsonl", LINE + b'{"text": ' + b"9" * 5000 + b"}", "a.jsonl:2: ('text' is a number|not JSON that can be read)"),
     ("a.json", b'[{"txt": "a"}]', "a.json, record 1: has 'txt', but needs one of the formats"),
     ("a.json", b"[" + b" " * 2 * 10**6 + b"]", "a.json: a JSON array of more than 0 GiB: write it as JSONL"),
     ("a.txt", b'{"txt": "a"}\n', "a.txt:1: has 'txt', but needs one of the formats"),

@@ -201,17 +201,17 @@ REFUSED: list[tuple[Row, str]] = [
     ({"messages": [USER, {"role": "narrator", "content": "x"}]}, "2 of 'messages' has the role 'narrator': use"),
     ({"messages": [{"role": None, "content": "x"}]}, "has the role 'None'"),
     ({"messages": [{"role": "user"}]}, "message 1 of 'messages' has no 'content': fill it in"),
-    ({"messages": [{"role": "user", "content": 3}]}, "has the content int, not a string"),
+    ({"messages": [{"role": "user", "content": 3}]}, "has a number as content, not a string"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "has a part of the type 'image_url': only"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "message 1 of 'messages' holds half of a surrogate pair"),
     ({"messages": [{**REPLY, "tool_calls": [{"id": "1"}]}]}, "has a tool call without the name of a function"),
     ({"messages": TALK, "tools": "f"}, "'tools' is not a list of JSON schemas"),
     ({"conversations": [{"from": "function_call", "value": "f()"}]}, "is a function_call without a JSON object"),
-    ({"instruction": None, "output": "a"}, "'instruction' is NoneType, not a string"),
+    ({"instruction": None, "output": "a"}, "'instruction' is null, not a string"),
     ({"instruction": "q", "output": "a", "history": "x"}, "'history' is not a list of .question, answer. pairs"),
-    ({"prompt": [USER], "completion": "a"}, "'completion' is str, not a list of messages"),
-    ({"prompt": "q", "completion": 1}, "'completion' is int, not a string"),
-    ({"text": ["a"]}, "'text' is list, not a string"),
+    ({"prompt": [USER], "completion": "a"}, "'completion' is a string, not a list of messages"),
+    ({"prompt": "q", "completion": 1}, "'completion' is a number, not a string"),
+    ({"text": ["a"]}, "'text' is a list, not a string"),
 ]  # fmt: skip
 
 

@@ -305,9 +305,9 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "nothing fits": ({"a.jsonl": TALKS}, ["--seq-len", "8"], "24 of 24 records are longer than seq_len=8"),
     "no answers": (
         {"a.jsonl": [{"messages": [{"role": "user", "content": f"{n}"}]} for n in range(9)]}, [],
-        "9 of 9 records have no answer to learn",
+        "no record is left to train on: 9 of 9 records have no answer to learn",
     ),
-    "one record": ({"a.jsonl": PAIRS[:1]}, [], "1 document with one content cannot be split"),
+    "one record": ({"a.jsonl": PAIRS[:1]}, [], "1 document cannot be split"),
     "a weight of nothing": ({"a.jsonl": PAIRS}, ["--data", "a.jsonl:0"], "a.jsonl:0: a weight of 0 leaves all of it"),
     "a share of all": ({"a.jsonl": PAIRS}, ["--eval-split", "1"], "eval_split=1.0 is out of range"),
     "a share beside evaluation data": (

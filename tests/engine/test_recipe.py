@@ -70,7 +70,7 @@ def test_formats() -> None:
 @classes
 def test_unknown_fields_name_the_nearest_one(cls: type) -> None:
     field = next(iter(DEFAULTS[cls]))
-    with pytest.raises(ValueError, match=f"unknown field of {cls.__name__} '{field}x': did you mean '{field}'"):
+    with pytest.raises(ValueError, match=f"unknown field '{field}x' of {cls.__name__}: did you mean '{field}'"):
         cls(**{field + "x": 1})
 
 
@@ -116,7 +116,7 @@ BAD: list[tuple[type, dict[str, Any], str]] = [
     (R.MXFP8BlockScaling, {"fp8_format": R.Format.E5M2}, "Pure E5M2"),
     (R.NVFP4BlockScaling, {"fp4_format": R.Format.E4M3}, "Only E2M1 is supported for NVFP4 scaling"),
     (R.NVFP4BlockScaling, {"fp8_format": R.Format.HYBRID}, "Only E4M3 is supported for NVFP4 scaling"),
-    (R.NVFP4BlockScaling, {"nvfp4_4over6": "all"}, "unknown field of NVFP4BlockScaling 'nvfp4_4over6'"),
+    (R.NVFP4BlockScaling, {"nvfp4_4over6": "all"}, "unknown field 'nvfp4_4over6' of NVFP4BlockScaling"),
 ]
 
 

@@ -18,6 +18,7 @@ from ranks import run_process
 from safetensors.torch import load_file, save_file
 
 from te_models import CausalLM
+from te_models.errors import UsageError
 from te_models.interop.hf import MAX_SHARD_BYTES, write_hugging_face
 from te_models.saving.pretrained import weights
 
@@ -153,6 +154,28 @@ def test_unsupported_conversions_are_refused(theirs: Callable[..., Pair], tmp_pa
     with pytest.raises(ValueError, match="holds thesis.txt"):
         load(theirs("llama2")[1]).save_pretrained(tmp_path, format="hf")
     assert not (tmp_path / "x").exists() and (tmp_path / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        dict(hidden_size=128),
+        dict(num_hidden_layers=1),
+        dict(num_hidden_layers=9),
+        dict(vocab_size=32),
+        dict(attention_bias=True),
+        dict(qk_norm=True),
+    ],
+)
+def test_weights_keep_their_shape(override: dict[str, Any], theirs: Callable[..., Pair], tmp_path: Path) -> None:
+    _, folder = theirs("llama3")
+    ((name, value),) = override.items()
+    message = f"the weights in .* do not fit {name}={value}: a model that has weights keeps their shape"
+    with pytest.raises(UsageError, match=message):
+        CausalLM.from_pretrained(folder, **override)
+    CausalLM.from_pretrained(folder).save_pretrained(tmp_path / "ours")
+    with pytest.raises(UsageError, match=message):
+        CausalLM.from_pretrained(tmp_path / "ours", **override)
 
 
 def test_saving_in_shards(theirs: Callable[..., Pair], tmp_path: Path) -> None:

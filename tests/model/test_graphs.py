@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fewer import every
 from torch import Tensor
 
 from te_models import CausalLM, ModelConfig, TEModelsForCausalLM
@@ -38,8 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma2": GEMMA,
     "gemma3": {**GEMMA, "attn_logit_softcapping": None, "qk_norm": True, "sliding_rope": dict(rope_theta=500.0)},
 }
-FAST = ("gated", "gemma2")
-QUICK = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+QUICK = every(len(CONFIGS), CONFIGS)
 
 
 def build(name: str, dtype: torch.dtype) -> CausalLM:
@@ -100,6 +100,7 @@ def test_strict_export_is_saved_with_its_output(tmp_path: Path) -> None:
     assert_close(found.logits, model, ids)
 
 
+@pytest.mark.slow
 def test_export_from_cold(tmp_path: Path) -> None:
     """Nothing that the first eager forward pass prepares is needed, and nothing of the graph stays behind."""
     code = (
@@ -109,8 +110,8 @@ def test_export_from_cold(tmp_path: Path) -> None:
         "    graph = torch.export.export(model, (ids,)).module()\n"
         "    t.assert_close(graph(ids).logits, model, ids)\n"
     )
-    here = Path(__file__).parent
-    subprocess.run([sys.executable, "-c", code, str(here), str(here.parents[1])], check=True, timeout=300)
+    here = Path(__file__)
+    subprocess.run([sys.executable, "-c", code, *map(str, here.parents[:3])], check=True, timeout=300)
 
 
 @pytest.mark.slow
@@ -172,6 +173,7 @@ def test_export_as_a_model_of_transformers(code: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.slow
 def test_training_in_one_graph(compiler: None) -> None:
     model, ids = build("gated", torch.bfloat16).train(), tokens(2, 8)
     losses, gradients = [], []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer
 from te_models.data.dataset import TokenDataset
@@ -16,6 +18,8 @@ from te_models.errors import UsageError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.metrics import read_metrics
+from te_models.training.report import print_outcome
+from te_models.training.settings import RunSettings
 from te_models.training.trainer import Callback
 
 TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
@@ -105,7 +109,7 @@ def test_a_callback_changes_the_recipe_in_the_middle(tmp_path: Path) -> None:
         (1, [9, 3, 4, 1, 1, 1, 1, 1, 1], 2, 1),
         (2, [9, 3, 4, 2, 2, 5, 1, 1, 1], 5, 3),  # an equal loss is no lower one
         (2, [9, 3, math.nan, math.nan, 1, 1, 1, 1, 1], 3, 1),
-        (3, [1, 9, 8, 7, 6, 5, 4, 3, 2], 8, 8),  # the one before the first step does not count
+        (2, [math.nan, 3, 4, 2, 3, 3, 1, 1, 1], 5, 3),
         (0, [9, 1, 2, 3, 4, 5, 6, 7, 8], 8, 1),
         (1, [9, 8, 7, 6, 5, 4, 3, 2, 3], 8, 7),  # the last step ends the run anyway
     ],
@@ -119,6 +123,18 @@ def test_a_run_ends_after_evaluations_without_a_lower_loss(
     newest, kept = (Checkpoints(tmp_path / name).latest() for name in ("checkpoints", "best/checkpoints"))
     assert newest is not None and newest.name == f"step-{last:08d}"
     assert kept is not None and kept.name == f"step-{best:08d}" and len(Checkpoints(kept.parent).all()) == 1
+
+
+def test_the_evaluation_before_the_first_step_may_be_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    run = trainer(tmp_path, patience=3)
+    result = evaluating(run, [1, 9, 8, 7, 6, 5, 4, 3, 2], monkeypatch).run()
+    assert (result.step, result.best_step, result.stopped_early) == (3, 0, True)
+    assert not (tmp_path / "best").exists()
+    out = io.StringIO()
+    print_outcome(Console(file=out, width=200), result, RunSettings(train=run.config), tmp_path, "")
+    assert "1.0000, before the first step: training made the model worse" in out.getvalue()
 
 
 def test_patience_is_counted_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fewer import every
 
 pytest.importorskip("peft")
 
@@ -20,7 +21,7 @@ from te_models.errors import CheckpointError, ConfigError, UsageError
 from te_models.fp8.primary_weights import plain
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.recompute import may_draw
-from te_models.saving.pretrained import adapter_folder
+from te_models.saving.pretrained import adapter_folder, read_shape
 from te_models.training.launch import choose_parallel
 from te_models.training.lora_run import LoraRun, load_merged, trained
 from te_models.training.metrics import read_metrics
@@ -118,7 +119,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [*flags.split(), "--learning-rate", "0.05", "--lora", "4", "--eval-every", "0"]
 
 
-@pytest.mark.parametrize("choices", [["--recipe", "bf16"], ["--recipe", "current", "--fp8-params"]])
+@pytest.mark.parametrize("choices", every(2, [["--recipe", "current", "--fp8-params"], ["--recipe", "bf16"]]))
 def test_from_the_command_line_to_a_merged_model(choices: list[str], start: list[str], capsys: Any) -> None:
     assert main([*start, *choices, "--merge", "--out", "run"]) == 0
     said = capsys.readouterr().out
@@ -185,6 +186,8 @@ def test_a_folder_of_adapters_says_what_it_is(start: list[str]) -> None:
     assert main([*start, "--recipe", "bf16", "--out", "run"]) == 0
     with pytest.raises(CheckpointError, match="holds adapters and not a model: .*load_lora.*merged/"):
         CausalLM.from_pretrained("run", device="cpu")
+    with pytest.raises(CheckpointError, match="holds adapters and not a model: .*load_lora.*merged/"):
+        read_shape("run")  # before a run that would start from them
 
 
 def test_merged_adapters_have_the_recipe_that_they_were_trained_under(tmp_path: Path) -> None:

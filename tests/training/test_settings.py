@@ -75,9 +75,9 @@ def test_another_recipe_or_shape_replaces_that_of_the_file_as_a_whole(tmp_path: 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("[runs]\n", "unknown table in .*: did you mean 'run'"),
-        ("[training]\nlearning_rat = 1\n", r"unknown setting in \[training\] of .*: did you mean 'learning_rate'"),
-        ("steps = 3\n", "unknown table in .*'steps'"),
+        ("[runs]\n", "unknown table 'runs' of .*: did you mean 'run'"),
+        ("[training]\nlearning_rat = 1\n", r"'learning_rat' of \[training\] in .*: did you mean 'learning_rate'"),
+        ("steps = 3\n", "unknown table 'steps' of"),
         ("run = 3\n", r"run is a table: write \[run\]"),
         ('[training]\nsteps = "many"\n', "steps = 'many': give a whole number"),
         ("[training]\nsteps = true\n", "steps = True: give a whole number"),
