@@ -35,6 +35,7 @@ from te_models.model.rope import context_before_long_angles
 from te_models.model.targets import IGNORED, nan_if, valid_targets
 from te_models.saving.pretrained import WRAPPED
 
+OUTPUTS = ("use_cache", "output_hidden_states", "return_dict")  # fields of the config that say what forward returns
 # What collators of packed documents say once more for FlashAttention's own kernels.
 PACKING = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -93,15 +94,22 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             folder: in our format or in Hugging Face's, also the checkpoint of a Trainer.
             config: fields in which it differs from that of the folder are options.
+            options: also `generation_config`, and `use_cache`, `output_hidden_states` and `return_dict`, which become
+                the config's.
         """
         internal = ("_from_auto", "adapter_kwargs", "_from_pipeline", "code_revision")
         given = {name: value for name, value in options.items() if name not in internal and value is not None}
+        generation = given.pop("generation_config", None)
+        outputs = {name: given.pop(name) for name in OUTPUTS if name in given}
         hub, rest = split_options(given)
         path = local_folder(folder, **hub)
         if config is not None:
             rest = {**config.build_options(), **_changed(config, path), **rest}
         model = cls.wrap(CausalLM.from_pretrained(path, **rest))
         model.name_or_path = model.config._name_or_path = str(folder)
+        model.generation_config = generation or model.generation_config
+        for name, value in outputs.items():
+            setattr(model.config, name, value)
         return model.eval()
 
     def forward(

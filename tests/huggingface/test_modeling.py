@@ -65,6 +65,16 @@ def test_generate_gives_the_tokens_of_transformers(case: str, way: str, pair: Ca
     assert torch.equal(run(models.ours, **options), wanted)
 
 
+def test_keywords_of_a_config_and_of_generation_are_taken(pair: Callable[..., Any]) -> None:
+    folder, ids = pair("llama").folder, IDS[:, 5:]
+    ending = transformers.GenerationConfig(max_new_tokens=3, eos_token_id=None)
+    keywords = dict(use_cache=False, output_hidden_states=True, return_dict=True, generation_config=ending)
+    model = TEModelsForCausalLM.from_pretrained(folder, device="cpu", **keywords)
+    output = model(ids)
+    assert output.past_key_values is None and len(output.hidden_states) == 4
+    assert torch.equal(model.generate(ids), pair("llama").theirs.generate(ids, generation_config=ending))
+
+
 @pytest.mark.parametrize("options", [{}, dict(do_sample=True), dict(prompt_lookup_num_tokens=3)])
 def test_assisted_generation_gives_the_tokens_of_transformers(options: dict, pair: Callable[..., Any]) -> None:
     models, drafts = pair("qwen3-tied"), pair("llama")
