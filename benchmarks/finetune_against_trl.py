@@ -49,7 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 TINY = dict(vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2,
             num_key_value_heads=1, head_dim=32)  # fmt: skip
 WAYS = ("trl", "trl-documents", "bf16", "delayed", "current")
-STEPS, WARM_UP = 12, 4
+STEPS, WARM_UP = 24, 8
 
 
 def write_records(path: Path, count: int) -> None:
@@ -99,7 +99,7 @@ class Job:
 
 
 def ours(job: Job) -> dict[str, Any]:
-    """Train with te-models; return losses, seconds per step and peak memory."""
+    """Train with te-models; return losses, gradient norms, seconds per step and peak memory."""
     from te_models.training.lora_run import LoraRun
     from te_models.training.settings import LoraSettings
     from te_models.training.trainer import Trainer
@@ -115,19 +115,20 @@ def ours(job: Job) -> dict[str, Any]:
 
 
 def measure(rows: Any, device: str) -> dict[str, Any]:
-    """Run the steps of an iterator of {"loss": ...}, and time those after the warm-up."""
-    losses, times = [], []
+    """Run the steps of an iterator of metrics, and time those after the warm-up."""
+    losses, norms, times = [], [], []
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()  # not later: the eager steps allocate what the graph then owns
     start = time.perf_counter()
     for row in rows:
         losses.append(row["loss"])
+        norms.append(row["grad_norm"])
         if device != "cpu":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
         start = time.perf_counter()
     peak = torch.cuda.max_memory_allocated() if device != "cpu" else None
-    return dict(losses=losses, seconds=statistics.median(times[WARM_UP:]), peak=peak)
+    return dict(losses=losses, norms=norms, times=times, seconds=statistics.median(times[WARM_UP:]), peak=peak)
 
 
 def as_dataset(rows: list[dict[str, list[int]]]) -> Any:
@@ -202,7 +203,7 @@ def theirs(job: Job) -> dict[str, Any]:
         **optimizer,
         train_sampling_strategy="sequential", remove_unused_columns=False,
     )  # fmt: skip
-    found: dict[str, Any] = dict(losses=[], times=[])
+    found: dict[str, Any] = dict(losses=[], norms=[], times=[])
 
     class Watch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -213,6 +214,7 @@ def theirs(job: Job) -> dict[str, Any]:
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if logs and "loss" in logs:
                 found["losses"].append(float(logs["loss"]))
+                found["norms"].append(float(logs["grad_norm"]))
 
     adapters = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear") if job.method == "lora" else None
     trainer = SFTTrainer(model=model, args=options, train_dataset=as_dataset(rows), processing_class=tokenizer,
@@ -222,7 +224,8 @@ def theirs(job: Job) -> dict[str, Any]:
     trainer.train()
     gaps = [b - a for a, b in zip(found["times"], found["times"][1:], strict=False)]
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
-    return dict(losses=found["losses"], seconds=statistics.median(gaps[WARM_UP - 1 :]), peak=peak)
+    results = dict(losses=found["losses"], norms=found["norms"], times=gaps)
+    return dict(results, seconds=statistics.median(gaps[WARM_UP - 1 :]), peak=peak)
 
 
 def stack(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -247,9 +250,9 @@ def our_weights(job: Job) -> dict[str, torch.Tensor]:
 
 
 def places(job: Job, documents: torch.Tensor) -> dict[str, list[int]]:
-    """Return the positions [S] of a row's tokens in their documents, from which transformers tells these apart."""
+    """Return what tells transformers the documents of a row apart: positions [S] in them; a mask of ones for one."""
     if job.way == "trl":
-        return {}
+        return dict(attention_mask=[1] * len(documents))
     starts = torch.nn.functional.pad(documents[1:] != documents[:-1], (1, 0), value=True)
     place = torch.arange(len(documents))
     return dict(position_ids=(place - torch.where(starts, place, 0).cummax(0).values).tolist())
@@ -317,7 +320,7 @@ def run(
                         row["error"] = done.stderr[-1500:]
                     document["rows"].append(row)
                     out.write_text(json.dumps(document, indent=1) + "\n")
-                    print({k: v if k != "losses" else v[-1:] for k, v in row.items()}, flush=True)
+                    print({k: v[-1:] if isinstance(v, list) else v for k, v in row.items()}, flush=True)
 
 
 if __name__ == "__main__":

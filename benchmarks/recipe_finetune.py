@@ -61,6 +61,8 @@ def run(model: str, data: str, recipe: str, seed: int, device: str, training: di
     with tempfile.TemporaryDirectory() as folder:
         given = dict(model=model, data=(data,), recipe=recipe, device=device, out=f"{folder}/run", sample_tokens=0)
         result = finetune(run_settings("finetune", {**given, **training, "seed": seed, "eval_every": 0}))
+    if result.interrupted:
+        raise click.Abort
     losses = {"before": result.first_eval_loss, "after": result.eval_loss, "training": result.loss}
     return {"recipe": recipe, "seed": seed, **losses, "seconds": time.perf_counter() - start}
 

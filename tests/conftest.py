@@ -15,11 +15,12 @@ import torch
 import te_models.engine.emulated as emulated
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-hypothesis.settings.register_profile("busy", deadline=None)  # a busy machine is no failure
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
+hypothesis.settings.register_profile("busy", deadline=None, max_examples=50)  # a busy machine is no failure
 hypothesis.settings.load_profile("busy")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the whole suite needs it: let it import while the first tests run
     multiprocessing.forkserver.ensure_running()
-torch.set_num_threads(1)  # the tensors are small: a second thread only waits
+torch.set_num_threads(1)  # tensors are small: a second thread only waits
 
 
 @pytest.fixture(autouse=True)

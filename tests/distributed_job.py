@@ -23,6 +23,7 @@ from te_models.distributed.dtensor import local
 from te_models.errors import Diverged
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model import offload
+from te_models.optim import gradients, master
 from te_models.training.launch import meshes, parallel
 from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel, reshard
@@ -129,6 +130,7 @@ def continue_from(source: Path, out: Path) -> None:
 def run_cases(cases: dict[str, dict[str, Any]], name: str, rank: int, folder: str) -> None:
     """Run the cases one after the other, and write their results to NAME.json; for run_ranks without a backend."""
     offload.SMALL = 0  # tiny tensors are moved too
+    gradients.BUCKET = master.UPDATE_CHUNK = 5000  # several of tiny models too; a single process has one of each
     root = Path(folder)
     with parallel(TrainConfig(parallel="ddp"), "cpu") as shared:
         results = {name: run_case(shared, root, name, case) for name, case in cases.items()}

@@ -165,6 +165,10 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         "linear": dict(rope_parameters=PAIRS, sliding_window=5, layer_types=[SLIDING, FULL, SLIDING]),
         "capped": dict(final_logit_softcapping=2.0, attention_bias=True, layer_types=[FULL] * 3),
         "pattern": dict(sliding_window_pattern=2, sliding_window=5),
+        "untruncated": dict(
+            sliding_window=5,
+            rope_parameters=dict(full_attention={**YARN, "truncate": False}, sliding_attention=DEFAULT),
+        ),
     },
     "afmoe": {
         **{name: {**DENSE_AFMOE, "sliding_window": 6, **shape} for name, shape in _shapes(*EIGHT).items()},

@@ -183,6 +183,7 @@ def test_any_length(size: int, compile: bool, recipe: str, length_sweep: Any) ->
     assert {length: problems for length, problems in wrong.items() if problems} == {}
 
 
+@pytest.mark.slow
 def test_a_case_that_ends_its_process_is_reported_and_the_rest_runs(length_sweep: Any) -> None:
     todo = length_sweep.cases([1, 16], [1], [64], False)
     todo[1]["head_dim"] = 63  # no pairs to rotate

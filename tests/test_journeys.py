@@ -45,6 +45,7 @@ def test_the_table_works_on_a_cpu(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "rows.json").read_text())["journeys"].keys() == rows.keys()
 
 
+@pytest.mark.slow
 def test_a_failed_journey_is_reported_with_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = journey_table.train("--recipe nonsense")
     monkeypatch.setitem(journeys.JOURNEYS, "wrong", wrong)

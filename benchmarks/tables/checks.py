@@ -114,17 +114,21 @@ def optimizer_loss() -> str:
     return markdown("optimizer | eval loss (nats per byte) | relative to `adamw`", rows)
 
 
-# Register it once benchmarks/results/ has the file and a page the block.
+@table
 def recipe_finetune() -> str:
     """The held-out loss of one model after fine-tuning under each recipe."""
     result = load("recipe_finetune_cpu")
     rows, settings = result["rows"], result["settings"]
     base = rows[0]["after"]
-    lines = ([f"`{r['recipe']}`", f"{r['before']:.4f}", f"{r['after']:.4f}", f"{100 * (r['after'] / base - 1):+.2f} %"]
-             for r in rows)  # fmt: skip
+    changes = ["" if row is rows[0] else f"{100 * (row['after'] / base - 1):+.2f} %" for row in rows]
+    lines = ([f"`{row['recipe']}`", f"{row['before']:.4f}", f"{row['after']:.4f}", change]
+             for row, change in zip(rows, changes, strict=True))  # fmt: skip
+    large = [f"`{row['recipe']}`" for row in rows if abs(row["after"] / base - 1) >= 0.01]
+    verdict = f"{' and '.join(large)} changes the loss by more than 1 %" if large else "No recipe changes it by 1 %"
     about = prose(
         f"`{result['model']}` on `{result['data']}`, {settings['steps']} steps of {settings['batch_size']} x "
-        f"{settings['seq_len']} tokens on a CPU (emulated engine), the same batches under each recipe; nats per token."
+        f"{settings['seq_len']} tokens on a CPU (emulated engine), the same batches under each recipe; nats per token. "
+        f"{verdict}."
     )
     return f"{about}\n\n{markdown('recipe | held-out loss before | after | relative to BF16', lines)}"
 

@@ -137,6 +137,13 @@ def _memory_advice(ctx: click.Context) -> str:
     )
 
 
+def real_device(device: str | None) -> str | None:
+    """Return the name of a device; a UsageError for the one that computes nothing."""
+    if device == "meta":
+        raise UsageError("--device meta has no numbers: give cpu, cuda or cuda:N")
+    return device
+
+
 def option(*declarations: str, group: str = "Options", **attributes: Any) -> Decorator:
     """Add one option; `click.option` with a group, which shows a default other than None."""
     attributes.setdefault("show_default", attributes.get("default") is not None)
@@ -204,7 +211,8 @@ recipe_option = option("--recipe", metavar="NAME|FILE", help=f"Scheme of te.Line
 build_options = chained(
     option("--engine", default="auto", metavar="NAME", group="Model",
            help="auto, native (Transformer Engine) or emulated (its numbers on any device)."),
-    option("--device", group="Model", help="Such as cpu or cuda:1; default: the first GPU, else the CPU."),
+    option("--device", group="Model", callback=lambda _, __, device: real_device(device),
+           help="Such as cpu or cuda:1; default: the first GPU, else the CPU."),
     option("--fp8-params/--no-fp8-params", default=None, group="Model",
            help="Store the weights of FP8 layers in FP8 only, without a BF16 copy."),
     *_field_options(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FP32 = 4  # bytes
-UPDATE_CHUNK = 2**28  # parameters per chunk of FP32 gradients in te_models/optim/master.py
+UPDATE_CHUNK = 2**28  # parameters that te_models.optim.master updates at a time, with FP32 gradients
 HEAD_CHUNK = {True: 2**31, False: 2**28}  # cuda -> bytes of logits per chunk, counted in FP32
 
 

@@ -33,6 +33,7 @@ ROPE_SCALINGS = {
     "longrope": (("short_factor", "long_factor"), ("original_max_position_embeddings", "factor", "attention_factor")),
 }  # fmt: skip
 
+MAX_PARAMETERS = 2**60  # PyTorch counts bytes in 64 bits
 MAX_LAYERS = 10_000  # a loop over the layers of a model that is only planned takes no time
 
 
@@ -141,6 +142,8 @@ class ModelConfig(NamedFields):
             object.__setattr__(self, "sliding_rope", _checked_sliding_rope(self))
         self._with_sliding_rope = self._sliding()
         _check_pairs(self)
+        if self.num_parameters > MAX_PARAMETERS:
+            raise ConfigError("these sizes make more than 2**60 parameters: choose smaller ones")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field once. Other names are free, since transformers.Trainer sets `use_cache` on any model's config."""

@@ -227,6 +227,8 @@ def get_recipe(recipe: str | Path | Recipe | Any, **overrides: Any) -> Recipe:
 
 def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
     """Return the Recipe that `Recipe.to_dict` or a TOML file describes."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"a recipe is a table of names and values, not {values!r:.40}")
     about: dict[str, Any] = {"name": "custom"}
     about |= {k: v for k, v in values.items() if k in ("name", "scheme", "description", "hardware", *EDGES)}
     if "scheme" not in about:

@@ -45,8 +45,11 @@ def find_files(path: str) -> tuple[Any, list[str]]:
         named "owner/name", "owner/name#split" or "owner/name#config/split", is one file, with HUB before its name.
 
     Raises:
+        UsageError: the path is empty, which would stand for the current folder.
         DataError: there is nothing, it cannot be read, or something is no regular file.
     """
+    if not path.strip():
+        raise UsageError(f"the path of the data is empty; {HELP}")
     if path.startswith(HUB) or is_hub_name(path):
         return None, [HUB + path.removeprefix(HUB)]
     with readable_errors(path):

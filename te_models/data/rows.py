@@ -13,6 +13,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
+from fsspec.implementations.local import LocalFileSystem
+
 from te_models.data.files import (
     HUB,
     MAX_EXPANDED_BYTES,
@@ -84,6 +86,8 @@ def file_ranges(system: Any, file: str, range_bytes: int) -> Iterator[tuple[File
             yield FileRange(file, HUB_ROWS, i * len(rows) // count, (i + 1) * len(rows) // count), size // count
         return
     size = text_bytes(system, file)
+    if not size and isinstance(system, LocalFileSystem):
+        return  # an empty file, or one of /proc, which may never answer
     group = TABLE if kind in ("CSV", "TSV") else _text_kind(file, kind)
     if group == BINARY:
         return

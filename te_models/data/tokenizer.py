@@ -11,6 +11,8 @@ import contextlib
 import json
 import os
 import re
+import tempfile
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -317,7 +319,7 @@ class HuggingFaceTokenizer(Tokenizer):
         with needs(str(file), "tokenizers", "0.20", "train"):
             from tokenizers import Tokenizer as Backend  # noqa: PLC0415
         self._file, self.folder = file, file.parent
-        with _library_errors(file, "not a tokenizer.json of Hugging Face's tokenizers library"):
+        with _library_errors(file, "not a tokenizer.json of Hugging Face's tokenizers library"), _without_panics():
             self._backend = Backend.from_str(json.dumps(document))
             # A file may contain the truncation of the model it was made for, which would silently cut documents.
             self._backend.no_truncation()
@@ -409,3 +411,25 @@ def _library_errors(file: Path, doing: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise DataError(f"{file}: {doing} ({first_line(error)})") from None
+
+
+_STANDARD_ERROR = threading.Lock()
+
+
+@contextlib.contextmanager
+def _without_panics() -> Iterator[None]:
+    """Hold back what the block prints on standard error, and drop it if the block fails.
+
+    The library prints some lines of Rust's before a panic becomes an exception.
+    """
+    with _STANDARD_ERROR, tempfile.TemporaryFile() as printed, contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # standard error is closed
+            before = os.dup(2)
+            stack.callback(os.close, before)
+            stack.callback(os.dup2, before, 2)
+            os.dup2(printed.fileno(), 2)
+        yield
+        stack.close()
+        printed.seek(0)
+        if text := printed.read():
+            os.write(2, text)

@@ -88,7 +88,7 @@ def read_bytes(path: Path, limit: int, error: type[TeModelsError] = CheckpointEr
     descriptor, _ = open_regular(path, limit, error, links)
     try:
         with open(descriptor, "rb") as file:
-            data = file.read(limit + 1)
+            data = file.read(limit + 1) or b""  # None: a file of /proc that has nothing yet
     except OSError as problem:
         raise error(f"{path} cannot be read: {problem.strerror}") from None
     if len(data) > limit:
@@ -305,9 +305,8 @@ class SafetensorsFile:
     def read(self, name: str) -> Tensor:
         """Return the tensor of this name."""
         entry = self._entries[name]
-        data = torch.empty(entry.end - entry.start, dtype=torch.uint8)
-        self._fill(data, len(self._prefix) + entry.start)
-        return self._typed(data, entry)
+        size = entry.end - entry.start
+        return self._typed(self._fill(torch.empty(size, dtype=torch.uint8), len(self._prefix) + entry.start), entry)
 
     def read_all(self, sha256: str | None = None, mapped: bool = False) -> dict[str, Tensor]:
         """Return all tensors.
@@ -328,8 +327,7 @@ class SafetensorsFile:
                 data = content[start : start + size]
                 digest.update(data.numpy().data)
             else:
-                data = torch.empty(size, dtype=torch.uint8)
-                self._fill(data, start, digest)
+                data = self._fill(torch.empty(size, dtype=torch.uint8), start, digest)
             found[name] = self._typed(data, entry)
         if sha256 is not None and digest.hexdigest() != sha256:
             raise CheckpointError(f"{self.path} is damaged: its SHA-256 is not the one that was saved")
@@ -342,21 +340,23 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path} is damaged: a boolean is neither 0 nor 1")
         return data.view(entry.dtype).reshape(entry.shape)
 
-    def _fill(self, data: Tensor, offset: int, digest: Any = None) -> None:
-        """Read from `offset` on into `data`, uint8 [bytes]."""
+    def _fill(self, data: Tensor, offset: int, digest: Any = None) -> Tensor:
+        """Read from `offset` on into `data`, uint8 [bytes], and return it."""
         view = data.numpy().data
         for start in range(0, len(view), CHUNK_BYTES):
             chunk = view[start : start + CHUNK_BYTES]
-            if os.preadv(self._descriptor, [chunk], offset + start) != len(chunk):
-                raise CheckpointError(f"{self.path} changed while it was read")
+            try:
+                count = os.preadv(self._descriptor, [chunk], offset + start)
+            except OSError as problem:
+                raise CheckpointError(f"{self.path} cannot be read: {problem.strerror}") from None
+            if count != len(chunk):
+                raise CheckpointError(f"{self.path} is damaged or has changed: it has {self._status.st_size} bytes")
             if digest is not None:
                 digest.update(chunk)
+        return data
 
     def _read_exactly(self, offset: int, count: int) -> bytes:
-        data = os.pread(self._descriptor, count, offset)
-        if len(data) != count:
-            raise CheckpointError(f"{self.path} is damaged: it has {self._status.st_size} bytes")
-        return data
+        return self._fill(torch.empty(count, dtype=torch.uint8), offset).numpy().tobytes()
 
 
 def read_safetensors(

@@ -7,7 +7,9 @@ forward scales of delayed scaling move when a training pass has succeeded, loss 
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.recipe import Recipe
+from te_models.errors import EngineError
 from te_models.fp8.primary_weights import is_quantized
 from te_models.fp8.scaling_state import delayed_states, fp8_state, frozen_fp8_state, overwrite
 
@@ -32,10 +35,15 @@ def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: An
         te: the engine.
         te_recipe: the engine's recipe object; None for BF16.
 
+    Raises:
+        EngineError: the pass has gradients and would train, but something evaluates the model meanwhile.
+
     Warns:
         UserWarning: if an enabled autocast with another recipe lies around the pass, which has no effect on it.
     """
     with te.region_lock(model, recipe.quantized), te.outside_autocast() as outer:
+        if not model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            _refuse_training_in_evaluation(model)
         if outer is not None and repr(outer) != repr(te_recipe):
             warnings.warn(
                 f"the model runs under its own recipe {recipe.name!r}, not under the {type(outer).__name__} of the "
@@ -45,12 +53,48 @@ def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: An
         if not recipe.stateful:
             yield
         elif not (model.training and torch.is_grad_enabled()):
-            with frozen_fp8_state(model):
+            with frozen_fp8_state(model, ("scaling_fwd",)):  # another thread's backward may move the others
                 yield
         else:
             with _discarding_amaxes_of_a_failure(model):
                 yield
             te.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module, te: ModuleType, recipe: Recipe) -> Iterator[None]:
+    """Put the model into evaluation mode, and back when the last of those that evaluate it has finished.
+
+    The mode changes between forward passes; meanwhile a pass that would train is an error.
+    """
+    with te.region_lock(model, recipe.quantized), _LOCK:
+        users, was_training = _EVALUATING.get(model, (0, model.training))
+        _EVALUATING[model] = users + 1, was_training
+        model.eval()
+    try:
+        yield
+    finally:
+        with te.region_lock(model, recipe.quantized), _LOCK:
+            users, was_training = _EVALUATING[model]
+            if users > 1:
+                _EVALUATING[model] = users - 1, was_training
+            else:
+                del _EVALUATING[model]
+                model.train(was_training)
+
+
+_LOCK = threading.Lock()
+# Model -> number of users, and whether it was training before.
+_EVALUATING: weakref.WeakKeyDictionary[nn.Module, tuple[int, bool]] = weakref.WeakKeyDictionary()
+
+
+def _refuse_training_in_evaluation(model: nn.Module) -> None:
+    _, was_training = _EVALUATING.get(model, (0, False))
+    if was_training:
+        raise EngineError(
+            "the model is in evaluation mode while generate() or an evaluation runs with it: train afterwards, or "
+            "generate with a copy.deepcopy of it"
+        )
 
 
 @contextlib.contextmanager

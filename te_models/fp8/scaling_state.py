@@ -37,11 +37,11 @@ def delayed_states(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS) -
     return found
 
 
-def fp8_state(model: nn.Module) -> dict[str, Tensor]:
+def fp8_state(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS) -> dict[str, Tensor]:
     """Return name -> live tensor of every scale and amax history; empty before the first FP8 forward."""
     return {
         f"{name}.{part}": tensor
-        for name, state in delayed_states(model).items()
+        for name, state in delayed_states(model, directions).items()
         for part, tensor in (("scale", state.scale), ("amax_history", state.amax_history))
     }
 
@@ -129,19 +129,19 @@ def _largest(recipe: Recipe, direction: str) -> float:
 
 
 @contextlib.contextmanager
-def frozen_fp8_state(model: nn.Module) -> Iterator[None]:
-    """Restore every scale and amax history on exit, to the bit.
+def frozen_fp8_state(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS) -> Iterator[None]:
+    """Restore every scale and amax history of these directions on exit, to the bit.
 
     Transformer Engine records the amax of any forward, evaluation included, and uses it in the next training update
     (section 2.5).
     """
-    live = fp8_state(model)
+    live = fp8_state(model, directions)
     before = {name: torch.empty_like(tensor) for name, tensor in live.items()}
     overwrite(list(before.values()), list(live.values()))
     try:
         yield
     finally:
-        now = fp8_state(model)
+        now = fp8_state(model, directions)
         names = [name for name in before if name in now]
         overwrite([now[name] for name in names], [before[name] for name in names])
         for name in now.keys() - before.keys():  # a module that ran for the first time: its initial values

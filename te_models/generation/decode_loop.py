@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from te_models.device.cuda_capture import capture, failed_capture
 from te_models.model.decoder import Decoder
 from te_models.model.kv_cache import KVCache
+from te_models.model.rope import context_before_long_angles
 
 Pick = Callable[[Tensor], Tensor]  # logits FP32 [B, V] -> tokens int64 [B]
 
@@ -77,6 +78,8 @@ class DecodeLoop:
         self.newest = ids.new_zeros(batch, 1)
         self.made = ids.new_zeros(count, batch)
         self.done = ids.new_zeros(1)
+        self.anew = _step_of_new_angles(model, ids, mask)
+        self.eager = 0  # steps without the graph so far
         self.graph: Any = torch.cuda.CUDAGraph() if graph else None
         self.stream: Any = torch.cuda.Stream(ids.device) if graph else None
         self.host = torch.empty(count, batch, dtype=torch.long, pin_memory=True) if ids.is_cuda else self.made
@@ -86,19 +89,34 @@ class DecodeLoop:
         """Queue step number `step` and the copy of its tokens to the host, without waiting for either."""
         if step == 0:
             self._forward(self.ids, self.mask, first=True)
-        elif self.graph is None:
-            self.step()
-        elif step == 1:
-            self._warm_up()
-        elif step == 2:
-            self._capture()
+        elif step == self.anew:
+            self._start_anew(step)
         else:
-            self.cache.length += 1
-            self.graph.replay()
+            self._next()
         if self.made.is_cuda:
             self.host[step].copy_(self.made[step], non_blocking=True)
             self.events.append(torch.cuda.Event())
             self.events[-1].record()
+
+    def _next(self) -> None:
+        """Run a step, from the graph once it is captured."""
+        self.eager += 1
+        if self.graph is None:
+            self.step()
+        elif self.eager == 1:
+            self._warm_up()
+        elif self.eager == 2:
+            self._capture()
+        else:
+            self.cache.length += 1
+            self.graph.replay()
+
+    def _start_anew(self, step: int) -> None:
+        """Compute all keys and values once more, with the angles that the text has from this token on."""
+        self.cache.clear()
+        made = self.made[:step].T
+        mask = None if self.mask is None else torch.nn.functional.pad(self.mask, (0, step), value=1)
+        self._forward(torch.cat((self.ids, made), dim=1), mask, first=False)
 
     def tokens(self, step: int) -> Tensor:
         """Wait for a launched step and return its tokens, int64 [B] on the host."""
@@ -141,6 +159,18 @@ class DecodeLoop:
             self.step()
         current.wait_stream(self.stream)
         self.graph.register_generator_state(self.generator)
+
+
+def _step_of_new_angles(model: Decoder, ids: Tensor, mask: Tensor | None) -> int:
+    """Return the step with which the longest row leaves LongRoPE's original context; 0 if none does.
+
+    All angles change there. transformers, too, then computes the text of a Phi-3 once more.
+    """
+    original = context_before_long_angles(model.config)
+    if original is None:
+        return 0
+    longest = ids.shape[1] if mask is None else int(mask.sum(-1).max())
+    return max(0, original - longest + 1)
 
 
 def te_linears(model: Decoder) -> list[nn.Module]:

@@ -8,17 +8,16 @@ every scale and amax history as it was.
 from __future__ import annotations
 
 import contextlib
-import threading
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
 from te_models.data.tokenizer import Tokenizer, text_after
 from te_models.errors import UsageError
+from te_models.fp8.region import evaluating
 from te_models.generation.decode_loop import cached_tokens, recomputed_tokens
 from te_models.generation.options import GenerationOptions, Settings, complete
 from te_models.generation.sampling import sample
@@ -84,7 +83,7 @@ def stream(
     pick = draw if settings.do_sample else partial(torch.argmax, dim=-1)
     ended = torch.zeros(len(ids), dtype=torch.bool)
     rows = [[int(i) for i in row[keep]] for row, keep in zip(ids, _kept(ids, mask), strict=True)]
-    with evaluating(model):
+    with evaluating(model, model.te, model.recipe):
         if settings.use_cache:
             steps = cached_tokens(model, ids, mask, max_new_tokens, pick, generator, graph)
         else:
@@ -145,30 +144,6 @@ def pad_id(model: Decoder, stops: Tensor | None) -> int:
     if own is not None and own < model.config.vocab_size:
         return own
     return int(stops[0]) if stops is not None and len(stops) else 0
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode, and back when the last of the threads that generate with it has finished."""
-    with _LOCK:
-        users, was_training = _EVALUATING.get(model, (0, model.training))
-        _EVALUATING[model] = users + 1, was_training
-        model.eval()
-    try:
-        yield
-    finally:
-        with _LOCK:
-            users, was_training = _EVALUATING[model]
-            if users > 1:
-                _EVALUATING[model] = users - 1, was_training
-            else:
-                del _EVALUATING[model]
-                model.train(was_training)
-
-
-_LOCK = threading.Lock()
-# Model -> number of users, and whether it was training before.
-_EVALUATING: weakref.WeakKeyDictionary[nn.Module, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
 
 def _rows(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:

@@ -31,9 +31,11 @@ from te_models.huggingface.saving import save_model
 from te_models.interop.hf import is_hugging_face
 from te_models.interop.hub import local_folder, split_options
 from te_models.model.inputs import check_inputs, check_tokens
+from te_models.model.rope import context_before_long_angles
 from te_models.model.targets import IGNORED, nan_if, valid_targets
 from te_models.saving.pretrained import WRAPPED
 
+OUTPUTS = ("use_cache", "output_hidden_states", "return_dict")  # fields of the config that say what forward returns
 # What collators of packed documents say once more for FlashAttention's own kernels.
 PACKING = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -92,15 +94,22 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             folder: in our format or in Hugging Face's, also the checkpoint of a Trainer.
             config: fields in which it differs from that of the folder are options.
+            options: also `generation_config`, and `use_cache`, `output_hidden_states` and `return_dict`, which become
+                the config's.
         """
         internal = ("_from_auto", "adapter_kwargs", "_from_pipeline", "code_revision")
         given = {name: value for name, value in options.items() if name not in internal and value is not None}
+        generation = given.pop("generation_config", None)
+        outputs = {name: given.pop(name) for name in OUTPUTS if name in given}
         hub, rest = split_options(given)
         path = local_folder(folder, **hub)
         if config is not None:
             rest = {**config.build_options(), **_changed(config, path), **rest}
         model = cls.wrap(CausalLM.from_pretrained(path, **rest))
         model.name_or_path = model.config._name_or_path = str(folder)
+        model.generation_config = generation or model.generation_config
+        for name, value in outputs.items():
+            setattr(model.config, name, value)
         return model.eval()
 
     def forward(
@@ -193,7 +202,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None:
             raise UsageError("give input_ids or inputs_embeds")
-        check_tokens(self.model.config, tokens, embedded=inputs_embeds is not None)
+        check_tokens(self.model.config, tokens, self.model.device, embedded=inputs_embeds is not None)
         for given in labels:
             check_inputs(self.model.config, tokens, given, None, None, None)
         return tokens
@@ -242,6 +251,27 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         with self._weights_quantized_once():
             # Its protocol has no properties.
             return super().generate(*args, **options)  # type: ignore[bad-argument-type]
+
+    def prepare_inputs_for_generation(  # type: ignore[bad-override]  # its other arguments differ between versions
+        self,
+        input_ids: Tensor,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As in the base class; without the cache where LongRoPE's angles change, as in transformers' Phi-3.
+
+        By the names of these arguments transformers knows what `generate` may be given.
+        """
+        original, seen = context_before_long_angles(self.model.config), 0
+        if past_key_values is not None and original is not None:
+            seen = past_key_values.get_seq_length()
+        if original is not None and 0 < seen <= original < input_ids.shape[1]:
+            past_key_values = None
+            kwargs |= dict.fromkeys(kwargs.keys() & {"next_sequence_length"})  # all tokens are passed
+        kwargs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+        # Its protocol has no properties.
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[bad-argument-type]
 
     @contextlib.contextmanager
     def _weights_quantized_once(self) -> Iterator[None]:

@@ -122,7 +122,9 @@ def is_hugging_face(folder: Path, own_type: str) -> bool:
     if not file.is_file():
         return False
     config = read_json(file)
-    return isinstance(config, dict) and config.get("model_type") != own_type
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} is not an object of names and values")
+    return config.get("model_type") != own_type
 
 
 @dataclass(frozen=True)

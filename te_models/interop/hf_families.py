@@ -9,7 +9,7 @@ transformers 5.23, and modeling_qwen3.py of qiuzh20/gated_attention.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,7 @@ class Family:
         ignored: their keys that change nothing in a model that is accepted.
         marks: keys that distinguish the family from others of its model_type.
         written: False if only models that came as it are written as it, since transformers has no code for it.
+        accepts: whether transformers takes a config that the keys can express, for models that did not come as it.
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
         sign: these marks, for people.
         note: what sets it apart, for people.
@@ -96,6 +97,7 @@ class Family:
     ignored: frozenset[str] = frozenset()
     marks: tuple[str, ...] = ()
     written: bool = True
+    accepts: Callable[[ModelConfig], bool] = lambda config: True
     code: bool = False
     sign: str = ""
     note: str = ""
@@ -144,7 +146,7 @@ class Family:
                     "nothing in what the model computes, take it out of config.json"
                 )
         for name in config.get("architectures") or ():
-            if not name.endswith("ForCausalLM"):
+            if not str(name).endswith("ForCausalLM"):
                 raise ConfigError(f"architectures={name!r} is not supported: te-models reads {self.architecture}")
 
 
@@ -174,6 +176,20 @@ HARMLESS = frozenset({
 })  # fmt: skip
 
 
+def _whole_heads(config: ModelConfig) -> bool:
+    return config.hidden_size % config.num_attention_heads == 0
+
+
+def _internlm(config: ModelConfig) -> bool:
+    return _whole_heads(config) and config.attention_bias == config.mlp_bias
+
+
+def _phi(config: ModelConfig) -> bool:
+    """Return whether RoPE is one of Phi-3's, whose rotated channels are counted as if the heads filled the width."""
+    scaling, filled = config.rope_scaling or {}, config.hidden_size // config.num_attention_heads
+    return not scaling or (scaling["rope_type"] == "longrope" and config.head_dim == filled)
+
+
 ACT, GELU = activation(), activation("hidden_activation")
 ALL_BIASES = biases(mlp="mlp_bias")
 NO_DROPOUT = {"attention_dropout": (0.0,)}
@@ -197,7 +213,7 @@ _EXPERTS = (
 FAMILIES = (
     Family(
         model_type="llama", architecture="LlamaForCausalLM", models="Llama 2, 3, 3.1, 3.2", layer=LAYER,
-        parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED, defaults=_LLAMA, only=NO_DROPOUT,
+        parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED, defaults=_LLAMA, accepts=_whole_heads, only=NO_DROPOUT,
     ),
     Family(
         model_type="mistral", architecture="MistralForCausalLM", models="Mistral, Ministral 8B of 2024", layer=LAYER,
@@ -269,21 +285,21 @@ FAMILIES = (
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "bos_token_id": 128000, "sliding_window": 8192, "eos_token_id": [128001, 128008, 128009],
                   "rope_theta": 1000000.0},
-        only={**NO_DROPOUT, "mlp_bias": (False,)}, note="sliding window per layer",
+        accepts=_whole_heads, only={**NO_DROPOUT, "mlp_bias": (False,)}, note="sliding window per layer",
     ),
     Family(
         model_type="internlm3", architecture="InternLM3ForCausalLM", models="InternLM3", layer=LAYER,
         parts=(ROPE, ACT, INTERNLM_BIASES), constants=UNGATED,
         defaults={"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2},
-        only=NO_DROPOUT, ignored=frozenset(("auto_map",)),
+        accepts=_internlm, only=NO_DROPOUT, ignored=frozenset(("auto_map",)),
     ),
     Family(
         model_type="iquestcoder", architecture="IQuestCoderForCausalLM", models="IQuest-Coder V1", layer=LAYER,
         parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "bos_token_id": 1, "eos_token_id": 2},
-        only={**NO_DROPOUT, "use_sliding_window": (False,)},
+        accepts=_whole_heads, only={**NO_DROPOUT, "use_sliding_window": (False,)},
         ignored=frozenset(("auto_map", "max_window_layers", "sliding_window")),
     ),
     Family(
@@ -299,7 +315,7 @@ FAMILIES = (
         parts=(SU_ROPE, WINDOW, ACT), constants=UNGATED,
         defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
                   "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
-        only={**NO_DROPOUT, "resid_pdrop": (0.0,), "embd_pdrop": (0.0,), "attention_bias": (False,),
+        accepts=_phi, only={**NO_DROPOUT, "resid_pdrop": (0.0,), "embd_pdrop": (0.0,), "attention_bias": (False,),
               "mlp_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,)},
         ignored=frozenset(("auto_map",)),
         note="fused projections, RoPE on a part of each head",
@@ -316,7 +332,7 @@ FAMILIES = (
         parts=(ROPE, ACT, ALL_BIASES), constants={**UNGATED, "mlp_gate": False},
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 128000,
                   "eos_token_id": 128001, "hidden_act": "relu2"},
-        only=NO_DROPOUT, note="MLP without a gate, ReLU squared",
+        accepts=_whole_heads, only=NO_DROPOUT, note="MLP without a gate, ReLU squared",
     ),
     Family(
         model_type="olmo2", architecture="Olmo2ForCausalLM", models="OLMo 2", layer=POST_NORMED_LAYER,
@@ -355,7 +371,7 @@ FAMILIES = (
         constants=GEMMA,
         defaults={**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
                   "final_logit_softcapping": 30.0},
-        only={**NO_DROPOUT, **_CAUSAL}, ignored=frozenset(("hidden_act", "sliding_window_size")),
+        accepts=_whole_heads, only={**NO_DROPOUT, **_CAUSAL}, ignored=frozenset(("hidden_act", "sliding_window_size")),
         note="four norms per layer, GELU, capped logits of attention and head",
     ),
     Family(
@@ -365,7 +381,7 @@ FAMILIES = (
         constants={**GEMMA, "qk_norm": True},
         defaults={**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
                   "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
-        only={**NO_DROPOUT, **_CAUSAL, "attn_logit_softcapping": (None,)},
+        accepts=_whole_heads, only={**NO_DROPOUT, **_CAUSAL, "attn_logit_softcapping": (None,)},
         ignored=frozenset(("hidden_act",)),
         note="as Gemma 2, with norms of q and k instead of caps; layers with a sliding window have a RoPE of their own",
     ),
@@ -412,7 +428,7 @@ def family_of(config: Values) -> Family:
 def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
     """Return the first family, starting with `preferred`, whose config.json can express all of `config`."""
     for family in ((preferred,) if preferred else ()) + FAMILIES:
-        if not family.written and family is not preferred:
+        if family is not preferred and not (family.written and family.accepts(config)):
             continue
         try:
             if family.read(family.write(config)) == config:

@@ -184,7 +184,8 @@ def rope_by_type(default: Callable[[Values], list[str]], *keys: str, partial: bo
     """Return the part of families whose layers with a window have a RoPE of their own.
 
     `rope_parameters` has one entry for each kind of layer. In older files `rope_theta` and `rope_scaling` are those of
-    the layers without a window, and the default `rope_local_base_freq` is the base of the others.
+    the layers without a window, and the default `rope_local_base_freq` is the base of the others. YaRN's `truncate` has
+    no effect: transformers 5.23 looks for it outside of these entries.
     """
     one = _read_rope if partial else _read_whole_rope
 
@@ -197,6 +198,8 @@ def rope_by_type(default: Callable[[Values], list[str]], *keys: str, partial: bo
                            {**local, **(given.get("sliding_attention") or {})})  # fmt: skip
         elif given:
             full |= given
+        for values in (full, local):
+            values.pop("truncate", None)
         found, sliding = (one({"rope_parameters": values}) for values in (full, local))
         ours = {**_window(types, theirs.get("sliding_window")), **found}
         if "sliding_attention" in types and sliding != found:

@@ -21,6 +21,10 @@ UNWANTED = ("consolidated*", "original/*", "onnx/*")
 NO_BITSANDBYTES = (
     "bitsandbytes is not part of te-models: recipe='current' with fp8_params=True stores one byte per weight"
 )
+NO_PLAN = "tensor parallelism is tp_mesh=, a DeviceMesh"
+NO_DISK = "weights are not moved to disk: device= says where they are"
+OWN_KERNELS = "te-models chooses its own kernels: fused= switches them"
+TENSORFLOW = "only safetensors are read: save the model with transformers first"
 # Keywords of transformers with what te-models has for them, or why it has nothing.
 REFUSED = {
     "quantization_config": "te-models quantizes by its own recipes: recipe='current', or fp8_params=True to store FP8 "
@@ -28,8 +32,15 @@ REFUSED = {
     "load_in_8bit": NO_BITSANDBYTES,
     "load_in_4bit": NO_BITSANDBYTES,
     "max_memory": "a model is on one device: device=, or tp_mesh= to share it between GPUs",
-    "offload_folder": "weights are not moved to disk: device= says where they are",
-    "tp_plan": "tensor parallelism is tp_mesh=, a DeviceMesh",
+    **dict.fromkeys(("offload_folder", "offload_buffers", "offload_state_dict"), NO_DISK),
+    **dict.fromkeys(("tp_plan", "tp_size", "device_mesh", "distributed_config"), NO_PLAN),
+    **dict.fromkeys(("use_kernels", "kernel_config", "fusion_config"), OWN_KERNELS),
+    **dict.fromkeys(("from_tf", "from_flax"), TENSORFLOW),
+    "experts_implementation": "no model here has experts",
+    "key_mapping": "tensors have the names of their family: rename them in the folder",
+    "adapter_name": "load an adapter with te_models.training.lora.load_lora",
+    "adapter_kwargs": "load an adapter with te_models.training.lora.load_lora",
+    "generation_config": "it is read from the folder: give its options to generate",
     "subfolder": "give the path of the folder itself",
     "variant": "weights are model.safetensors or its shards; give revision= for another version of the repository",
     "gguf_file": "GGUF is not read: give a folder with safetensors",
@@ -40,13 +51,11 @@ REFUSED = {
     "use_auth_token": "give token=",
     "proxies": "set the environment variables HTTP_PROXY and HTTPS_PROXY",
 }
-WITHOUT_EFFECT = (
-    "trust_remote_code",
-    "use_safetensors",
-    "low_cpu_mem_usage",
-    "weights_only",
-    "resume_download",
-)  # no code is run, no pickle read, always low, downloads always resume
+# No code is run, no pickle read, memory always low; downloads always resume; a cache is used where one is given.
+WITHOUT_EFFECT = frozenset((
+    "trust_remote_code", "code_revision", "use_safetensors", "weights_only", "low_cpu_mem_usage", "resume_download",
+    "disable_mmap", "tqdm_class", "allow_all_kernels", "commit_hash", "_commit_hash", "mirror", "use_cache",
+))  # fmt: skip
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 

@@ -27,7 +27,8 @@ def _attend(
 def _weights(bounded: Tensor, mask: Tensor | None) -> Tensor:
     """The probabilities of capped scores [..., S, M], which are overwritten."""
     if mask is None:
-        mask = torch.ones(bounded.shape[-2:], dtype=torch.bool, device=bounded.device).tril()
+        queries, keys = bounded.shape[-2:]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=bounded.device).tril(keys - queries)
     bounded = bounded.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else bounded.add_(mask)
     return bounded.softmax(dim=-1)
 
@@ -80,9 +81,9 @@ def _of_row(mask: Tensor | None, row: int) -> Tensor | None:
 def softcap_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
     """Return attention with the logits cap * tanh(scale * q k / cap), in FP32 inside.
 
-    q [B, N, S, H]; k, v [B, K, M, H] with N a multiple of K, and M = S without a mask; returns [B, N, S, H] in q's
-    dtype. `mask` [S, M] or [B, 1, S, M] (bool, or added to the capped logits) lets a query see keys; None: those up to
-    its own.
+    q [B, N, S, H]; k, v [B, K, M, H] with N a multiple of K; returns [B, N, S, H] in q's dtype. `mask` [S, M] or
+    [B, 1, S, M] (bool, or added to the capped logits) lets a query see keys; None: those up to its own, where the
+    queries are those of the last S keys.
     """
     if torch.compiler.is_compiling():  # a graph has no loop over a batch of any size
         queries, (keys, values) = q.float(), (t.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))

@@ -36,7 +36,7 @@ from te_models.kernels.elementwise import scaled_logits
 from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
 from te_models.model.block import Block
 from te_models.model.forward_context import ForwardContext, forward_context
-from te_models.model.inputs import check_inputs, check_tokens, known_ids
+from te_models.model.inputs import check_inputs, check_tokens, known_ids, refuse_one_graph
 from te_models.model.kv_cache import Cache
 from te_models.model.offload import HostMemory, Offload
 from te_models.model.recipe_fit import check_sizes
@@ -278,11 +278,12 @@ class Decoder(nn.Module):
         Raises:
             UsageError: an argument has another shape or dtype, or is out of range.
         """
+        refuse_one_graph(self.recipe.quantized)
         refuse_foreign_recompute(self.recipe.stateful)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None or (inputs_embeds is not None and input_ids is not None):
             raise UsageError("give either input_ids or inputs_embeds, the vectors that stand for them")
-        check_tokens(self.config, tokens, embedded=input_ids is None)
+        check_tokens(self.config, tokens, self.device, embedded=input_ids is None)
         check_inputs(self.config, tokens, labels, cache, attention_mask, document_ids)
         unknown = None
         if labels is not None and input_ids is not None and tokens.device.type != "cpu":
@@ -292,10 +293,11 @@ class Decoder(nn.Module):
         context = forward_context(self.config, tokens, *passed, self.dtype)
         wanted = (labels, attention_mask, return_logits, logits_to_keep)
         with forward_pass(self, self.te, self.recipe, self.te_recipe):
+            evaluated = not self.training
             output = self._decode(tokens, context, *wanted)
         if output.loss is not None and unknown is not None:
             output = output._replace(loss=nan_if(output.loss, unknown))
-        if self.recipe.stateful and not self.training:
+        if self.recipe.stateful and evaluated:
             preserve_scales_in_backward(self, output)
         return output
 

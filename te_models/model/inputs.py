@@ -11,9 +11,27 @@ from te_models.config.model import ModelConfig
 from te_models.errors import UsageError
 from te_models.model.kv_cache import Cache
 
+ONE_GRAPH = (
+    "a model under an FP8 recipe does not make one graph, since its scales change in Python between operations: call "
+    "model.set_recipe('bf16') before torch.export, or leave out fullgraph=True of torch.compile"
+)
 
-def check_tokens(config: ModelConfig, tokens: Any, embedded: bool = False) -> None:
-    """Raise a UsageError unless `tokens` are ids [B, S], or with `embedded` vectors [B, S, D], of at least one token.
+
+def refuse_one_graph(quantized: bool) -> None:
+    """Raise UsageError where torch.export traces a `quantized` recipe.
+
+    torch.compile ends a graph here instead; with fullgraph=True that is its error, whose second line gives the reason.
+    """
+    if not quantized or not torch.compiler.is_compiling():
+        return
+    if not torch.compiler.is_dynamo_compiling():
+        raise UsageError(ONE_GRAPH)
+    torch._dynamo.graph_break(msg=ONE_GRAPH)
+
+
+def check_tokens(config: ModelConfig, tokens: Any, device: torch.device, embedded: bool = False) -> None:
+    """Raise a UsageError unless `tokens` are ids [B, S], or with `embedded` vectors [B, S, D], of at least one token,
+    on a device of the kind of the model's.
 
     On a CPU ids outside the vocabulary are refused too; on a GPU reading their values would wait for the device.
     """
@@ -27,6 +45,7 @@ def check_tokens(config: ModelConfig, tokens: Any, embedded: bool = False) -> No
         raise UsageError(f"{name} has shape {list(tokens.shape)}: give {wanted}, rows of token ids{hint}")
     if embedded != tokens.is_floating_point() or (not embedded and tokens.dtype not in (torch.int64, torch.int32)):
         raise UsageError(f"{name} is of {tokens.dtype}: give {wanted}")
+    _check_place(name, tokens, device)
     if not tokens.numel():
         raise UsageError(f"{name} has shape {list(tokens.shape)}: give at least one row of at least one token")
     mistake = None
@@ -57,12 +76,22 @@ def check_inputs(
             raise UsageError(
                 f"{name} has shape {list(given.shape)}, input_ids {list(tokens.shape[:2])}: give one entry per token"
             )
+        if given is not None:
+            _check_place(name, given, tokens.device)
     if labels is not None and labels.dtype != torch.int64:
         raise UsageError(f"labels is of {labels.dtype}: give an int64 tensor [B, S]")
     if document_ids is not None and not (cache is None and attention_mask is None):
         raise UsageError(
             "document_ids goes with neither a cache nor an attention_mask: give padding a document of its own"
         )
+
+
+def _check_place(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise a UsageError for a sparse tensor, and for one on a device of another kind than a model in memory."""
+    if tensor.layout != torch.strided:
+        raise UsageError(f"{name} has the layout {tensor.layout}: give a dense tensor")
+    if tensor.device.type != device.type != "meta":  # accelerate's hooks fetch parameters from disk later
+        raise UsageError(f"{name} is on {tensor.device}, and the model on {device}: move one of them")
 
 
 def known_ids(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

@@ -69,6 +69,12 @@ class KVCache:
         size = f"{self.nbytes / 2**20:,.1f} MiB"
         return f"KVCache({batch} rows x {self.max_length} positions x {layers} layers: {size})"
 
+    def clear(self) -> None:
+        """Forget all positions; the next forward is a first one."""
+        self.length = 0
+        self.filled.zero_()
+        self.counts.zero_()
+
     def extend(self, seq: int, real: Tensor | None) -> Tensor | None:
         """Make room for the `seq` newest tokens of each row; return their positions [B, S], None in the first forward.
 

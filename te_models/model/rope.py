@@ -30,6 +30,14 @@ def rotary_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) ->
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 
+def context_before_long_angles(config: ModelConfig) -> int | None:
+    """Return the length beyond which LongRoPE turns all positions by other angles; None under any other RoPE."""
+    scaling = config.rope_scaling or {}
+    if scaling.get("rope_type") != "longrope":
+        return None
+    return scaling.get("original_max_position_embeddings", config.max_position_embeddings)
+
+
 def _exponentials(config: ModelConfig, base: float | Tensor, device: torch.device) -> Tensor:
     """Return base^(-2i/R) for the R/2 pairs of channels (Su et al. 2021, arXiv 2104.09864)."""
     channel = torch.arange(0, config.rotary_size, 2, device=device, dtype=torch.float32)

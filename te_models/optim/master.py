@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from te_models.config.chunk_sizes import UPDATE_CHUNK
 from te_models.distributed.dtensor import from_shard, local
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized, new_master, take_master
@@ -28,8 +29,6 @@ from te_models.optim.parameter_owners import Owners, placeholder
 from te_models.optim.state_tensors import check_values, like, pack, scalar, unpack
 
 Live = TypeVar("Live")
-
-CHUNK = 2**28  # parameters updated at a time
 
 
 class MasterWeights:
@@ -116,15 +115,16 @@ class MasterWeights:
     @torch.no_grad()
     def step(self) -> None:
         """Update the parameters that have a gradient, and drop the gradients."""
-        used = [parameter for parameter in self.parameters if self.gradients.of(parameter) is not None]
+        used = {p: g for p in self.parameters if (g := self.gradients.of(p)) is not None}
+        for parameter in used:  # which may be its own master: an optimizer updates all that have a gradient
+            self.gradients.drop(parameter)
         masters = dict(zip(self.parameters, self.masters, strict=True))
-        for parameters in chunks(used, CHUNK):
+        for parameters in chunks(list(used), UPDATE_CHUNK):
             chunk = [(parameter, masters[parameter]) for parameter in parameters]
-            self._hand_over(chunk)
+            self._hand_over(chunk, (used.pop(parameter) for parameter in parameters))
             for optimizer in self.optimizers:
                 optimizer.step()
             for parameter, _ in chunk:
-                self.gradients.drop(parameter)
                 for _, view in self._views[id(parameter)]:
                     view.grad = None
             values = self._values(chunk)
@@ -138,11 +138,10 @@ class MasterWeights:
         if self.can_skip:
             self._set_found_inf(None)
 
-    def _hand_over(self, chunk: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """Give the masters, or their rows, the gradients of their parameters in the masters' dtype, clipped."""
+    def _hand_over(self, chunk: list[tuple[nn.Parameter, Tensor]], used: Iterable[Tensor]) -> None:
+        """Give the masters, or their rows, the gradients `used` of their parameters in the masters' dtype, clipped."""
         gradients = []
-        for (parameter, master), found in zip(chunk, self._gradients(chunk), strict=True):
-            self.gradients.drop(parameter)
+        for (parameter, master), found in zip(chunk, self._gradients(chunk, used), strict=True):
             if found is None:  # another rank updates it
                 continue
             gradient = found.to(master)
@@ -153,12 +152,11 @@ class MasterWeights:
             own = [local(gradient) for gradient in gradients]
             torch._foreach_mul_(own, self._clip.to(own[0].device))
 
-    def _gradients(self, chunk: list[tuple[nn.Parameter, Tensor]]) -> Iterable[Tensor | None]:
+    def _gradients(self, chunk: list[tuple[nn.Parameter, Tensor]], used: Iterable[Tensor]) -> Iterable[Tensor | None]:
         """Return each parameter's gradient; with owners the whole one where this rank is the owner, else None."""
-        found = (g for p, _ in chunk if (g := self.gradients.of(p)) is not None)
         if self.owners is None:
-            return found
-        return self.owners.collect([p for p, _ in chunk], [local(gradient) for gradient in found])
+            return used
+        return self.owners.collect([p for p, _ in chunk], [local(gradient) for gradient in used])
 
     def _values(self, chunk: list[tuple[nn.Parameter, Tensor]]) -> list[tuple[nn.Parameter, Tensor]]:
         """Return each parameter with its new value: its master, or this rank's shard of it."""

@@ -67,8 +67,7 @@ def _levers(options: Options, lora: bool, quantized: bool) -> Iterator[list[Valu
     if stronger := modes[modes.index(mode) + 1 :] if mode in modes else ("full",):
         yield [(("--activation-checkpointing", m), dict(activation_checkpointing=m)) for m in stronger]
     batch, gpus, parts = options["batch_size"], options["gpus"], options["gradient_accumulation"]
-    smaller = [size for size in range(batch // gpus - 1, 0, -1) if (batch // gpus) % size == 0]
-    if smaller:
+    if smaller := _divisors(batch // gpus)[1:]:
         yield [
             (
                 ("--batch-size", str(size * gpus), "--gradient-accumulation", str(parts * (batch // gpus // size))),
@@ -89,3 +88,9 @@ def _levers(options: Options, lora: bool, quantized: bool) -> Iterator[list[Valu
     lengths = [options["seq_len"] // part for part in (2, 4, 8) if options["seq_len"] // part >= LEAST_SEQ_LEN]
     if lengths:
         yield [(("--seq-len", str(length)), dict(seq_len=length)) for length in lengths]
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number from the largest on, of a very large one only those next to both ends."""
+    small = [size for size in range(1, min(math.isqrt(number), 10_000) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)}, reverse=True)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_models.distributed.dtensor import local
 from te_models.fp8.extra_state import EXTRA, extra_states, read_extra_tensor
+from te_models.fp8.primary_weights import is_quantized, plain
 from te_models.model.decoder import Decoder
 
 
@@ -36,13 +38,21 @@ def _tie_again(model: Any, incompatible: Any) -> None:
 
 
 def keep_fp8_state(model: Decoder) -> None:
-    """Have the model's state_dict carry its scales and amax histories, and take them back."""
+    """Have the model's state_dict carry its scales and amax histories, and take them back.
+
+    FP8 weights are plain ones there, since safetensors, and so accelerate, saves no others. Loading quantizes them to
+    the same FP8 values, but under delayed scaling with the present scale, which may be a later one than theirs. Shards
+    of FSDP2 stay as they are.
+    """
     model.register_state_dict_post_hook(_write)
     model.register_load_state_dict_pre_hook(_read)
 
 
 def _write(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     state.update({prefix + name: value for name, value in extra_states(model).items()})
+    for name, value in state.items():
+        if name.startswith(prefix) and local(value) is value and is_quantized(value):
+            state[name] = plain(value)
 
 
 def _read(model: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:

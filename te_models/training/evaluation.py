@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
+from te_models.fp8.region import evaluating
 
 Batch = dict[str, Tensor]  # "input_ids" and "labels", int64 [B, S], perhaps "document_ids"
 
@@ -38,14 +39,12 @@ def evaluate(
     FP8 scales and the model's mode stay as they are. `reduce` sums a tensor over the processes, each of which evaluates
     as many other batches.
     """
-    was_training = model.training
-    model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=model.device)  # loss, tokens
-    for batch in batches:
-        counted = count_targets(batch)
-        loss = model(**to_device(batch, model.device), return_logits=False).loss.double() * counted
-        totals += torch.stack([loss, torch.full_like(loss, counted)])
-    model.train(was_training)
+    with evaluating(model, model.te, model.recipe):
+        for batch in batches:
+            counted = count_targets(batch)
+            loss = model(**to_device(batch, model.device), return_logits=False).loss.double() * counted
+            totals += torch.stack([loss, torch.full_like(loss, counted)])
     total, count = reduce(totals).tolist()
     return total / count if count else math.nan
 

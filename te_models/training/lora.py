@@ -24,6 +24,7 @@ from torch import Tensor
 from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs, unknown
 from te_models.files.atomic import first_line
+from te_models.files.formats import all_finite
 from te_models.fp8.primary_weights import plain
 from te_models.fp8.scaling_state import check_fp8_state, fp8_state
 from te_models.interop.hub import local_folder
@@ -247,7 +248,7 @@ def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
     tensors = _without_head(model, tensors, folder)
     match(_expected(model, wanted, whole), tensors, check_dtype=False)
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+        if not tensor.is_floating_point() or not all_finite(tensor):
             raise CheckpointError(f"{folder}: {name} has values that are not finite numbers")
     pairs = {
         one.place: (tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"])

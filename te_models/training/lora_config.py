@@ -22,7 +22,8 @@ with needs("te_models.training.lora", "peft", "0.19", "lora"):
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils.other import get_pattern_key
 
-MAX_PATTERN, MAX_REPEATS = 1000, 3  # of a regular expression, whose time grows as the length of a name to this power
+MAX_PATTERN = 1000  # characters of a regular expression
+MAX_WAYS = 300_000  # in which a regular expression may try to match a name of 50 characters: some ms
 ALL_LINEAR = "all-linear"
 SUPPORTED = frozenset((
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "modules_to_save",
@@ -58,6 +59,9 @@ def check_fields(values: Mapping[str, Any], init: bool = True) -> None:
         off = value is None or value is False or value in ("none", {}, [], defaults.get(name))
         if name not in SUPPORTED | HARMLESS and not off:
             raise UsageError(f"{name}={str(value)[:60]} is not supported on te.Linear: leave it out")
+    dropout = values.get("lora_dropout", 0.0)
+    if type(dropout) not in (int, float) or not 0 <= dropout <= 1:
+        raise UsageError(f"lora_dropout={str(dropout)[:40]} is not a probability: give a number from 0 to 1")
     given = values.get("init_lora_weights", True)
     if given not in INITS and not (given == "orthogonal" and not init):
         raise UsageError(f"init_lora_weights={str(given)[:40]!r} is not supported: choose True, False or 'gaussian'")
@@ -72,6 +76,8 @@ def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None 
     Raises:
         UsageError: a target, or a key of rank_pattern or alpha_pattern, matches nothing.
     """
+    if config.target_modules is None:
+        raise UsageError(f"target_modules is missing: name the modules with adapters, or give {ALL_LINEAR!r}")
     if isinstance(config.target_modules, str) and config.target_modules.lower() == ALL_LINEAR:
         config.target_modules = sorted({name.rsplit(".", 1)[1] for name in modules.theirs if name != "lm_head"})
     names = modules.named(False) | modules.named(True) if headless is None else modules.named(headless)
@@ -175,12 +181,13 @@ def _check_values(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> N
             raise UsageError(f"rank {str(number)[:40]!r}, and the adapter's tensors have {largest}")
     if type(values.get("r")) is not int or not 1 <= values["r"] < 2**16:  # the rank of no module if patterns have all
         raise UsageError(f"rank {str(values.get('r'))[:40]!r}, and the adapter's tensors have {largest}")
-    for number in (values.get("lora_alpha", 8), values.get("lora_dropout", 0.0), *alphas.values()):
+    for number in (values.get("lora_alpha", 8), *alphas.values()):
         if type(number) not in (int, float) or not abs(number) < 1e9:
-            raise UsageError(f"{str(number)[:40]!r} is neither an alpha nor a dropout")
-    for field in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
+            raise UsageError(f"{str(number)[:40]!r} is no lora_alpha: give a number")
+    for field in ("target_modules", "exclude_modules", "modules_to_save"):
         _check_patterns(values.get(field))
-    _check_patterns([*ranks, *alphas])
+    for patterns in (values.get("layers_pattern"), [*ranks, *alphas]):
+        _check_patterns(patterns, inner=True)
 
 
 def _check_types(values: Mapping[str, Any]) -> None:
@@ -198,20 +205,34 @@ def _check_types(values: Mapping[str, Any]) -> None:
         raise UsageError(f"{wrong[0]} is {str(values[wrong[0]])[:40]!r}, which is of a type that it cannot have")
 
 
-def _check_patterns(patterns: Any) -> None:
-    """Raise UsageError unless regular expressions are short and cannot backtrack without end on a module's name."""
+def _check_patterns(patterns: Any, inner: bool = False) -> None:
+    """Raise UsageError unless regular expressions are short and cannot backtrack without end on a module's name.
+
+    peft looks for `inner` ones behind the beginning of a name.
+    """
     if not isinstance(patterns, str | list | None):
         raise UsageError(f"a list of modules is a {type(patterns).__name__}")
     for pattern in _texts([patterns] if isinstance(patterns, str) else patterns):
         try:
-            re.compile(pattern)
+            re.compile(rf".*\.({pattern})" if inner else pattern)
         except re.error as error:
             raise UsageError(f"the pattern {pattern[:80]!r} is not a regular expression: {error}") from None
-        repeats = len(re.findall(r"[*+{]", pattern))
-        if re.search(r"\)[*+?{]", pattern) or repeats > MAX_REPEATS:
+        if re.search(r"\)[*+?{]", pattern) or _ways(f".*{pattern}" if inner else pattern) > MAX_WAYS:
             raise UsageError(
-                f"the pattern {pattern[:80]!r} repeats a group or more than {MAX_REPEATS} parts: list the modules"
+                f"the pattern {pattern[:80]!r} repeats a group, or has too many repeats or choices: list the modules"
             )
+
+
+def _ways(pattern: str) -> int:
+    """Return a bound of the ways in which a regular expression without repeated groups can match part of a name.
+
+    Each optional character doubles them, as each choice multiplies them by its alternatives, and k repeats divide a
+    name in at most comb(50 + k, k) ways.
+    """
+    marks = re.sub(r"\\.|\(\?|([*+?}])[?+]", r"\1", pattern)  # without escapes, kinds of groups and lazy repeats
+    repeats = len(re.findall(r"[*+{]", marks))
+    choices = math.prod(part.count("|") + 1 for part in marks.split(")"))
+    return math.comb(50 + repeats, repeats) * 2 ** marks.count("?") * choices
 
 
 def _texts(patterns: Iterable[Any] | None) -> list[str]:

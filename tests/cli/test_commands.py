@@ -224,6 +224,8 @@ def test_equal_seeds_give_equal_losses(corpus: Path, tmp_path: Path) -> None:
         ),
         (["pretrain", "--preset", "gated-nano", "--device", "cuda:77"], "device 'cuda:77' is not available"),
         (["generate", "--preset", "gated-nano", "--prompt", "x", "--device", "gpu"], "device 'gpu' is not known"),
+        (["generate", "--preset", "gated-nano", "--prompt", "x", "--device", "meta"], "--device meta has no numbers"),
+        (["pretrain", "--preset", "gated-nano", "--data", ""], "the path of the data is empty"),
         (["bench", "--preset", "gated-nano", "--device", "xpu"], "device 'xpu' is not supported"),
         (["bench", "--preset", "gated-nano", "--out", "/dev/null"], "--out /dev/null: /dev/null is not a folder"),
         (["pretrain", "--preset", "gated-nano", "--vocab-size", "64"], "--vocab-size 259 or more"),
@@ -234,6 +236,7 @@ def test_equal_seeds_give_equal_losses(corpus: Path, tmp_path: Path) -> None:
         (["generate", "--model", "/does/not/exist", "--prompt", "x"], "/does/not/exist"),
         (["generate", "--preset", "gated-nano", "--prompt", ""], "the prompt is empty"),
         (["plan", "--preset", "gated-nano", "--hidden-size", "100"], "not a multiple of num_attention_heads"),
+        (["plan", "--preset", "gated-nano", "--intermediate-size", str(2**62)], "parameters: choose smaller ones"),
         (["plane"], "plan"),
     ],
 )

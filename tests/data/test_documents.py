@@ -248,6 +248,14 @@ def test_unreadable_data_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load_documents(tmp_path)
 
 
+def test_an_empty_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of /proc have no size, and some of them, such as /proc/kmsg, answer when something happens."""
+    (tmp_path / "a.txt").write_bytes(b"")
+    monkeypatch.setattr("te_models.data.rows.open_bytes", lambda path: pytest.fail(f"{path} was opened"))
+    with pytest.raises(DataError, match="there is no text in it"):
+        load_documents(tmp_path)
+
+
 def streamed(path: Path) -> list[tuple[str | None, str]]:
     """Read in chunks of 64 bytes; only JSONL and small texts give the same documents as in memory."""
     chunks = find_chunks(str(path), 64)

@@ -1,4 +1,7 @@
-"""The Triton kernels against the plain functions, every bit; test_fused.py runs this with TRITON_INTERPRET=1."""
+"""The emulated engine's Triton kernels against its plain functions, every bit, in Triton's interpreter.
+
+kernels/test_triton_kernels.py runs them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fewer import every
 from torch import Tensor
 
 import te_models.engine.emulated as te
@@ -74,9 +78,7 @@ def both(quantizer: Quantizer, x: Tensor) -> tuple[Any, Any]:
 
 @pytest.mark.usefixtures("on_cpu")
 class TestQuantizers:
-    @pytest.mark.parametrize("seed", range(3))
-    @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-    @pytest.mark.parametrize("name", QUANTIZERS)
+    @pytest.mark.parametrize(("name", "dtype", "seed"), every(3, QUANTIZERS, [E4M3, E5M2], range(3)))
     def test_every_bit(self, name: str, dtype: DType, seed: int) -> None:
         rows, cols = ((160, 96), (64, 288), (128, 128))[seed]
         if not name.startswith("mx"):
@@ -166,8 +168,7 @@ NVFP4 = {
 
 @pytest.mark.usefixtures("on_cpu")
 class TestNVFP4:
-    @pytest.mark.parametrize("case", range(3))
-    @pytest.mark.parametrize("name", NVFP4)
+    @pytest.mark.parametrize(("name", "case"), every(3, NVFP4, range(3)))
     def test_every_bit(self, name: str, case: int) -> None:
         shape, dtype = ((16, 144), (160, 48), (128, 128))[case], DTYPES[case]
         g = torch.Generator().manual_seed(7)

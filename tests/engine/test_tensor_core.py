@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import te_models.engine.emulated as te
+from te_models.engine.emulated import tensor_core
 from te_models.engine.emulated.tensor_core import hopper_matmul
 
 FORMATS = {"e4m3": (torch.float8_e4m3fn, -6, 3), "e5m2": (torch.float8_e5m2, -14, 2)}
@@ -63,6 +64,14 @@ def test_every_bit_of_the_reference(fa: str, fb: str, k: int, promote: bool, spr
     got = hopper_matmul(a, b, floors, promote)
     padded = [torch.nn.functional.pad(t, (0, -k % 32)).tolist() for t in (a, b)]
     assert got.tolist() == [[reference(x, y, floors, promote) for y in padded[1]] for x in padded[0]]
+
+
+def test_tiles_of_rows_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = values((7, 96), "e4m3", 2.0, 1), values((3, 96), "e5m2", 2.0, 2)
+    floors = FORMATS["e4m3"][1], FORMATS["e5m2"][1]
+    whole = hopper_matmul(a, b, floors, promote=True)
+    monkeypatch.setattr(tensor_core, "_TILE", 2 * 3 * tensor_core.INSTRUCTION_K)
+    assert torch.equal(hopper_matmul(a, b, floors, promote=True), whole)
 
 
 def test_addends_thirteen_bits_below_the_largest_are_lost() -> None:

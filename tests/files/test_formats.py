@@ -1,6 +1,7 @@
 """Nested state survives tensors plus JSON exactly, and tensors that do not fit a model are named before it is
 touched."""
 
+import contextlib
 import json
 import math
 import random
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from te_models.errors import CheckpointError
-from te_models.files.formats import all_finite, flatten_state, unflatten_state
+from te_models.files.formats import all_finite, flatten_state, read_bytes, read_safetensors, unflatten_state
 from te_models.saving.folder import load_folder, match, save_folder
 
 WANTED = {"a": torch.empty(2, 3, device="meta"), "b": torch.empty(4, dtype=torch.bfloat16, device="meta")}
@@ -178,3 +179,28 @@ def test_a_value_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
             wanted = bool(tensor.double().isfinite().all())
             assert all_finite(tensor) == all_finite(tensor.view(10, 10).T) == wanted
     assert all_finite(torch.empty(0, dtype=dtype)) and all_finite(torch.ones(()).to(dtype))
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux's /proc")
+def test_a_failing_read_is_one_line(tmp_path: Path) -> None:
+    """/proc/self/mem is a regular file whose first page cannot be read, as on a disk that fails."""
+    (tmp_path / "config.json").symlink_to("/proc/self/mem")
+    for read in (read_bytes_of, lambda path: read_safetensors(path)):
+        with pytest.raises(CheckpointError, match="config.json cannot be read: Input/output error"):
+            read(tmp_path / "config.json")
+
+
+def read_bytes_of(path: Path) -> bytes:
+    return read_bytes(path, 100)
+
+
+def test_a_file_without_anything_to_read_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting, as it is opened, such a file gives None."""
+    (tmp_path / "a").write_bytes(b"x")
+    monkeypatch.setattr("builtins.open", lambda *_, **__: contextlib.nullcontext(Nothing()))
+    assert read_bytes_of(tmp_path / "a") == b""
+
+
+class Nothing:
+    def read(self, size: int) -> None:
+        return None

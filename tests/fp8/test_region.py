@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,10 @@ from bits import assert_same_bits
 from torch import Tensor, nn
 
 from te_models import CausalLM
+from te_models.errors import EngineError, UsageError
 from te_models.fp8.scaling_state import fp8_state
+from te_models.generation.generate import stream
+from te_models.training.evaluation import evaluate
 
 ENGINES = ["emulated", pytest.param("native", marks=pytest.mark.gpu)]
 RECIPES = ["bf16", "delayed", "current", "blockwise", "mxfp8", "nvfp4"]
@@ -108,6 +113,67 @@ def test_two_threads_generate_and_move_no_scale() -> None:
     for found in run(*[lambda: model.generate(ids, max_new_tokens=4, do_sample=False)] * 2):
         assert_same_bits("tokens", found, expected)
     assert_same_state("after generation", model, before)
+    assert model.training
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "bf16"])
+def test_training_while_the_model_generates_is_one_line(recipe: str) -> None:
+    """In evaluation mode it would move no scale and drop nothing out."""
+    model, ids = build(recipe), torch.arange(16)[None]
+    train(model, ids)
+    before = state(model)
+    for _ in stream(model, ids[:, :4], 2):
+        with pytest.raises(EngineError, match="in evaluation mode while generate") as caught:
+            model(ids, labels=ids)
+        with torch.no_grad():
+            model(ids, labels=ids)
+    assert "\n" not in str(caught.value)
+    if recipe == "delayed":
+        assert_same_state("after generation", model, before)
+    train(model, ids)
+    model.eval()
+    for _ in stream(model, ids[:, :4], 2):
+        model(ids, labels=ids).loss.backward()  # an evaluation, as its mode has been
+
+
+def test_threads_that_train_and_generate_move_scales_as_training_alone() -> None:
+    """A pass is refused or right, whenever the other thread begins and ends."""
+    model, ids = build("delayed"), torch.arange(16)[None]
+    train(model, ids)
+    alone = copy.deepcopy(model)
+    losses: list[float] = []
+
+    def trains() -> None:
+        while len(losses) < 12:
+            with contextlib.suppress(EngineError):
+                loss = model(ids, labels=ids).loss
+                loss.backward()
+                losses.append(loss.item())
+
+    def generates() -> None:
+        while len(losses) < 12:
+            model.generate(ids[:, :4], max_new_tokens=1)
+            time.sleep(0.005)
+
+    run(trains, generates)
+    again: list[float] = []
+
+    def trains_alone() -> None:
+        for _ in losses:
+            loss = alone(ids, labels=ids).loss
+            loss.backward()
+            again.append(loss.item())
+
+    run(trains_alone)  # in a thread too, where PyTorch may use another number of its own threads
+    assert again == losses
+    assert_same_state("trained beside generation", model, state(alone))
+
+
+def test_an_evaluation_that_fails_leaves_the_mode() -> None:
+    model = build("bf16")
+    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "labels": torch.full((1, 4), 10**6)}
+    with pytest.raises(UsageError, match="a label is"):
+        evaluate(model, [batch])
     assert model.training
 
 

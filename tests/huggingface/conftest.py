@@ -25,7 +25,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied": ("qwen3", {**SIZES, "tie_word_embeddings": True}),
     "smollm3": ("smollm3", {**SIZES, "no_rope_layers": [1, 0, 1]}),
     "qwen3-next": ("qwen3_next", {**GATED, "layer_types": ["full_attention"] * 3}),
+    "gemma2": ("gemma2", {**SIZES, "sliding_window": 6, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 9}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            **{name: value for name, value in SIZES.items() if name != "head_dim"},
+            "original_max_position_embeddings": 15,
+            "rope_parameters": dict(
+                rope_type="longrope",
+                rope_theta=10000.0,
+                short_factor=[1.0] * 8,
+                long_factor=[1.0 + pair for pair in range(8)],
+            ),
+        },
+    ),
 }
+ATTENTION = {"gemma2": "eager"}  # transformers' other ways cap no logits
 
 
 @dataclass(frozen=True)
@@ -46,7 +61,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
         if case not in made:
             kind, values = CASES[case]
             torch.manual_seed(3)
-            theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **values))
+            theirs = transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.for_model(kind, **values), attn_implementation=ATTENTION.get(kind, "sdpa")
+            )
             theirs = theirs.float().eval().requires_grad_(False)
             for name, parameter in theirs.named_parameters():
                 parameter.normal_(1.0 if "norm" in name and kind != "qwen3_next" else 0.0, 0.25)

@@ -22,10 +22,12 @@ IDS = torch.randint(3, 96, (3, 11), generator=torch.Generator().manual_seed(5))
 MASK = torch.ones_like(IDS)
 MASK[0, :5], MASK[1, :1] = 0, 0
 CLOSE: dict[str, float] = dict(rtol=1e-4, atol=5e-5)
-FAMILIES = ("llama", "mistral-window", "qwen2-mixed-window", "qwen3-tied", "smollm3", "qwen3-next")
+FAMILIES = ("llama", "mistral-window", "qwen2-mixed-window", "qwen3-tied", "smollm3", "qwen3-next", "gemma2",
+            "phi3-longrope")  # fmt: skip
 GENERATE: dict[str, dict[str, Any]] = {
     "greedy": {},
     "static": dict(cache_implementation="static"),
+    "no-padding": dict(attention_mask=None),
     "no-cache": dict(use_cache=False),
     "sampling": dict(do_sample=True, temperature=0.8, top_k=20, top_p=0.9),
     "min-p": dict(do_sample=True, min_p=0.05, num_return_sequences=3),
@@ -54,13 +56,23 @@ def run(model: Any, **options: Any) -> Tensor:
     ],
 )
 def test_generate_gives_the_tokens_of_transformers(case: str, way: str, pair: Callable[..., Any]) -> None:
-    """A batch of unequal prompts, padded on the left, beyond the sliding windows."""
+    """A batch of unequal prompts, padded on the left, beyond the sliding windows and the context of LongRoPE."""
     models, options = pair(case), GENERATE[way]
     try:
         wanted = run(models.theirs, **options)
     except (AttributeError, TypeError, ValueError) as error:
         pytest.skip(f"transformers itself fails: {error}")
     assert torch.equal(run(models.ours, **options), wanted)
+
+
+def test_keywords_of_a_config_and_of_generation_are_taken(pair: Callable[..., Any]) -> None:
+    folder, ids = pair("llama").folder, IDS[:, 5:]
+    ending = transformers.GenerationConfig(max_new_tokens=3, eos_token_id=None)
+    keywords = dict(use_cache=False, output_hidden_states=True, return_dict=True, generation_config=ending)
+    model = TEModelsForCausalLM.from_pretrained(folder, device="cpu", **keywords)
+    output = model(ids)
+    assert output.past_key_values is None and len(output.hidden_states) == 4
+    assert torch.equal(model.generate(ids), pair("llama").theirs.generate(ids, generation_config=ending))
 
 
 @pytest.mark.parametrize("options", [{}, dict(do_sample=True), dict(prompt_lookup_num_tokens=3)])

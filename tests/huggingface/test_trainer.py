@@ -170,12 +170,15 @@ def train(model: Any, accelerator: Any, optimizer: Any, steps: int) -> None:
 
 @pytest.mark.parametrize("wrapped", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "stored"), [*((recipe, False) for recipe in RECIPES), ("current", True)])
 def test_accelerate_saves_and_restores_a_state(
-    recipe: str, tied: bool, wrapped: bool, build: Callable[..., CausalLM], place: dict[str, Any], tmp_path: Path
-) -> None:
+    recipe: str, stored: bool, tied: bool, wrapped: bool, build: Callable[..., CausalLM], place: dict[str, Any],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """`stored`: as FP8 weights, whose values and scales come back."""
+
     def prepared(seed: int) -> tuple[Any, Any, Any]:
-        model: nn.Module = build(recipe, seed, tie_word_embeddings=tied)
+        model: nn.Module = build(recipe, seed, tie_word_embeddings=tied, fp8_params=stored)
         model = TEModelsForCausalLM.wrap(model) if wrapped else model
         accelerator = accelerate.Accelerator(cpu=place["device"] == "cpu")
         return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))

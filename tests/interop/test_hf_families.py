@@ -15,7 +15,7 @@ from hf_models import load, randomize, tensors_of
 from judge import AutoModelForCausalLM, transformers
 from torch import Tensor
 
-from te_models import get_preset, list_presets
+from te_models import CausalLM, ModelConfig, get_preset, list_presets
 from te_models.interop.hf import Origin
 from te_models.interop.hf_families import FAMILIES, family_for
 from te_models.model.kv_cache import KVCache
@@ -63,6 +63,30 @@ def test_presets_have_the_parameters_of_transformers_models(name: str) -> None:
         kind = written.pop("model_type")
         judge = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **written))
     assert sum(p.numel() for p in judge.parameters()) == config.num_parameters
+
+
+LONG = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=9)
+# A model that began here -> the family that it is written as; transformers refuses a family that comes before it.
+REFUSED: dict[str, dict[str, Any]] = {
+    "mistral": dict(hidden_size=20),  # no multiple of the heads, as Llama's config wants it
+    "seed_oss": dict(attention_output_bias=True, mlp_bias=True),  # InternLM 3 has biases everywhere or nowhere
+    "te_models_decoder": dict(partial_rotary_factor=0.5, rope_scaling=dict(rope_type="linear", factor=2.0)),
+    "phi3": dict(partial_rotary_factor=0.5, rope_scaling=LONG, hidden_size=48),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*needs its own code in transformers")
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_folder_is_of_a_family_whose_config_transformers_takes(family: str, tmp_path: Path) -> None:
+    sizes = dict(vocab_size=64, hidden_size=24, intermediate_size=16, num_hidden_layers=1, num_attention_heads=3)
+    shape: dict[str, Any] = {**sizes, "num_key_value_heads": 1, "head_dim": 16, "attention_gate": "none"}
+    model = CausalLM(ModelConfig(**{**shape, **REFUSED[family]}), device="cpu", dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path / "own", format="hf")
+    assert json.loads((tmp_path / "own" / "config.json").read_text())["model_type"] == family
+    judge = AutoModelForCausalLM.from_pretrained(tmp_path / "own", trust_remote_code=True).eval()
+    ids = torch.randint(1, 64, (2, 17))
+    with torch.no_grad():
+        close(model(ids).logits, judge(ids).logits)
 
 
 @pytest.mark.parametrize("case", CASES)

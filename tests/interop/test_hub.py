@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 
 from te_models import CausalLM
 from te_models.errors import UsageError
-from te_models.interop.hub import local_folder, split_options
+from te_models.interop.hub import REFUSED, WITHOUT_EFFECT, local_folder, split_options
 from te_models.interop.model_card import MARK
+from te_models.model.options import LoadOptions
 
 hub = pytest.importorskip("huggingface_hub")
 
@@ -51,6 +53,7 @@ def test_only_what_a_model_needs_is_downloaded(monkeypatch: pytest.MonkeyPatch, 
         (dict(device_map=1), dict(device="cuda:1")),
         (dict(device_map="auto"), dict(device=None)),
         (dict(attn_implementation="sdpa", trust_remote_code=True, low_cpu_mem_usage=True, use_safetensors=True), {}),
+        (dict(use_cache=False, code_revision="main", tp_size=None, mirror=""), {}),
         (dict(quantization_config=None, load_in_8bit=False, recipe="current"), dict(recipe="current")),
     ],
 )
@@ -68,6 +71,11 @@ def test_keywords_of_transformers_are_taken(given: dict, ours: dict) -> None:
         (dict(device_map="cpu", device="cpu"), "either device= or device_map="),
         (dict(load_in_4bit=True), "load_in_4bit=True is not supported: .* recipe='current'"),
         (dict(variant="fp16"), "revision="),
+        (dict(tp_size=2), "tp_mesh="),
+        (dict(offload_buffers=True), "device="),
+        (dict(use_kernels=True), "fused="),
+        (dict(key_mapping={"a": "b"}), "rename them"),
+        (dict(from_flax=True), "save the model with transformers"),
         (dict(use_auth_token="secret"), "give token="),
         (dict(quantization_config={"load_in_8bit": True}), "own recipes"),
         (dict(torch_dtype="float64"), "dtype='float64' is not supported"),
@@ -78,6 +86,14 @@ def test_unsupported_keywords_are_refused_with_our_name_for_them(given: dict, me
     with pytest.raises(UsageError, match=message) as caught:
         CausalLM.from_pretrained(tmp_path, **given)
     assert "\n" not in str(caught.value) and "field of recipe" not in str(caught.value)
+
+
+def test_every_keyword_of_transformers_is_known() -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    source = inspect.getsource(transformers.PreTrainedModel.from_pretrained)
+    theirs = {name for name in re.findall(r'kwargs\.pop\(\s*"(\w+)"', source) if not name.startswith("_from")}
+    assert len(theirs) > 20
+    assert theirs - REFUSED.keys() - WITHOUT_EFFECT <= get_type_hints(LoadOptions).keys()
 
 
 def test_a_folder_is_loaded_with_keywords_of_transformers(tmp_path: Path) -> None:

@@ -63,8 +63,9 @@ CASES: dict[str, dict[str, Any]] = {
     "multipliers": dict(embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0, hidden_act="gelu"),
     "ungated": dict(attention_gate="none", sliding_window=4, partial_rotary_factor=0.5, attention_bias=True),
 }
+SLOW = pytest.mark.slow  # the options of presets and drawn ones, each of which is above
 GATED_PRESETS = [name for name in list_presets() if PRESETS[name].get("attention_gate", "elementwise") != "none"]
-CASES |= {
+MORE = {
     name: {
         key: value[: SIZES["num_hidden_layers"]] if key in ("no_rope_layers", "layer_types") else value
         for key, value in PRESETS[name].items()
@@ -88,7 +89,9 @@ def drawn(seed: int) -> dict[str, Any]:
     return {**found, "rope_scaling": draw.choice([None, dict(rope_type="linear", factor=3.0), YARN])}
 
 
-CASES |= {f"drawn-{seed}": drawn(seed) for seed in range(8)}
+MORE |= {f"drawn-{seed}": drawn(seed) for seed in range(8)}
+NAMES = [*CASES, *(pytest.param(name, marks=SLOW) for name in MORE)]
+CASES |= MORE
 
 # Run by a Python in which te_models cannot be imported.
 JUDGE = """
@@ -168,10 +171,14 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Folders of all cases, and the results that a fresh process computed from them."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """Folders of the cases that are asked for, and the results that a fresh process computed from them."""
     root = tmp_path_factory.mktemp("remote")
+    own = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {item.callspec.params["case"] for item in own}
     for case, changes in CASES.items():
+        if case not in asked:
+            continue
         model, (ids, mask) = make(**changes), prompts()
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -194,7 +201,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     return json.loads((root / "found.json").read_text()), root
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", NAMES)
 def test_transformers_without_te_models_computes_the_same(case: str, results: Any) -> None:
     found = results[0][case]
     assert found["report"] == [], "tensors are missing, unexpected or of another shape"
@@ -212,7 +219,7 @@ def is_next(case: str) -> bool:
     return family_for(ModelConfig(**{**SIZES, **CASES[case]})).model_type == "qwen3_next"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", NAMES)
 def test_a_folder_saved_by_transformers_is_read_back_exactly(case: str, results: Any) -> None:
     """Also after transformers has loaded and saved it."""
     model, ids = make(**CASES[case]), prompts()[0]

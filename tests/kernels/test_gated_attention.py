@@ -1,10 +1,7 @@
-"""RoPE, attention and gate as one operation equal the three written out; the Triton parts equal the plain ones."""
+"""RoPE, attention and gate as one operation equal the three written out; gated_attention_cases.py has its kernels."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,74 +114,3 @@ def test_a_gpu_whose_cudnn_has_no_such_attention_does_without(monkeypatch: pytes
     kernels = get_kernels(emulated, torch.device("cuda"), compile=None, fused=True)
     assert kernels == PLAIN_KERNELS
     assert get_kernels(emulated, torch.device("cpu"), compile=None, fused=True).attention is not None
-
-
-INTERPRETED = """
-import torch
-from te_models.kernels.gated_attention import PLAIN
-from te_models.kernels.gated_attention_triton import TRITON
-from tests.kernels.test_gated_attention import BATCH, LAYOUTS, SEQ, projection, tables
-for name, heads in LAYOUTS.items():
-    for per_row in (False, True):
-        cos, sin = tables(heads.dim, torch.float32, per_row)
-        qkvg = projection(heads, torch.float32)  # the interpreter cuts BF16 off where a GPU rounds it
-        results = []
-        for ops in (PLAIN, TRITON):
-            own = qkvg.clone()
-            q, k, v, gate = heads.split(own[: BATCH * SEQ], BATCH)
-            ops.rotate(q, q, cos, sin, False)
-            ops.rotate(k, k, cos, sin, True)
-            ops.copy(k, v)
-            found = [own]
-            if gate is not None:
-                dgate = torch.full_like(gate.contiguous(), 7.0)
-                dy = torch.ones_like(v[:, :, :1]).expand(-1, -1, heads.query, -1) * 0.5
-                found += [ops.gate(q, gate), ops.gate_backward(dy, q, gate, dgate), dgate]
-            results.append(found)
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-            assert one.is_contiguous() == other.is_contiguous()
-        if heads.gate == "headwise":
-            continue
-        # The same as FP8, in columns of a wider tensor, with the scale 3; everything before them stays.
-        q, k, v, gate = heads.split(qkvg[: BATCH * SEQ].clone(), BATCH)
-        width = heads.query * heads.dim
-        for e5m2, form in ((False, torch.float8_e4m3fn), (True, torch.float8_e5m2)):
-            def check(write, wanted):
-                fp8 = TRITON.fp8.new(BATCH * SEQ, width + 32, qkvg.device)
-                fp8.data.zero_(), fp8.transposed.zero_()
-                amax = torch.zeros(1)
-                other = write(fp8, (torch.full((1,), 3.0), amax, e5m2), 32)
-                wanted = wanted.reshape(BATCH * SEQ, -1)
-                end = 32 + wanted.shape[1]
-                assert not fp8.data[:, :32].any() and torch.equal(fp8.data.t(), fp8.transposed)
-                found = fp8.data[:, 32:end].view(form).float()
-                cast = (3 * wanted).to(form)
-                assert (found != cast.float()).float().mean() < 0.01
-                torch.testing.assert_close(found, cast.float(), rtol=0.25, atol=1e-2)
-                torch.testing.assert_close(amax[0], wanted.abs().max(), rtol=1e-5, atol=0)
-                assert fp8.scale_inv.item() == torch.tensor(1 / 3).item()
-                return other
-            plain = torch.empty_like(q.contiguous())
-            PLAIN.rotate(q, plain, cos, sin, True)
-            check(lambda *at: TRITON.fp8.rotate(*at, q, cos, sin, True), plain)
-            check(lambda *at: TRITON.fp8.gate(*at, k, None), k)
-            if gate is not None:
-                check(lambda *at: TRITON.fp8.gate(*at, q, gate), PLAIN.gate(q, gate))
-                dgate = torch.empty_like(gate.contiguous())
-                dy = torch.linspace(-1, 1, q.numel()).view_as(q)
-                dx = PLAIN.gate_backward(dy, q, gate, dgate)
-                found = check(lambda *at: TRITON.fp8.gate_backward(*at, dy, q, gate), dgate)
-                torch.testing.assert_close(found, dx, rtol=1e-5, atol=1e-6)
-print("equal")
-"""
-
-
-def test_triton_equals_plain_in_its_interpreter() -> None:
-    pytest.importorskip("triton", "3.7", reason="the interpreter of Triton 3.7 or newer runs these on a CPU")
-    root = Path(__file__).parents[2]
-    environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], cwd=root, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.stdout.strip() == "equal", done.stderr[-2000:]

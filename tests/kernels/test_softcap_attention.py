@@ -56,6 +56,14 @@ def test_a_wide_cap_is_no_cap_and_a_mask_may_be_added() -> None:
     assert torch.equal(softcap_attention(q, k, v, added, 0.3, 2.0), softcap_attention(q, k, v, seen, 0.3, 2.0))
 
 
+def test_without_a_mask_the_queries_are_those_of_the_last_keys() -> None:
+    """As in a step with a cache; the last query sees all keys."""
+    q, k, v = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2))
+    whole = softcap_attention(q, k, v, None, 0.3, 2.0)
+    for count in (1, 2):
+        torch.testing.assert_close(softcap_attention(q[:, :, -count:], k, v, None, 0.3, 2.0), whole[:, :, -count:])
+
+
 def test_scores_exist_for_one_row_at_a_time() -> None:
     """Autograd saves only q, k and v, at any length."""
     saved: list[Tensor] = []

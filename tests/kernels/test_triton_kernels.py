@@ -14,9 +14,9 @@ from te_models.engine import emulated
 from te_models.kernels.dispatch import PLAIN, get_kernels
 
 
-def run(environment: dict[str, str], *options: str) -> None:
-    """Run all cases in one process."""
-    files = sorted(map(str, Path(__file__).parent.glob("*_cases.py")))
+def run(environment: dict[str, str], where: str, *options: str) -> None:
+    """Run all cases below the folder tests/`where` in one process."""
+    files = sorted(map(str, (Path(__file__).parents[1] / where).rglob("*_cases.py")))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *files]
     run_process(command, env=os.environ | environment)
 
@@ -24,12 +24,12 @@ def run(environment: dict[str, str], *options: str) -> None:
 @pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_on_the_interpreter(cases: str) -> None:
     pytest.importorskip("triton", "3.7", reason="the interpreter of Triton 3.7 or newer runs these on a CPU")
-    run({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, "-m", cases)
+    run({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, "", "-m", cases)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    run({})
+    run({}, "kernels")
 
 
 @pytest.mark.parametrize("compile", [False, True])

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from fewer import every
 from torch import Tensor
 
 from te_models import CausalLM, ModelConfig, TEModelsForCausalLM
+from te_models.errors import UsageError
 
 SIZES: dict[str, Any] = dict(
     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, head_dim=8,
@@ -37,8 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma2": GEMMA,
     "gemma3": {**GEMMA, "attn_logit_softcapping": None, "qk_norm": True, "sliding_rope": dict(rope_theta=500.0)},
 }
-FAST = ("gated", "gemma2")
-QUICK = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+QUICK = every(len(CONFIGS), CONFIGS)
 
 
 def build(name: str, dtype: torch.dtype) -> CausalLM:
@@ -99,6 +100,7 @@ def test_strict_export_is_saved_with_its_output(tmp_path: Path) -> None:
     assert_close(found.logits, model, ids)
 
 
+@pytest.mark.slow
 def test_export_from_cold(tmp_path: Path) -> None:
     """Nothing that the first eager forward pass prepares is needed, and nothing of the graph stays behind."""
     code = (
@@ -108,8 +110,8 @@ def test_export_from_cold(tmp_path: Path) -> None:
         "    graph = torch.export.export(model, (ids,)).module()\n"
         "    t.assert_close(graph(ids).logits, model, ids)\n"
     )
-    here = Path(__file__).parent
-    subprocess.run([sys.executable, "-c", code, str(here), str(here.parents[1])], check=True, timeout=300)
+    here = Path(__file__)
+    subprocess.run([sys.executable, "-c", code, *map(str, here.parents[:3])], check=True, timeout=300)
 
 
 @pytest.mark.slow
@@ -171,6 +173,7 @@ def test_export_as_a_model_of_transformers(code: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.slow
 def test_training_in_one_graph(compiler: None) -> None:
     model, ids = build("gated", torch.bfloat16).train(), tokens(2, 8)
     losses, gradients = [], []
@@ -182,3 +185,19 @@ def test_training_in_one_graph(compiler: None) -> None:
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert torch.equal(*losses)
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_an_fp8_recipe_says_why_it_makes_no_single_graph(whole: bool, compiler: None) -> None:
+    model, ids = build("gated", torch.bfloat16), tokens(2, 16)
+    model.set_recipe("current", num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+    compiled: Any = torch.compile(model, fullgraph=whole, backend="eager")
+    with torch.no_grad():
+        if not whole:
+            assert torch.equal(compiled(ids).logits, model(ids).logits)
+            return
+        with pytest.raises(RuntimeError, match="Message: a model under an FP8 recipe does not make one graph.*bf16"):
+            compiled(ids)
+    with pytest.raises(UsageError, match="^a model under an FP8 recipe does not make one graph"):
+        torch.export.export(model, (), dict(input_ids=ids))

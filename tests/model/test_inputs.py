@@ -48,6 +48,10 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "vectors of one row": (None, {"inputs_embeds": torch.zeros(3, 32)}, r"inputs_embeds has shape \[3, 32\]: "),
     "vectors of integers": (None, {"inputs_embeds": torch.zeros(1, 3, 32).long()}, "inputs_embeds is of torch.int64"),
     "no vectors": (None, {"inputs_embeds": torch.zeros(1, 0, 32)}, r"inputs_embeds has shape \[1, 0, 32\]: give"),
+    "ids elsewhere": (IDS.to("meta"), {}, "input_ids is on meta, and the model on cpu: move one"),
+    "labels elsewhere": (IDS, {"labels": IDS.to("meta")}, "labels is on meta, and the model on cpu: move one"),
+    "sparse ids": (IDS.to_sparse(), {}, "input_ids has the layout torch.sparse_coo: give a dense tensor"),
+    "sparse labels": (IDS, {"labels": IDS.to_sparse()}, "labels has the layout torch.sparse_coo: give a dense"),
     "nothing": (None, {}, "give either input_ids or inputs_embeds"),
     "both": (IDS, {"inputs_embeds": torch.zeros(2, 3, 32)}, "give either input_ids or inputs_embeds"),
 }  # fmt: skip

@@ -67,9 +67,9 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-def trainer(out: Path, optimizer: str, options: str, **fields: Any) -> Trainer:
+def trainer(out: Path, optimizer: str, options: str, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Trainer:
     torch.manual_seed(5)
-    model = CausalLM.from_preset("gated-nano", recipe="bf16", device="cpu", **SHAPE)
+    model = CausalLM.from_preset("gated-nano", recipe="bf16", device="cpu", dtype=dtype, **SHAPE)
     defaults = dict(steps=4, batch_size=2, seq_len=32, warmup_steps=2, eval_every=0, clip_grad_norm=0.5)
     config = TrainConfig(**{**defaults, "optimizer": optimizer, "optimizer_options": options, **fields})
     data = TokenDataset(TEXT, load_tokenizer(None), config.seq_len, batch_size=config.batch_size, seed=config.seed)
@@ -148,11 +148,28 @@ def test_offloading_and_updating_a_few_at_a_time_change_no_bit(
     optimizer: str, options: str, whole: Callable[[str, str], Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once = whole(optimizer, options)
-    monkeypatch.setattr(master, "CHUNK", 5000)
+    monkeypatch.setattr(master, "UPDATE_CHUNK", 5000)
     run = trainer(tmp_path, optimizer, options, optimizer_offload=True)
     assert len({id(t) for t in (*run.optimizer.parameters, *run.optimizer.masters)}) == 2 * len(run.optimizer.masters)
     run.run()
     assert_same_run(at_once, run)
+
+
+@pytest.mark.parametrize("optimizer, options", CASES, ids=NAMES)
+def test_parameters_that_are_their_own_masters_are_updated_once_a_step(
+    optimizer: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is updated in the chunks before theirs: their gradients are there all the time."""
+    dtype = torch.bfloat16 if "stochastic_rounding" in options else torch.float32
+    runs = []
+    for chunk in (2**28, 5000):
+        monkeypatch.setattr(master, "UPDATE_CHUNK", chunk)
+        monkeypatch.setattr(muon8bit, "BATCH", chunk)
+        run = trainer(tmp_path / str(chunk), optimizer, options, dtype)
+        assert all(m is p for m, p in zip(run.optimizer.masters, run.optimizer.parameters, strict=True))
+        run.run()
+        runs.append(run)
+    assert_same_run(*runs)
 
 
 @pytest.mark.parametrize("optimizer, options", dict(reversed(CASES)).items())

@@ -13,7 +13,7 @@ import te_models.optim as optim
 from benchmarks.planned_memory import planned_and_measured
 from te_models import CausalLM, get_recipe, list_presets, list_recipes
 from te_models.cli import main
-from te_models.config.chunk_sizes import HEAD_CHUNK, UPDATE_CHUNK, head_rows
+from te_models.config.chunk_sizes import HEAD_CHUNK, head_rows
 from te_models.config.presets import get_preset
 from te_models.files.formats import flatten_state
 from te_models.fp8.primary_weights import is_quantized, quantized_weights
@@ -288,12 +288,6 @@ def test_optimizers_keep_as_much(name: str, gate: str) -> None:
     kept = sum(tensor.nbytes for tensor in flatten_state(optimizer.state_dict())[0].values())
     expected = OPTIMIZERS[name].of(model_parameters(model.config), 2)
     assert kept == pytest.approx(expected, rel=0.005)
-
-
-def test_the_update_has_the_planned_fp32_gradients() -> None:
-    assert getattr(optim.master, "CHUNK", None) == UPDATE_CHUNK, (
-        "te_models/config/chunk_sizes.py and optim/master.py disagree"
-    )
 
 
 def nano(**options: Any) -> MemoryPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from typing import Any
 
 import pytest
@@ -91,3 +92,11 @@ def test_frozen_weights_and_an_offloaded_optimizer_leave_their_parts_out(recipe:
     assert all(memory.gradients == 0 for memory in frozen.moments)
     assert [m.gradients for m in offloaded.moments] == [m.gradients for m in whole.moments]
     assert frozen.peak.weights == whole.peak.weights and frozen.peak.activations
+
+
+@pytest.mark.parametrize("batch", [10**9, 10**12, 2**61 - 1], ids=str)
+def test_an_enormous_batch_is_planned_at_once(batch: int) -> None:
+    plan, options = planner("gated-1b", "bf16"), {**OWN, "batch_size": batch}
+    start = time.process_time()
+    smallest_change(lambda **changes: plan(**{"batch_size": batch, **changes}), options, 2**34)
+    assert time.process_time() - start < 5

@@ -226,6 +226,7 @@ CRAFTED: dict[str, Callable[..., None]] = {
     "weight is FP8 with a nan": scale("model", "o_proj.weight", lambda t: (t * torch.nan).to(torch.float8_e4m3fn)),
     "weight is integer": scale("model", "weight", lambda t: t.to(torch.int16)),
     "weight is transposed": scale("model", "o_proj.weight", lambda t: t[:-1]),
+    "recipe is text": document("recipe", "delayed"),
     "recipe is null": document("recipe", None),
     "recipe is a list": document("recipe", []),
     "recipe field is a list": document("recipe", [4], "amax_history_len"),

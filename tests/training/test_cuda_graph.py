@@ -71,7 +71,7 @@ def same(model: CausalLM, other: CausalLM, exactly: bool = True) -> None:
         assert [name for name, value in tensors.items() if not torch.equal(value, got[1][name])] == []
 
 
-@pytest.mark.parametrize(("recipe", "mode"), every(3, list_recipes(), MODES))
+@pytest.mark.parametrize(("recipe", "mode"), every(6, list_recipes(), MODES))
 def test_replayed_steps_are_the_eager_ones(recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tapes = pretend_cuda(monkeypatch)
     monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
@@ -97,7 +97,7 @@ def test_a_weight_multiplies_the_gradients_of_eager_and_replayed_steps(monkeypat
     assert tapes[0].replays == STEPS - WARM_UP
 
 
-@pytest.mark.parametrize("failures", range(ATTEMPTS + 1))
+@pytest.mark.parametrize("failures", every(ATTEMPTS, range(ATTEMPTS + 1)))
 def test_a_disturbed_capture_costs_an_eager_step(
     failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

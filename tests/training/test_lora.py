@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits
+from fewer import every
 from graph_tape import pretend_cuda
 from torch import Tensor
 
@@ -187,8 +188,7 @@ class Windows(torch.utils.data.Dataset):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+@pytest.mark.parametrize(("recipe", "tied"), every(2, ["bf16", "delayed"], [True, False]))
 def test_adapters_train_under_transformers_trainer(recipe: str, tied: bool, tmp_path: Path) -> None:
     torch.manual_seed(1)
     options = dict(device="cpu", engine="emulated", tie_word_embeddings=tied)

@@ -30,6 +30,7 @@ with warnings.catch_warnings():
     from peft import LoraConfig, PeftModel
 
     from te_models.training.lora import AdaptedModel, add_lora, load_lora, save_lora
+    from te_models.training.lora_config import _check_patterns as check_patterns
     from te_models.training.lora_layer import LoraLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -334,6 +335,11 @@ def head_of_another_model(tensors: dict[str, Tensor], config: dict[str, Any]) ->
     tensors["base_model.model.lm_head.base_layer.weight"] = torch.ones(131, 64)
 
 
+def nan_in_fp8(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    for name, tensor in tensors.items():
+        tensors[name] = (tensor * torch.nan).to(torch.float8_e4m3fn)
+
+
 DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str]] = {
     "another layer": (
         lambda t, c: t.update({"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.ones(4, 64)}),
@@ -351,6 +357,12 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str]
     "another method": (lambda t, c: c.update(peft_type="LOHA"), "type LOHA is not supported"),
     "a newer field": (lambda t, c: c.update(from_the_future=[1]), "from_the_future"),
     "a pattern for nothing": (lambda t, c: c.update(alpha_pattern={"down_proj": 2}), "'down_proj' matches no"),
+    "choices without end": (lambda t, c: c.update(target_modules=".?" * 28 + "x"), "too many repeats or choices"),
+    "alternatives without end": (lambda t, c: c.update(exclude_modules="(?:.|.)" * 28 + "x"), "repeats or choices"),
+    "no targets": (lambda t, c: c.pop("target_modules"), "target_modules is missing: name the modules"),
+    "a flag inside": (lambda t, c: c.update(rank_pattern={"(?i)Q_PROJ": 4}), "is not a regular expression: global"),
+    "a dropout": (lambda t, c: c.update(lora_dropout=2.0), "lora_dropout=2.0 is not a probability"),
+    "a NaN in FP8": (nan_in_fp8, "values that are not finite"),
     "another head": (head_of_another_model, "is not the model's head"),
     "another rank": (lambda t, c: c.update(rank_pattern={"q_proj": 3}), "has shape"),
 }
@@ -399,3 +411,12 @@ def test_adapters_of_every_family(family: str, tmp_path: Path) -> None:
     back = PeftModel.from_pretrained(theirs(tmp_path / "base"), tmp_path / "fused")
     with torch.no_grad():
         assert_equal_but_for_rounding(back(ids).logits, fused(ids).logits, limit=1e-4)
+
+
+@pytest.mark.parametrize("pattern", [
+    r".*\.(self_attn|mlp)\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)",
+    r".*\.layers\.\d+\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)",
+    r"model\.layers\.(1[0-9]|2[0-3])\..*?\.(q|v)_proj", r".*\.(?:q|v)_proj(?<!lm_head)",
+])  # fmt: skip
+def test_usual_patterns_are_bounded(pattern: str) -> None:
+    check_patterns(pattern)

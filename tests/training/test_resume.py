@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fewer import every
 from ranks import run_process
 
 from te_models import CausalLM
@@ -125,7 +126,8 @@ def losses(folder: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "choices", [["--recipe", "delayed"], ["--recipe", "current", "--fp8-params"], ["--recipe", "bf16", "--seed", "5"]]
+    "choices",
+    every(3, [["--recipe", "delayed"], ["--recipe", "current", "--fp8-params"], ["--recipe", "bf16", "--seed", "5"]]),
 )
 def test_resume_needs_only_the_folder_and_repeats_every_bit(choices: list[str], run: Any) -> None:
     """The whole run and the one in two parts have equal losses; the model that both start from is then gone."""

@@ -262,6 +262,7 @@ def test_a_background_save_holds_what_the_weights_were(tmp_path: Path, monkeypat
 
 
 def test_a_background_save_that_fails_is_an_error_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("te_models.training.trainer.SAVE_RETRY_PAUSES", (0.1, 0.1))
     run = trainer(tmp_path, "bf16", shape=TINY, steps=3, seq_len=16, save_every=2)
 
     def full(*args: Any) -> None:
@@ -272,7 +273,7 @@ def test_a_background_save_that_fails_is_an_error_of_the_run(tmp_path: Path, mon
         run.run()
 
 
-@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_ends_cleanly(sent: int, code: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "te_models", "pretrain", "--preset", "gated-nano", "--hidden-size", "64"]
     command += [

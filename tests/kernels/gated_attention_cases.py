@@ -1,0 +1,82 @@
+"""The Triton parts of gated attention against the plain ones, in Triton's interpreter.
+
+test_triton_kernels.py runs them. On a GPU the tests marked `gpu` compare whole models with and without these kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fewer import every
+from kernels.test_gated_attention import BATCH, LAYOUTS, SEQ, projection, tables
+from torch import Tensor
+
+from te_models.kernels.gated_attention import PLAIN
+from te_models.kernels.gated_attention_triton import TRITON
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+assert_close = torch.testing.assert_close
+
+
+@pytest.mark.parametrize(("layout", "per_row"), every(2, LAYOUTS, [False, True]))
+def test_every_part_equals_the_plain_one(layout: str, per_row: bool) -> None:
+    """In FP32: the interpreter cuts BF16 off where a GPU rounds it."""
+    heads = LAYOUTS[layout]
+    (cos, sin), qkvg = tables(heads.dim, torch.float32, per_row), projection(heads, torch.float32)
+    results = []
+    for ops in (PLAIN, TRITON):
+        own = qkvg.clone()
+        q, k, v, gate = heads.split(own[: BATCH * SEQ], BATCH)
+        ops.rotate(q, q, cos, sin, False)
+        ops.rotate(k, k, cos, sin, True)
+        ops.copy(k, v)
+        found = [own]
+        if gate is not None:
+            dgate = torch.full_like(gate.contiguous(), 7.0)
+            dy = torch.ones_like(v[:, :, :1]).expand(-1, -1, heads.query, -1) * 0.5
+            found += [ops.gate(q, gate), ops.gate_backward(dy, q, gate, dgate), dgate]
+        results.append(found)
+    for one, other in zip(*results, strict=True):
+        assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert one.is_contiguous() == other.is_contiguous()
+
+
+def assert_written_as_fp8(write: Callable[..., Any], wanted: Tensor, e5m2: bool) -> Any:
+    """`write` casts `wanted` with the scale 3 into columns of a wider tensor, and changes nothing before them."""
+    rows, form = BATCH * SEQ, torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
+    wanted, amax = wanted.reshape(rows, -1), torch.zeros(1)
+    fp8 = TRITON.fp8.new(rows, wanted.shape[1] + 64, wanted.device)
+    fp8.data.zero_(), fp8.transposed.zero_()
+    returned = write(fp8, (torch.full((1,), 3.0), amax, e5m2), 32)
+    found = fp8.data[:, 32 : 32 + wanted.shape[1]].view(form).float()
+    cast = (3 * wanted).to(form).float()
+    assert not fp8.data[:, :32].any() and torch.equal(fp8.data.t(), fp8.transposed)
+    assert (found != cast).float().mean() < 0.01, "values in the middle between two codes"
+    assert_close(found, cast, rtol=0.25, atol=1e-2)
+    assert_close(amax[0], wanted.abs().max(), rtol=1e-5, atol=0)
+    assert fp8.scale_inv.item() == torch.tensor(1 / 3).item()
+    return returned
+
+
+@pytest.mark.parametrize(
+    ("layout", "per_row", "e5m2"),
+    every(2, [name for name, heads in LAYOUTS.items() if heads.gate != "headwise"], [False, True], [False, True]),
+)
+def test_fp8_is_the_cast_of_the_plain_result(layout: str, per_row: bool, e5m2: bool) -> None:
+    heads = LAYOUTS[layout]
+    (cos, sin), qkvg = tables(heads.dim, torch.float32, per_row), projection(heads, torch.float32)
+    q, k, _, gate = heads.split(qkvg[: BATCH * SEQ], BATCH)
+    rotated = torch.empty_like(q.contiguous())
+    PLAIN.rotate(q, rotated, cos, sin, True)
+    assert_written_as_fp8(lambda *at: TRITON.fp8.rotate(*at, q, cos, sin, True), rotated, e5m2)
+    assert_written_as_fp8(lambda *at: TRITON.fp8.gate(*at, k, None), k, e5m2)
+    if gate is None:
+        return
+    assert_written_as_fp8(lambda *at: TRITON.fp8.gate(*at, q, gate), PLAIN.gate(q, gate), e5m2)
+    dgate, dy = torch.empty_like(gate.contiguous()), torch.linspace(-1, 1, q.numel()).view_as(q)
+    dx = PLAIN.gate_backward(dy, q, gate, dgate)
+    found = assert_written_as_fp8(lambda *at: TRITON.fp8.gate_backward(*at, dy, q, gate), dgate, e5m2)
+    assert_close(found, dx, rtol=1e-5, atol=1e-6)
