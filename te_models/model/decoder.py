@@ -36,7 +36,7 @@ from te_models.kernels.elementwise import scaled_logits
 from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
 from te_models.model.block import Block
 from te_models.model.forward_context import ForwardContext, forward_context
-from te_models.model.inputs import check_inputs, check_tokens, known_ids
+from te_models.model.inputs import check_inputs, check_tokens, known_ids, refuse_one_graph
 from te_models.model.kv_cache import Cache
 from te_models.model.offload import HostMemory, Offload
 from te_models.model.recipe_fit import check_sizes
@@ -278,6 +278,7 @@ class Decoder(nn.Module):
         Raises:
             UsageError: an argument has another shape or dtype, or is out of range.
         """
+        refuse_one_graph(self.recipe.quantized)
         refuse_foreign_recompute(self.recipe.stateful)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None or (inputs_embeds is not None and input_ids is not None):

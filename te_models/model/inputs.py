@@ -11,6 +11,23 @@ from te_models.config.model import ModelConfig
 from te_models.errors import UsageError
 from te_models.model.kv_cache import Cache
 
+ONE_GRAPH = (
+    "a model under an FP8 recipe does not make one graph, since its scales change in Python between operations: call "
+    "model.set_recipe('bf16') before torch.export, or leave out fullgraph=True of torch.compile"
+)
+
+
+def refuse_one_graph(quantized: bool) -> None:
+    """Raise UsageError where torch.export traces a `quantized` recipe.
+
+    torch.compile ends a graph here instead; with fullgraph=True that is its error, whose second line gives the reason.
+    """
+    if not quantized or not torch.compiler.is_compiling():
+        return
+    if not torch.compiler.is_dynamo_compiling():
+        raise UsageError(ONE_GRAPH)
+    torch._dynamo.graph_break(msg=ONE_GRAPH)
+
 
 def check_tokens(config: ModelConfig, tokens: Any, device: torch.device, embedded: bool = False) -> None:
     """Raise a UsageError unless `tokens` are ids [B, S], or with `embedded` vectors [B, S, D], of at least one token,

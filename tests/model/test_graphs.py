@@ -14,6 +14,7 @@ from fewer import every
 from torch import Tensor
 
 from te_models import CausalLM, ModelConfig, TEModelsForCausalLM
+from te_models.errors import UsageError
 
 SIZES: dict[str, Any] = dict(
     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, head_dim=8,
@@ -184,3 +185,19 @@ def test_training_in_one_graph(compiler: None) -> None:
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert torch.equal(*losses)
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_an_fp8_recipe_says_why_it_makes_no_single_graph(whole: bool, compiler: None) -> None:
+    model, ids = build("gated", torch.bfloat16), tokens(2, 16)
+    model.set_recipe("current", num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+    compiled: Any = torch.compile(model, fullgraph=whole, backend="eager")
+    with torch.no_grad():
+        if not whole:
+            assert torch.equal(compiled(ids).logits, model(ids).logits)
+            return
+        with pytest.raises(RuntimeError, match="Message: a model under an FP8 recipe does not make one graph.*bf16"):
+            compiled(ids)
+    with pytest.raises(UsageError, match="^a model under an FP8 recipe does not make one graph"):
+        torch.export.export(model, (), dict(input_ids=ids))
