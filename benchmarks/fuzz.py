@@ -8,7 +8,7 @@ from others. Anything else is a failure: an exception of another type, more than
 template has 10 of its own), more memory than twice the folder plus 256 MiB, the death of the process, or a changed live
 model.
 
-    python -m benchmarks.fuzz --cases 10000 --seed 3 --out benchmarks/results/fuzz_cpu.json
+    python -m benchmarks.fuzz --cases 10000 --seed 2 --out benchmarks/results/fuzz_cpu.json
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from te_models.interop.hf import is_hugging_face, tokenizer_files
 from te_models.interop.hub import local_folder
 from te_models.saving.folder import read_listed
 from te_models.saving.pretrained import MODEL_TYPE, saved_folder
+from te_models.saving.run_folder import offering_older
 
 CONTEXT = 16  # tokens before new ones that their text may depend on
 _ROLES = ("bos", "eos", "pad")
@@ -192,15 +193,27 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
     if source is None:
         return ByteTokenizer()
     file = Path(source)
-    if not file.is_file() and file.suffix != ".json":
-        folder = saved_folder(local_folder(source))
-        file = folder / "tokenizer.json"
-        if not os.path.lexists(file) and (converted := convert_tokenizer(folder)) is not None:
-            return HuggingFaceTokenizer(converted[0], file, converted[1])
-        if not os.path.lexists(file) and (folder / "config.json").is_file():
-            if is_hugging_face(folder, MODEL_TYPE):
-                raise DataError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
-            return ByteTokenizer()
+    if file.is_file() or file.suffix == ".json":
+        return _tokenizer_of(file)
+    folder = saved_folder(local_folder(source))
+    with offering_older(folder):
+        return _tokenizer_in(folder)
+
+
+def _tokenizer_in(folder: Path) -> Tokenizer:
+    """Return the tokenizer in a folder."""
+    file = folder / "tokenizer.json"
+    if not os.path.lexists(file) and (converted := convert_tokenizer(folder)) is not None:
+        return HuggingFaceTokenizer(converted[0], file, converted[1])
+    if not os.path.lexists(file) and (folder / "config.json").is_file():
+        if is_hugging_face(folder, MODEL_TYPE):
+            raise DataError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
+        return ByteTokenizer()
+    return _tokenizer_of(file)
+
+
+def _tokenizer_of(file: Path) -> Tokenizer:
+    """Return the tokenizer in a tokenizer.json and the files beside it."""
     document = read_json_object(file)
     if document is None:
         raise DataError(f"{file}: no such file; give a Hugging Face tokenizer.json or a folder that holds one")

@@ -19,6 +19,7 @@ from te_models.config.recipe import Recipe
 from te_models.planning.operations import PER_TENSOR, Region, Tape, Training, operand_bytes
 from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, model_parameters
 
+AMAX_HISTORY_LEN = 1024  # of DelayedScaling in Transformer Engine, for a recipe that does not name one
 CUBLAS_WORKSPACE = 2**25 + 1024  # bytes; Transformer Engine on Hopper and newer (get_cublas_workspace_size_bytes)
 
 
@@ -144,7 +145,7 @@ def _delayed_state(config: ModelConfig, recipe: Recipe) -> int:
         return 0
     layers = config.num_hidden_layers - recipe.num_layers_at_start_in_bf16 - recipe.num_layers_at_end_in_bf16
     linears = 4 * layers + (recipe.lm_head == "fp8")
-    return linears * 5 * FP32 * (recipe.fields["amax_history_len"] + 1)
+    return linears * 5 * FP32 * (recipe.fields.get("amax_history_len", AMAX_HISTORY_LEN) + 1)
 
 
 def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> list[Memory]:

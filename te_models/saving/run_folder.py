@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from te_models.device.cuda_capture import outside_captures
-from te_models.errors import CheckpointError, SaveError, UsageError
+from te_models.errors import CheckpointError, DataError, SaveError, UsageError
 from te_models.files.atomic import discard, readable, replace_text, sweep
 from te_models.saving.folder import MAX_SHARD_BYTES, Content, load_folder, prepare, write_content
 
@@ -224,13 +224,13 @@ def offering_older(path: Path) -> Iterator[None]:
     """Have an error that finds the checkpoint `path` damaged name the newest whole checkpoint of the run."""
     try:
         yield
-    except CheckpointError as error:
+    except (CheckpointError, DataError) as error:
         if not _STEP.fullmatch(path.name) or _whole(path):
             raise
         older = next((other for other in reversed(Checkpoints(path.parent).all()) if _whole(other)), None)
         if older is None:
             raise
-        raise CheckpointError(f"{error}; {older.name} is whole: move {path.name} elsewhere to use it") from None
+        raise type(error)(f"{error}; {older.name} is whole: move {path.name} elsewhere to use it") from None
 
 
 def _whole(path: Path) -> bool:

@@ -248,7 +248,9 @@ def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
     tensors = _without_head(model, tensors, folder)
     match(_expected(model, wanted, whole), tensors, check_dtype=False)
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not all_finite(tensor):
+        if not tensor.is_floating_point() or tensor.itemsize == 1:
+            raise CheckpointError(f"{folder}: {name} is {tensor.dtype}: save adapters in BF16, FP16 or FP32")
+        if not all_finite(tensor):
             raise CheckpointError(f"{folder}: {name} has values that are not finite numbers")
     pairs = {
         one.place: (tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"])

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from te_models.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from te_models.errors import DataError
+from te_models.saving.folder import save_folder
 
 TEXTS = ["", "plain", "h\u00e9llo \u4f60\u597d \U0001f600", "<eos><bos> <0x41>", "a\u2028b\r\n\0c", " it 's , fine . "]
 
@@ -295,3 +297,20 @@ def test_a_panic_of_the_library_is_one_line(case: str, tmp_path: Path, capfd: py
         load_tokenizer(tmp_path).encode_batch(["a b"])
     assert "\n" not in str(caught.value)
     assert case != "loading" or not capfd.readouterr().err, "Rust's own lines while a file is loaded"
+
+
+@pytest.mark.parametrize("damage", ["two bytes", "all files"])
+def test_a_damaged_tokenizer_of_a_run_offers_an_older_checkpoint(damage: str, tmp_path: Path) -> None:
+    for step in (1, 2):
+        content = {"weights": {"a": torch.ones(1)}}
+        save_folder(tmp_path / "checkpoints" / f"step-{step:08d}", content, ByteTokenizer().documents())
+    newest = tmp_path / "checkpoints" / "step-00000002"
+    assert load_tokenizer(tmp_path).folder == newest
+    if damage == "two bytes":
+        text = (newest / "tokenizer.json").read_text()
+        (newest / "tokenizer.json").write_text(text.replace("0x41", "0x14", 1))
+    else:
+        for file in newest.iterdir():
+            file.unlink()
+    with pytest.raises(DataError, match="; step-00000001 is whole: move step-00000002 elsewhere to use it$"):
+        load_tokenizer(tmp_path)

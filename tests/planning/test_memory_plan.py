@@ -15,6 +15,8 @@ from te_models import CausalLM, get_recipe, list_presets, list_recipes
 from te_models.cli import main
 from te_models.config.chunk_sizes import HEAD_CHUNK, head_rows
 from te_models.config.presets import get_preset
+from te_models.config.recipe import recipe_from_dict
+from te_models.engine.emulated.recipe import DelayedScaling
 from te_models.files.formats import flatten_state
 from te_models.fp8.primary_weights import is_quantized, quantized_weights
 from te_models.kernels.gated_attention import can_fuse
@@ -394,3 +396,10 @@ def test_mistakes_are_one_line(wrong: list[str], said: str, capsys: pytest.Captu
 def test_a_notebook_shows_the_printed_table(plan: Any) -> None:
     text = html.unescape(re.sub("<[^>]+>", "", plan._repr_html_()))
     assert [line.rstrip() for line in text.splitlines()] == [line.rstrip() for line in str(plan).splitlines()]
+
+
+def test_a_recipe_without_a_history_length_has_that_of_the_engine() -> None:
+    """A recipe file needs no field but its scheme."""
+    shape, bare = get_preset("gated-nano"), recipe_from_dict({"scheme": "DelayedScaling"})
+    whole = bare.replace(amax_history_len=DelayedScaling().amax_history_len)
+    assert plan_memory(shape, bare).peak.total == plan_memory(shape, whole).peak.total

@@ -335,9 +335,9 @@ def head_of_another_model(tensors: dict[str, Tensor], config: dict[str, Any]) ->
     tensors["base_model.model.lm_head.base_layer.weight"] = torch.ones(131, 64)
 
 
-def nan_in_fp8(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+def in_fp8(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     for name, tensor in tensors.items():
-        tensors[name] = (tensor * torch.nan).to(torch.float8_e4m3fn)
+        tensors[name] = tensor.to(torch.float8_e4m3fn)
 
 
 DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str]] = {
@@ -362,7 +362,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str]
     "no targets": (lambda t, c: c.pop("target_modules"), "target_modules is missing: name the modules"),
     "a flag inside": (lambda t, c: c.update(rank_pattern={"(?i)Q_PROJ": 4}), "is not a regular expression: global"),
     "a dropout": (lambda t, c: c.update(lora_dropout=2.0), "lora_dropout=2.0 is not a probability"),
-    "a NaN in FP8": (nan_in_fp8, "values that are not finite"),
+    "values in FP8": (in_fp8, "is torch.float8_e4m3fn: save adapters in BF16"),
     "another head": (head_of_another_model, "is not the model's head"),
     "another rank": (lambda t, c: c.update(rank_pattern={"q_proj": 3}), "has shape"),
 }
