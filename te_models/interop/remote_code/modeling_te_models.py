@@ -75,8 +75,9 @@ class RoPE:
         self.trained = config.max_position_embeddings
         scalings = {"linear": self.linear, "dynamic": self.dynamic, "llama3": self.llama3, "yarn": self.yarn,
                     "longrope": self.longrope}  # fmt: skip
-        kind = self.scaling.get("rope_type")
-        self.scaled = None if kind is None else choose(scalings, "rope_type", kind)
+        self.kind = self.scaling.get("rope_type")
+        self.scaled = None if self.kind is None else choose(scalings, "rope_type", self.kind)
+        self.original = self.scaling.get("original_max_position_embeddings", self.trained)
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [B, S] -> cos, sin [B, 1, S, size]; angles in FP32."""
@@ -111,7 +112,7 @@ class RoPE:
     def yarn(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
         """YaRN (Peng et al. 2023, arXiv 2309.00071)."""
         scaling, size = self.scaling, self.size
-        original = scaling.get("original_max_position_embeddings", self.trained)
+        original = self.original
         bounds = [
             size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
             for turns in (scaling.get("beta_fast", 32), scaling.get("beta_slow", 1))
@@ -136,7 +137,7 @@ class RoPE:
     def longrope(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
         """LongRoPE (Ding et al. 2024, arXiv 2402.13753)."""
         scaling = self.scaling
-        original = scaling.get("original_max_position_embeddings", self.trained)
+        original = self.original
         short, long = (
             torch.tensor(scaling[f"{kind}_factor"], dtype=torch.float32, device=frequency.device)
             for kind in ("short", "long")
@@ -443,6 +444,20 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.lm_head = new_embeddings
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, past_key_values: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Leave out the cache where the longest text gets LongRoPE's other angles, as transformers does for Phi-3."""
+        rope = self.model.ropes[False]
+        if rope.kind == "longrope" and past_key_values is not None and past_key_values.get_seq_length():
+            mask, new = kwargs.get("attention_mask"), input_ids.shape[1] - past_key_values.get_seq_length()
+            length = input_ids.shape[1] if mask is None else int(mask.sum(-1).max())
+            if length - new <= rope.original < length:
+                past_key_values = None
+                kwargs.update(dict.fromkeys(kwargs.keys() & {"next_sequence_length"}))  # all tokens are passed
+        kwargs.update(past_key_values=past_key_values, inputs_embeds=inputs_embeds)
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
     def forward(
         self,
