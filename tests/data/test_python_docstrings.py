@@ -74,6 +74,7 @@ def test_functions_that_do_not_qualify(source: str) -> None:
     assert found(source) == []
 
 
+@pytest.mark.slow
 def test_every_pair_of_the_standard_library(pairs: tuple) -> None:
     training, evaluation = pairs
     assert len(training) > 1000 and 0.08 <= len(evaluation) / (len(training) + len(evaluation)) < 0.1

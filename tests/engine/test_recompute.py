@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits
+from fewer import every
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -69,9 +70,7 @@ def train(wrap: Callable[[nn.Module, Tensor], Tensor], name: str, steps: int = 4
     return found
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "accumulate", "reentrant"), every(2, RECIPES, [1, 2], [False, True]))
 def test_changes_nothing(name: str, accumulate: int, reentrant: bool) -> None:
     """Outputs, gradients, scales and histories in every bit; dropout and stochastic rounding draw the same numbers."""
     expected = train(lambda block, x: block(x), name, accumulate=accumulate)

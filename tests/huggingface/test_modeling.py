@@ -254,9 +254,8 @@ IMPORTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "order", [next(iter(IMPORTS)), *(pytest.param(order, marks=pytest.mark.slow) for order in list(IMPORTS)[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("order", IMPORTS)
 def test_any_order_of_imports_registers_the_classes(order: str, tmp_path: Path, build: Callable[..., CausalLM]) -> None:
     build("current").save_pretrained(tmp_path / "model")
     code = f"{IMPORTS[order]}\nfolder = {str(tmp_path / 'model')!r}\n"

@@ -87,7 +87,7 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
-@pytest.mark.parametrize(("name", "recipe"), every(3, OPTIONS, list_recipes()))
+@pytest.mark.parametrize(("name", "recipe"), every(6, OPTIONS, list_recipes()))
 def test_every_recipe_trains_it(name: str, recipe: str) -> None:
     model, losses = build(name, recipe), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -171,7 +171,7 @@ def test_padding_stays_zero(name: str, recipe: str) -> None:
         assert not bool(tensor[padding].any()) and bool(tensor[~padding].any()), where
 
 
-@pytest.mark.parametrize(("name", "weights"), every(2, OPTIONS, ["delayed", "delayed FP8", "current FP8", "bf16"]))
+@pytest.mark.parametrize(("name", "weights"), every(4, OPTIONS, ["delayed", "delayed FP8", "current FP8", "bf16"]))
 def test_a_folder_gives_it_back(name: str, weights: str, tmp_path: Path) -> None:
     recipe, fp8_params = weights.split()[0], weights.endswith("FP8")
     model = build(name, recipe, fp8_params=fp8_params)
