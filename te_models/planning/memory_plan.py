@@ -56,20 +56,29 @@ class MemoryPlan(Printable):
         return self.peak.total <= (1 - HEADROOM) * gigabytes * 10**9
 
     def largest_batch(self, gigabytes: float) -> int:
-        """Return the largest number of sequences per GPU that fits; 0 if not even one does."""
+        """Return the largest number of sequences per GPU that fits; 0 if not even one does.
 
-        def fits(batch: int) -> bool:
-            return replace(self, training=replace(self.training, batch_size=batch)).fits(gigabytes)
+        The peak is nearly a line over the batch, so a straight line between two batches finds the next to try.
+        """
 
-        if not fits(1):
+        def spare(batch: int) -> float:
+            plan = replace(self, training=replace(self.training, batch_size=batch))
+            return (1 - HEADROOM) * gigabytes * 10**9 - plan.peak.total
+
+        least, most = 1, 2
+        below, above = spare(least), spare(most)
+        if below < 0:
             return 0
-        most = 2
-        while fits(most):
-            most *= 2
-        least = most // 2
+        while above >= 0:
+            further = most + 1 + int(1.05 * above * (most - least) / max(1.0, below - above))
+            least, below, most, above = most, above, further, spare(further)
         while most - least > 1:
-            middle = (least + most) // 2
-            least, most = (middle, most) if fits(middle) else (least, middle)
+            middle = least + min(max(1, int(below * (most - least) / (below - above))), most - least - 1)
+            found = spare(middle)
+            if found >= 0:
+                least, below = middle, found
+            else:
+                most, above = middle, found
         return least
 
     def by_mode(self) -> Iterator[tuple[str | int, MemoryPlan]]:

@@ -445,7 +445,7 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.lm_head = new_embeddings
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # type: ignore[bad-override]  # its arguments differ between versions
         self, input_ids: Tensor, past_key_values: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Leave out the cache where the longest text gets LongRoPE's other angles, as transformers does for Phi-3."""
@@ -457,7 +457,8 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
                 past_key_values = None
                 kwargs.update(dict.fromkeys(kwargs.keys() & {"next_sequence_length"}))  # all tokens are passed
         kwargs.update(past_key_values=past_key_values, inputs_embeds=inputs_embeds)
-        return super().prepare_inputs_for_generation(input_ids, **kwargs)
+        # Its protocol has no properties.
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[bad-argument-type]
 
     def forward(
         self,
