@@ -271,18 +271,19 @@ def resume_parity() -> str:
 
 @table
 def readme_story() -> str:
-    """The end of `make finetune`: its losses, and the second of its samples."""
+    """The end of `make finetune`: its losses, and the last of its samples."""
     result = load("make_finetune_cpu")
     lines = [line.rstrip() for line in result["output"]]
     losses = [line.strip() for line in lines if line.startswith((" eval loss before", " eval loss after"))]
     parts: dict[str, list[str]] = {}
     samples = [n for n, line in enumerate(lines) if line.startswith("sample ")]
-    for line in lines[samples[1] : samples[2]]:
+    for line in lines[samples[-1] : lines.index("next")]:
         if line in ("prompt", "answer in the data", "before", "after"):
             parts[line] = []
         elif parts and line:
             list(parts.values())[-1].append(line)
-    answers = [f"before  {parts['before'][0].strip()} ...", f"after   {' '.join(parts['after'])}"]
+    before = [parts["before"][0].strip()] + ["..."] * (len(parts["before"]) > 1)
+    answers = [f"before  {' '.join(before)}", f"after   {' '.join(parts['after'])}"]
     minutes = f"{result['seconds'] // 60} min {result['seconds'] % 60} s"
     about = f"It took {minutes}, {'without' if result['installed_before'] else 'with'} the installation."
     return "\n".join(["```", *losses, "", *parts["prompt"], "", *answers, "```", "", about])
