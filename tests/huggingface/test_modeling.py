@@ -97,7 +97,9 @@ def test_scores_and_hidden_states_of_generate_are_those_of_transformers(case: st
     for step, (a, b) in enumerate(zip(ours.hidden_states, theirs.hidden_states, strict=True)):
         for layer, (x, y) in enumerate(zip(a, b, strict=True)):
             where = real if step == 0 else slice(None)
-            torch.testing.assert_close(x[where], y[where], **CLOSE, msg=lambda text, n=layer: f"layer {n}: {text}")
+            # Of the order of the largest number: each is a sum over all channels of the layer before.
+            close = dict(rtol=1e-4, atol=1e-4 * y[where].abs().max().item())
+            torch.testing.assert_close(x[where], y[where], **close, msg=lambda text, n=layer: f"layer {n}: {text}")
 
 
 CALLS: dict[str, dict[str, Any]] = {

@@ -114,8 +114,9 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Judge
 
 
 def close(ours: Tensor, reference: Tensor) -> None:
+    """Differences are of the order of the largest number, however the sums of all layers before it are ordered."""
     assert reference.std() > 0.02, "a comparison of equal numbers would prove nothing"
-    torch.testing.assert_close(ours, reference, atol=2e-5, rtol=0)
+    torch.testing.assert_close(ours, reference, atol=1e-4 * reference.abs().max().item(), rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore:.*needs its own code in transformers")
