@@ -1,4 +1,4 @@
-"""What a forward pass is given wrongly is one line of the project's type, and nothing runs."""
+"""Wrong arguments of a forward pass are one line of the project's type, and nothing runs."""
 
 from __future__ import annotations
 
