@@ -83,7 +83,8 @@ def readme_8b() -> str:
     }
     return (
         f"- `llama-3.1-8b` trains in full on one H200 in {whole['peak_gb'] * 1e9 / GIB:.1f} GiB, with 8-bit AdamW and\n"
-        f"  full recomputation, at {whole['tokens_per_second']:,.0f} tokens/s.\n"
+        f"  full recomputation, at {whole['tokens_per_second']:,.0f} tokens/s; measured before a\n"
+        "  [repair](docs/LOG.md) of the optimizer's step.\n"
         f"- With FSDP2 on two H200s it trains at {best['delayed']:,.0f} tokens/s per GPU under `delayed`, "
         f"{best['delayed'] / best['bf16']:.2f} times as fast as in BF16.\n"
         f"- At batch size 1 it generates {fp8:.0f} tokens/s in FP8 and {bf16:.0f} in BF16; transformers generates "
