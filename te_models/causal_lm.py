@@ -111,8 +111,9 @@ class CausalLM(Decoder):
 
         Options: those of te_models.planning.memory_plan.plan_memory; the model's own settings are the defaults.
         """
-        own = {name: getattr(self, name) for name in ("activation_checkpointing", "activation_offload", "fp8_params")}
-        own |= dict(dtype_bytes=self.dtype.itemsize, batch_size=batch_size, seq_len=seq_len)
+        own: dict[str, Any] = dict(dtype_bytes=self.dtype.itemsize, batch_size=batch_size, seq_len=seq_len)
+        own |= dict(activation_checkpointing=self.activation_checkpointing, activation_offload=self.activation_offload)
+        own |= dict(fp8_params=self.fp8_params)
         return plan_memory(self.config, self.recipe, **{**own, **options})
 
     def _reason(self, layer: int) -> str:

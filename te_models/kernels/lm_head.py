@@ -49,8 +49,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Multiply both gradients by that of the loss, an FP32 scalar: the weight of the micro-batch in the step."""
+        (grad,) = grads
         saved = ctx.saved_tensors
         slopes: Any = [slope for slope in saved if slope is not None]
         # A graph that is kept may be gone through again, and reads them again.

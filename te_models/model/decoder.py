@@ -441,9 +441,7 @@ class Decoder(nn.Module):
 
     def _check_weights_fit(self, new: Recipe) -> None:
         """Refuse a recipe that FP8 primary weights are not made for."""
-        edges = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head")
-        same_edges = all(getattr(self.recipe, edge) == getattr(new, edge) for edge in edges)
-        if not (same_edges and quantize_weights_alike(self.recipe, new)):
+        if not (self.recipe.edges == new.edges and quantize_weights_alike(self.recipe, new)):
             raise ValueError(
                 f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and {new.name!r} "
                 "needs others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"

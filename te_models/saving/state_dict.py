@@ -15,7 +15,7 @@ from te_models.fp8.primary_weights import is_quantized, plain
 from te_models.model.decoder import Decoder
 
 
-def save_tie_once(model: nn.Module) -> None:
+def save_tie_once(model: Decoder) -> None:
     """Have a tied table in the model's state_dict once, as in Hugging Face's files: safetensors, and with it
     transformers.Trainer, saves no tensor under two names."""
     model.register_state_dict_post_hook(_leave_out_tie)
@@ -32,7 +32,7 @@ def _restore_tie(model: nn.Module, state: dict[str, Any], prefix: str, *others: 
         state[f"{prefix}lm_head.weight"] = state[f"{prefix}embed_tokens.weight"]
 
 
-def _tie_again(model: Any, incompatible: Any) -> None:
+def _tie_again(model: Decoder, incompatible: Any) -> None:
     """Undo what accelerate's init_empty_weights and `load_state_dict(assign=True)` do: a parameter for each name."""
     model.lm_head.weight = model.embed_tokens.weight
 
@@ -48,14 +48,14 @@ def keep_fp8_state(model: Decoder) -> None:
     model.register_load_state_dict_pre_hook(_read)
 
 
-def _write(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _write(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     state.update({prefix + name: value for name, value in extra_states(model).items()})
     for name, value in state.items():
         if name.startswith(prefix) and local(value) is value and is_quantized(value):
             state[name] = plain(value)
 
 
-def _read(model: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
+def _read(model: Decoder, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """Take the FP8 state out of a state_dict; an `_extra_state` that is absent is an empty one.
 
     safetensors, and so accelerate, saves no two tensors of the same memory, which all empty ones are, and
