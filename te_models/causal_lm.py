@@ -131,15 +131,9 @@ class CausalLM(Decoder):
         return attention_kernel(self.device, self.config.attn_logit_softcapping is not None)
 
     @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end a text: those of generation_config.json, else of the config."""
-        ids = (self.origin.generation or {}).get("eos_token_id", self.config.eos_token_id)
-        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
-
-    @property
-    def pad_token_id(self) -> int | None:
-        """The token id of padding: that of generation_config.json, else of the config; None if there is none."""
-        return (self.origin.generation or {}).get("pad_token_id", self.config.pad_token_id)
+    def generation_values(self) -> Mapping[str, Any]:
+        """The values of generation_config.json in the folder that the model came from."""
+        return self.origin.generation or {}
 
     def generate(
         self,

@@ -118,7 +118,7 @@ def keep_stored_weights(
     sources = {weight: data for data, weight in stored.data.items()}
     count = 0
     for name, parts in members.items():
-        scales = _fused_scales(name, parts, places, stored, live[name].shape, block)
+        scales = _fused_scales(parts, places, stored, live[name].shape, block)
         if scales is not None:
             data = torch.zeros(live[name].shape, dtype=torch.uint8)
             for part, tensor in _read({sources[part]: part for part in parts}, shards):
@@ -129,7 +129,7 @@ def keep_stored_weights(
 
 
 def _fused_scales(
-    name: str, parts: list[str], places: Mapping[str, Place], stored: StoredWeights, shape: torch.Size, block: Any
+    parts: list[str], places: Mapping[str, Place], stored: StoredWeights, shape: torch.Size, block: Any
 ) -> Tensor | None:
     """Return the scales of one parameter in its own blocks; None if it cannot have the stored ones."""
     if stored.scheme is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -232,15 +232,20 @@ class Decoder(nn.Module):
         return weight
 
     @property
+    def generation_values(self) -> Mapping[str, Any]:
+        """The values of generation_config.json, which come before those of the config; none in a Decoder."""
+        return {}
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end a text."""
-        ids = self.config.eos_token_id
+        """Token ids that end a text: those of generation_config.json, else of the config."""
+        ids = self.generation_values.get("eos_token_id", self.config.eos_token_id)
         return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
     @property
     def pad_token_id(self) -> int | None:
-        """The token id of padding, None if there is none."""
-        return self.config.pad_token_id
+        """The token id of padding: that of generation_config.json, else of the config; None if there is none."""
+        return self.generation_values.get("pad_token_id", self.config.pad_token_id)
 
     def forward(
         self,
