@@ -113,7 +113,8 @@ def linear_cross_entropy(
     the gradient; `multiply`, of that file, spares copies of both gradients in backward. (The idea of making the
     gradient chunk by chunk in the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)
     """
+    trained = weight.requires_grad
     if not torch.is_grad_enabled():
         x, weight = x.detach(), weight.detach()  # autograd asks for their gradients even here: two products for nothing
-    rows = chunk or head_rows(len(x), weight.shape[0], weight.shape[1], x.device.type == "cuda")
+    rows = chunk or head_rows(len(x), weight.shape[0], weight.shape[1], x.device.type == "cuda", trained)
     return _LinearCrossEntropy.apply(x, weight, targets, rows, kernel, multiply)

@@ -127,7 +127,8 @@ class Decoder(nn.Module):
         fast = device.type == "cuda" and not activation_offload if fused is None else fused
         self.fused = fast and self.tp.size == 1
         self.kernels = get_kernels(self.te, device, compile=self.compile_mode, fused=self.fused)
-        self.embed_tokens = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **factory)
+        table = torch.empty(config.vocab_size, config.hidden_size, **factory)
+        self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList()
         for layer in range(config.num_hidden_layers):
             with self._weights(in_fp8=layer in self.fp8_layers):

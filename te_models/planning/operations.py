@@ -315,10 +315,11 @@ class Tape:
         as far as they exceed the backward's own buffers.
         """
         c, size = self.config, self.config.vocab_size * self.config.hidden_size
-        own, weight = self.tokens * c.hidden_size * self.element, size * self.element
-        rows = head_rows(self.tokens, c.vocab_size, c.hidden_size, self.training.cuda)
+        trained = not self.training.frozen
+        own, weight = self.tokens * c.hidden_size * self.element, size * self.element * trained
+        rows = head_rows(self.tokens, c.vocab_size, c.hidden_size, self.training.cuda, trained)
         chunk, sums = rows * c.vocab_size, 1 if self.training.cuda else 2
-        sums = 0 if rows == self.tokens else sums  # with one chunk its product is the gradient
+        sums = sums if trained and rows < self.tokens else 0  # with one chunk its product is the gradient
         beside = self.element + (0 if self.training.compile else 3 * FP32)
         if self.training.cuda and self.training.fused and not self.training.activation_offload:
             beside = 0
