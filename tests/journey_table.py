@@ -185,6 +185,7 @@ ONE_GPU: dict[str, Journey] = {
     "full": train("--recipe current --activation-checkpointing full"),
     "full-save": train("--recipe delayed --activation-checkpointing full --save-every 8"),
     "offload": train("--recipe delayed --activation-offload", graph=False),
+    "offload-full": train("--recipe delayed --activation-checkpointing full --activation-offload", graph=False),
     "fp8-params": train("--recipe delayed --fp8-params"),
     "fp8-params-current": train("--recipe current --fp8-params"),
     "fp8-params-accumulate": train("--recipe current --fp8-params --gradient-accumulation 2", graph=False),

@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 from te_models.config.model import ModelConfig
 from te_models.config.options import RecipeOptions
 from te_models.config.recipe import Recipe, get_recipe
-from te_models.config.recompute_modes import check_mode
+from te_models.config.recompute_modes import check_mode, offload_allows_fused
 from te_models.device.choice import choose_device
 from te_models.device.measured import once
 from te_models.engine import check_support, engine_module, get_engine
@@ -73,8 +73,8 @@ class Decoder(nn.Module):
         compile: fuse the operations between the GEMMs with torch.compile (on CUDA devices); "max-autotune" also times
             variants of each kernel and takes the fastest.
         fused: run attention with RoPE and gate as one operation, where its heads allow it, and hand FP8 from module to
-            module, where the engine can (te_models.kernels.dispatch); None: on CUDA devices, but not with
-            activation_offload, which moves no FP8 that was handed on.
+            module, where the engine can (te_models.kernels.dispatch); None: on CUDA devices, but under
+            activation_offload only where every block stores just its input, since it moves no FP8 that was handed on.
         initialize: False leaves the parameters without values, for a loader that fills them.
         materialize: False leaves them on the meta device, for a caller that shards them before they take memory.
         tp_mesh: the ranks that share this model, a DeviceMesh of one dimension; each rank builds it
@@ -124,7 +124,8 @@ class Decoder(nn.Module):
         self.amax_group = amax_group
 
         factory: dict[str, Any] = dict(device=device if materialize else torch.device("meta"), dtype=dtype)
-        fast = device.type == "cuda" and not activation_offload if fused is None else fused
+        movable = not activation_offload or offload_allows_fused(self.activation_checkpointing)
+        fast = device.type == "cuda" and movable if fused is None else fused
         self.fused = fast and self.tp.size == 1
         self.kernels = get_kernels(self.te, device, compile=self.compile_mode, fused=self.fused)
         table = torch.empty(config.vocab_size, config.hidden_size, **factory)

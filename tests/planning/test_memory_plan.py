@@ -171,6 +171,7 @@ def test_measured_peaks(name: str) -> None:
         ({}, 1),
         (dict(fused=False), 2),
         (dict(activation_offload=True), 2),
+        (dict(activation_offload=True, activation_checkpointing="full"), 1),
         (dict(cuda=False), 2),
         (dict(compile=False), 1),
     ],
