@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized
-from te_models.optim.gradients import Gradients, chunks, clip_factor, gradient_norm
+from te_models.optim.gradients import Gradients, chunks, clip_factor, gradient_norm, scale
 from te_models.optim.master import check_kind, set_group_rate
 from te_models.optim.state_tensors import check_values, like
 
@@ -83,7 +83,7 @@ class TEAdam:
         norm = gradient_norm(self.parameters, gradients)
         factor = clip_factor(norm, max_norm)
         if factor is not None and gradients:
-            torch._foreach_mul_(gradients, factor)
+            scale(gradients, factor)
         return norm
 
     def skip_if(self, bad: Tensor) -> None:
