@@ -67,7 +67,7 @@ SCHEMES: dict[str, Scheme] = {
     ),
 }  # fmt: skip
 
-# A history takes 20 bytes per row and linear layer; FP32 has exponents for no larger margin.
+# A history takes 20 bytes per row and linear layer; FP32's exponent allows no larger margin.
 LARGEST = dict(amax_history_len=65536, margin=100)
 # Fields of te-models in every recipe: layers that stay out of FP8.
 EDGES: dict[str, Check] = dict(num_layers_at_start_in_bf16=int, num_layers_at_end_in_bf16=int, lm_head=("bf16", "fp8"))
@@ -162,7 +162,7 @@ class Recipe:
 
     @property
     def formats(self) -> str:
-        """The formats that run: of activations and gradients, such as "E4M3/E5M2"."""
+        """The formats of activations and gradients, such as "E4M3/E5M2"."""
         scheme = SCHEMES[self.scheme]
         hybrid = self.fields.get("fp8_format", scheme.fp8_format) == "HYBRID"
         return f"{scheme.forward}/E5M2" if hybrid else scheme.forward
@@ -207,7 +207,7 @@ def get_recipe(recipe: str | Path | Recipe | Any, **overrides: Any) -> Recipe:
     """Return the Recipe for a name, the path of a TOML file, a Recipe or a Transformer Engine recipe object.
 
     Args:
-        recipe: see above.
+        recipe: a name of `list_recipes()`, a path, or an object, as above.
         overrides: fields to change.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Records as people have them: rows of five formats, recognised by what is in them, to documents to train on.
+"""Rows of five common formats, recognised by their content, to documents to train on.
 
 * messages (OpenAI): `messages`, a list of {"role", "content"}; perhaps `tools`
 * ShareGPT: `conversations`, a list of {"from", "value"}; perhaps `system` and `tools`
@@ -6,7 +6,7 @@
 * prompt/completion: `prompt` and `completion`, two texts or two lists of messages
 * text: `text`
 
-Which of the first two a list of turns is depends on the keys of its turns, whatever the column is called.
+A list of turns is of the first or second format depending on the keys of its turns, whatever the column's name.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Document:
 
 
 def recognise(row: Mapping[str, Any]) -> str | None:
-    """Return the format of a row, None if it is of none of them."""
+    """Return the format of a row, or None."""
     for name in _LISTS:
         turns = _parsed(row.get(name))
         if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
@@ -220,7 +220,7 @@ def _message(turn: Any, columns: Mapping[str, str], place: str) -> dict[str, Any
 
 
 def _unlearned_if_empty(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message, of weight 0 if it is an answer that says and calls nothing: it would teach to end at once."""
+    """Return a message, with weight 0 if it is an empty answer, which would teach the model to stop at once."""
     if message["role"] != "assistant" or any(not _is_blank(message.get(name)) for name in _ANSWER_FIELDS):
         return message
     return {**message, "weight": 0}

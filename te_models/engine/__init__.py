@@ -23,7 +23,7 @@ from te_models.device.cudnn import load_torchs_cudnn
 from te_models.errors import unknown
 
 ENGINES = ("auto", "native", "emulated")
-OLDEST = (2, 20)  # of Transformer Engine: measured with; 2.16 already has the names that native.py uses
+OLDEST = (2, 20)  # version of Transformer Engine that was tested; 2.16 already has the names that native.py uses
 
 
 # Here rather than before the import of the native engine: other libraries import Transformer Engine too (peft does).

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, even after a crash, a full disk or a kill at any moment.
+"""Files and folders that appear complete or not at all, even after a crash, a full disk or a kill at any moment.
 
 A folder is written under a hidden name beside its place, every file and the folder fsynced, then renamed into place. A
 folder that was there before is first renamed aside and deleted last, so at any moment one of the two is whole;

@@ -42,7 +42,7 @@ INVERSE_MAX = {dtype: torch.ones((), dtype=torch.float32).div(value).item() for 
 
 
 def device_type(x: Tensor) -> str:
-    """Return `x.device.type`, ten times as fast on the host of a GPU."""
+    """Return `x.device.type`, but ten times as fast on the host of a GPU."""
     return "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
 
 
