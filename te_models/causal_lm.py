@@ -33,7 +33,7 @@ from te_models.serving.export import Export, export
 
 
 class CausalLM(Decoder):
-    """A Decoder with presets, loading, saving, plans and generation. It takes the arguments of Decoder."""
+    """A Decoder with presets, loading, saving, plans and generation. Arguments: te_models.model.decoder.Decoder."""
 
     def __init__(
         self, config: ModelConfig, *, initialize: bool = True, materialize: bool = True, **options: Unpack[BuildOptions]

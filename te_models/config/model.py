@@ -68,7 +68,7 @@ class ModelConfig(NamedFields):
     sliding_rope: Mapping[str, Any] | None = documented(
         None, "RoPE of the layers with a window, where it differs (Gemma 3, OLMo 3).", hash=False
     )
-    rope_interleaved: bool = documented(False, "RoPE rotates neighbouring channels instead of the two halves (GLM-4).")
+    rope_interleaved: bool = documented(False, "RoPE rotates neighboring channels instead of the two halves (GLM-4).")
     partial_rotary_factor: float = documented(1.0, "Share of a head's channels that RoPE rotates (Qwen3-Next).")
     no_rope_layers: tuple[int, ...] | None = documented(None, "One entry per layer: 1 with RoPE, 0 without (SmolLM3).")
     sliding_window: int | None = documented(None, "Number of keys that a query sees, itself included (Mistral).")

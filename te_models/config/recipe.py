@@ -3,7 +3,7 @@
 `SCHEMES` lists the fields of each class, a file in `recipes/` gives their values, and keywords override them. A new
 recipe of a known scheme is one TOML file, a new scheme one row here.
 
-Transformer Engine ignores unknown fields silently (section 1.1 of docs/internals/transformer_engine.md: a misspelt
+Transformer Engine ignores unknown fields silently (section 1.1 of docs/internals/transformer_engine.md: a misspelled
 `amax_histroy_len` does nothing); here each is an error that names the nearest valid one.
 """
 
@@ -98,7 +98,16 @@ FIELD_HELP = {  # of every field that is a flag of the command line
 class Recipe:
     """A precision recipe with every value resolved; change it with `replace`, which validates.
 
-    `scheme` is the name of Transformer Engine's recipe class ("none" for BF16) and `fields` its values.
+    Attributes:
+        name: the name of the recipe, such as "delayed".
+        scheme: the name of Transformer Engine's recipe class; "none" for BF16.
+        fields: the values of that class's fields.
+        num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: blocks at both ends that run in BF16.
+        lm_head: precision of the output head, "bf16" or "fp8".
+        description, hardware: text for `te-models list`.
+
+    Raises:
+        ConfigError: an unknown scheme or field, or a value out of range.
     """
 
     name: str

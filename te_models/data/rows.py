@@ -31,11 +31,11 @@ from te_models.data.files import (
 from te_models.data.formats import (
     ROW_COLUMNS,
     Document,
-    may_be_recognised,
-    misspelt,
+    may_be_recognized,
+    misspelled,
     rename,
     row_document,
-    unrecognised,
+    unrecognized,
     without_nulls,
 )
 from te_models.errors import DataError, DataUnavailable, needs
@@ -279,9 +279,9 @@ def _parquet_ranges(file: str, range_bytes: int) -> Iterator[tuple[FileRange, in
 def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[str, Any], str]]:
     with open_bytes(part.path) as file, _parquet(file, part.path) as table:
         names = table.schema_arrow.names
-        if not may_be_recognised(rename(dict.fromkeys(names), columns)):
+        if not may_be_recognized(rename(dict.fromkeys(names), columns)):
             fields = dict.fromkeys(names)
-            raise DataError(misspelt(columns, fields, part.path) or unrecognised(fields, part.path))
+            raise DataError(misspelled(columns, fields, part.path) or unrecognized(fields, part.path))
         wanted = [name for name in names if name in ROW_COLUMNS or name in columns]
         batches = table.iter_batches(batch_size=1024, row_groups=[part.group], columns=wanted)
         at = 0

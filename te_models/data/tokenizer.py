@@ -183,9 +183,9 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
     """Load a tokenizer.
 
     Args:
-        source: a tokenizer.json, a folder with one, or with files that transformers makes one of, a saved model, the
-            folder of a run (its newest checkpoint), or the name of a model on the Hugging Face hub. None, and a model
-            of te-models saved without a tokenizer, give the ByteTokenizer.
+        source: a tokenizer.json, a folder with one, or with files that transformers can convert to one, a saved model,
+            the folder of a run (its newest checkpoint), or the name of a model on the Hugging Face hub. None, and a
+            model of te-models saved without a tokenizer, give the ByteTokenizer.
 
     Raises:
         ValueError: there is no such file, it is not a tokenizer, or the packages that read it are missing.

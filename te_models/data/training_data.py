@@ -49,8 +49,8 @@ def open_data(
     """Open the data of a run. Lines about it are in `describe()` of the dataset.
 
     Args:
-        data: a file, folder, glob, URL or Hub dataset, several of them, each perhaps with a weight ("a.jsonl:3"), or a
-            DataConfig; "python-docstrings": functions and docstrings of Python's standard library; None: Python's own
+        data: a file, folder, glob, URL or Hub dataset, several of them, each with an optional weight ("a.jsonl:3"), or
+            a DataConfig; "python-docstrings": functions and docstrings of Python's standard library; None: Python's own
             documentation and sources.
         tokenizer: encodes the text. If there are conversations and it has no chat template, it gets a plain one, which
             it saves (`Tokenizer.set_chat_template`).

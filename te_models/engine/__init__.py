@@ -35,6 +35,7 @@ def get_engine(name: str = "auto", device: torch.device | str | None = None) -> 
 
     Args:
         name: "auto" (native where a CUDA device and Transformer Engine are available), "native" or "emulated".
+        device: the modules' device; None: the first CUDA device if there is one, else the CPU.
 
     Returns:
         the engine's namespace, its name ("native" or "emulated") and the reason for the choice, in a few words.

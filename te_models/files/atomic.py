@@ -116,7 +116,7 @@ def discard(path: Path) -> None:
 
 
 def _hidden(path: Path) -> Path:
-    """Return a new name, which `sweep` recognises, beside `path`, which may be a folder renamed aside."""
+    """Return a new name, which `sweep` recognizes, beside `path`, which may be a folder renamed aside."""
     name = path.name.removeprefix(".").removesuffix(".replaced")
     return path.with_name(f".{name}.saving-{secrets.token_hex(4)}")
 

@@ -361,7 +361,7 @@ FAMILIES = (
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
                   "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "pad_token_id": 151329,
                   "eos_token_id": [151329, 151336, 151338], "attention_bias": True},
-        only=NO_DROPOUT, note="four norms per layer, RoPE on neighbouring channels of half of each head",
+        only=NO_DROPOUT, note="four norms per layer, RoPE on neighboring channels of half of each head",
     ),
     Family(
         model_type="gemma2", architecture="Gemma2ForCausalLM", models="Gemma 2",

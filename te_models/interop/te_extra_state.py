@@ -119,7 +119,7 @@ def _checked(state: Any) -> dict[str, Any]:
             raise ValueError("its recipe is not one of Transformer Engine's")
         found["recipe"] = {"recipe_type": recipe.kind, **_fields(recipe.fields)}
         found.setdefault("extra_fp8_variables", {}).update(_fields(part.get("extra_fp8_variables", {})))
-        found |= {name: _materialise(name, part[name]) for name in TENSOR_DIMS if name in part}
+        found |= {name: _materialize(name, part[name]) for name in TENSOR_DIMS if name in part}
     for direction in ("fwd", "bwd"):
         widths = [
             found[name].shape[-1] for name in (f"scale_{direction}", f"amax_history_{direction}") if name in found
@@ -144,7 +144,7 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: plain(value) for name, value in values.items() if not name.startswith("_")}
 
 
-def _materialise(name: str, value: Any) -> Tensor:
+def _materialize(name: str, value: Any) -> Tensor:
     if not isinstance(value, _Lazy) or len(value.shape) != TENSOR_DIMS[name]:
         raise ValueError(f"{name} is not a tensor of {TENSOR_DIMS[name]} dimensions")
     return torch.frombuffer(bytearray(value.data), dtype=torch.float32).reshape(value.shape)

@@ -21,7 +21,7 @@ from torch import Tensor
 from te_models.kernels.fp8_triton import encode_fp8
 
 # Rows and columns of a tile, for four warps, and rows of tiles per band. Programs go down a band before they go right,
-# so those that run at about the same time write neighbouring memory in both copies. The fastest of thirty choices on
+# so those that run at about the same time write neighboring memory in both copies. The fastest of thirty choices on
 # an H200.
 ROWS, COLUMNS, BAND = 64, 64, 8
 NORM_ROWS, NORM_COLUMNS = 32, 128  # of which a program goes through all columns

@@ -72,8 +72,9 @@ def checkpoint(
 def fp8_state(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of all scales and amax histories in `module`, to be saved with its state_dict.
 
-    Names are `<submodule>.scaling_fwd.scale` and so on, FP32 tensors (sections 2.1 and 7.11 of
-    docs/internals/transformer_engine.md). Empty before the first FP8 forward and under recipes without state.
+    Names are `<submodule>.scaling_fwd.scale`, FP32 [n], and `<submodule>.scaling_fwd.amax_history`, FP32 [length, n],
+    and the same with scaling_bwd, for the n tensors that a module quantizes in that direction (sections 2.1 and 7.11
+    of docs/internals/transformer_engine.md). Empty before the first FP8 forward and under recipes without state.
     """
     return {name: tensor.clone() for name, tensor in scaling_state.fp8_state(module).items()}
 

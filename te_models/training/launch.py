@@ -37,6 +37,9 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
         config: `parallel` and the fields after it are used.
         device: "cpu" trains on CPUs, over gloo, even where there are GPUs; None: this process's own GPU, if any.
 
+    Yields:
+        the run's Parallel: `build` for CausalLM, `data_rank` and `data_world` for open_data, itself for the Trainer.
+
     Raises:
         ValueError: the options do not fit each other or the number of processes.
         LostPeer: inside, another process died or did not answer for `config.collective_timeout` seconds.

@@ -203,6 +203,9 @@ def load_lora(
         trainable: whether the adapters are to be trained further; else the model is returned in eval mode.
         adapter_name: the name that the adapter gets.
 
+    Returns:
+        peft's model around `model`, whose te.Linear now have adapters.
+
     Raises:
         CheckpointError: the folder is damaged, does not fit the model, or is of a kind that is not supported.
     """

@@ -123,7 +123,7 @@ def save_figure(figure: Any, path: Path) -> None:
 def smooth(values: Sequence[float], width: float | None = None) -> NDArray[np.float64]:
     """Return values smoothed without lag: a straight line fitted around each of them, weighted by a Gaussian.
 
-    The fit is centred, so that a bend stays where it is. At the ends it uses the values on one side
+    The fit is centered, so that a bend stays where it is. At the ends it uses the values on one side
     and follows their slope (local linear regression: Fan and Gijbels 1996), where an average would lag. `width` is the
     standard deviation of the weights in steps; None: a 50th of the steps, at least one.
     """

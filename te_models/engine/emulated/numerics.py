@@ -1,7 +1,7 @@
 """The arithmetic of Transformer Engine's casts, as pure functions on tensors: amax, scale, FP8 data, block scales.
 
 Rounding is to nearest, ties to even; overflow and infinities saturate; NaN stays NaN and does not count for an amax.
-Everything is computed in FP32 and on the device of the input, without host synchronisation.
+Everything is computed in FP32 and on the device of the input, without host synchronization.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def _round_blocks(
 
 def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the largest magnitudes of the blocks of x, FP32; a NaN is larger than any number."""
-    # As integers, which have the same order: torch's FP32 maximum over 16 neighbours is four times slower on CPU.
+    # As integers, which have the same order: torch's FP32 maximum over 16 neighbors is four times slower on CPU.
     parts = [x[rows].float().view(torch.int32) & 0x7FFFFFFF for rows in numerics.row_tiles(x, block[0])]
     return torch.cat([numerics.split_blocks(part, block).amax((1, 3)) for part in parts]).view(torch.float32)
 
