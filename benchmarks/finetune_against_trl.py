@@ -11,7 +11,7 @@ after the last step.
 Each variant runs in its own process. Both use BF16 weights without masters, an 8-bit AdamW with stochastic
 rounding (full) or AdamW (LoRA), the same recomputation of activations, batch and sequence length. TRL's attention is
 PyTorch's SDPA: "trl" sees the documents of a row as one, which is its fastest way without FlashAttention's package;
-"trl-documents" knows where each begins, as te-models does.
+"trl-documents" knows where each begins, as te-models does. "current+offload" stores the inputs of blocks on the host.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 TINY = dict(vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2,
             num_key_value_heads=1, head_dim=32)  # fmt: skip
-WAYS = ("trl", "trl-documents", "bf16", "delayed", "current")
+WAYS = ("trl", "trl-documents", "bf16", "delayed", "current", "current+offload")
 STEPS, WARM_UP = 24, 8
 
 
@@ -106,9 +106,11 @@ def ours(job: Job) -> dict[str, Any]:
 
     torch.manual_seed(0)
     shape = TINY if job.tiny else {}
-    fp8_params = job.method == "lora" and job.way != "bf16"
-    model = CausalLM.from_preset(job.shape, recipe=job.way, device=job.device, fp8_params=fp8_params,
-                                 activation_checkpointing=job.settings()["recompute"], **shape)  # fmt: skip
+    recipe, _, offload = job.way.partition("+")
+    fp8_params = job.method == "lora" and recipe != "bf16"
+    model = CausalLM.from_preset(job.shape, recipe=recipe, device=job.device, fp8_params=fp8_params,
+                                 activation_checkpointing=job.settings()["recompute"],
+                                 activation_offload=bool(offload), **shape)  # fmt: skip
     saved = LoraRun(model, LoraSettings(rank=RANK, alpha=2.0 * RANK), None) if job.method == "lora" else None
     run = Trainer(model, job.rows(), [], job.train_config(), Path("unused"), saved=saved)
     return measure(run.steps(iter(run.dataset)), job.device)

@@ -21,10 +21,11 @@ from te_models.config.recipe import get_recipe
 from te_models.config.toml import render_toml
 from te_models.config.training import TrainConfig
 from te_models.data.chat_template import SECONDS as TEMPLATE_SECONDS
-from te_models.data.chat_template import ChatTemplate
+from te_models.data.chat_template import ChatTemplate, template_source, template_tokens
 from te_models.data.corpus_chunks import ChunkReader, find_chunks
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document, load_documents
+from te_models.data.json_files import read_json_object
 from te_models.data.sources import open_sources
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import DataError, TeModelsError
@@ -212,7 +213,10 @@ def load_words(folder: Path, live: Live) -> Any:
 def load_chat(folder: Path, live: Live) -> Any:
     """Load a chat template and render a conversation, without a word of the environment."""
     os.environ[SECRET] = "sesame"
-    text = ChatTemplate.from_folder(folder).render(CONVERSATION)
+    source, config = template_source(folder), read_json_object(folder / "tokenizer_config.json") or {}
+    if source is None:
+        raise DataError(f"{folder} has no chat template")
+    text = ChatTemplate(source, template_tokens(config)).render(CONVERSATION)
     assert "sesame" not in text
     return text
 

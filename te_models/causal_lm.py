@@ -111,8 +111,9 @@ class CausalLM(Decoder):
 
         Options are those of te_models.planning.memory_plan.plan_memory; the model's own settings are the defaults.
         """
-        own = {name: getattr(self, name) for name in ("activation_checkpointing", "activation_offload", "fp8_params")}
-        own |= dict(dtype_bytes=self.dtype.itemsize, batch_size=batch_size, seq_len=seq_len)
+        own: dict[str, Any] = dict(dtype_bytes=self.dtype.itemsize, batch_size=batch_size, seq_len=seq_len)
+        own |= dict(activation_checkpointing=self.activation_checkpointing, activation_offload=self.activation_offload)
+        own |= dict(fp8_params=self.fp8_params)
         return plan_memory(self.config, self.recipe, **{**own, **options})
 
     def _reason(self, layer: int) -> str:
@@ -130,15 +131,9 @@ class CausalLM(Decoder):
         return attention_kernel(self.device, self.config.attn_logit_softcapping is not None)
 
     @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end a text: those of generation_config.json, else of the config."""
-        ids = (self.origin.generation or {}).get("eos_token_id", self.config.eos_token_id)
-        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
-
-    @property
-    def pad_token_id(self) -> int | None:
-        """The token id of padding: that of generation_config.json, else of the config; None if there is none."""
-        return (self.origin.generation or {}).get("pad_token_id", self.config.pad_token_id)
+    def generation_values(self) -> Mapping[str, Any]:
+        """The values of generation_config.json in the folder that the model came from."""
+        return self.origin.generation or {}
 
     def generate(
         self,

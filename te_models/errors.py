@@ -8,7 +8,10 @@ import difflib
 import importlib.metadata
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MANY = 20  # choices, in the line about an unknown one
 LONGEST = 1000  # characters of a message
@@ -130,6 +133,11 @@ class NamedFields:
             if name not in known:
                 raise unknown(f"field of {cls.__name__}", name, known, f"help(te_models.{cls.__name__})")
         return super().__new__(cls)
+
+
+def field_values(instance: DataclassInstance) -> dict[str, Any]:
+    """Return name -> value of each field of a dataclass, for checks that walk over all of them."""
+    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
 
 
 @contextlib.contextmanager

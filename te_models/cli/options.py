@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 from rich.console import Console
@@ -196,7 +196,7 @@ def _field_options() -> Iterator[Decorator]:
 
 def _scalar(kind: Any) -> type | None:
     """Return the type of a flag: int for `int | None`, and so on; None for a type that one flag cannot express."""
-    return next((t for t in (bool, int, float, str) if t is kind or t in getattr(kind, "__args__", ())), None)
+    return next((t for t in (bool, int, float, str) if t is kind or t in get_args(kind)), None)
 
 
 preset_option = option(

@@ -8,7 +8,7 @@ from dataclasses import MISSING, FrozenInstanceError, dataclass, fields
 from typing import Any, get_type_hints
 
 from te_models.config.layout import qkvg_sections, stored_rows
-from te_models.errors import ConfigError, NamedFields, documented, unknown
+from te_models.errors import ConfigError, NamedFields, documented, field_values, unknown
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Field -> its values.
@@ -109,9 +109,10 @@ class ModelConfig(NamedFields):
     pad_token_id: int | None = documented(None, "Token id of padding.")
 
     def __post_init__(self) -> None:
+        values = field_values(self)
         for name in ("no_rope_layers", "layer_types", "eos_token_id"):
-            if isinstance(value := getattr(self, name), list):
-                object.__setattr__(self, name, tuple(value))
+            if isinstance(values[name], list):
+                object.__setattr__(self, name, tuple(values[name]))
         _check_types(self)
         _check_layers(self)
         if self.num_key_value_heads is None:
@@ -124,8 +125,8 @@ class ModelConfig(NamedFields):
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise unknown(name, getattr(self, name), choices)
+            if values[name] not in choices:
+                raise unknown(name, values[name], choices)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
@@ -275,8 +276,9 @@ def config_fields() -> dict[str, Any]:
 
 def _check_types(config: ModelConfig) -> None:
     """Require positive ints for sizes, positive floats for rates and bools for flags, also from a hand-written file."""
+    values = field_values(config)
     for f in fields(config):
-        value, kind = getattr(config, f.name), str(f.type)
+        value, kind = values[f.name], str(f.type)
         if value is None and (f.default is None):
             continue
         if kind.startswith("bool"):
@@ -299,8 +301,8 @@ def _check_layers(config: ModelConfig) -> None:
     """Require a number of layers that can be planned, and a known kind for each in fields that name one."""
     if config.num_hidden_layers > MAX_LAYERS:
         raise ConfigError(f"num_hidden_layers={config.num_hidden_layers} is too large: give {MAX_LAYERS} or fewer")
-    for name, allowed in (("no_rope_layers", (0, 1)), ("layer_types", LAYER_TYPES)):
-        values = getattr(config, name)
+    per_layer = {"no_rope_layers": (config.no_rope_layers, (0, 1)), "layer_types": (config.layer_types, LAYER_TYPES)}
+    for name, (values, allowed) in per_layer.items():
         if values is None:
             continue
         if len(values) != config.num_hidden_layers:

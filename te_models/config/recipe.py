@@ -129,7 +129,7 @@ class Recipe:
         if "fp8_format" in fields:
             fields["fp8_format"] = _format(fields["fp8_format"])
         checks = {**SCHEMES[self.scheme].fields, **EDGES}
-        for name, value in {**fields, **{edge: getattr(self, edge) for edge in EDGES}}.items():
+        for name, value in {**fields, **self.edges}.items():
             if name not in checks:
                 raise unknown(f"field of recipe {self.name!r}", name, checks)
             _check(name, value, checks[name])
@@ -143,6 +143,12 @@ class Recipe:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
         return self  # immutable
+
+    @property
+    def edges(self) -> dict[str, Any]:
+        """The fields of EDGES, by name."""
+        start, end = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
+        return dict(num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end, lm_head=self.lm_head)
 
     @property
     def quantized(self) -> bool:
@@ -183,10 +189,9 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Return every resolved value as plain JSON values: the content of `recipe.json`."""
-        edges = {name: getattr(self, name) for name in EDGES}
         default = SCHEMES[self.scheme].fp8_format
         fields = ({"fp8_format": default} if default else {}) | dict(self.fields)
-        return {"name": self.name, "scheme": self.scheme, **fields, **edges}
+        return {"name": self.name, "scheme": self.scheme, **fields, **self.edges}
 
     def build(self, te: Any) -> Any:
         """Return the engine's recipe object, an instance of Transformer Engine's class; None for BF16."""
@@ -197,7 +202,7 @@ class Recipe:
             values["fp8_format"] = te.recipe.Format[values["fp8_format"]]
         if values.get("backward_override") == "none":
             values["backward_override"] = None
-        built = getattr(te.recipe, self.scheme)(**values)
+        built = getattr(te.recipe, self.scheme)(**values)  # a scheme has the name of its class
         # Transformer Engine sets these three from the environment, ignoring the constructor's arguments.
         power_of_two = values.get("use_power_2_scales", not values.get("use_f32_scales", True))
         if self.scheme in ("Float8CurrentScaling", "Float8BlockScaling"):
@@ -285,7 +290,7 @@ def _refuse_other_fields(recipe: Any, taken: dict[str, Any]) -> None:
     for name, value in vars(recipe).items():
         if name in taken:
             continue
-        default = getattr(plain, name, None)
+        default = getattr(plain, name, None)  # None for an attribute that the user has added
         allowed = [default]
         if name.startswith("fp8_quant_") and default is not None:  # as `build` sets it
             allowed.append(dataclasses.replace(default, power_2_scale=power_of_two))

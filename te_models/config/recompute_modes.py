@@ -32,6 +32,15 @@ def recomputes_block(mode: str | int, layer: int) -> bool:
     return mode == "full" or (isinstance(mode, int) and layer % mode == 0)
 
 
+def offload_allows_fused(mode: str | int) -> bool:
+    """Return whether activation offload can move all that blocks save when fused kernels run.
+
+    It moves plain tensors. Fused kernels also save FP8 data that one module hands to the next, unless every block
+    stores only its input.
+    """
+    return mode in ("full", 1)
+
+
 def recomputes_mlp(mode: str | int, layer: int, layers: int, fp8: bool, fp8_weights: bool = False) -> bool:
     """Return whether block number `layer` of `layers` recomputes the input of SwiGLU.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from te_models.errors import ConfigError, NamedFields, documented, unknown
+from te_models.errors import ConfigError, NamedFields, documented, field_values, unknown
 
 PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp")
 SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
@@ -70,13 +70,14 @@ class TrainConfig(NamedFields):
     collective_timeout: int = documented(60, "Seconds after which a process that does not answer ends the run.")
 
     def __post_init__(self) -> None:
+        values = field_values(self)
         for f in fields(self):
-            value, least = getattr(self, f.name), 1 if f.name in AT_LEAST_ONE else 0
+            value, least = values[f.name], 1 if f.name in AT_LEAST_ONE else 0
             if isinstance(f.default, (int, float)) and not least <= value < math.inf:
                 raise ConfigError(f"{f.name}={value} is out of range: give {least} or more")
         for name, choices in dict(parallel=PARALLEL, reduce_dtype=REDUCE_DTYPES, schedule=SCHEDULES).items():
-            if getattr(self, name) not in choices:
-                raise unknown(name, getattr(self, name), choices)
+            if values[name] not in choices:
+                raise unknown(name, values[name], choices)
         if self.patience and not self.eval_every:
             raise ConfigError(f"patience={self.patience} counts evaluations, and eval_every=0 makes none: give both")
 

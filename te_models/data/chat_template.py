@@ -82,18 +82,6 @@ class ChatTemplate:
         if "error" in answer:
             raise DataError(f"the chat template is not valid Jinja: {answer['error']}")
 
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> ChatTemplate:
-        """Read the template of a tokenizer's folder: chat_template.jinja, else the one in tokenizer_config.json.
-
-        Raises:
-            DataError: there is none, or it is damaged.
-        """
-        source = template_source(folder)
-        if source is None:
-            raise DataError(f"{folder} has no chat template, so it is no chat model: leave out --chat")
-        return cls(source, template_tokens(read_json_object(Path(folder) / "tokenizer_config.json") or {}))
-
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
         """Return the prompt after which the assistant speaks; `variables` are the template's, such as enable_thinking.
 

@@ -55,8 +55,13 @@ class Encoded:
 
     def select(self, index: NDArray[np.int64] | NDArray[np.bool_]) -> Encoded:
         """Return some of the documents; the tokens are shared."""
-        chosen = {name: getattr(self, name)[index] for name in ("starts", "lengths", "prompts", "records")}
-        return replace(self, **chosen)
+        return replace(
+            self,
+            starts=self.starts[index],
+            lengths=self.lengths[index],
+            prompts=self.prompts[index],
+            records=self.records[index],
+        )
 
     def parts(self, values: NDArray[Any]) -> Iterator[NDArray[Any]]:
         """Yield the part of each document of `values` [N], which are given for all tokens."""

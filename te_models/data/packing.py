@@ -15,8 +15,8 @@ from torch import Tensor
 from te_models.config.data import PACKINGS
 from te_models.data.encoding import Encoded
 from te_models.errors import UsageError, unknown
+from te_models.model.targets import IGNORED
 
-IGNORED = -100  # label of tokens that the loss does not count: Hugging Face's and PyTorch's convention
 GROUP = 4096  # records that are packed together: the fuller windows, the larger
 
 Window = dict[str, NDArray[np.int64]]

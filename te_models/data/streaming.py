@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from te_models.data.corpus_chunks import CHUNK_BYTES, FIRST, TARGET, ChunkReader, Chunks, find_chunks
+from te_models.data.dataset import check_position
 from te_models.data.encoding import Fit, encode_documents
 from te_models.data.formats import Document
 from te_models.data.packing import check_windows, pack_window, repeats, stack_windows
@@ -192,11 +193,7 @@ class StreamingDataset:
             UsageError: the state is of other data, another tokenizer, seq_len, packing, seed or number of lanes, or
                 lacks the lanes of some ranks.
         """
-        if state["fingerprint"] != self.fingerprint:
-            raise UsageError(
-                "the saved data position is of other data: resume with the same --data, --tokenizer, --seq-len, "
-                "--packing and --seed, or start a new run"
-            )
+        check_position(state, self.fingerprint)
         if len(state["lanes"]) != self.num_lanes:
             raise UsageError(
                 f"the saved data position has {len(state['lanes'])} of {self.num_lanes} lanes: it is of one rank only; "

@@ -19,7 +19,6 @@ from te_models.interop.hf import tokenizer_files
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 SOURCES = (*SENTENCEPIECE, "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
 PROBE = "The quick brown fox jumps over 12 lazy dogs."
-ROLES = ("bos", "eos", "pad")
 
 
 def convert_tokenizer(folder: Path) -> tuple[Any, dict[str, str]] | None:
@@ -54,7 +53,7 @@ def convert_tokenizer(folder: Path) -> tuple[Any, dict[str, str]] | None:
             made = maker.from_pretrained(folder, **options)
             if wanted is not None and made.encode(PROBE, add_special_tokens=False) != wanted:
                 raise ValueError("the result has other ids than the sentencepiece library")
-            tokens = {f"{role}_token": getattr(made, f"{role}_token") for role in ROLES}
+            tokens = dict(bos_token=made.bos_token, eos_token=made.eos_token, pad_token=made.pad_token)
             document = json.loads(made.backend_tokenizer.to_str())
             return document, {name: token for name, token in tokens.items() if token is not None}
         except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
@@ -72,6 +71,7 @@ def _check_class(transformers: Any, name: str) -> None:
 
     AutoTokenizer calls from_pretrained of any class that a file names, and a model's would load the folder's weights.
     """
+    # The name comes from a file, which may leave out "Fast", or name what transformers does not have.
     found = getattr(transformers, name, None) or getattr(transformers, f"{name}Fast", None)
     bases = (transformers.PreTrainedTokenizerBase, transformers.AutoTokenizer)
     if found is not None and not (isinstance(found, type) and issubclass(found, bases)):

@@ -212,8 +212,9 @@ class _Norm(torch.autograd.Function):
         return y, total.view_as(total) if delta is None else total
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and delta, which are one tensor, and of the weight."""
+        dy, dtotal = grads
         total, weight, inverse = ctx.saved_tensors
         dy, dtotal = dy.contiguous(), dtotal.contiguous()
         dx, dweight = tex.rmsnorm_bwd_add(dy, total, dtotal, inverse, weight, 0, ctx.zero_centered)
@@ -233,8 +234,9 @@ class _SwiGLU(torch.autograd.Function):
         return tex.swiglu(gate_up, quantizer)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of gate_up."""
+        (dy,) = grads
         gate_up, dy = saved_input(ctx), dy.contiguous()
         if ctx.gradient is not None:
             fp8 = handover_triton.dswiglu(dy, gate_up, *ctx.gradient.place)

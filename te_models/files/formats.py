@@ -96,17 +96,9 @@ def read_bytes(path: Path, limit: int, error: type[TeModelsError] = CheckpointEr
     return data
 
 
-def read_text(path: Path, limit: int = TEXT_BYTES, error: type[TeModelsError] = CheckpointError) -> str:
-    """Return the text of a UTF-8 file of at most `limit` bytes; raise `error` for anything else."""
-    try:
-        return read_bytes(path, limit, error).decode()
-    except UnicodeDecodeError as problem:
-        raise error(f"{path} is not UTF-8 text: {first_line(problem)}") from None
-
-
-def read_json(path: Path, error: type[TeModelsError] = CheckpointError) -> Any:
-    """Parse a JSON file of bounded size, without duplicate keys, NaN or infinities; raise `error` for any other."""
-    return parse_json(read_bytes(path, json_limit(path.name), error), path, error)
+def read_json(path: Path) -> Any:
+    """Parse a JSON file of bounded size, without duplicate keys, NaN or infinities; any other is a CheckpointError."""
+    return parse_json(read_bytes(path, json_limit(path.name)), path)
 
 
 def json_limit(file: str) -> int:

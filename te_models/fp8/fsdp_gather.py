@@ -11,7 +11,7 @@ that of the amax over the ranks that share the weight (te_models.fp8.primary_wei
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class FP8Shard(torch.Tensor):
     """
 
     fp8: Any
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[override]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[override]  # as in torch's docs
 
     @staticmethod
     def __new__(cls, fp8: Any, shape: Any = None) -> FP8Shard:
@@ -38,7 +38,7 @@ class FP8Shard(torch.Tensor):
         self.fp8 = fp8
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch's is written in C
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         aten = torch.ops.aten
@@ -89,15 +89,25 @@ def _empty(shard: Any, gathered: Tensor, dtype: torch.dtype) -> Any:
     return quantizer.make_empty(gathered.shape, dtype=dtype, device=gathered.device)
 
 
-def reduce_amax_over(quantizer: Any, group: Any) -> None:
+@runtime_checkable
+class _ReducesAmax(Protocol):
+    """A quantizer of either engine that can take its amax over several processes; some formats have none."""
+
+    with_amax_reduction: bool
+    amax_reduction_group: Any
+
+
+def reduce_amax_over(quantizer: object, group: Any) -> None:
     """Make a quantizer of either engine take its amax over the processes of `group` (None: of the tensor only).
 
     Quantizers of delayed scaling, which have a scale already, stay as they are.
     """
-    if hasattr(quantizer, "with_amax_reduction"):
+    if isinstance(quantizer, _ReducesAmax):
         quantizer.with_amax_reduction, quantizer.amax_reduction_group = group is not None, group
 
 
-def amax_group(quantizer: Any) -> Any:
+def amax_group(quantizer: object) -> Any:
     """Return the processes over which a quantizer takes its amax (None: of the tensor only)."""
-    return quantizer.amax_reduction_group if getattr(quantizer, "with_amax_reduction", False) else None
+    if isinstance(quantizer, _ReducesAmax) and quantizer.with_amax_reduction:
+        return quantizer.amax_reduction_group
+    return None

@@ -131,16 +131,17 @@ def saved_weight(parameter: Any) -> dict[str, Tensor]:
 def restore_weight(parameter: Any, saved: Mapping[str, Tensor]) -> None:
     """Write back what `saved_weight` returned, to the bit."""
     fp8 = quantized(parameter)
+    if fp8 is None:
+        parameter.copy_(saved[""])
+        return
+    parts = _parts(fp8)
     for part, tensor in saved.items():
-        if fp8 is None:
-            parameter.copy_(tensor)
-        elif part == "scale":
+        if part == "scale":
             fp8._quantizer.scale.copy_(tensor)
             fp8._quantizer.amax.zero_()
         else:
-            getattr(fp8, f"_{part}").copy_(tensor)
-    if fp8 is not None:
-        _transpose_again(fp8)
+            parts[part].copy_(tensor)
+    _transpose_again(fp8)
 
 
 @torch.no_grad()
@@ -214,7 +215,7 @@ def _keep_kind_of_scales(fp8: Any) -> None:
 
     They also tell the emulated engine that products of data and scale are not BF16 numbers.
     """
-    scales = getattr(fp8, "_rowwise_scale_inv", None)  # weights with one scale have none
+    scales = _parts(fp8).get("rowwise_scale_inv")  # weights with one scale have none
     if scales is None or not scales.is_floating_point():
         return
     mantissas = scales[scales > 0].frexp().mantissa
@@ -225,7 +226,7 @@ def _keep_kind_of_scales(fp8: Any) -> None:
 def _transpose_again(fp8: Any) -> None:
     """Make the transposed copy of a weight with one scale again, after its data changed."""
     usages = fp8.get_usages()
-    if getattr(fp8, "_data", None) is not None and usages["columnwise"]:
+    if "data" in _parts(fp8) and usages["columnwise"]:
         fp8.update_usage(columnwise_usage=False)
         fp8.update_usage(columnwise_usage=True)
 
@@ -289,11 +290,12 @@ def _weight_quantizer(module: Any, built: Any) -> Any:
 
 def _owners(model: nn.Module) -> list[Any]:
     """Return the modules with FP8 weights."""
+    # Blocks and containers have no weight of their own.
     return [module for module in model.modules() if is_quantized(getattr(module, "weight", None))]
 
 
 def _parts(fp8: Any) -> dict[str, Tensor]:
-    """Return the FP8 data and the inverse scales of a quantized tensor, by name."""
+    """Return the FP8 data and the inverse scales of a quantized tensor, by name; a format lacks some of them."""
     return {part: tensor for part in _PARTS if (tensor := getattr(fp8, f"_{part}", None)) is not None}
 
 

@@ -249,8 +249,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         """Continue prompts as transformers does, with all of its options; FP8 weights are quantized once per call."""
         options.setdefault("disable_compile", True)  # with a static cache it would compile forward, into many pieces
         with self._weights_quantized_once():
-            # Its protocol has no properties.
-            return super().generate(*args, **options)  # type: ignore[bad-argument-type]
+            return super().generate(*args, **options)  # type: ignore[bad-argument-type]  # its protocol lacks properties
 
     def prepare_inputs_for_generation(  # type: ignore[bad-override]  # its other arguments differ between versions
         self,
@@ -270,8 +269,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values = None
             kwargs |= dict.fromkeys(kwargs.keys() & {"next_sequence_length"})  # all tokens are passed
         kwargs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
-        # Its protocol has no properties.
-        return super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[bad-argument-type]
+        prepare = super().prepare_inputs_for_generation
+        return prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties
 
     @contextlib.contextmanager
     def _weights_quantized_once(self) -> Iterator[None]:
@@ -389,7 +388,7 @@ def _changed(config: TEModelsConfig, folder: Path) -> dict[str, Any]:
     return {name: value for name, value in config.model_config().to_dict().items() if own[name] != value}
 
 
-def _add_prefix(model: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
+def _add_prefix(model: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """Accept a state_dict with the names of CausalLM too."""
     for name in [name for name in state if name.startswith(prefix)]:
         bare = name.removeprefix(prefix)
@@ -397,7 +396,7 @@ def _add_prefix(model: Any, state: dict[str, Any], prefix: str, *others: Any) ->
             state[prefix + WRAPPED + bare] = state.pop(name)
 
 
-def _leave_out_empty(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _leave_out_empty(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Leave the `_extra_state` of modules without FP8 state out of a state_dict.
 
     accelerate sets tensors by name and supports only parameters and buffers.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from te_models.config.layout import row_ranges
 from te_models.config.model import ModelConfig
 from te_models.distributed.dtensor import local, write_shard
-from te_models.errors import CheckpointError, UsageError
+from te_models.errors import CheckpointError, UsageError, field_values
 from te_models.files.atomic import first_line, replacing_folder, write_file
 from te_models.files.formats import (
     SafetensorsFile,
@@ -38,6 +38,7 @@ from te_models.files.formats import (
 from te_models.fp8.primary_weights import plain, write_weight
 from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.interop.hf_places import TOP, Rows
+from te_models.interop.hub import saved_dtype
 from te_models.interop.model_card import CARD, model_card, user_card
 from te_models.interop.quantized import CONFIG_KEYS, MODELOPT_FILE, StoredWeights, open_weights, read_scheme
 from te_models.interop.stored_weights import keep_stored_weights
@@ -221,7 +222,8 @@ def check_shape(
 
     A gate and a larger vocabulary may be added: they are zeros.
     """
-    changed = [name for name in overrides if getattr(config, name) != getattr(wanted, name)]
+    before, after = field_values(config), field_values(wanted)
+    changed = [name for name in overrides if before[name] != after[name]]
     if not changed:
         return
     allowed = dict(
@@ -234,7 +236,7 @@ def check_shape(
         for shape in (dataclasses.replace(config, **allowed), wanted)
     ]
     if shapes[0] != shapes[1]:
-        given = ", ".join(f"{name}={getattr(wanted, name)!r}" for name in changed)
+        given = ", ".join(f"{name}={after[name]!r}" for name in changed)
         raise UsageError(f"the weights in {folder} do not fit {given}: a model that has weights keeps their shape")
 
 
@@ -252,6 +254,8 @@ def double_output_projections(model: nn.Module) -> None:
 def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Place]:
     """Return their tensor's name -> its place in ours, in their order; `shapes` are those of our parameters."""
     blocks = row_ranges(config)
+    heads, groups_of_heads = config.num_attention_heads, config.num_key_value_heads
+    units = {None: 1, "num_attention_heads": heads, "num_key_value_heads": groups_of_heads}
     tables = {name: Rows(module) for name, module in TOP.items()}
     for layer in range(config.num_hidden_layers):
         for name, rows in family.layer.items():
@@ -266,7 +270,7 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
             if ours not in shapes or (theirs == "lm_head" and config.tie_word_embeddings):
                 continue
             ranges = [blocks[block] for block in rows.blocks] or [(0, shapes[ours][0])]
-            groups = getattr(config, rows.per) if rows.per else 1
+            groups = units[rows.per]
             shape = (sum(count for _, count in ranges), *shapes[ours][1:])
             found[f"{theirs}.{kind}"] = Place(ours, tuple((start, n // groups) for start, n in ranges), groups, shape)
     return found
@@ -488,9 +492,4 @@ def _replaceable(name: str) -> bool:
 
 def config_dtype(folder: Path, document: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype that a config.json of Hugging Face names, FP32 if it names none."""
-    name = document.get("dtype") or document.get("torch_dtype") or "float32"
-    if name not in ("bfloat16", "float16", "float32"):
-        raise CheckpointError(
-            f"{folder}/config.json: dtype {list_some([repr(name)])} is not bfloat16, float16 or float32"
-        )
-    return getattr(torch, name)
+    return saved_dtype(f"{folder}/config.json", document.get("dtype") or document.get("torch_dtype") or "float32")

@@ -334,9 +334,9 @@ def same(*names: str) -> Part:
     )
 
 
-def biases(qkv: str | None = "attention_bias", out: str | None = "attention_bias", mlp: str | None = None) -> Part:
+def biases(out: str | None = "attention_bias", mlp: str | None = None) -> Part:
     """Return the part of the keys that say which projections have a bias; None: there is none on those."""
-    fields = {"attention_bias": qkv, "attention_output_bias": out, "mlp_bias": mlp}
+    fields = {"attention_bias": "attention_bias", "attention_output_bias": out, "mlp_bias": mlp}
     named = {ours: key for ours, key in fields.items() if key is not None}
     return Part(
         tuple(dict.fromkeys(named.values())),

@@ -9,8 +9,9 @@ from typing import Any, get_type_hints
 import torch
 
 from te_models.config.shipped import list_shipped, shipped_folder
-from te_models.errors import UsageError, needs, unknown
+from te_models.errors import CheckpointError, UsageError, needs, unknown
 from te_models.files.atomic import first_line, readable
+from te_models.files.formats import list_some
 from te_models.interop.model_card import CARD, user_card
 from te_models.model.options import HubOptions, LoadOptions
 
@@ -150,6 +151,13 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
             "('sdpa'), with cuDNN's or FlashAttention's kernel on a GPU; leave it out"
         )
     return {name: value for name, value in hub.items() if value is not None}, rest
+
+
+def saved_dtype(file: str | Path, name: Any) -> torch.dtype:
+    """Return the dtype called `name` in a config.json, `file`; a CheckpointError for any other than these three."""
+    if name not in tuple(DTYPES):  # a list or a dict is no key
+        raise CheckpointError(f"{file}: dtype {list_some([repr(name)])} is not bfloat16, float16 or float32")
+    return DTYPES[name]
 
 
 def _dtype(value: Any) -> torch.dtype | None:

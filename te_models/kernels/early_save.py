@@ -27,7 +27,8 @@ class _EarlySave(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (dx,) = grads
         return dx
 
 
@@ -42,7 +43,7 @@ def save_input(ctx: Any, x: Tensor, recompute: Callable[[], Callable[[Tensor], T
     `recompute()`, called before the forward pass ends, returns the function that computes the output from x in
     backward.
     """
-    ctx.source = x.grad_fn if type(x.grad_fn) is _EarlySave._backward_cls else None  # type: ignore[attr-defined]
+    ctx.source = x.grad_fn if type(x.grad_fn) is _EarlySave._backward_cls else None
     ctx.recompute = recompute
     if ctx.source is None:
         ctx.save_for_backward(x)

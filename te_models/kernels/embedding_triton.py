@@ -55,7 +55,7 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
         (ids,) = ctx.saved_tensors
         return None, gradient(dy.flatten(0, -2), ids.flatten(), ctx.vocabulary)
 

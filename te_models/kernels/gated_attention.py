@@ -156,8 +156,9 @@ class _AttentionCore(torch.autograd.Function):
         return (mixed if logits is None else ops.gate(mixed, logits)).reshape(rows, -1)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of qkvg, made in one buffer."""
+        (dy,) = grads
         batch, rows, heads, ops, target, spans = ctx.setting
         qkvg, cos, sin, out, *tensors = ctx.saved_tensors
         plain, tensors = iter(ctx.plain), iter(tensors)

@@ -45,7 +45,8 @@ class _SwiGLU(torch.autograd.Function):
         return forward(gate_up)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
         return ctx.make_gradient(dy, saved_input(ctx)), None, None
 
 

@@ -49,8 +49,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Multiply both gradients by that of the loss, an FP32 scalar: the weight of the micro-batch in the step."""
+        (grad,) = grads
         saved = ctx.saved_tensors
         slopes: Any = [slope for slope in saved if slope is not None]
         # With retain_graph, another backward reads them again.
@@ -112,7 +113,8 @@ def linear_cross_entropy(
     the gradient; `multiply`, of that file, saves copies of both gradients in backward. (The idea of making the
     gradient chunk by chunk in the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)
     """
+    trained = weight.requires_grad
     if not torch.is_grad_enabled():
         x, weight = x.detach(), weight.detach()  # else needs_input_grad is True even here: two products in vain
-    rows = chunk or head_rows(len(x), weight.shape[0], weight.shape[1], x.device.type == "cuda")
+    rows = chunk or head_rows(len(x), weight.shape[0], weight.shape[1], x.device.type == "cuda", trained)
     return _LinearCrossEntropy.apply(x, weight, targets, rows, kernel, multiply)

@@ -55,8 +55,9 @@ class _SoftcapAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k and v."""
+        (dy,) = grads
         q, k, v = ctx.saved_tensors
         (scale, cap), heads = ctx.numbers, k.shape[1]
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -228,7 +228,7 @@ class _SpanAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, first, last = ctx.saved_tensors
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
         return *Spans(first, last).backward(dy, *tensors, ctx.scale), None, None, None

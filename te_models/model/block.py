@@ -63,7 +63,7 @@ class Block(nn.Module):
     def _forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         h, x = self._normed(self.input_layernorm, x, None, self.self_attn.qkvg_proj, context)
         delta = self._delta(self.attention_output_norm, self.self_attn(h, context))
-        hidden, x = context.recompute.run_mlp(self.mlp, self._mlp_hidden, x, delta, context)
+        hidden, x = context.recompute.run_mlp(self, self.mlp, self._mlp_hidden, x, delta, context)
         return x + self._delta(self.mlp_output_norm, self.mlp.output(hidden, context))
 
     def _mlp_hidden(self, x: Tensor, delta: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 from te_models.config.model import ModelConfig
 from te_models.config.options import RecipeOptions
 from te_models.config.recipe import Recipe, get_recipe
-from te_models.config.recompute_modes import check_mode
+from te_models.config.recompute_modes import check_mode, offload_allows_fused
 from te_models.device.choice import choose_device
 from te_models.device.measured import once
 from te_models.engine import check_support, engine_module, get_engine
@@ -73,8 +73,8 @@ class Decoder(nn.Module):
         compile: fuse the operations between the GEMMs with torch.compile (on CUDA devices); "max-autotune" also times
             variants of each kernel and uses the fastest.
         fused: run attention with RoPE and gate as one operation, where its heads allow it, and pass FP8 from module to
-            module, where the engine supports it (te_models.kernels.dispatch); None: on CUDA devices, but not with
-            activation_offload, which does not move FP8 activations passed on in this way.
+            module, where the engine supports it (te_models.kernels.dispatch); None: on CUDA devices, but under
+            activation_offload only if every block stores just its input, since offload does not move FP8 passed on.
         initialize: False leaves the parameters without values, for a loader that fills them.
         materialize: False leaves them on the meta device, for a caller that shards them before they take memory.
         tp_mesh: the ranks that share this model, a DeviceMesh of one dimension; each rank builds it
@@ -124,10 +124,12 @@ class Decoder(nn.Module):
         self.amax_group = amax_group
 
         factory: dict[str, Any] = dict(device=device if materialize else torch.device("meta"), dtype=dtype)
-        fast = device.type == "cuda" and not activation_offload if fused is None else fused
+        movable = not activation_offload or offload_allows_fused(self.activation_checkpointing)
+        fast = device.type == "cuda" and movable if fused is None else fused
         self.fused = fast and self.tp.size == 1
         self.kernels = get_kernels(self.te, device, compile=self.compile_mode, fused=self.fused)
-        self.embed_tokens = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **factory)
+        table = torch.empty(config.vocab_size, config.hidden_size, **factory)
+        self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList()
         for layer in range(config.num_hidden_layers):
             with self._weights(in_fp8=layer in self.fp8_layers):
@@ -232,15 +234,20 @@ class Decoder(nn.Module):
         return weight
 
     @property
+    def generation_values(self) -> Mapping[str, Any]:
+        """The values of generation_config.json, which come before those of the config; none in a Decoder."""
+        return {}
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end a text."""
-        ids = self.config.eos_token_id
+        """Token ids that end a text: those of generation_config.json, else of the config."""
+        ids = self.generation_values.get("eos_token_id", self.config.eos_token_id)
         return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
     @property
     def pad_token_id(self) -> int | None:
-        """The token id of padding, None if there is none."""
-        return self.config.pad_token_id
+        """The token id of padding: that of generation_config.json, else of the config; None if there is none."""
+        return self.generation_values.get("pad_token_id", self.config.pad_token_id)
 
     def forward(
         self,
@@ -441,9 +448,7 @@ class Decoder(nn.Module):
 
     def _check_weights_fit(self, new: Recipe) -> None:
         """Refuse a recipe whose format the FP8 primary weights do not have."""
-        edges = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head")
-        same_edges = all(getattr(self.recipe, edge) == getattr(new, edge) for edge in edges)
-        if not (same_edges and quantize_weights_alike(self.recipe, new)):
+        if not (self.recipe.edges == new.edges and quantize_weights_alike(self.recipe, new)):
             raise ValueError(
                 f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and {new.name!r} "
                 "needs others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"

@@ -107,13 +107,14 @@ class _Storage:
     def __del__(self) -> None:
         self.block.wait()  # else its memory could be reused while a copy still writes to it
 
-    def on_host(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first byte, its place) of each piece of it within one page."""
+    def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the place on the host and the content of each piece of it within one page."""
+        assert self.content is not None
         done = 0
         while done < self.size:
             page, offset = divmod(self.start + done, PAGE)
             piece = self.block.pages[page][offset : offset + self.size - done]
-            yield done, piece
+            yield piece, self.content[done : done + len(piece)]
             done += len(piece)
 
 
@@ -171,7 +172,7 @@ class _Block:
                 continue
             if address not in found:
                 content = torch.empty(0, dtype=torch.uint8, device=self.device)
-                content = content.set_(storage)  # type: ignore[call-overload]
+                content = content.set_(storage)
                 found[address] = _Storage(self, size, content)
                 size += -(-nbytes // ALIGNMENT) * ALIGNMENT
             saved.leave(found[address])
@@ -179,8 +180,8 @@ class _Block:
         self.storages = [weakref.ref(storage) for storage in found.values()]
         with self.memory.copying():
             for storage in found.values():
-                for first, place in storage.on_host():
-                    place.copy_(storage.content[first : first + len(place)], non_blocking=True)  # type: ignore[index]
+                for place, content in storage.pieces():
+                    place.copy_(content, non_blocking=True)
         self.event = self.memory.mark() if found else None
 
     def release(self) -> None:
@@ -204,8 +205,8 @@ class _Block:
             storage.content = torch.empty(storage.size, dtype=torch.uint8, device=self.device)
         with self.memory.copying():
             for storage in missing:
-                for first, place in storage.on_host():
-                    storage.content[first : first + len(place)].copy_(place, non_blocking=True)  # type: ignore[index]
+                for place, content in storage.pieces():
+                    content.copy_(place, non_blocking=True)
         self.event = self.memory.mark()
 
     def wait(self) -> None:
@@ -253,6 +254,6 @@ def _addresses(module: nn.Module, shared: Any) -> set[int]:
     tensors: list[Any] = [*module.parameters(), *module.buffers()]
     tensors += [leaf for leaf in tree_leaves(shared) if isinstance(leaf, Tensor)]
     for child in module.modules():
-        tensors += getattr(child, "_fp8_workspaces", {}).values()
+        tensors += getattr(child, "_fp8_workspaces", {}).values()  # the te layers of either engine have some
     parts = [part for t in tensors for part in (t.get_data_tensors() if hasattr(t, "get_data_tensors") else (t,))]
     return {local(part).untyped_storage().data_ptr() for part in parts if part is not None}

@@ -81,14 +81,16 @@ class Recompute:
             return self.recomputed(block, block, x, *args, restore_random=may_draw(block))
         return block(x, *args)
 
-    def run_mlp(self, mlp: nn.Module, function: Callable[..., Any], x: Tensor, delta: Tensor, *args: Any) -> Any:
+    def run_mlp(
+        self, block: nn.Module, mlp: nn.Module, function: Callable[..., Any], x: Tensor, delta: Tensor, *args: Any
+    ) -> Any:
         """Return function(x, delta, *args): the MLP of the current block, up to the output of SwiGLU.
 
         If the mode asks for it, backward recomputes it from x + delta, from which the function computes the same.
         """
         if recomputes_mlp(self.mode, self.layer, self.layers, self._fp8, self.fp8_weights):
-            owner = getattr(function, "__self__", mlp)  # the block, whose norm is part of it
-            return self.recomputed(mlp, function, x + delta, None, *args, restore_random=may_draw(owner))
+            # A norm of the block is part of the function, and may be another library's.
+            return self.recomputed(mlp, function, x + delta, None, *args, restore_random=may_draw(block))
         return function(x, delta, *args)
 
     def discarding(self, hidden: Tensor) -> contextlib.AbstractContextManager[None]:
@@ -142,8 +144,8 @@ class Recompute:
         """Note the quantized weights that the first pass used, if micro-batches share them."""
         yield
         if self.first_microbatch is not None:
-            modules = [m for m in owner.modules() if hasattr(m, "_fp8_workspaces")]
-            caches += [(module, dict(module._fp8_workspaces)) for module in modules]  # type: ignore[arg-type]
+            modules: list[Any] = [m for m in owner.modules() if hasattr(m, "_fp8_workspaces")]
+            caches += [(module, dict(module._fp8_workspaces)) for module in modules]
 
     @contextlib.contextmanager
     def _in_high_precision(self) -> Iterator[None]:
@@ -202,6 +204,7 @@ def may_draw(owner: nn.Module) -> bool:
 
 def _draws_nothing(source: Any) -> bool:
     """Return whether a class or a hook comes from a library known to draw no random numbers, such as FSDP2's hooks."""
+    # Callables of C extensions may have no module.
     return str(getattr(source, "__module__", "")).startswith(DRAW_NOTHING)
 
 

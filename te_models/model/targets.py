@@ -8,7 +8,7 @@ from torch import Tensor
 
 from te_models.errors import UsageError
 
-IGNORED = -100
+IGNORED = -100  # label of tokens that the loss does not count: Hugging Face's and PyTorch's convention
 
 
 def next_token_targets(labels: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor | None]:

@@ -101,8 +101,11 @@ class TensorParallel:
             raise ValueError(
                 "sequence_parallel=True supports no attention_output_bias or mlp_bias: use sequence_parallel=False"
             )
-        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-        counts = {name: getattr(config, name) for name in names}
+        counts: dict[str, Any] = {
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads,
+            "intermediate_size": config.intermediate_size,
+        }
         common = math.gcd(*counts.values())
         for name, count in counts.items():
             if count % self.size:
@@ -130,11 +133,11 @@ class TensorParallel:
 
     def scatter(self, x: Tensor) -> Tensor:
         """Return this rank's rows of x [N, D], which all ranks have; its gradient is again whole on all ranks."""
-        return _Scatter.apply(x, self) if self.scatters else x  # type: ignore[return-value]
+        return _Scatter.apply(x, self) if self.scatters else x
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows of all ranks [N, D], which all of them use in the same way."""
-        return _Gather.apply(x, self) if self.scatters else x  # type: ignore[return-value]
+        return _Gather.apply(x, self) if self.scatters else x
 
     def norm(self, norm: nn.Module, x: Tensor, partial: bool) -> Tensor:
         """Return norm(x). Where x is a part of what the weight acts on, the weight's gradient is summed over the ranks.
@@ -153,7 +156,7 @@ class TensorParallel:
     def mark(self, model: nn.Module) -> None:
         """Set `tp_sharded` on each parameter."""
         for name, parameter in model.named_parameters():
-            parameter.tp_sharded = self.size > 1 and is_sharded(name)  # type: ignore[attr-defined]
+            parameter.tp_sharded = self.size > 1 and is_sharded(name)  # type: ignore[attr-defined]  # our attribute
 
     @contextmanager
     def filling_all(self, model: nn.Module, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
@@ -270,7 +273,8 @@ class _Scatter(torch.autograd.Function):
         return x.chunk(tp.size)[tp.rank].clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
         return all_gather(grad, ctx.tp.group), None
 
 
@@ -283,7 +287,8 @@ class _Gather(torch.autograd.Function):
         return all_gather(x, tp.group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
         return grad.chunk(ctx.tp.size)[ctx.tp.rank].contiguous(), None
 
 
@@ -296,5 +301,6 @@ class _Summed(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
         return all_reduce(grad.float(), ctx.tp.group).to(grad.dtype), None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, Literal
 
 import torch
@@ -97,7 +97,7 @@ def load_fp8_state(
 
 def _owner(function: Callable[..., Any], modules: Iterable[nn.Module]) -> nn.Module:
     """Return one module that contains all te layers which the function is known to use."""
-    bound = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    bound = function.__self__ if isinstance(function, MethodType) else function
     return nn.ModuleList([*modules, *([bound] if isinstance(bound, nn.Module) else [])])
 
 

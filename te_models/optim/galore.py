@@ -61,7 +61,7 @@ class GaLore(torch.optim.Optimizer):
         super().__init__(params, dict(**fields, rank=rank, refresh=refresh, scale=scale))
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
         """Update every matrix that has a gradient. A closure is not supported."""
         for group in self.param_groups:
             for p in group["params"]:

@@ -57,7 +57,7 @@ class Muon8bit(torch.optim.Optimizer):
         self._compile = compile
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
         """Update every matrix that has a gradient. A closure is not supported."""
         for group in self.param_groups:
             for batch in batches([p for p in group["params"] if p.grad is not None]):

@@ -15,7 +15,12 @@ from te_models.config.chunk_sizes import head_rows
 from te_models.config.layout import linear_sizes
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
-from te_models.config.recompute_modes import recomputes_block, recomputes_mlp, recomputes_product
+from te_models.config.recompute_modes import (
+    offload_allows_fused,
+    recomputes_block,
+    recomputes_mlp,
+    recomputes_product,
+)
 from te_models.errors import UsageError, unknown
 from te_models.planning.parameter_bytes import FP32, OPTIMIZERS
 
@@ -68,6 +73,12 @@ class Training:
     fused: bool = True
     cuda: bool = True
     dtype_bytes: int = 2
+
+    @property
+    def fused_kernels(self) -> bool:
+        """Return whether fused kernels run, as model/decoder.py decides."""
+        allowed = not self.activation_offload or offload_allows_fused(self.activation_checkpointing)
+        return self.fused and self.cuda and allowed
 
     def __post_init__(self) -> None:
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
@@ -127,8 +138,8 @@ class Tape:
         """Return whether attention, RoPE and gate are one operation, as kernels/gated_attention.py decides on GPUs."""
         c, training = self.config, self.training
         cudnn = c.head_dim in (64, 128) and training.seq_len >= 128 and self.element == 2
-        kernel = self._spans if self._slides(layer) else training.fused and training.cuda and cudnn
-        return kernel and not training.activation_offload and not c.attention_obstacles
+        kernel = self._spans if self._slides(layer) else training.fused_kernels and cudnn
+        return kernel and not c.attention_obstacles
 
     def _slides(self, layer: int) -> bool:
         window = self.config.window(layer)
@@ -138,7 +149,7 @@ class Tape:
     def _spans(self) -> bool:
         """Return whether windows are spans of keys, for kernels/span_attention_triton.py, rather than masks."""
         capped, training = self.config.attn_logit_softcapping is not None, self.training
-        return training.fused and training.cuda and self.element == 2 and self.config.head_dim <= 256 and not capped
+        return training.fused_kernels and self.element == 2 and self.config.head_dim <= 256 and not capped
 
     def fp8(self, layer: int) -> bool:
         """Return whether this layer runs inside the autocast."""
@@ -189,7 +200,7 @@ class Tape:
             return step._replace(saved=x, scratch=dy)
         if self.training.gpus > 1:  # Transformer Engine requantizes weights sharded by FSDP2 in backward
             return step._replace(saved=x, scratch=dy + w)
-        if self.training.fused and self.training.cuda and self.recipe.stateful and not self.training.cached_weights:
+        if self.training.fused_kernels and self.recipe.stateful and not self.training.cached_weights:
             w = operand_bytes(self.recipe, outputs, inputs, "w", "columnwise")
         return step._replace(saved=x, copies=w, scratch=dy)
 
@@ -315,12 +326,13 @@ class Tape:
         scratch where they exceed the backward's own buffers.
         """
         c, size = self.config, self.config.vocab_size * self.config.hidden_size
-        own, weight = self.tokens * c.hidden_size * self.element, size * self.element
-        rows = head_rows(self.tokens, c.vocab_size, c.hidden_size, self.training.cuda)
+        trained = not self.training.frozen
+        own, weight = self.tokens * c.hidden_size * self.element, size * self.element * trained
+        rows = head_rows(self.tokens, c.vocab_size, c.hidden_size, self.training.cuda, trained)
         chunk, sums = rows * c.vocab_size, 1 if self.training.cuda else 2
-        sums = 0 if rows == self.tokens else sums  # with one chunk its product is the gradient
+        sums = sums if trained and rows < self.tokens else 0  # with one chunk its product is the gradient
         beside = self.element + (0 if self.training.compile else 3 * FP32)
-        if self.training.cuda and self.training.fused and not self.training.activation_offload:
+        if self.training.fused_kernels:
             beside = 0
         if c.final_logit_softcapping is not None or c.logits_scaling != 1:  # the scaled logits, and two of FP32
             beside += self.element + 2 * FP32
@@ -341,7 +353,7 @@ class Tape:
         """Yield the whole forward pass; te_models/config/recompute_modes.py decides what is recomputed."""
         mode, c, fp8_weights = self.training.activation_checkpointing, self.config, self.training.fp8_params
         # Where SwiGLU writes the FP8 input of down_proj itself, it can also recompute it.
-        hands_over = fp8_weights and self.training.fused and self.training.cuda and self.recipe.scheme in PER_TENSOR
+        hands_over = fp8_weights and self.training.fused_kernels and self.recipe.scheme in PER_TENSOR
         hands_over = hands_over and not c.mlp_obstacles
         rotary = self.rotary_tables()
         table = c.vocab_size * c.hidden_size * self.element

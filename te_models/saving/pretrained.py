@@ -45,7 +45,7 @@ from te_models.interop.hf import (
     write_hugging_face,
 )
 from te_models.interop.hf_families import family_of
-from te_models.interop.hub import local_folder
+from te_models.interop.hub import local_folder, saved_dtype
 from te_models.interop.quantized import CONFIG_KEYS, read_scheme
 from te_models.interop.te_checkpoint import TECheckpoint, read_te_checkpoint, te_files
 from te_models.model.decoder import Decoder
@@ -315,17 +315,16 @@ def read_config(saved: Folder) -> tuple[ModelConfig, torch.dtype]:
     if not isinstance(saved.documents["config"], dict):
         raise CheckpointError(f"{path} is not an object of names and values")
     values = dict(saved.documents["config"])
-    kind, dtype = values.pop("model_type", None), values.pop("dtype", None)
+    kind, name = values.pop("model_type", None), values.pop("dtype", None)
     if kind != MODEL_TYPE:
         raise CheckpointError(
             f"{saved.path} holds a model of type {list_some([repr(kind)])}; this version reads {MODEL_TYPE!r}"
         )
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise CheckpointError(f"{path}: dtype {list_some([repr(dtype)])} is not bfloat16, float16 or float32")
+    dtype = saved_dtype(path, name)
     if "model" in saved.tensors:
         check_sizes(path, values, saved.tensors["model"], "layers.", "embed_tokens.weight")
     try:
-        return ModelConfig.from_dict(values), getattr(torch, dtype)
+        return ModelConfig.from_dict(values), dtype
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: {first_line(error)}") from None
 

@@ -15,7 +15,7 @@ from te_models.fp8.primary_weights import is_quantized, plain
 from te_models.model.decoder import Decoder
 
 
-def save_tie_once(model: nn.Module) -> None:
+def save_tie_once(model: Decoder) -> None:
     """Put a tied table into the model's state_dict only once, as in Hugging Face's files.
 
     safetensors, and with it transformers.Trainer, saves no tensor under two names.
@@ -34,7 +34,7 @@ def _restore_tie(model: nn.Module, state: dict[str, Any], prefix: str, *others: 
         state[f"{prefix}lm_head.weight"] = state[f"{prefix}embed_tokens.weight"]
 
 
-def _tie_again(model: Any, incompatible: Any) -> None:
+def _tie_again(model: Decoder, incompatible: Any) -> None:
     """Tie again after accelerate's init_empty_weights and `load_state_dict(assign=True)`, which separate parameters."""
     model.lm_head.weight = model.embed_tokens.weight
 
@@ -50,14 +50,14 @@ def keep_fp8_state(model: Decoder) -> None:
     model.register_load_state_dict_pre_hook(_read)
 
 
-def _write(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _write(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     state.update({prefix + name: value for name, value in extra_states(model).items()})
     for name, value in state.items():
         if name.startswith(prefix) and local(value) is value and is_quantized(value):
             state[name] = plain(value)
 
 
-def _read(model: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
+def _read(model: Decoder, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """Read the FP8 state from a state_dict; an absent `_extra_state` counts as an empty one.
 
     safetensors, and so accelerate, saves no two tensors that share memory, as all empty ones do, and

@@ -20,11 +20,11 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from te_models.data.dataset import IGNORED
 from te_models.errors import UsageError
 from te_models.interop.hf import Origin
 from te_models.interop.hub import local_folder
 from te_models.model.decoder import Decoder
+from te_models.model.targets import IGNORED
 from te_models.planning.printable import Printable
 from te_models.serving.export import export, quantized_modules, trained_scales
 from te_models.serving.formats import FORMATS

@@ -82,8 +82,8 @@ class AdaptedModel(PeftModel):
         super().add_adapter(adapter_name, config, low_cpu_mem_usage, autocast_adapter_dtype)
         _divide(self, adapter_name, config, fused)
 
-    # The methods below accept fewer options than peft's: the others are about how peft reads files, which is done here.
-    def load_adapter(  # type: ignore[override]
+    # The methods below leave out peft's options for reading and writing files, which is done here.
+    def load_adapter(  # type: ignore[override]  # fewer options
         self, model_id: str | Path, adapter_name: str, is_trainable: bool = False
     ) -> None:
         """Load another adapter, or new values of an existing one; see `load_lora`. Scales do not change.
@@ -101,7 +101,7 @@ class AdaptedModel(PeftModel):
             )
         _fill(self, adapter_name, adapter)
 
-    def save_pretrained(  # type: ignore[override]
+    def save_pretrained(  # type: ignore[override]  # fewer options
         self, save_directory: str | Path, safe_serialization: bool = True, selected_adapters: list[str] | None = None,
         is_main_process: bool = True, **options: Any,
     ) -> None:  # fmt: skip
@@ -125,7 +125,7 @@ class AdaptedModel(PeftModel):
                     os.replace(file, folder / file.name)
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(  # type: ignore[override]  # fewer options
         cls, model: CausalLM, model_id: str | Path, adapter_name: str = "default", is_trainable: bool = False
     ) -> AdaptedModel:
         """Return `load_lora(model, model_id, is_trainable)`."""

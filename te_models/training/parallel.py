@@ -36,10 +36,9 @@ from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local
 from te_models.errors import UsageError
 from te_models.fp8.primary_weights import make_shards
+from te_models.interop.hub import DTYPES
 from te_models.optim.gradients import Gradients, GradientSums, Norm, gradient_norm
 from te_models.optim.parameter_owners import Owners
-
-REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
@@ -217,7 +216,7 @@ class Parallel:
 def shard(model: CausalLM, parallel: Parallel) -> None:
     """Shard `model` over the data-parallel processes: each block is a unit of FSDP2, and the rest another."""
     config = parallel.config
-    policy = MixedPrecisionPolicy(reduce_dtype=REDUCE_DTYPES[config.reduce_dtype])
+    policy = MixedPrecisionPolicy(reduce_dtype=DTYPES[config.reduce_dtype])
     options: dict[str, Any] = dict(mesh=parallel.dp, mp_policy=policy)
     blocks: list[Any] = list(model.layers)
     for block in blocks:

@@ -14,13 +14,13 @@ from te_models.config.recipe import get_recipe, recipe_fields
 from te_models.config.training import TrainConfig
 from te_models.errors import CheckpointError, UsageError, plural
 from te_models.files.atomic import readable
+from te_models.interop.hub import DTYPES
 from te_models.saving.folder import load_folder
 from te_models.saving.pretrained import read_recipe
 from te_models.saving.run_folder import Checkpoints, offering_older
 from te_models.training.settings import RunSettings
 
 RUN_CHOICES = ("engine", "fp8_params", "activation_checkpointing", "activation_offload")
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def run_folder(settings: RunSettings, restarted: bool = False) -> Path:
@@ -56,7 +56,12 @@ def resumed_options(settings: RunSettings, saved: Mapping[str, Any]) -> dict[str
 
 def run_choices(model: CausalLM) -> dict[str, Any]:
     """Return the choices that a checkpoint records besides config and recipe, as JSON."""
-    return {name: getattr(model, name) for name in RUN_CHOICES}
+    return {
+        "engine": model.engine,
+        "fp8_params": model.fp8_params,
+        "activation_checkpointing": model.activation_checkpointing,
+        "activation_offload": model.activation_offload,
+    }
 
 
 def saved_choices(newest: Path) -> dict[str, Any]:

@@ -17,8 +17,9 @@ import torch
 import te_models
 from te_models.causal_lm import CausalLM
 from te_models.config.toml import read_toml, render_toml
-from te_models.data.dataset import IGNORED, TokenDataset
+from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
+from te_models.model.targets import IGNORED
 from te_models.training.evaluation import Batch
 from te_models.training.parallel import Parallel
 from te_models.training.resume import run_choices

@@ -11,10 +11,10 @@ from rich.text import Text
 from torch import Tensor
 
 from te_models.causal_lm import CausalLM
-from te_models.data.dataset import IGNORED
 from te_models.data.tokenizer import Tokenizer, text_after
 from te_models.generation.options import GenerationOptions
 from te_models.generation.text import for_terminal, stream_text
+from te_models.model.targets import IGNORED
 from te_models.training.evaluation import Batch
 
 SAMPLES = 3

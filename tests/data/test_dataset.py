@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from te_models.data.dataset import IGNORED, TokenDataset, check_vocabulary
+from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.documents import Document, load_documents
 from te_models.data.tokenizer import ByteTokenizer
+from te_models.model.targets import IGNORED
 
 END, PADDING = ByteTokenizer.eos_token_id, ByteTokenizer.pad_token_id
 Batch = dict[str, Tensor]

@@ -23,13 +23,14 @@ from ranks import run_ranks
 
 from te_models.config.training import TrainConfig
 from te_models.data.corpus_chunks import ChunkReader, find_chunks
-from te_models.data.dataset import IGNORED, TokenDataset
+from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document, load_documents
 from te_models.data.rows import read_range
 from te_models.data.streaming import StreamingDataset, merge_states
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.data.training_data import open_data
 from te_models.distributed.control import Ranks
+from te_models.model.targets import IGNORED
 
 END = ByteTokenizer.eos_token_id
 TEXTS = [f"{number:03} " + "abc\u00e9" * (number * 7 % 11) for number in range(60)]

@@ -18,11 +18,12 @@ from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer, open_data
 from te_models.cli.commands import main
 from te_models.config.data import DataConfig, DataOptions
 from te_models.data import rows as rows_module
-from te_models.data.dataset import IGNORED, TokenDataset
+from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.data.training_data import steps_of
 from te_models.errors import DataError, UsageError
+from te_models.model.targets import IGNORED
 
 CONFIG = TrainConfig(seq_len=128, batch_size=2, eval_batches=2)
 TALKS = [

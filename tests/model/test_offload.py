@@ -443,10 +443,12 @@ def test_on_a_gpu_it_changes_no_bit_and_takes_less_memory(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_with_compiled_kernels_and_cudnn_it_trains_as_without() -> None:
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_on_a_gpu_with_compiled_kernels_and_cudnn_it_trains_as_without(mode: str) -> None:
     losses = []
     for offloaded in (False, True):
-        model = build("delayed", offloaded, **LARGE)
+        model = build("delayed", offloaded, mode, **LARGE)
+        assert model.fused == (not offloaded or mode == "full")  # only plain tensors move
         model.te.FP8GlobalStateManager.reset()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         losses.append([])

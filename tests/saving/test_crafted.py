@@ -13,7 +13,8 @@ from torch import Tensor
 
 from te_models import CausalLM
 from te_models.config.training import TrainConfig
-from te_models.data.dataset import Document, TokenDataset
+from te_models.data.dataset import TokenDataset
+from te_models.data.formats import Document
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import DataError, OutputInUse, TeModelsError
 from te_models.files.formats import flatten_state, unflatten_state

@@ -128,7 +128,7 @@ def _narrow_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         # Rounding to BF16 within the product saves a launch. FP16 would round twice.
         a, b = a.bfloat16(), b.bfloat16()
         return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=torch.float32).to(dtype)
-    options: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    options: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made when torch is imported
     before = options.fp32_precision
     # FP32 in and out, BF16 between: processors without BF16 instructions ignore it.
     options.fp32_precision = "bf16"

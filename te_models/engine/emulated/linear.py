@@ -74,8 +74,9 @@ class _Linear(torch.autograd.Function):
         return out if call.output_quantizer is None else call.output_quantizer(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # one output
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of weight, input and bias."""
+        (grad,) = grads
         if ctx.call is None:
             raise RuntimeError("te.Linear allows one backward: run the forward again instead of using retain_graph")
         call, ctx.call = ctx.call, None
@@ -279,7 +280,8 @@ class Linear(TransformerEngineBaseModule):
         quantizer.internal = False
         param = nn.Parameter(quantizer(value))
         if self.preserve_high_precision_init_val:
-            param._high_precision_init_val = value.detach().cpu().clone()  # type: ignore[attr-defined]
+            before = value.detach().cpu().clone()
+            param._high_precision_init_val = before  # type: ignore[attr-defined]  # Transformer Engine's attribute
         return param
 
     def forward(

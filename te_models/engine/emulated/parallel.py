@@ -153,8 +153,7 @@ def _can_gather_quantized(shape: torch.Size, quantizer: Any) -> bool:
 def _gather_quantized(x: Any, quantizer: Any, group: Any) -> Any:
     """Return the storage of all ranks' rows; per-tensor values (a scale, an amax) are this rank's."""
     layout, found = _layout(x), []
-    for name in x._tensors:
-        value = getattr(x, name)
+    for name, value in zip(x._tensors, x.get_data_tensors(), strict=True):
         if not isinstance(x, Float8TensorStorage):
             wanted = quantizer.columnwise_usage if "columnwise" in name else quantizer.rowwise_usage
             value = value if wanted else None

@@ -458,8 +458,8 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
                 past_key_values = None
                 kwargs.update(dict.fromkeys(kwargs.keys() & {"next_sequence_length"}))  # all tokens are passed
         kwargs.update(past_key_values=past_key_values, inputs_embeds=inputs_embeds)
-        # Its protocol has no properties.
-        return super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[bad-argument-type]
+        prepare = super().prepare_inputs_for_generation
+        return prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties
 
     def forward(
         self,
