@@ -37,7 +37,7 @@ from te_models.training.trainer import Trainer
 @click.option("--out", type=click.Path(path_type=Path))
 def main(preset: str, recipe: str, optimizer: str, optimizer_options: str, activation_checkpointing: str,
          batch_size: int, seq_len: int, steps: int, out: Path | None) -> None:  # fmt: skip
-    """Train a few steps and print what they took."""
+    """Train for a few steps and print their time and memory."""
     settings: dict[str, Any] = dict(preset=preset, recipe=recipe, activation_checkpointing=activation_checkpointing)
     config = TrainConfig(steps=steps, batch_size=batch_size, seq_len=seq_len, optimizer=optimizer, learning_rate=1e-5,
                          optimizer_options=optimizer_options, eval_every=0)  # fmt: skip

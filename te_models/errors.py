@@ -79,11 +79,11 @@ class SaveError(TeModelsError, RuntimeError):
 
 
 class EngineError(TeModelsError, RuntimeError):
-    """A model or an engine was used in an order or in a place in which its results would be wrong."""
+    """A model or an engine was used in an order or a place where its results would be wrong."""
 
 
 class OutOfMemory(TeModelsError, RuntimeError):
-    """A device or the host has no memory left; the message says what helps."""
+    """A device or the host ran out of memory; the message suggests remedies."""
 
 
 class Diverged(TeModelsError, RuntimeError):
@@ -127,7 +127,7 @@ class NamedFields:
     """Base of dataclasses whose constructor names the nearest field when it is given an unknown one."""
 
     def __new__(cls, *values: Any, **fields: Any) -> Any:
-        """Raise a ValueError for a keyword that is no field; the dataclass's own `__init__` does the rest."""
+        """Raise a ValueError for a keyword that is not a field; the dataclass's own `__init__` does the rest."""
         known = [name for name, field in cls.__dict__["__dataclass_fields__"].items() if field.init]
         for name in fields:
             if name not in known:

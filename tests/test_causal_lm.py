@@ -1,4 +1,4 @@
-"""CausalLM under every recipe: where FP8 runs, that padding and evaluation leave no trace, that a swap is clean."""
+"""CausalLM under every recipe: where FP8 runs, padding and evaluation change no state, and recipes can be changed."""
 
 import math
 import re

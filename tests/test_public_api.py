@@ -1,4 +1,4 @@
-"""The public names of te_models, and its answer to a misspelt keyword."""
+"""The public names of te_models, and its answer to a misspelled keyword."""
 
 import ast
 import re
@@ -50,7 +50,7 @@ def test_examples_and_guides_need_no_other_module() -> None:
         (lambda: next(tiny().stream([1], temprature=3)), "did you mean 'temperature'"),
     ],
 )
-def test_a_misspelt_keyword_names_the_nearest(call: typing.Callable[[], object], message: str) -> None:
+def test_a_misspelled_keyword_names_the_nearest(call: typing.Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 

@@ -3,7 +3,7 @@
 `SCHEMES` lists the fields of each class, a file in `recipes/` gives their values, and keywords override them. A new
 recipe of a known scheme is one TOML file, a new scheme one row here.
 
-Transformer Engine ignores unknown fields silently (section 1.1 of docs/internals/transformer_engine.md: a misspelt
+Transformer Engine ignores unknown fields silently (section 1.1 of docs/internals/transformer_engine.md: a misspelled
 `amax_histroy_len` does nothing); here each is an error that names the nearest valid one.
 """
 
@@ -67,7 +67,7 @@ SCHEMES: dict[str, Scheme] = {
     ),
 }  # fmt: skip
 
-# A history takes 20 bytes per row and linear layer; FP32 has exponents for no larger margin.
+# A history takes 20 bytes per row and linear layer; FP32's exponent allows no larger margin.
 LARGEST = dict(amax_history_len=65536, margin=100)
 # Fields of te-models in every recipe: layers that stay out of FP8.
 EDGES: dict[str, Check] = dict(num_layers_at_start_in_bf16=int, num_layers_at_end_in_bf16=int, lm_head=("bf16", "fp8"))
@@ -98,7 +98,16 @@ FIELD_HELP = {  # of every field that is a flag of the command line
 class Recipe:
     """A precision recipe with every value resolved; change it with `replace`, which validates.
 
-    `scheme` is the name of Transformer Engine's recipe class ("none" for BF16) and `fields` its values.
+    Attributes:
+        name: the name of the recipe, such as "delayed".
+        scheme: the name of Transformer Engine's recipe class; "none" for BF16.
+        fields: the values of that class's fields.
+        num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: blocks at both ends that run in BF16.
+        lm_head: precision of the output head, "bf16" or "fp8".
+        description, hardware: text for `te-models list`.
+
+    Raises:
+        ConfigError: an unknown scheme or field, or a value out of range.
     """
 
     name: str
@@ -168,7 +177,7 @@ class Recipe:
 
     @property
     def formats(self) -> str:
-        """The formats that run: of activations and gradients, such as "E4M3/E5M2"."""
+        """The formats of activations and gradients, such as "E4M3/E5M2"."""
         scheme = SCHEMES[self.scheme]
         hybrid = self.fields.get("fp8_format", scheme.fp8_format) == "HYBRID"
         return f"{scheme.forward}/E5M2" if hybrid else scheme.forward
@@ -212,7 +221,7 @@ def get_recipe(recipe: str | Path | Recipe | Any, **overrides: Any) -> Recipe:
     """Return the Recipe for a name, the path of a TOML file, a Recipe or a Transformer Engine recipe object.
 
     Args:
-        recipe: see above.
+        recipe: a name of `list_recipes()`, a path, or an object, as above.
         overrides: fields to change.
 
     Raises:

@@ -28,7 +28,7 @@ class TrainConfig(NamedFields):
     """
 
     steps: int = documented(300, "Optimizer steps.")
-    epochs: float = documented(0.0, "Passes over the data in memory, in place of --steps; 0: --steps decides.")
+    epochs: float = documented(0.0, "Passes over the data in memory, in place of --steps; 0: use --steps.")
     batch_size: int = documented(8, "Sequences per micro-batch, over all processes.")
     seq_len: int = documented(256, "Tokens per sequence.")
     gradient_accumulation: int = documented(1, "Micro-batches per step.")
@@ -90,7 +90,7 @@ class TrainConfig(NamedFields):
         """Return the learning rate of `step`, counted from 1: linear warm-up to the peak, then the schedule.
 
         The last step has `final_learning_rate` times the peak, except under "constant". "warmup-stable-decay" (Hu et
-        al. 2024, arXiv 2404.06395) stays at the peak until the last `decay_steps`, over which it falls in a line.
+        al. 2024, arXiv 2404.06395) stays at the peak until the last `decay_steps`, over which it falls linearly.
         """
         warmup, decay = self._count(self.warmup_steps), self._count(self.decay_steps)
         if step <= warmup:

@@ -222,5 +222,5 @@ def repeats(weights: NDArray[np.float64], epoch: int) -> NDArray[np.int64]:
         int64 [D]. Of a weight of 0.25, every fourth occurs in each epoch, and others in the next, so that each has
         occurred within one of weight * epochs times.
     """
-    phase = (np.arange(len(weights)) * 0.6180339887498949) % 1  # spreads neighbours evenly over [0, 1)
+    phase = (np.arange(len(weights)) * 0.6180339887498949) % 1  # spreads neighbors evenly over [0, 1)
     return (np.floor(weights * (epoch + 1) + phase) - np.floor(weights * epoch + phase)).astype(np.int64)

@@ -2,9 +2,9 @@
 
 The chunks of the corpus (te_models.data.corpus_chunks) are permuted by (seed, epoch) and dealt out to L **lanes**. A
 lane reads its chunks one after another, the documents of each permuted by (seed, epoch, chunk), and cuts the tokens
-into windows without end: its next epoch begins where the last one stopped. So in each epoch each document occurs
-exactly once, in one lane; chunks of a source with a weight occur as often as it says. Records that must not be cut are
-packed into whole windows chunk by chunk, so that a chunk ends where a window does.
+into an endless series of windows: its next epoch begins where the last one stopped. So in each epoch each document
+occurs exactly once, in one lane; chunks of a source with a weight occur as often as it says. Records that must not be
+cut are packed into whole windows chunk by chunk, so that a chunk ends where a window does.
 
 Window n of the run is the next one of lane n mod L, whatever the number of ranks: rank r of W takes the windows n with
 n mod W = r, and reads only the lanes that these come from. L follows from the data. So the batches of all ranks
@@ -143,7 +143,7 @@ class StreamingDataset:
         return "\n".join([line, *self.remarks])
 
     def sample(self) -> tuple[int, Fit, float]:
-        """Read the first chunk with text and return its number of documents, which do not fit, and share of padding.
+        """Read the first chunk with text; return its number of documents, those that do not fit, and share of padding.
 
         Raises:
             DataError: no document of any chunk fits a window.
@@ -389,7 +389,7 @@ def _windows_before(window: int, lane: int, num_lanes: int) -> int:
 
 @contextlib.contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Let Ctrl-C wait until a worker has started, which else might find nothing of the process that started it.
+    """Delay Ctrl-C until a worker has started, which might otherwise not find the process that started it.
 
     The fork server and its workers inherit the mask, so that they are not interrupted while they import.
     """

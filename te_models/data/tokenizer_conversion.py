@@ -1,9 +1,9 @@
 """A tokenizer.json for folders without one: transformers converts SentencePiece, tiktoken and BPE files.
 
-It is asked not to run code of the folder, and not to look anywhere else; only classes of tokenizers are asked, and only
-regular files of bounded size are there. What it makes of a SentencePiece model must
-give the ids of the sentencepiece library: transformers 5.23 loses the space before the first word where config.json
-is of one family and the tokenizer of another.
+transformers is told not to run code from the folder and not to look anywhere else. Only tokenizer classes are called,
+and the folder must contain only regular files of bounded size. The result for a SentencePiece model must give the ids
+of the sentencepiece library: transformers 5.23 loses the space before the first word where config.json is of one family
+and the tokenizer of another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def convert_tokenizer(folder: Path) -> tuple[Any, dict[str, str]] | None:
     None: the folder has no such files.
 
     Raises:
-        DataError: transformers cannot convert them, or one is no regular file, or too large; one line that says why.
+        DataError: transformers cannot convert them, or one is not a regular file, or too large.
         MissingPackage: transformers is not installed.
     """
     sources = [path for pattern in SOURCES for path in sorted(folder.glob(pattern))]

@@ -90,7 +90,7 @@ _LOCK = threading.RLock()  # Transformer Engine's FP8 state belongs to the proce
 
 
 def region_lock(model: torch.nn.Module, quantized: bool) -> threading.RLock:
-    """Return the lock that one forward pass at a time holds, of all models in the process, BF16 ones included."""
+    """Return the lock that lets one forward pass run at a time, over all models in the process, also in BF16."""
     return _LOCK
 
 
@@ -98,7 +98,7 @@ def reset_fp8_state(module: Any) -> None:
     """Drop a te.Linear's FP8 state, so that its next forward starts afresh under any recipe.
 
     Otherwise Transformer Engine keeps the old quantizers within one recipe class, and after a change of class and back
-    the scales stay 1 for ever, since a module registers for updates only once (sections 2.8 and 7.12).
+    the scales stay 1 forever, since a module registers for updates only once (sections 2.8 and 7.12).
     """
     registry = FP8GlobalStateManager.quantization_state
     for direction in ("scaling_fwd", "scaling_bwd"):

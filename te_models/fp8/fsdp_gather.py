@@ -3,7 +3,7 @@
 FSDP2 shards and gathers parameters by itself, but calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a tensor
 that defines them (torch.distributed.fsdp, extensions for tensor subclasses). `FP8Shard` defines them for the quantized
 tensors of either engine, which have the same attributes. Transformer Engine's own hooks are not used, so that both
-engines behave alike, recompute included.
+engines behave the same, also under recompute.
 
 All rows share one scale, which must be equal on all ranks: the module's under DelayedScaling, and under current scaling
 that of the amax over the ranks that share the weight (te_models.fp8.primary_weights.make_shards).
@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map
 class FP8Shard(torch.Tensor):
     """This rank's rows of an FP8 weight: a wrapper of its nominal dtype around the engine's quantized tensor `fp8`.
 
-    The local tensor of a DTensor. Operations that do not know FP8 see the dequantized values, and cannot change them.
+    It is the local tensor of a DTensor. Operations that do not know FP8 see the dequantized values and cannot change
+    them.
     """
 
     fp8: Any

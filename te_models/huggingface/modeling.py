@@ -36,7 +36,7 @@ from te_models.model.targets import IGNORED, nan_if, valid_targets
 from te_models.saving.pretrained import WRAPPED
 
 OUTPUTS = ("use_cache", "output_hidden_states", "return_dict")  # fields of the config that say what forward returns
-# What collators of packed documents say once more for FlashAttention's own kernels.
+# Arguments in which collators of packed documents repeat their boundaries for FlashAttention's kernels.
 PACKING = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -48,7 +48,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         model: use this model, of the same shape, instead of building one.
 
     Attributes:
-        model: the CausalLM, with all that it can do: `plan`, `set_recipe`, its own `generate` from a CUDA graph.
+        model: the CausalLM, with its own methods, such as `plan`, `set_recipe` and a `generate` that uses CUDA graphs.
     """
 
     config_class = TEModelsConfig
@@ -146,8 +146,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             output_attentions: not supported.
             return_dict: False returns a tuple.
             num_items_in_batch: divide the summed loss by this number instead of the number of labels that count.
-            loss_options: `shift_labels`, int64 [B, S], labels that are shifted already. (A Trainer takes every argument
-                with "label" in its name for one that each batch has.)
+            loss_options: `shift_labels`, int64 [B, S], labels that are shifted already. (A Trainer assumes that
+                each batch has every argument with "label" in its name.)
 
         Raises:
             UsageError: arguments that the model does not support.
@@ -260,7 +260,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """As in the base class; without the cache where LongRoPE's angles change, as in transformers' Phi-3.
 
-        By the names of these arguments transformers knows what `generate` may be given.
+        transformers derives the arguments that `generate` accepts from these names.
         """
         original, seen = context_before_long_angles(self.model.config), 0
         if past_key_values is not None and original is not None:
@@ -292,7 +292,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         return attention_mask
 
     def init_weights(self) -> None:
-        """Do nothing: CausalLM has values and ties already."""
+        """Do nothing: CausalLM has initialized and tied its weights already."""
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens
@@ -306,7 +306,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
-        """Return the embedding if it has so many rows already; a UsageError otherwise."""
+        """Return the embedding if it already has this many rows; raise a UsageError otherwise."""
         rows = self.model.config.vocab_size
         wanted, step = rows if new_num_tokens is None else new_num_tokens, pad_to_multiple_of or 1
         if (wanted := -(-wanted // step) * step) != rows:
@@ -316,7 +316,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **others: Any
     ) -> None:
-        """Set `activation_checkpointing` to "full"; the options of torch's function do not apply."""
+        """Set `activation_checkpointing` to "full"; the options of torch's function are ignored."""
         self.model.gradient_checkpointing_enable()
 
     def gradient_checkpointing_disable(self) -> None:
@@ -356,10 +356,10 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             save_directory: the folder; CausalLM.from_pretrained and AutoModelForCausalLM.from_pretrained load it.
             is_main_process: False writes nothing.
             state_dict: weights to write instead of the model's.
-            push_to_hub: then upload it with `token`; `options` are those of `push_to_hub`, repo_id among them.
+            push_to_hub: also upload it, with `token`; `options` are those of `push_to_hub`, including repo_id.
             max_shard_size: weights larger than this are split; bytes, or text such as "5GB".
             variant, distributed_checkpoint: not supported.
-            save_peft_format, save_original_format: of no effect.
+            save_peft_format, save_original_format: ignored.
 
         Raises:
             SaveError: writing failed.
@@ -389,7 +389,7 @@ def _changed(config: TEModelsConfig, folder: Path) -> dict[str, Any]:
 
 
 def _add_prefix(model: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Take a state_dict with the names of CausalLM too."""
+    """Accept a state_dict with the names of CausalLM too."""
     for name in [name for name in state if name.startswith(prefix)]:
         bare = name.removeprefix(prefix)
         if not bare.startswith(WRAPPED):
@@ -399,7 +399,7 @@ def _add_prefix(model: nn.Module, state: dict[str, Any], prefix: str, *others: A
 def _leave_out_empty(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Leave the `_extra_state` of modules without FP8 state out of a state_dict.
 
-    accelerate sets tensors by name and knows parameters and buffers alone.
+    accelerate sets tensors by name and supports only parameters and buffers.
     """
     for name in [name for name in state if name.startswith(prefix) and name.endswith(f".{EXTRA}")]:
         if isinstance(state[name], Tensor) and not state[name].numel():
@@ -461,5 +461,5 @@ class Backbone(nn.Module):
 
 
 AutoModelForCausalLM.register(TEModelsConfig, TEModelsForCausalLM, exist_ok=True)
-# Trainer's label smoothing and lm-evaluation-harness look there whether a model predicts the next token.
+# Trainer's label smoothing and lm-evaluation-harness check there whether a model predicts the next token.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TEModelsConfig.model_type] = TEModelsForCausalLM.__name__

@@ -46,7 +46,7 @@ from te_models.model.decoder import Decoder
 
 Model = TypeVar("Model", bound=Decoder)
 
-CODE = Path(__file__).parent / "remote_code"  # modeling for transformers of models that it has no architecture for
+CODE = Path(__file__).parent / "remote_code"  # code for transformers, for models of which it has no architecture
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
 TOKENIZER_FILES = (
@@ -82,7 +82,7 @@ class Origin:
     generation: Mapping[str, Any] | None = None
 
     def documents(self) -> dict[str, Any]:
-        """Return the documents to save with the model so that it can be written back as it came."""
+        """Return the documents to save with the model so that it can be written back unchanged."""
         found = {"hf_config": self.config, "generation_config": self.generation}
         return {name: document for name, document in found.items() if document is not None}
 
@@ -148,10 +148,10 @@ class OpenFolder:
 
 
 def open_folder(build: Callable[..., Decoder], folder: Path) -> OpenFolder:
-    """Read and check everything in `folder` but the values; `build(config, **options)` makes a model without values.
+    """Read and check everything in `folder` except the values; `build(config, **options)` makes a model without values.
 
     Raises:
-        CheckpointError: something of the folder is missing, damaged, of a wrong shape or not supported; one line.
+        CheckpointError: something in the folder is missing, damaged, of a wrong shape or not supported.
     """
     document, shards = read_json(folder / "config.json"), _shard_files(folder)
     found = _shard_tensors(folder, shards)
@@ -178,7 +178,7 @@ def read_hugging_face(
     stored data and scales where both have the same blocks (te_models.interop.stored_weights).
 
     Raises:
-        CheckpointError: something of the folder is missing, damaged, of a wrong shape or not supported; one line.
+        CheckpointError: something in the folder is missing, damaged, of a wrong shape or not supported.
     """
     opened = open_folder(build, folder)
     wanted = gated(opened.config, overrides)
@@ -220,7 +220,7 @@ def check_shape(
 ) -> None:
     """Raise a UsageError if the weights of a model of `config` do not fit one of `wanted`, which `overrides` made.
 
-    A gate and a larger vocabulary may come to them: zeros.
+    A gate and a larger vocabulary may be added: they are zeros.
     """
     before, after = field_values(config), field_values(wanted)
     changed = [name for name in overrides if before[name] != after[name]]
@@ -408,12 +408,12 @@ def write_hugging_face(
     Args:
         model: the model, of which config and dtype are used.
         origin: where it came from.
-        folder: the folder; its parents are made.
+        folder: the folder to write; its parents are created.
         parameters: name -> values of the model's parameters, whole.
         tokenizer: file name -> content of the tokenizer to save with it.
         max_shard_bytes: weights larger than this are split into shards.
-        quantize: makes what is written in place of the values and of config.json.
-        name: of the model in its card; None: the folder's.
+        quantize: returns the tensors and the config.json to write instead of the model's.
+        name: the model's name in its card; None: the folder's name.
 
     Raises:
         UsageError: no architecture there computes what this model does, or `folder` holds other files.
@@ -455,7 +455,7 @@ def write_hugging_face(
 
 
 def _config_document(model: Decoder, origin: Origin, family: Family) -> dict[str, Any]:
-    """Return config.json: the model's own if it still holds, else the family's keys over the others of its own."""
+    """Return config.json: the model's own if it still describes the model, else with the family's keys replaced."""
     dtype = str(model.dtype).removeprefix("torch.")
     own = dict(origin.config or {})
     if not own or family_of(own) is not family:
@@ -472,7 +472,7 @@ def _generation_document(model: Decoder, origin: Origin) -> dict[str, Any]:
 
 
 def tokenizer_files(folder: Path | None) -> list[str]:
-    """Return the names of the tokenizer's files that may lie in a model's folder, and of others that are there."""
+    """Return the names of the tokenizer's files that may be in a model's folder, and of others that are there."""
     if folder is None:
         return []
     others = (*folder.glob("*.tiktoken"), *folder.glob(f"{TEMPLATES}/*.jinja"))

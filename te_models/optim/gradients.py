@@ -1,7 +1,7 @@
 """Where an optimizer finds the gradients of a step, their norm, and clipping.
 
 After one micro-batch they are in `parameter.grad`, in the dtype of the parameter. BF16 cannot sum many micro-batches:
-it has 8 significant bits, so a sum stops growing once it is 256 times as large as what is added. `GradientSums`
+it has 8 significant bits, so a sum stops growing once it is 256 times as large as each addend. `GradientSums`
 therefore adds the gradients of each micro-batch to FP32 buffers.
 """
 

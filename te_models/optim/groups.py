@@ -24,7 +24,7 @@ from te_models.model.mlp import MLP
 # The role of a part. Muon and GaLore update the first; AdamW updates all others.
 Role = Literal[
     "hidden",  # a projection from one hidden space to another: q, k, v, o, the elementwise gate, SwiGLU's three
-    "gate",  # the headwise gate: one logit per head (and rows of padding), each row a vector of its own
+    "gate",  # the headwise gate: one logit per head (and rows of padding), each row a separate vector
     "head",  # any other matrix: the language-model head, adapters
     "embedding",  # a table, tied to the head or not: a step reads few of its rows
     "vector",  # norms and biases
@@ -42,8 +42,7 @@ class Part:
     stop: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the same rows of a tensor of the parameter's shape: a view,
-        or the tensor itself if that is all rows."""
+        """Return the same rows of a tensor of the parameter's shape: a view, or the tensor itself for all rows."""
         return tensor if self.stop is None else tensor.detach()[self.start : self.stop]
 
 
@@ -64,7 +63,7 @@ def parts(model: nn.Module) -> list[Part]:
 def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[dict[str, Any]]:
     """Return parameter groups with parts as "params". Only matrices decay, except tables, whose use is sparse.
 
-    With `matrices`, the hidden matrices are a group of their own with one part per logical matrix; without, each
+    With `matrices`, the hidden matrices are a separate group with one part per logical matrix; without, each
     parameter is one part.
     """
     found = parts(model)

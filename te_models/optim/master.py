@@ -49,7 +49,7 @@ class MasterWeights:
         offload: store masters and state in CPU memory and step there. (torchao's CPUOffloadOptimizer steps on gradients
             as backward produces them, so it cannot clip by their common norm.)
         gradients: where the gradients of a step are.
-        norm: computes the norm of all gradients; another than the default if they are sharded over ranks.
+        norm: computes the norm of all gradients; replace the default if they are sharded over ranks.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(data: Tensor, scales: Tensor, shape: torch.Size) -> Tensor:
-    """Return the FP32 tensor of `shape` that `quantize` made `data` and `scales` of."""
+    """Return the FP32 tensor of `shape`: the inverse of `quantize`, up to rounding."""
     return (data.float() * scales).flatten()[: shape.numel()].view(shape)
 
 

@@ -100,7 +100,7 @@ class TEAdam:
             self.gradients.drop(parameter)
 
     def masters_by_id(self) -> dict[int, Tensor]:
-        """Return nothing: no FP32 masters exist, their upper halves are the parameters."""
+        """Return nothing: there are no FP32 masters, since the parameters are their upper halves."""
         return {}
 
     def fetch(self, kind: str, index: int, tensor: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def _bits(value: Any) -> dict[str, Tensor]:
 
 
 def _drop_transpose(moment: Any) -> None:
-    """Free the transposed copy that an FP8 tensor has for GEMMs on Hopper, in which a moment takes no part."""
+    """Free the transposed copy that an FP8 tensor has for GEMMs on Hopper, which never use a moment."""
     moment._quantizer.set_usage(rowwise=True, columnwise=False)
     moment._transpose = None
 

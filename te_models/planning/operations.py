@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
     name: str
     saved: int = 0  # saved by the forward, freed after the backward
-    copies: int = 0  # FP8 copies of its weight, saved and freed likewise
+    copies: int = 0  # FP8 copies of its weight, saved and freed in the same way
     consumes: int = 0  # gradients of its outputs, freed after the backward
     produces: int = 0  # gradients of its inputs
     scratch: int = 0  # allocated during its backward only
@@ -100,7 +100,7 @@ def operand_bytes(recipe: Recipe, rows: int, columns: int, role: str, copies: st
     size, m, k = rows * columns, -(-rows // 128), -(-columns // 128)
     shared = 0
     if recipe.scheme in ("DelayedScaling", "Float8CurrentScaling"):
-        rowwise, columnwise, shared = size, size, FP32  # one scale, whichever copies there are
+        rowwise, columnwise, shared = size, size, FP32  # one scale, for any number of copies
     elif recipe.scheme == "Float8BlockScaling" and recipe.fields[f"{role}_block_scaling_dim"] == 2:
         rowwise, columnwise = size + FP32 * m * _up(k, 4), size + FP32 * k * _up(m, 4)
     elif recipe.scheme == "Float8BlockScaling":
@@ -163,7 +163,7 @@ class Tape:
         return Step(name, saved, consumes=self.stream, scratch=self.stream, weights=weights)
 
     def output_norm(self, name: str) -> list[Step]:
-        """Return what is between attention or MLP and the residual sum: te.RMSNorm, multiplication, both or none."""
+        """Return the steps between attention or MLP and the residual sum: te.RMSNorm, multiplication, both or none."""
         c, multiplied = self.config, self.config.residual_multiplier != 1
         steps = [Step("residual_multiplier", produces=self.stream)] if multiplied else []
         if c.norm_position == "pre":
@@ -179,7 +179,7 @@ class Tape:
 
         Both copies of the weight are saved unless engine/native.py drops the rowwise one. The backward quantizes the
         output gradient rowwise and columnwise. If `shared`, another operation already saves the unquantized input; if
-        `last`, the output gradient is the residual's, which outlives this backward.
+        `last`, the output gradient is the residual stream's, which is not freed by this backward.
         """
         rows, element, override = self.rows, self.element, self.recipe.fields.get("backward_override", "none")
         step = Step(
@@ -322,8 +322,8 @@ class Tape:
         """Return kernels/lm_head.py, which computes both gradients in the forward in chunks and saves only those.
 
         With fused kernels on a GPU a chunk's gradient overwrites its logits (kernels/lm_head_triton.py). The forward
-        also holds a chunk and the FP32 sum of the weight gradient (on a CPU one more product). They count as scratch
-        as far as they exceed the backward's own buffers.
+        also allocates a chunk and the FP32 sum of the weight gradient (on a CPU one more product). They count as
+        scratch where they exceed the backward's own buffers.
         """
         c, size = self.config, self.config.vocab_size * self.config.hidden_size
         trained = not self.training.frozen

@@ -45,7 +45,7 @@ class GraphedStep:
     forever otherwise.
 
     Args:
-        model: on a CUDA device.
+        model: a model on a CUDA device.
 
     Raises:
         ValueError: the model cannot be captured (`obstacle` says why), or a call's tensors differ in shape or name from

@@ -1,4 +1,4 @@
-"""Streaming: blocks that cover a corpus, lanes that lose and repeat nothing, and resume on any number of ranks."""
+"""Streaming: chunks that cover a corpus, lanes that lose and repeat nothing, and resume on any number of ranks."""
 
 import gzip
 import json
@@ -240,7 +240,7 @@ def test_order_follows_seed_and_epoch(corpus: Path) -> None:
     assert sum(abs(b - a) == 1 for a, b in zip(places, places[1:], strict=False)) < 30, "blocks are shuffled inside too"
 
 
-def test_prompts_are_not_learnt(corpus: Path) -> None:
+def test_prompts_are_not_learned(corpus: Path) -> None:
     ids, labels = rows(next(stream(corpus, seq_len=64, shuffle=False)))[0]
     first = [*b"Q0", *TEXTS[0].encode(), END]
     assert ids[: len(first)] == first and labels[: len(first)] == [IGNORED, IGNORED, *first[2:]]

@@ -1,4 +1,4 @@
-"""transformers' Trainer and accelerate: runs that stop and go on have the same bits, and what they save loads."""
+"""transformers' Trainer and accelerate: interrupted and resumed runs have the same bits, and their saves load."""
 
 from __future__ import annotations
 

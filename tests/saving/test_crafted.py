@@ -1,5 +1,5 @@
-"""Checkpoints that someone crafted, with a manifest that fits: each is refused in one line,
-and the live run is untouched."""
+"""Crafted checkpoints, with a manifest that fits: each is refused in one line,
+and the live run is unchanged."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ _EXACT_PRODUCTS: ContextVar[float] = ContextVar("exact_products", default=2**20)
 def exact_gemm(products: float = float("inf")) -> Iterator[None]:
     """Compute every GEMM of up to `products` = M*N*K as Hopper's tensor cores do; 0 for none.
 
-    Holds for the thread, and for the backward of what it runs inside. It costs about 1.5 ns per product on a CPU core:
-    0.2 s for 512 x 512 x 512.
+    This applies to the thread, and to the backward of the operations inside. It costs about 1.5 ns per product on a CPU
+    core: 0.2 s for 512 x 512 x 512.
     """
     token = _EXACT_PRODUCTS.set(products)
     try:

@@ -100,9 +100,9 @@ class Parallelism:
             return value
         return reduce_scatter(value, self.group) if self.sequence else all_reduce(value, self.group)
 
-    def check(self, initialised: bool, recipe: Any) -> None:
+    def check(self, initialized: bool, recipe: Any) -> None:
         """Check the group and the recipe before a forward; `recipe` is None without FP8."""
-        if self.size > 1 and not initialised:
+        if self.size > 1 and not initialized:
             raise RuntimeError(
                 "Tensor parallel group not initialized. Call set_tensor_parallel_group() before forward pass when "
                 "tp_size > 1."

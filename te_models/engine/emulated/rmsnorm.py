@@ -50,7 +50,7 @@ class _RMSNorm(torch.autograd.Function):
 class RMSNorm(EmptyExtraState):
     """Root mean square normalization over the trailing dimensions; the output has the weight's dtype.
 
-    Under torch.autocast the computation and the output take autocast's dtype.
+    Under torch.autocast the computation and the output have autocast's dtype.
     """
 
     def __init__(
