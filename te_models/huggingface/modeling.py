@@ -132,8 +132,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: int64 [B, S].
-            attention_mask: [B, past + S], 0 at padding on either side; or [B, 1, S, past + S], bool or added to the
-                scores.
+            attention_mask: [B, past + S], 0 at padding on either side; or [B, 1, S, past + S], bool or additive.
             position_ids: int64 [B or 1, S], positions for RoPE. Without mask and cache, a position that does not follow
                 the one before it begins a new document, outside of which attention sees nothing.
             past_key_values: a cache, which is extended.
@@ -141,8 +140,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             labels: int64 [B, S], not shifted; -100 is not counted.
             use_cache: return a cache; by default in evaluation without labels, if the config says so.
             logits_to_keep: compute the logits of this many of the newest positions (0: of all), or of these positions.
-            output_hidden_states: return the embeddings, the output of every block and, in place of the last, of the
-                norm.
+            output_hidden_states: return the embeddings, the outputs of all blocks but the last, and the norm's.
             output_attentions: not supported.
             return_dict: False returns a tuple.
             num_items_in_batch: divide the summed loss by this number instead of the number of labels that count.
@@ -152,24 +150,19 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             UsageError: arguments that the model does not support.
         """
-        if output_attentions or (output_attentions is None and self.config.output_attentions):
+        if self.config.output_attentions if output_attentions is None else output_attentions:
             raise UsageError("attention weights are never computed as a whole: leave out output_attentions")
         shift_labels = loss_options.pop("shift_labels", None)
         _refuse_unknown(loss_options)
         tokens = self._tokens(input_ids, inputs_embeds, labels, shift_labels)
         wants_loss = labels is not None or shift_labels is not None
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and not wants_loss
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        passed: dict[str, Any] = self._attention(tokens, attention_mask, position_ids, past_key_values)
-        if isinstance(logits_to_keep, int) and logits_to_keep:
-            passed["logits_to_keep"] = logits_to_keep
-        passed["is_first_microbatch"] = self._weights_pass
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        before = [self.model.layers[0]] if output_hidden_states else []
-        after = [*self.model.layers[:-1], self.model.norm] if output_hidden_states else []
+        past_key_values = self._cache(past_key_values, use_cache, wants_loss)
+        passed = self._attention(tokens, attention_mask, position_ids, past_key_values)
+        count = logits_to_keep if isinstance(logits_to_keep, int) else 0  # of positions, or all
+        passed |= dict(is_first_microbatch=self._weights_pass, logits_to_keep=count or None)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        before = [self.model.layers[0]] if wanted else []
+        after = [*self.model.layers[:-1], self.model.norm] if wanted else []
         with _hidden_states(before, after, tokens.shape) as hidden:
             logits = self.model(input_ids, inputs_embeds=inputs_embeds, **passed).logits
         if self._weights_pass:
@@ -178,8 +171,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             logits = logits[:, logits_to_keep]
         loss = self._loss(logits, labels, shift_labels, num_items_in_batch) if wants_loss else None
         output = CausalLMOutputWithPast(loss, logits, past_key_values, tuple(hidden) if hidden else None)
-        as_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if as_dict else output.to_tuple()
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     @property
     def base_model(self) -> Backbone:
@@ -206,6 +198,12 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         for given in labels:
             check_inputs(self.model.config, tokens, given, None, None, None)
         return tokens
+
+    def _cache(self, past: Cache | None, use_cache: bool | None, wants_loss: bool) -> Cache | None:
+        """Return the cache of a forward pass, a new one where it should return one."""
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and not wants_loss
+        return DynamicCache(config=self.config) if use_cache and past is None else past
 
     def _attention(
         self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None

@@ -448,10 +448,15 @@ def write_hugging_face(
         for file, chunks in files.items():
             (temp / file).parent.mkdir(exist_ok=True)
             write_file(temp / file, chunks)
+    _say_what_loads(model, family, str(name or folder))
+
+
+def _say_what_loads(model: Decoder, family: Family, name: str) -> None:
+    """Warn where transformers itself has no code for the saved model."""
     if family.code or (not family.written and model.config.attention_gate != "none"):
         own = "its own code in transformers: from_pretrained(folder, trust_remote_code=True)"
         release = "the .py files of the release that the model came from, to load in transformers"
-        warnings.warn(f"{name or folder} needs {own if family.code else release}", stacklevel=4)
+        warnings.warn(f"{name} needs {own if family.code else release}", stacklevel=5)
 
 
 def _config_document(model: Decoder, origin: Origin, family: Family) -> dict[str, Any]:
