@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import difflib
 import importlib.metadata
+import inspect
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -119,12 +121,23 @@ def _initials(name: str) -> str:
 
 
 def documented(default: Any, text: str, **options: Any) -> Any:
-    """Return a dataclass field with a help text in its metadata, which the command line shows."""
+    """Return a dataclass field with a help text in its metadata, which the command line and `help` show."""
     return dataclasses.field(default=default, metadata={"help": text}, **options)
 
 
 class NamedFields:
-    """Base of dataclasses whose constructor names the nearest field when it is given an unknown one."""
+    """Base of dataclasses whose constructor names the nearest field when it is given an unknown one.
+
+    The docstring of a subclass lists the fields that `documented` made.
+    """
+
+    def __init_subclass__(cls) -> None:
+        """Add the fields' help texts to the docstring."""
+        fields = [(name, value) for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)]
+        texts = [f"{name}: {field.metadata['help']}" for name, field in fields if "help" in field.metadata]
+        if texts and cls.__doc__:
+            lines = [textwrap.fill(text, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for text in texts]
+            cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__), "", "Attributes:", *lines])
 
     def __new__(cls, *values: Any, **fields: Any) -> Any:
         """Raise a ValueError for a keyword that is not a field; the dataclass's own `__init__` does the rest."""

@@ -19,7 +19,7 @@ _WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d*)?|\.\d+)", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(NamedFields):
-    """Where the records of a run come from, and how they become sequences. Each field's help text is in its metadata.
+    """Where the records of a run come from, and how they become sequences.
 
     Raises:
         ValueError: a field is unknown (the message names the nearest) or its value out of range.

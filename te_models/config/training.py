@@ -19,9 +19,8 @@ AT_LEAST_ONE = ("steps", "batch_size", "seq_len", "gradient_accumulation", "keep
 class TrainConfig(NamedFields):
     """The options of a training run. Sizes are in sequences and tokens, intervals in optimizer steps (0: never).
 
-    Each field's help text is in its metadata, where the command line finds it. `batch_size` counts the sequences of all
-    processes together, so that a run is the same on any number of them. `warmup_steps` and `decay_steps` below 1 are
-    shares of `steps`.
+    `batch_size` counts the sequences of all processes together, so that a run is the same on any number of them.
+    `warmup_steps` and `decay_steps` below 1 are shares of `steps`.
 
     Raises:
         ValueError: a field is unknown (the message names the nearest) or its value out of range.
