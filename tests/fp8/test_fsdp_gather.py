@@ -209,7 +209,7 @@ def test_any_number_of_processes_goes_on_from_any_other(two: dict[str, Any], roo
     ("kind", "options", "reason"),
     [
         ("ddp", dict(recipe="delayed"), "one process or --parallel fsdp, not ddp"),
-        ("fsdp", dict(recipe="blockwise"), "need one scale a weight, which recipe 'blockwise' does not have"),
+        ("fsdp", dict(recipe="blockwise"), "need one scale per weight, which recipe 'blockwise' does not have"),
         ("fsdp", dict(recipe="current", world=3), "cannot be divided evenly among 3 processes"),
     ],
 )
