@@ -392,16 +392,36 @@ def _windows_before(window: int, lane: int, num_lanes: int) -> int:
 
 @contextlib.contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Let Ctrl-C wait until a worker has started, which else might find nothing of the process that started it.
+    """Let Ctrl-C wait until the worker that starts is known to the pool, which then waits for it before it ends.
 
-    The fork server and its workers inherit the mask, so that they are not interrupted while they import.
+    A worker that the pool does not know finds no semaphore of a parent that has ended, and prints a traceback. The
+    fork server and its workers inherit the mask, so that they are not interrupted while they import. The mask is of
+    this thread alone and any other one takes the signal, so the handler, which runs here, waits too.
     """
-    resource_tracker.ensure_running()  # before: it unblocks SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    with _handler_waits():
+        resource_tracker.ensure_running()  # before: it unblocks SIGINT
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _handler_waits() -> Iterator[None]:
+    """Call Python's handler of SIGINT at the end only. It runs in the main thread and interrupts no other one."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _start_pool(num_workers: int, reader: ChunkReader) -> ProcessPoolExecutor:

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -333,6 +335,29 @@ def test_workers_outlive_a_request_to_stop_but_not_their_parent(begin: str, corp
     while _is_running(worker):
         assert time.monotonic() < deadline, "a worker was left behind"
         time.sleep(0.05)
+
+
+def test_an_interrupt_waits_until_a_worker_is_known(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, start = stream(corpus, 2, num_lanes=4, num_workers=1), ProcessPoolExecutor._spawn_process
+
+    def spawn(pool: ProcessPoolExecutor) -> None:
+        os.kill(os.getpid(), signal.SIGINT)  # another thread takes it, which blocks no signals
+        time.sleep(0.05)
+        start(pool)
+
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait)
+    other.start()
+    monkeypatch.setattr(ProcessPoolExecutor, "_spawn_process", spawn)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            next(data)
+        assert data._pool is not None and data._pool._processes
+    finally:
+        stop.set()
+        other.join()
+        data.close()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def _is_running(process: int) -> bool:
