@@ -203,8 +203,8 @@ class TokenDataset:
         """
         if state["fingerprint"] != self.fingerprint:
             raise UsageError(
-                "the saved data position is of other data: resume with the same --data, --tokenizer, --seq-len, "
-                "--packing and --seed, or start a new run"
+                "the saved data position is of other data: resume with the same --data (its files unchanged), "
+                "--tokenizer, --seq-len, --packing and --seed, or start a new run"
             )
         self.seed, self._cached = state["seed"], (-1, self._in_order)
         self._epoch, self._position = state["epoch"], state["position"]

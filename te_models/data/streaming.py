@@ -39,6 +39,7 @@ from torch import Tensor
 
 from te_models.data.corpus_chunks import CHUNK_BYTES, FIRST, TARGET, ChunkReader, Chunks, find_chunks
 from te_models.data.encoding import Fit, encode_documents
+from te_models.data.files import HELP
 from te_models.data.formats import Document
 from te_models.data.packing import check_windows, pack_window, repeats, stack_windows
 from te_models.data.rows import FileRange
@@ -130,6 +131,7 @@ class StreamingDataset:
         self.remarks: list[str] = []  # lines that `describe` ends with
         self.fingerprint = self._hash_data(tokenizer)
         self._pool: ProcessPoolExecutor | None = None
+        self._answered = False  # has a worker encoded a chunk?
         self._lanes: dict[int, Lane] = {}
         self._positions: list[Position] = [[0, 0, 0] for _ in range(self.num_lanes)]
         self._loaded_at = self._next_window = 0  # windows counted over all epochs, lanes and ranks
@@ -194,8 +196,8 @@ class StreamingDataset:
         """
         if state["fingerprint"] != self.fingerprint:
             raise UsageError(
-                "the saved data position is of other data: resume with the same --data, --tokenizer, --seq-len, "
-                "--packing and --seed, or start a new run"
+                "the saved data position is of other data: resume with the same --data (its files unchanged), "
+                "--tokenizer, --seq-len, --packing and --seed, or start a new run"
             )
         if len(state["lanes"]) != self.num_lanes:
             raise UsageError(
@@ -219,9 +221,10 @@ class StreamingDataset:
         share = self.reader.eval_fraction
         reader = replace(self.reader, side="all")
         found: list[Document] = []
-        size, lowest, seen = 0, 2**64, set()
+        size, lowest, seen, empty = 0, 2**64, set(), True
         for chunk in np.random.default_rng((self.seed, 0, 0)).permutation(len(self.chunks)):
             for document in reader.documents(self.chunks[chunk]):
+                empty = False
                 place = reader.place(document) if share else 0
                 if place < share * 2**64 or not share:
                     found.append(document)
@@ -234,6 +237,8 @@ class StreamingDataset:
         if not found and len(seen) == 2:
             self.reader.eval_fraction = (lowest + 2**12) / 2**64  # more than a double rounds
             return self.held_out(num_tokens)
+        if empty:
+            raise DataError(f"{self.chunks.source}: there is no text in it; {HELP}")
         if not found:
             raise DataError(
                 f"{self.chunks.source}: none of its documents is reserved for evaluation (a share of {share:g}): leave "
@@ -289,19 +294,32 @@ class StreamingDataset:
         order = (self.seed, epoch, chunk, *([time] if time else [])) if self.shuffle else None
         if not self.num_workers:
             return partial(self.reader.encode, self.chunks[chunk], order)
-        with _interrupts_wait():  # it may start a worker
+        with _interrupts_wait(), self._worker_errors():  # it may start a worker
             self._pool = self._pool or _start_pool(self.num_workers, self.reader)
             future = self._pool.submit(_encode, self.chunks[chunk], order)
 
         def wait() -> NDArray[np.int32]:
-            try:
-                return future.result()
-            except BrokenProcessPool:
-                raise DataUnavailable(
-                    "a process that reads data died, perhaps out of memory: use fewer --data-workers"
-                ) from None
+            with self._worker_errors():
+                tokens = future.result()
+            self._answered = True
+            return tokens
 
         return wait
+
+    @contextlib.contextmanager
+    def _worker_errors(self) -> Iterator[None]:
+        """Turn the errors of a pool whose workers died, or never began, into a line."""
+        try:
+            yield
+        except (BrokenProcessPool, BrokenPipeError, EOFError):
+            why = "a process that reads data died, perhaps out of memory: use fewer --data-workers"
+            if not self._answered:
+                why = (
+                    "a process that reads data did not start: a script of your own needs `if __name__ == "
+                    '"__main__":` around what it does, since each process imports it; or memory ran out: use fewer '
+                    "--data-workers"
+                )
+            raise DataUnavailable(why) from None
 
     def _hash_data(self, tokenizer: Tokenizer) -> int:
         """Hash everything that a position depends on: files and chunks, tokens, windows and order."""

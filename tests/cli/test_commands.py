@@ -338,6 +338,10 @@ def test_a_run_is_not_overwritten_nor_a_damaged_checkpoint_read(
     assert main(finetune(out, corpus)) == 0
     assert main(finetune(out, corpus)) == 2
     assert "already holds a run of 3 steps: add --resume or give another --out" in capsys.readouterr().err
+    assert main(["finetune", str(out)]) == 2
+    assert (
+        f"{out} is a folder: {out}/run.toml runs it once more, and --resume {out} continues" in capsys.readouterr().err
+    )
     weights = next(out.glob("checkpoints/*/model.safetensors"))
     damaged = bytearray(weights.read_bytes())
     damaged[-1] ^= 1

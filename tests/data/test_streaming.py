@@ -360,6 +360,26 @@ def test_an_interrupt_waits_until_a_worker_is_known(corpus: Path, monkeypatch: p
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_script_that_its_workers_import_is_told_what_it_lacks(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(
+        "import sys\nfrom te_models.data.streaming import StreamingDataset\n"
+        "from te_models.data.tokenizer import ByteTokenizer\n"
+        "next(StreamingDataset(sys.argv[1], ByteTokenizer(), 16, batch_size=1, seed=0, num_workers=1))\n"
+    )
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(tmp_path / "run.py"), str(corpus)]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    last = [line for line in run.stderr.splitlines() if line.startswith("te_models.errors.DataUnavailable")]
+    assert run.returncode == 1 and len(last) == 1 and 'needs `if __name__ == "__main__":`' in last[0]
+
+
+def test_blank_files_have_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n \n")
+    with pytest.raises(ValueError, match="a.jsonl: there is no text in it; give"):
+        stream(tmp_path / "a.jsonl", eval_fraction=0.01).held_out(100, at_least_one=True)
+
+
 def _is_running(process: int) -> bool:
     try:
         return " Z " not in Path(f"/proc/{process}/stat").read_text()
@@ -400,7 +420,9 @@ CHANGES: dict[str, dict] = {
 def test_resuming_on_other_data_is_an_error(corpus: Path, change: str) -> None:
     state = stream(corpus, num_lanes=4).state_dict()
     stream(corpus, num_lanes=4).load_state_dict(state)
-    with pytest.raises(ValueError, match="position is of other data: resume with the same --data"):
+    with pytest.raises(
+        ValueError, match="position is of other data: resume with the same --data .its files unchanged., "
+    ):
         stream(corpus, **{"num_lanes": 4, **CHANGES[change]}).load_state_dict(state)
 
 
