@@ -249,10 +249,11 @@ class StreamingDataset:
     def close(self) -> None:
         """End the worker processes; the iterator may continue, which starts them again."""
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
+            pool, self._pool = self._pool, None
             for lane in self._lanes.values():
                 lane.ahead = None
+            with _handler_waits():  # Python would take the pool's thread for ended, and wait for its workers for ever
+                pool.shutdown(cancel_futures=True)
 
     @property
     def _own_lanes(self) -> range:

@@ -360,6 +360,22 @@ def test_an_interrupt_waits_until_a_worker_is_known(corpus: Path, monkeypatch: p
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_an_interrupt_waits_until_the_workers_have_ended(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python 3.11 a thread whose join was interrupted counts as ended: exit then waited for a worker for ever."""
+    data, end, ended = stream(corpus, num_workers=1), ProcessPoolExecutor.shutdown, []
+    next(data)
+
+    def shutdown(pool: ProcessPoolExecutor, **options: bool) -> None:
+        signal.raise_signal(signal.SIGINT)
+        end(pool, **options)
+        ended.append(pool)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "shutdown", shutdown)
+    with pytest.raises(KeyboardInterrupt):
+        data.close()
+    assert ended and data._pool is None
+
+
 def test_a_script_that_its_workers_import_is_told_what_it_lacks(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(
         "import sys\nfrom te_models.data.streaming import StreamingDataset\n"
