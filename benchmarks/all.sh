@@ -19,7 +19,6 @@ python3 benchmarks/profile_step.py gated-8b delayed+no_edges --layers 4 --kv-hea
 python3 benchmarks/engine_gpu.py "$out/engine_gpu.json"
 python3 benchmarks/checkpoint_grid.py run --out "$out/checkpoint_grid.json"
 python3 benchmarks/generate.py run --out "$out/generate.json"
-python3 benchmarks/finetune_8b.py --out "$out/finetune_8b.json"
 python3 benchmarks/fast_and_plain.py --seeds 12 --processes 6 --out "$out/fast_and_plain.json"
 python3 benchmarks/checkpoint_parity.py --out "$out/checkpoint_parity.json"
 

@@ -3,8 +3,8 @@
     python benchmarks/checkpoint_grid.py run --out benchmarks/results/checkpoint_grid_h200.json     # on a GPU
 
 Medians of interleaved rounds: every round times each variant of one model once, as a Trainer runs it (a CUDA graph, the
-loss alone, gradients that are made by the backward). `activations` are what the forward leaves for the backward. Each
-FP8 recipe runs with BF16 and with FP8 primary weights. All layers run in the recipe.
+loss alone, gradients that are made by the backward). `activations` are the bytes that the forward saves for the
+backward. Each FP8 recipe runs with BF16 and with FP8 primary weights. All layers run in the recipe.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def prepared(model: CausalLM, mode: str, ids: torch.Tensor, weights: int) -> tup
 
 
 def measure(shape: dict[str, Any], recipe: str, fp8_params: bool, rounds: int) -> list[dict[str, Any]]:
-    """One row a mode. One model at a time serves all modes of its recipe, so that memory is its own."""
+    """Return one row per mode. One model at a time serves all modes of its recipe, so that memory is its own."""
     fields = dict(shape)
     preset, batch, seq = fields.pop("preset"), fields.pop("batch"), fields.pop("seq")
     gc.collect()

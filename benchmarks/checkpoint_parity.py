@@ -3,10 +3,10 @@
     python benchmarks/checkpoint_parity.py --out benchmarks/results/checkpoint_parity_h200.json      # on a GPU
     python benchmarks/checkpoint_parity.py --engine emulated --recipe delayed --steps 3              # anywhere
 
-Four layers, three micro-batches a step, an evaluation every fifth step, one forward that is abandoned and one that ends
-in an exception. Compared are every loss, and after every step gradients, weights, scales and amax histories; counted
-are the scale updates of a step. Attention runs PyTorch's plain kernel: the gradients of the fused ones vary from run to
-run.
+Four layers, three micro-batches per step, an evaluation every fifth step, one forward that is abandoned and one that
+ends in an exception. It compares every loss, and after every step gradients, weights, scales and amax histories, and
+counts the scale updates of a step. Attention runs PyTorch's plain kernel: the gradients of the fused ones vary from run
+to run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MICRO_BATCHES = 3
 
 
 def digest(model: CausalLM) -> str:
-    """One hash of all that a step changes."""
+    """Return one hash of everything that a step changes."""
     found = hashlib.sha256()
     parameters = dict(model.named_parameters())
     values = {name: plain(p) for name, p in parameters.items()}
@@ -54,7 +54,7 @@ def digest(model: CausalLM) -> str:
 
 
 def run(options: dict[str, Any], mode: str | int, steps: int, cache: bool) -> dict[str, Any]:
-    """Losses, a hash a step, and how often a step updated forward and backward scales."""
+    """Return the losses, a hash per step, and how often a step updated forward and backward scales."""
     torch.manual_seed(0)
     model = CausalLM.from_preset("gated-nano", activation_checkpointing=mode, compile=False, **SHAPE, **options)
     model.te.FP8GlobalStateManager.reset()

@@ -1,8 +1,8 @@
-"""Tokens that streaming delivers a second of processor time, by format and tokenizer, and the cost of packing a batch.
+"""Tokens that streaming delivers per second of CPU time, by format and tokenizer, and the cost of packing a batch.
 
     python benchmarks/data_throughput.py [--mib 8]
 
-The text is the running Python's documentation and standard library, repeated up to the size asked for; the BPE
+The text is the running Python's documentation and standard library, repeated up to the requested size; the BPE
 tokenizer of 32,000 ids is trained on it by the `tokenizers` library.
 """
 
@@ -52,7 +52,7 @@ def train_bpe(folder: Path, corpus: Path) -> Path:
 
 
 def measure(path: Path, words: object, packing: str) -> tuple[float, float]:
-    """Tokens read and encoded a second of processor time, and seconds to pack a batch of 8 x 2,048."""
+    """Return tokens read and encoded per second of CPU time, and seconds to pack a batch of 8 x 2,048."""
     from te_models.data.streaming import StreamingDataset
 
     data = StreamingDataset(str(path), words, 2048, batch_size=8, seed=0, packing=packing)
@@ -92,7 +92,7 @@ def main() -> None:
                 speed, packing = measure(file, words, "documents")
                 print(
                     f"{file.name:16} {file.stat().st_size / 2**20:6.1f} MiB  {label:8} {speed:12,.0f} tokens/s read "
-                    f"and encoded  {packing * 1e3:6.2f} ms a batch of 8 x 2,048 to pack"
+                    f"and encoded  {packing * 1e3:6.2f} ms per batch of 8 x 2,048 to pack"
                 )
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/engine_cpu.py [IN OUT ROWS]
 
-All layers take turns within one run, so that a busy machine slows them alike; the table gives medians and ratios.
+All layers take turns within one run, so that a busy machine slows all of them; the table gives medians and ratios.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python benchmarks/engine_parity.py --out benchmarks/results/engine_parity_h200.json
 
-Two comparisons a recipe. "free": both train by themselves from the same start, so rounding differences add up.
+Three comparisons per recipe. "free": both train by themselves from the same start, so rounding differences add up.
 "lockstep": before each step the emulated model takes over weights, scales and histories of the native one, so that each
-step is compared by itself. "twice": the native engine against itself, which says how much of "free" is the arithmetic's
-own. Attention runs in PyTorch's plain kernel, since the fast ones' gradients vary from run to run. Also timed: forward
-and backward of one te.Linear, emulated, against BF16.
+step is compared by itself. "twice": the native engine against itself, which shows how much of "free" comes from the
+arithmetic itself. Attention runs in PyTorch's plain kernel, since the fast ones' gradients vary from run to run. Also
+timed: forward and backward of one te.Linear, emulated, against BF16.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def train(way: str, seed: int, preset: str, recipe: str, steps: int, batch_size: int, seq_len: int) -> dict[str, Any]:
-    """The training loss of every step and the held-out loss at the end, nats a byte."""
+    """Return the training loss of every step and the held-out loss at the end, in nats per byte."""
     options = dict(WAYS[way])
     graph = options.pop("graph")
     config = TrainConfig(steps=steps, batch_size=batch_size, seq_len=seq_len, learning_rate=3e-4, warmup_steps=30,
@@ -54,13 +54,13 @@ def train(way: str, seed: int, preset: str, recipe: str, steps: int, batch_size:
         run = Trainer(
             model, data, held_out.eval_batches(8), config, Path(folder), on_step=lambda r: losses.append(r["loss"])
         )
-        run.checkpoints.save = lambda *args, **options: Path(folder)  # the losses are all
+        run.checkpoints.save = lambda *args, **options: Path(folder)  # only the losses are needed
         result = run.run()
     return {"losses": losses, "eval_loss": result.eval_loss, "tokens_per_second": result.tokens_per_second}
 
 
 def take_a_gpu(numbers: Any) -> None:
-    """Before anything looks for GPUs: let this process see one of them, in turn."""
+    """Make one GPU, in turn, visible to this process; call this before anything looks for GPUs."""
     all_of_them = ",".join(path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_of_them).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[numbers.get() % len(visible)]
@@ -100,7 +100,7 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(preset: str, recipe: str, steps: int, batch_size: int, seq_len: int, seeds: int, processes: int,
          out: Path) -> None:  # fmt: skip
-    """Train in each way from each seed; print and write how far the losses are apart."""
+    """Train in each way from each seed; print and write the differences of the losses."""
     settings = dict(preset=preset, recipe=recipe, steps=steps, batch_size=batch_size, seq_len=seq_len)
     context = multiprocessing.get_context("spawn")
     numbers = context.SimpleQueue()

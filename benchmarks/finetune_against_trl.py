@@ -4,14 +4,14 @@
     python benchmarks/finetune_against_trl.py run --tiny --device cpu --out finetune.json    # anywhere
 
 It takes 10 minutes on one GPU. 2,000 conversations of mixed length (functions of Python's standard library as
-questions, their docstrings as answers, one to twelve turns) are rendered, labelled and packed by te-models. TRL gets
+questions, their docstrings as answers, one to twelve turns) are rendered, labeled and packed by te-models. TRL gets
 the same rows, so both train on the same tokens with the same labels, from the same random weights; losses are compared
 after the last step.
 
-Each variant runs in a process of its own. Both use BF16 weights without masters, an 8-bit AdamW with stochastic
+Each variant runs in its own process. Both use BF16 weights without masters, an 8-bit AdamW with stochastic
 rounding (full) or AdamW (LoRA), the same recomputation of activations, batch and sequence length. TRL's attention is
 PyTorch's SDPA: "trl" sees the documents of a row as one, which is its fastest way without FlashAttention's package;
-"trl-documents" is told where each begins, as te-models is.
+"trl-documents" knows where each begins, as te-models does. "current+offload" stores the inputs of blocks on the host.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 TINY = dict(vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2,
             num_key_value_heads=1, head_dim=32)  # fmt: skip
-WAYS = ("trl", "trl-documents", "bf16", "delayed", "current")
+WAYS = ("trl", "trl-documents", "bf16", "delayed", "current", "current+offload")
 STEPS, WARM_UP = 24, 8
 
 
@@ -106,9 +106,11 @@ def ours(job: Job) -> dict[str, Any]:
 
     torch.manual_seed(0)
     shape = TINY if job.tiny else {}
-    fp8_params = job.method == "lora" and job.way != "bf16"
-    model = CausalLM.from_preset(job.shape, recipe=job.way, device=job.device, fp8_params=fp8_params,
-                                 activation_checkpointing=job.settings()["recompute"], **shape)  # fmt: skip
+    recipe, _, offload = job.way.partition("+")
+    fp8_params = job.method == "lora" and recipe != "bf16"
+    model = CausalLM.from_preset(job.shape, recipe=recipe, device=job.device, fp8_params=fp8_params,
+                                 activation_checkpointing=job.settings()["recompute"],
+                                 activation_offload=bool(offload), **shape)  # fmt: skip
     saved = LoraRun(model, LoraSettings(rank=RANK, alpha=2.0 * RANK), None) if job.method == "lora" else None
     run = Trainer(model, job.rows(), [], job.train_config(), Path("unused"), saved=saved)
     return measure(run.steps(iter(run.dataset)), job.device)
@@ -155,7 +157,7 @@ def as_dataset(rows: list[dict[str, list[int]]]) -> Any:
 
 
 def stand_in_for_datasets() -> None:
-    """Let TRL be imported where `datasets` is missing: it needs its class names alone, since rows come packed."""
+    """Let TRL be imported where `datasets` is missing: it needs only its class names, since rows come packed."""
     if "datasets" in sys.modules or importlib.util.find_spec("datasets") is not None:
         return
     made: dict[str, Any] = {}
@@ -250,7 +252,7 @@ def our_weights(job: Job) -> dict[str, torch.Tensor]:
 
 
 def places(job: Job, documents: torch.Tensor) -> dict[str, list[int]]:
-    """Return what tells transformers the documents of a row apart: positions [S] in them; a mask of ones for one."""
+    """Return the positions [S] by which transformers tells the documents of a row apart; a mask of ones for one."""
     if job.way == "trl":
         return dict(attention_mask=[1] * len(documents))
     starts = torch.nn.functional.pad(documents[1:] != documents[:-1], (1, 0), value=True)
@@ -290,11 +292,11 @@ def one(job: str) -> None:
 @click.option("--methods", default="full,lora")
 @click.option("--ways", default=",".join(WAYS))
 @click.option("--tokenizer", default=str(Path(__file__).parent.parent / "te_models/pretrained/gated-nano"))
-@click.option("--seconds", default=1e9, help="After so many no variant is begun.")
+@click.option("--seconds", default=1e9, help="No variant starts after this many.")
 def run(
     out: Path, device: str, tiny: bool, shapes: str, methods: str, ways: str, tokenizer: str, seconds: float
 ) -> None:
-    """Run all variants, each in a process of its own, and write the results after each."""
+    """Run all variants, each in its own process, and write the results after each."""
     begun = time.perf_counter()
     document: dict[str, Any] = dict(
         environment=environment(), rank=RANK, steps=STEPS, warm_up=WARM_UP, shapes=SHAPES, rows=[]

@@ -30,7 +30,7 @@ def cli() -> None:
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change a field of the run.")
 def run(recipes: str, out: Path, changes: tuple[str, ...]) -> None:
-    """Train once a recipe, each in a process of its own through the command line, and collect the metrics."""
+    """Train once per recipe, each in its own process through the command line, and collect the metrics."""
     from te_models.inspect.environment import environment
 
     fields = {**RUN, **dict(change.split("=", 1) for change in changes)}

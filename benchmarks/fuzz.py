@@ -50,7 +50,7 @@ ODD_VALUES = (
     {},
     [[]] * 3, {"$tensor": "x"}, "NaN",
 )  # fmt: skip
-FRAGMENTS = (  # of templates that do harm
+FRAGMENTS = (  # of harmful templates
     "{{ 1 // 0 }}", "{% include 'x' %}", "{% import 'os' as os %}", "{{ ''.__class__.__mro__ }}", "{{ 'x' * 10**10 }}",
     "{{ messages | attr('__init__') | attr('__globals__') }}",
     "{% set x = 'a' %}{% for i in range(60) %}{% set x = x ~ x %}",
@@ -164,7 +164,7 @@ def mutate_toml(text: str, rng: random.Random) -> str:
 
 
 def mutate_file(path: Path, rng: random.Random) -> None:
-    """Change one file; by its format, or byte by byte, or into something that is no file."""
+    """Change one file; by its format, or byte by byte, or into something that is not a file."""
     data, kind = path.read_bytes(), rng.random()
     if kind < 0.02:
         path.unlink()
@@ -266,7 +266,7 @@ def run_case(
             except TeModelsError as error:
                 one_line = "\n" not in str(error) and len(str(error)) < 1200
                 outcome = "refused" if one_line else f"failure: {len(str(error))} characters: {str(error)[:200]!r}"
-            except BaseException as error:  # everything else is what this looks for
+            except BaseException as error:  # any other error is a finding
                 outcome = f"failure: {type(error).__module__}.{type(error).__name__}: {str(error)[:200]!r}"
         seconds, memory = time.perf_counter() - start, resident() - before
         size = max(size, sum(p.stat().st_size for p in files if _regular(p)))
@@ -281,7 +281,7 @@ def run_case(
 
 
 def fuzz(seed: int, cases: int, budget: float) -> dict[str, Any]:
-    """Run cases in a process of their own, which is replaced when it dies or hangs, for at most `budget` seconds."""
+    """Run cases in a separate process, which is replaced when it dies or hangs, for at most `budget` seconds."""
     begin, done = time.monotonic(), 0
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     failures: list[str] = []

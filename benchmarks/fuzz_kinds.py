@@ -21,10 +21,11 @@ from te_models.config.recipe import get_recipe
 from te_models.config.toml import render_toml
 from te_models.config.training import TrainConfig
 from te_models.data.chat_template import SECONDS as TEMPLATE_SECONDS
-from te_models.data.chat_template import ChatTemplate
+from te_models.data.chat_template import ChatTemplate, template_source, template_tokens
 from te_models.data.corpus_chunks import ChunkReader, find_chunks
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document, load_documents
+from te_models.data.json_files import read_json_object
 from te_models.data.sources import open_sources
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import DataError, TeModelsError
@@ -140,7 +141,7 @@ class Live:
         self.reset()
 
     def reset(self) -> None:
-        """Make the state that refused loads must leave as it is."""
+        """Make the state that refused loads must not change."""
         self.model = build()
         self.restore(self.root / "run")
         self.before = self.digest()
@@ -179,7 +180,7 @@ def load_own(folder: Path, live: Live) -> Any:
 
 
 def load_run(folder: Path, live: Live) -> Any:
-    """The newest checkpoint of a run into the live run, which a refusal must leave as it was."""
+    """The newest checkpoint of a run into the live run, which a refusal must not change."""
     live.restore(folder)
     state = live.digest(), data_of(torch.get_rng_state())
     live.reset()
@@ -187,7 +188,7 @@ def load_run(folder: Path, live: Live) -> Any:
 
 
 def load_te(folder: Path, live: Live) -> Any:
-    """Transformer Engine's checkpoint into the live model, which a refusal must leave as it was."""
+    """Transformer Engine's checkpoint into the live model, which a refusal must not change."""
     load_te_checkpoint(live.model, folder / "model.pt")
     state = state_of(live.model)
     live.reset()
@@ -195,7 +196,7 @@ def load_te(folder: Path, live: Live) -> Any:
 
 
 def load_adapter(folder: Path, live: Live) -> Any:
-    """A LoRA adapter on the live model, which a refusal must leave as it was."""
+    """A LoRA adapter on the live model, which a refusal must not change."""
     from te_models.training.lora import load_lora
 
     state = state_of(load_lora(live.model, folder))
@@ -204,15 +205,18 @@ def load_adapter(folder: Path, live: Live) -> Any:
 
 
 def load_words(folder: Path, live: Live) -> Any:
-    """A tokenizer and what it makes of a text."""
+    """Load a tokenizer and encode a text."""
     words = load_tokenizer(folder)
     return words.encode("the quick brown fox <eos>"), words.eos_token_id
 
 
 def load_chat(folder: Path, live: Live) -> Any:
-    """A chat template and what it makes of a conversation, without a word of the environment."""
+    """Load a chat template and render a conversation, without a word of the environment."""
     os.environ[SECRET] = "sesame"
-    text = ChatTemplate.from_folder(folder).render(CONVERSATION)
+    source, config = template_source(folder), read_json_object(folder / "tokenizer_config.json") or {}
+    if source is None:
+        raise DataError(f"{folder} has no chat template")
+    text = ChatTemplate(source, template_tokens(config)).render(CONVERSATION)
     assert "sesame" not in text
     return text
 

@@ -4,10 +4,10 @@
     python benchmarks/generate.py run --tiny                                          # anywhere: does it work?
     python benchmarks/generate.py report benchmarks/results/generate_h200.json
 
-A model is made once a shape, written to disk in shards, and read back by both. Prefill is the time to the first token;
-decode is the slope between a short and a long generation, which leaves out the prompt, the capture of a graph and
-whatever else comes once a call. Medians over repeats; whole calls are in the JSON too. transformers runs as it comes
-(default) and at its best (static cache with torch.compile). What the time budget leaves no room for is named.
+A model is made once per shape, written to disk in shards, and read back by both. Prefill is the time to the first
+token; decode is the slope between a short and a long generation, which leaves out the prompt, the capture of a graph
+and whatever else happens once per call. Medians over repeats; whole calls are in the JSON too. transformers runs with
+its defaults and at its best (static cache with torch.compile). Rows skipped for lack of time are named.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def cli() -> None:
 @click.option("--prompt", default=512, show_default=True, help="Tokens in each prompt.")
 @click.option("--budget", default=330.0, show_default=True, help="Seconds; later rows are skipped, by name.")
 @click.option("--tiny", is_flag=True, help="Shrunken shapes and few tokens: a test of this program, not a measurement.")
-@click.option("--load/--no-load", "read", default=True, help="Measure loading too, in processes of their own.")
-@click.option("--out", type=click.Path(path_type=Path), help="Where the JSON goes; only written on a GPU.")
+@click.option("--load/--no-load", "read", default=True, help="Measure loading too, in separate processes.")
+@click.option("--out", type=click.Path(path_type=Path), help="JSON file to write; only on a GPU.")
 def run(models: str, recipes: str, batches: str, prompt: int, budget: float, tiny: bool, read: bool,
         out: Path | None) -> None:  # fmt: skip
     """Measure every model under every recipe and batch, transformers beside it."""
@@ -105,7 +105,7 @@ def report(path: Path) -> None:
 @click.argument("device")
 @click.argument("reader")
 def load(folder: Path, device: str, reader: str) -> None:
-    """Load a model in a process of its own and print seconds and peak bytes as JSON."""
+    """Load a model in a separate process and print seconds and peak bytes as JSON."""
     import resource
 
     def host_peak() -> int:

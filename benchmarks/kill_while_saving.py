@@ -1,11 +1,11 @@
-"""Kills a process with SIGKILL while it saves checkpoints, again and again, and checks what is left.
+"""Kill a process with SIGKILL while it saves checkpoints, again and again, and check the files that are left.
 
     python benchmarks/kill_while_saving.py --kills 100
 
 Each round forks a child that saves one checkpoint after the other and is killed: three times out of four at a random
 file operation of its first few saves, else after a random time. The parent then demands that `latest()` names a
 checkpoint that loads, that every tensor in it is of one and the same save, and that no save that had returned is lost.
-Four ways of saving take turns: a new folder a step or the same folder again, blocking or in the background. Prints a
+Four ways of saving take turns: a new folder per step or the same folder again, blocking or in the background. Prints a
 JSON summary to stdout and exits with 1 if any checkpoint was damaged or lost.
 """
 
@@ -50,7 +50,7 @@ def checkpoints(root: Path) -> Checkpoints:
 
 
 def save_until_killed(root: Path, done: int, start: int, way: tuple[str, bool], kill_at: int | None) -> None:
-    """The child: saves for ever, writing the number of each finished save to the file descriptor `done`."""
+    """Run the child: save forever, writing the number of each finished save to the file descriptor `done`."""
     run, (folder, blocking) = checkpoints(root), way
     operations = 0
 

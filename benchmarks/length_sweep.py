@@ -6,13 +6,13 @@
     python benchmarks/length_sweep.py --device cpu --lengths 1,16,33 --batches 1 --heads 64 --processes 1
 
 Each case is a two-layer model with a small vocabulary at one length, batch size and head size, with as many key heads
-as query heads or half as many. Its weights stay as they are, so that ways to compute the same can be compared:
+as query heads or half as many. Its weights do not change, so that ways to compute the same step can be compared:
 
 * the CUDA graph of the step (its first replay included) with the eager step, five batches one after the other;
 * the eager step with one of plain kernels and FlashAttention, three batches.
 
 compile=False, since that would compile for each shape; lengths in COMPILED also run with the default, compile=True.
-Cases run in processes of their own. One that ends a process (an illegal memory access, say) is reported as having died,
+Cases run in separate processes. One that ends a process (an illegal memory access, say) is reported as having died,
 and the next one gets a new process. Exits with 1 if anything differs by more than the tolerances below, or died.
 """
 
@@ -51,7 +51,7 @@ EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
 CALLS, PLAIN_CALLS = WARM_UP + 2, 3  # a capture, and one replay of it with another batch
 # A graph runs the eager step's own kernels: what is left is the order in which cuDNN's backward adds (LOSS and GRADIENT
 # are relative, a gradient's by its norm). Plain kernels round to BF16 elsewhere, and a sum that falls on the other side
-# of a rounding changes an FP8 code, by up to 1/8 of its value.
+# of a rounding changes an FP8 value by up to 1/8.
 GRAPH = dict(loss=1e-5, gradient=2e-2)
 PLAIN = dict(loss=5e-3, gradient=0.25)
 SECONDS = 120  # for a case, the first one of a process (imports, compilers) included
@@ -160,7 +160,7 @@ def verdict(found: dict[str, float]) -> list[str]:
 
 
 def work(device: str, recipe: str) -> None:
-    """A process of its own: a case a line on standard input, a result a line on standard output."""
+    """Run a worker process: one case per line on standard input, one result per line on standard output."""
     bench = Bench(device, recipe)
     torch.set_num_threads(1)
     for number, line in enumerate(sys.stdin):
@@ -249,7 +249,7 @@ def run(todo: list[Case], processes: int, device: str, recipe: str, limit: float
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts, the largest differences, and every case that is not as it should be."""
+    """Return counts, the largest differences, and every case that failed."""
     kinds: Counter[str] = Counter()
     bad = []
     largest: dict[str, tuple[float, Case]] = {}
@@ -277,7 +277,7 @@ def numbers(text: str | None, default: tuple[int, ...]) -> list[int]:
 @click.option("--heads", help="Sizes of a head; default: 64,96,128,256.")
 @click.option("--recipe", default="delayed")
 @click.option("--processes", default=14)
-@click.option("--seconds", default=math.inf, help="After so many no case is begun; those left are counted.")
+@click.option("--seconds", default=math.inf, help="No case starts after this many; those left are counted.")
 @click.option("--device", default="cuda")
 @click.option("--out", type=click.Path(path_type=Path))
 @click.option("--work", "working", is_flag=True, hidden=True)

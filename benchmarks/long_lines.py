@@ -1,6 +1,6 @@
 """Full-size cases of hostile data: a single line of 256 MiB, and one of 1 GiB in a .gz of 1 MB, in memory and streamed.
 
-Each case is read in a process of its own; time, peak memory beside the imports, and what it said are recorded.
+Each case is read in a separate process; time, peak memory beyond the imports, and the message are recorded.
 
     python -m benchmarks.long_lines --out benchmarks/results/long_lines_cpu.json
 """
@@ -58,7 +58,7 @@ def streamed(path: Path) -> int:
 
 
 def measure(read: Callable[[Path], int], path: Path, results: Any) -> None:
-    """Send seconds, MiB of memory and what the reader said."""
+    """Send seconds, MiB of memory and the reader's message."""
     before, start = resident(), time.perf_counter()
     try:
         said = f"{read(path)} characters"

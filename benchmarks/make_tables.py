@@ -3,7 +3,7 @@
     python -m benchmarks.make_tables            # rewrite the tables
     python -m benchmarks.make_tables --plots    # draw the plots of docs/results/ as well
 
-A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`, which the modules of
+A table is between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`, which the modules of
 benchmarks/tables/ fill. tests/test_docs.py fails if a file differs from what this script writes.
 """
 

@@ -2,7 +2,7 @@
 
     python benchmarks/optimizer_loss.py [--out RESULT.json] [--optimizers muon,muon8bit] [--set hidden_size=192]
 
-The default model is gated-nano cut to what one CPU core trains in minutes. Reported is the loss on held-out text.
+The default model is gated-nano cut to what one CPU core trains in minutes. It reports the loss on held-out text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def train(optimizer: str, shape: dict[str, Any], documents: tuple[Any, Any]) -> dict[str, Any]:
-    """The held-out losses of one run, nats a byte, by step."""
+    """Return the held-out losses of one run, in nats per byte, by step."""
     config = TrainConfig(optimizer=optimizer, optimizer_options=OPTIMIZERS[optimizer], **RUN)
     torch.manual_seed(0)
     model = CausalLM.from_preset("gated-nano", recipe="bf16", **shape)
@@ -77,7 +77,7 @@ def main() -> None:
     reference = result["optimizers"].get("muon", {}).get("eval_loss")
     for optimizer, data in result["optimizers"].items():
         against = f"{data['eval_loss'] / reference - 1:+.2%} against muon" if reference else ""
-        print(f"{optimizer:10} {data['eval_loss']:.4f} nats a byte  {against}")
+        print(f"{optimizer:10} {data['eval_loss']:.4f} nats per byte  {against}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python benchmarks/optimizer_memory.py [--out RESULT.json]
 
 Bytes are those of the tensors that exist after one step at full size (gated-350m with 18 layers), a step without its
-arithmetic: what is kept does not depend on the values. Times are those of a step at full size on a GPU. On a CPU, where
-orthogonalising 282M parameters takes minutes, they are of one layer with a quarter of the width, in processor seconds
-of one thread, so that other processes do not count; torchao's, which would be compiled first, are left out. All
+arithmetic: the bytes stored do not depend on the values. Times are those of a step at full size on a GPU. On a CPU,
+where orthogonalizing 282M parameters takes minutes, they are of one layer with a quarter of the width, in processor
+seconds of one thread, so that other processes do not count; torchao's, which would be compiled first, are left out. All
 optimizers take turns, and the best of the rounds counts.
 """
 
@@ -59,7 +59,7 @@ def build(shape: dict[str, Any]) -> CausalLM:
 
 
 def give_gradients(model: CausalLM, gradients: list[torch.Tensor]) -> None:
-    """Gradients for the next step, which takes them away."""
+    """Set gradients for the next step, which frees them."""
     for p, g in zip(model.parameters(), gradients, strict=True):
         p.grad = g
 
@@ -67,7 +67,7 @@ def give_gradients(model: CausalLM, gradients: list[torch.Tensor]) -> None:
 def measure_bytes(name: str, model: CausalLM, gradients: list[torch.Tensor], options: dict[str, Any]) -> dict[str, Any]:
     """Bytes after one step: masters, all other state, and the state of the first optimizer a parameter of its own."""
     if name.startswith("muon"):
-        options = {**options, "ns_steps": 0}  # what is kept does not depend on it
+        options = {**options, "ns_steps": 0}  # the bytes stored do not depend on it
     optimizer = build_optimizer(name, model, 1e-4, 0.1, options)
     give_gradients(model, gradients)
     with (
@@ -130,7 +130,7 @@ def stepper(model: CausalLM, optimizer: Any) -> Callable[[], None]:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """The result as seed 002 laid it out, in GB of 10^9 bytes."""
+    """Return the result as a table, in GB of 10^9 bytes."""
     made = Table(title=f"{result['parameters']:,} parameters, BF16 weights and gradients", title_justify="left")
     for column in ("optimizer", "weights", "gradients", "masters", "state", "bytes/param", "total", "saved", "step"):
         made.add_column(column, justify="left" if column == "optimizer" else "right")

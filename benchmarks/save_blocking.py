@@ -1,9 +1,9 @@
-"""For how long does saving hold up training? A blocking save against background saves, the first one included.
+"""How long does saving delay training? A blocking save against background saves, the first one included.
 
     python benchmarks/save_blocking.py --out benchmarks/results/save_blocking_cpu.json
 
 `blocked` is all that a training step waits for: the call of `save`, and before the optimizer's update the wait until
-every tensor is copied. The state is a real one: BF16 weights, FP32 masters and AdamW's moments, 14 bytes a parameter.
+every tensor is copied. The state is a real one: BF16 weights, FP32 masters and AdamW's moments, 14 bytes per parameter.
 Rounds alternate the two, each with a new `Checkpoints`, so that every background save here is a first one or a second.
 """
 

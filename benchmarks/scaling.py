@@ -1,11 +1,10 @@
-"""Tokens a second on several GPUs against one, under FSDP2 (or DDP),
-and what a larger number of GPUs would give on paper.
+"""Tokens/s on several GPUs against one, under FSDP2 (or DDP), and an estimate for more GPUs.
 
     torchrun --nproc-per-node 2 benchmarks/scaling.py run --preset gated-1b --batch-size 8 --seq-len 2048
     torchrun --nproc-per-node 4 benchmarks/scaling.py run --preset llama-3.1-8b --batch-size 1 --seq-len 8192
     python benchmarks/scaling.py estimate
 
-`run` first times one GPU alone (the same program in a group of one, on every process at once, so that all GPUs are as
+`run` first times single GPUs (the same program in a group of one, on every process at once, so that all GPUs are as
 warm as in the second part; skipped with --no-alone where a model does not fit), then all of them together, and adds a
 row to results/scaling_h200.json on GPUs. A step is forward, backward and the optimizer, on random tokens. `estimate`
 computes the table in docs/results/many_gpus.md from measured figures; it measures nothing.
@@ -37,7 +36,7 @@ RESULTS = Path(__file__).parent / "results" / "scaling_h200.json"
 
 
 class RandomTokens:
-    """Batches of random tokens: the speed of data is not what is measured."""
+    """Batches of random tokens, since the speed of data is not measured."""
 
     def __init__(self, vocabulary: int, batch: int, length: int) -> None:
         ids = torch.randint(0, vocabulary, (batch, length))
@@ -125,7 +124,7 @@ class Assumptions:
     )
     parameters: float = 1.243e9  # gated-1b
     gather_bytes: int = 2  # BF16 weights (1: FP8), gathered for forward and again for backward of every micro-batch
-    reduce_bytes: int = 4  # FP32 gradients, summed once a step
+    reduce_bytes: int = 4  # FP32 gradients, summed once per step
     node: int = 8
     inside: float = 360e9  # assumed: NVLink, 80 % of an H200's 450 GB/s a direction (data sheet)
     between: float = 40e9  # assumed: InfiniBand, 80 % of the 50 GB/s a direction of a 400 Gb/s card a GPU
@@ -134,7 +133,7 @@ class Assumptions:
 
 
 def estimate(gpus: int, micro_batches: int, a: Assumptions) -> dict[str, float]:
-    """Seconds a step and the share of one GPU's speed kept, with all sending hidden behind computing and with none.
+    """Return seconds per step and speed relative to one GPU, with communication fully overlapped and not at all.
 
     A ring over N moves (N - 1) / N of the bytes through each GPU at the bandwidth of its slowest link, in N - 1 hops of
     which those between nodes count.
@@ -151,7 +150,7 @@ def estimate(gpus: int, micro_batches: int, a: Assumptions) -> dict[str, float]:
 def print_estimate(args: argparse.Namespace) -> None:
     """Print the estimate for more GPUs; make_tables.py writes it to docs/results/many_gpus.md."""
     a = Assumptions(gather_bytes=1 if args.fp8_params else 2)
-    print("| GPUs | micro-batches a step | sending, ms | kept, all of it hidden | kept, none of it hidden |")
+    print("| GPUs | micro-batches per step | communication, ms | relative speed, all overlapped | none overlapped |")
     print("|---|---|---|---|---|")
     for micro_batches in (1, 8):
         for gpus in (2, 8, 64, 256, 1000):
@@ -167,7 +166,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     paper = commands.add_parser("estimate")
     paper.set_defaults(function=print_estimate)
-    paper.add_argument("--fp8-params", action="store_true", help="weights gathered in FP8, a byte a parameter")
+    paper.add_argument("--fp8-params", action="store_true", help="weights gathered in FP8, one byte per parameter")
     one = commands.add_parser("run")
     one.set_defaults(function=run)
     one.add_argument("--preset", default="gated-1b")
@@ -177,7 +176,7 @@ def main() -> None:
     one.add_argument("--parallel", default="fsdp", choices=["ddp", "fsdp"])
     one.add_argument("--batch-size", type=int, default=8, help="sequences of each process")
     one.add_argument("--seq-len", type=int, default=2048)
-    one.add_argument("--accumulation", type=int, default=1, help="batches of each process a step")
+    one.add_argument("--accumulation", type=int, default=1, help="batches of each process per step")
     one.add_argument(
         "--graph", action=argparse.BooleanOptionalAction, default=True, help="capture forward and backward"
     )

@@ -4,7 +4,7 @@
 
 The same weights run under each recipe, as the trained model, and are exported from it in each format. DelayedScaling
 first sees two training forwards, as it would have in training. Without --model the weights of --preset are random:
-that ranks the formats, but does not tell what serving costs a trained model. The default text is held-out
+that ranks the formats, but does not show the loss of a trained model in serving. The default text is held-out
 documentation of Python.
 """
 
@@ -26,7 +26,7 @@ from te_models.serving.parity import parity
 @click.option("--data", metavar="PATH", help="Text to compare on, its held-out part; default: Python's own.")
 @click.option("--batches", default=2, show_default=True, help="Of 8 x 256 tokens.")
 @click.option("--device", help="Default: the first GPU, else the CPU.")
-@click.option("--out", type=click.Path(path_type=Path), help="Where the JSON goes.")
+@click.option("--out", type=click.Path(path_type=Path), help="JSON file to write.")
 def main(model: str | None, preset: str, data: str | None, batches: int, device: str | None, out: Path | None) -> None:
     """Compare every format under every recipe, print the tables, write the JSON."""
     from te_models.inspect.environment import environment

@@ -1,4 +1,4 @@
-"""A long run through the command line that is killed three times: does memory stay flat, and does the loss go on?
+"""A long run through the command line that is killed three times: does memory stay flat, and does the loss continue?
 
     python benchmarks/soak.py --out benchmarks/results/soak_h200.json --figure docs/results/soak_h200.png
     python benchmarks/soak.py --tiny --steps 240 --every 20 --out soak.json --figure soak.png    # on a CPU
@@ -100,7 +100,7 @@ def newest_step(run: Path) -> int:
 
 
 class Soak:
-    """The run, in as many processes one after the other as it takes."""
+    """The run, in several processes, one after the other."""
 
     def __init__(self, run: Path, flags: str, steps: int, every: int) -> None:
         self.run, self.every, self.steps = run, every, steps

@@ -1,4 +1,4 @@
-"""Is what two tensor-parallel GPUs compute something else than what one computes, or the same in another order?
+"""Do two tensor-parallel GPUs differ from one GPU only in the order of sums?
 
     torchrun --nproc-per-node 2 benchmarks/tp_seeds.py --out benchmarks/results/tp_seeds_h200_x2.json
     torchrun --nproc-per-node 2 benchmarks/tp_seeds.py --device cpu --seeds 3 --recipes bf16 --out tp_seeds.json
@@ -7,20 +7,18 @@ tests/model/test_tensor_parallel.py takes five steps of gradient descent at a ra
 tokens they are taken by one GPU with plain kernels (those that tensor parallelism has), by two GPUs with and without
 sequence parallelism, and by one GPU in other ways that differ from the first by a rounding, its twins:
 
-* "jittered": what o_proj and down_proj give, and the gradients that qkvg_proj and gate_up_proj give back, one rounding
-  up or
-  down: those are the sums that two GPUs divide. A rounding is BF16's; of FP32 results 2^-14 under FP8,
-  where a tensor core cuts
-  its sums, and else FP32's;
+* "jittered": the outputs of o_proj and down_proj, and the input gradients of qkvg_proj and gate_up_proj, one rounding
+  up or down: those are the sums that two GPUs divide. A rounding is BF16's; of FP32 results 2^-14 under FP8, where a
+  tensor core truncates its sums, and otherwise FP32's;
 * "turned": the hidden channels of every MLP in another order, hence the order of sums (and which elements share a
   block);
 * "tipped": one weight of each projection moved to the next number in its dtype;
 * "fused": with fused operations, a GPU's default, in BF16;
-* "again": nothing is changed; what comes of an order that varies from run to run.
+* "again": nothing is changed; the effect of an order that varies from run to run.
 
 Training magnifies a rounding, so a difference at the fifth step says little by itself. A defect shows in the first
 steps, as a mean signed difference that is several times its standard error, or as differences much larger than the
-twins'. Reported are, for each step, the mean signed relative difference of the loss over the seeds with its standard
+twins'. It reports, for each step, the mean signed relative difference of the loss over the seeds with its standard
 error, and its root mean square; and at the first step that of the gradients, by norm.
 """
 

@@ -26,7 +26,7 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=15)
     options.add_argument("--batch-size", type=int, default=8, help="sequences of all processes together")
     options.add_argument("--seq-len", type=int, default=128)
-    options.add_argument("--device", help="cpu trains on processors where there are GPUs too")
+    options.add_argument("--device", help="cpu trains on CPUs even where there are GPUs")
     options.add_argument("--out", default="runs/many-gpus-example")
     arguments = options.parse_args()
 

@@ -12,7 +12,7 @@ import te_models
 
 
 class Block(nn.Module):
-    """Two te.Linear with a residual; te_models knows nothing of it."""
+    """Two te.Linear with a residual connection, unknown to te_models."""
 
     def __init__(self, te, size: int, **place) -> None:
         super().__init__()

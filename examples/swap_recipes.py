@@ -14,7 +14,7 @@ from te_models import Callback, CausalLM, TrainConfig, Trainer, load_tokenizer, 
 
 
 class SwapRecipes(Callback):
-    """Take the next recipe every `every` steps. Weights, optimizer state and data position go on as they are."""
+    """Switch to the next recipe every `every` steps. Weights, optimizer state and data position are unaffected."""
 
     def __init__(self, recipes: list[str], every: int) -> None:
         self.left, self.every = recipes[1:], every

@@ -1,6 +1,6 @@
-"""te-models: gated-attention decoders from te.Linear and te.RMSNorm, in FP8, on any GPU or on none.
+"""te-models: gated-attention decoders built from te.Linear and te.RMSNorm, in FP8, with or without a GPU.
 
-Names are imported when first used, so that `import te_models` and the command line's help stay quick.
+Names are imported when first used, so that `import te_models` and the command line's help stay fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CausalLM: a Decoder that can be loaded, saved, planned, and asked for text."""
+"""CausalLM: a Decoder with loading, saving, planning and generation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from te_models.serving.export import Export, export
 
 
 class CausalLM(Decoder):
-    """A Decoder with all that is done with one: presets, folders, plans, generation. Arguments: Decoder."""
+    """A Decoder with presets, loading, saving, plans and generation. Arguments: te_models.model.decoder.Decoder."""
 
     def __init__(
         self, config: ModelConfig, *, initialize: bool = True, materialize: bool = True, **options: Unpack[BuildOptions]
@@ -45,26 +45,26 @@ class CausalLM(Decoder):
             save_tie_once(self)
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:
-        """Set activation_checkpointing="full", as Hugging Face's Trainer asks; its options do not apply."""
+        """Set activation_checkpointing="full", for Hugging Face's Trainer; `options` are ignored."""
         self.activation_checkpointing = "full"
 
     def gradient_checkpointing_disable(self) -> None:
-        """Set activation_checkpointing="none", as Hugging Face's Trainer asks."""
+        """Set activation_checkpointing="none", for Hugging Face's Trainer."""
         self.activation_checkpointing = "none"
 
     def tie_weights(self) -> None:
-        """Share the embedding's table with the head again, where one of Hugging Face's loaders has separated them."""
+        """Tie the head to the embedding's table again after one of Hugging Face's loaders has separated them."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Return the number of parameters, tied ones once and those of all ranks; transformers.Trainer calls it."""
+        """Return the number of parameters on all ranks, counting tied ones once; transformers.Trainer calls it."""
         left_out = self.embed_tokens.weight if exclude_embeddings else None
         counted = (p for p in self.parameters() if p is not left_out)
         return sum(p.numel() for p in counted if p.requires_grad or not only_trainable)
 
     def __repr__(self) -> str:
-        """Show recipe, engine, and each linear's precision; layers that are alike on one line."""
+        """Show recipe, engine, and each linear's precision; identical layers share a line."""
         recipe = f"{self.recipe.name} ({self.recipe.scheme}, {self.recipe.formats})"
         dtype = str(self.dtype).removeprefix("torch.")
         head = f"{type(self).__name__}({self.num_parameters():,} parameters in {dtype}, recipe={recipe}, "
@@ -79,7 +79,7 @@ class CausalLM(Decoder):
         return f"<pre>{html.escape(repr(self))}</pre>"
 
     def plan(self) -> PrecisionPlan:
-        """Return the precision and engine of each te.Linear with the reason, and what fused kernels do not compute."""
+        """Return the precision and engine of each te.Linear with the reason, and what fused kernels do not support."""
         rows, fp8 = [], self.fp8_layers
         for name, module in self.named_modules():
             if not isinstance(module, self.te.Linear):
@@ -107,12 +107,13 @@ class CausalLM(Decoder):
         return PrecisionPlan(title, tuple(rows), tuple(notes))
 
     def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:
-        """Predict the memory of training this model on a GPU, and what fits on which.
+        """Predict the memory of training this model on a GPU, and list the GPUs it fits on.
 
-        Options: those of te_models.planning.memory_plan.plan_memory; the model's own settings are the defaults.
+        Options are those of te_models.planning.memory_plan.plan_memory; the model's own settings are the defaults.
         """
-        own = {name: getattr(self, name) for name in ("activation_checkpointing", "activation_offload", "fp8_params")}
-        own |= dict(dtype_bytes=self.dtype.itemsize, batch_size=batch_size, seq_len=seq_len)
+        own: dict[str, Any] = dict(dtype_bytes=self.dtype.itemsize, batch_size=batch_size, seq_len=seq_len)
+        own |= dict(activation_checkpointing=self.activation_checkpointing, activation_offload=self.activation_offload)
+        own |= dict(fp8_params=self.fp8_params)
         return plan_memory(self.config, self.recipe, **{**own, **options})
 
     def _reason(self, layer: int) -> str:
@@ -130,15 +131,9 @@ class CausalLM(Decoder):
         return attention_kernel(self.device, self.config.attn_logit_softcapping is not None)
 
     @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end a text: those of generation_config.json, else of the config."""
-        ids = (self.origin.generation or {}).get("eos_token_id", self.config.eos_token_id)
-        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
-
-    @property
-    def pad_token_id(self) -> int | None:
-        """The token id of padding: that of generation_config.json, else of the config; None if there is none."""
-        return (self.origin.generation or {}).get("pad_token_id", self.config.pad_token_id)
+    def generation_values(self) -> Mapping[str, Any]:
+        """The values of generation_config.json in the folder that the model came from."""
+        return self.origin.generation or {}
 
     def generate(
         self,
@@ -151,7 +146,7 @@ class CausalLM(Decoder):
         """Continue prompts; see te_models.generation.generate.stream for arguments and errors.
 
         Returns:
-            int64 [B, S + new], prompts included; rows that have ended are filled up with the pad token.
+            int64 [B, S + new], prompts included; finished rows are padded with the pad token.
         """
         return generate(self, input_ids, max_new_tokens, attention_mask, tokenizer, **options)
 
@@ -170,7 +165,7 @@ class CausalLM(Decoder):
         """Write the model into `folder`, atomically.
 
         Args:
-            folder: where; what an earlier save left there is replaced.
+            folder: the folder to write; an earlier save in it is replaced.
             format: "te" writes config.json, model.safetensors, recipe.json and, for a stateful recipe,
                 fp8_state.safetensors. With FP8 primary weights, model.safetensors holds their dequantized values, so
                 that the folder loads under any recipe, and fp8_weights.safetensors the quantized values and scales.
@@ -181,17 +176,17 @@ class CausalLM(Decoder):
 
         Raises:
             ValueError: an unknown format, or a model or folder that does not allow it.
-            SaveError: writing failed; what was there is intact.
+            SaveError: writing failed; the previous content is intact.
         """
         write_pretrained(self, self.origin, folder, format, parse_size(max_shard_size))
 
     def push_to_hub(self, repo_id: str, *, max_shard_size: int | str = "5GB", **options: Unpack[PushOptions]) -> str:
         """Write the model as `save_pretrained(format="hf")` does and upload it to the Hugging Face hub.
 
-        A model card of yours in the repository stays as it is.
+        A model card that you wrote yourself is left unchanged.
 
         Args:
-            repo_id: "owner/model", or "model" for the account of the token; made if it is not there.
+            repo_id: "owner/model", or "model" for the account of the token; created if it does not exist.
             max_shard_size: as in `save_pretrained`.
             options: token, private, revision (a branch), commit_message and create_pr, as in transformers.
 
@@ -218,11 +213,11 @@ class CausalLM(Decoder):
         recipe where it has the format: its power-of-two scales, its square blocks, and the data of FP8 primary weights.
 
         Args:
-            folder: where; what an earlier save left there is replaced.
+            folder: the folder to write; an earlier save in it is replaced.
             format: "fp8-block" (128 x 128, as DeepSeek and Qwen), "fp8-tensor" (static), "fp8-channel", "mxfp8",
                 "nvfp4" or "bf16". See docs/guide/serving.md.
-            calibration: token ids, int64 [B, S], or several such batches, to measure the inputs of the linears on. Only
-                fp8-tensor and nvfp4 need it: without it they take the scales that recipe "delayed" has learned, and
+            calibration: token ids, int64 [B, S], or several such batches, on which to measure the linears' inputs. Only
+                fp8-tensor and nvfp4 need it: without it they use the scales that recipe "delayed" has learned, and
                 nvfp4 those of random tokens under other recipes.
 
         Returns:
@@ -231,7 +226,7 @@ class CausalLM(Decoder):
         Raises:
             UsageError: an unknown format, sizes that it does not allow, no scales for fp8-tensor, or an architecture
                 that Hugging Face does not have.
-            SaveError: writing failed; what was there is intact.
+            SaveError: writing failed; the previous content is intact.
         """
         return export(self, self.origin, folder, format, calibration)
 
@@ -258,9 +253,10 @@ class CausalLM(Decoder):
     ) -> CausalLM:
         """Load a model from `folder`, in our format or Hugging Face's, or from the Hugging Face hub by name.
 
-        Its own recipe (BF16 for one of Hugging Face) is used unless `recipe=` says another. `attention_gate=` adds a
-        gate to an ungated model: zero weights, which halve the output of attention, and a doubled o_proj, so that no
-        output changes and the gate trains from there. Keywords of transformers are taken, or refused with the reason.
+        The model keeps its own recipe (BF16 for one of Hugging Face) unless `recipe=` names another. `attention_gate=`
+        adds a gate to an ungated model: zero weights, which halve the output of attention, and a doubled o_proj, so
+        that no output changes and the gate trains from there. Keywords of transformers are accepted, or refused with
+        the reason.
 
         Raises:
             ValueError: an unknown keyword, or a folder that is damaged or does not fit; it is checked before a model is
@@ -272,7 +268,7 @@ class CausalLM(Decoder):
 
 
 def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of the config, and all other options; a name that is in neither is an error."""
+    """Return the fields of the config, and all other options; an unknown name is an error."""
     config, known = config_fields(), get_type_hints(ModelOptions)
     for name in options:
         if name not in known:

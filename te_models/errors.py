@@ -6,9 +6,14 @@ import contextlib
 import dataclasses
 import difflib
 import importlib.metadata
+import inspect
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MANY = 20  # choices, in the line about an unknown one
 LONGEST = 1000  # characters of a message
@@ -76,11 +81,11 @@ class SaveError(TeModelsError, RuntimeError):
 
 
 class EngineError(TeModelsError, RuntimeError):
-    """A model or an engine was used in an order or in a place in which its results would be wrong."""
+    """A model or an engine was used in an order or a place where its results would be wrong."""
 
 
 class OutOfMemory(TeModelsError, RuntimeError):
-    """A device or the host has no memory left; the message says what helps."""
+    """A device or the host ran out of memory; the message suggests remedies."""
 
 
 class Diverged(TeModelsError, RuntimeError):
@@ -116,20 +121,36 @@ def _initials(name: str) -> str:
 
 
 def documented(default: Any, text: str, **options: Any) -> Any:
-    """Return a dataclass field with a help text in its metadata, which the command line shows."""
+    """Return a dataclass field with a help text in its metadata, which the command line and `help` show."""
     return dataclasses.field(default=default, metadata={"help": text}, **options)
 
 
 class NamedFields:
-    """Base of dataclasses whose constructor names the nearest field when it is given an unknown one."""
+    """Base of dataclasses whose constructor names the nearest field when it is given an unknown one.
+
+    The docstring of a subclass lists the fields that `documented` made.
+    """
+
+    def __init_subclass__(cls) -> None:
+        """Add the fields' help texts to the docstring."""
+        fields = [(name, value) for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)]
+        texts = [f"{name}: {field.metadata['help']}" for name, field in fields if "help" in field.metadata]
+        if texts and cls.__doc__:
+            lines = [textwrap.fill(text, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for text in texts]
+            cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__), "", "Attributes:", *lines])
 
     def __new__(cls, *values: Any, **fields: Any) -> Any:
-        """Raise a ValueError for a keyword that is no field; the dataclass's own `__init__` does the rest."""
+        """Raise a ValueError for a keyword that is not a field; the dataclass's own `__init__` does the rest."""
         known = [name for name, field in cls.__dict__["__dataclass_fields__"].items() if field.init]
         for name in fields:
             if name not in known:
                 raise unknown(f"field of {cls.__name__}", name, known, f"help(te_models.{cls.__name__})")
         return super().__new__(cls)
+
+
+def field_values(instance: DataclassInstance) -> dict[str, Any]:
+    """Return name -> value of each field of a dataclass, for checks that walk over all of them."""
+    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
 
 
 @contextlib.contextmanager

@@ -121,12 +121,15 @@ ONE_GPU: dict[str, Journey] = {
     ),
     "prompts": train_shipped("--recipe delayed --data {pairs} --packing documents --seq-len 512"),
     "prompts-alone": train_shipped("--recipe current --data {pairs} --packing none --truncate prompt --seq-len 128"),
-    "sources": train_shipped("--recipe delayed --data {chats}:2 --data {pairs} --eval-data {chats} --epochs 0"),
-    "early-stop": Journey(
-        (tune("--recipe delayed --data {chats} --eval-data {texts} --steps 200 --eval-every 4 --patience 2 "
-              "--learning-rate 1e-2"),
+    "sources": Journey(
+        (tune("--recipe delayed --data {chats}:2 --data {pairs} --eval-data {chats} --epochs 0 --learning-rate 1e-3"),
          "-m te_models generate --model {out}/best --prompt x --max-new-tokens 8"),
-        steps=200, early=True, falls=0.05, prints="x",
+        falls=0.2, prints="x",
+    ),
+    "early-stop": Journey(  # such a rate makes the evaluation worse from the first steps on
+        (tune("--recipe delayed --data {chats} --eval-data {texts} --steps 200 --eval-every 4 --patience 2 "
+              "--learning-rate 1e-2"),),
+        steps=200, early=True, falls=0.05, prints="training made the model worse",
     ),
     "evaluate": Journey(
         (tune("--recipe delayed --data {chats} --learning-rate 1e-3"),
@@ -182,6 +185,7 @@ ONE_GPU: dict[str, Journey] = {
     "full": train("--recipe current --activation-checkpointing full"),
     "full-save": train("--recipe delayed --activation-checkpointing full --save-every 8"),
     "offload": train("--recipe delayed --activation-offload", graph=False),
+    "offload-full": train("--recipe delayed --activation-checkpointing full --activation-offload", graph=False),
     "fp8-params": train("--recipe delayed --fp8-params"),
     "fp8-params-current": train("--recipe current --fp8-params"),
     "fp8-params-accumulate": train("--recipe current --fp8-params --gradient-accumulation 2", graph=False),

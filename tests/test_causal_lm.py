@@ -1,4 +1,4 @@
-"""CausalLM under every recipe: where FP8 runs, that padding and evaluation leave no trace, that a swap is clean."""
+"""CausalLM under every recipe: where FP8 runs, padding and evaluation change no state, and recipes can be changed."""
 
 import math
 import re
@@ -332,10 +332,11 @@ def test_unsupported_options_are_refused(build: Build, options: dict, message: s
 
 
 def test_a_sequence_beyond_the_positions_is_refused(build: Build) -> None:
+    model = build("bf16")
     with pytest.raises(ValueError, match="max_position_embeddings=64"):
-        build("bf16")(tokens(1, 65))
+        model(tokens(1, 65).to(model.device))
     with pytest.raises(ValueError, match="max_new_tokens=60"):
-        build("bf16").generate(tokens(1, 5), max_new_tokens=60)
+        model.generate(tokens(1, 5).to(model.device), max_new_tokens=60)
 
 
 @pytest.mark.gpu

@@ -136,7 +136,7 @@ def test_these_shapes_take_the_fast_path() -> None:
 def test_graphed_fused_and_plain_steps_train_alike(size: int, recipe: str, mode: str) -> None:
     runs = {way: train(size, recipe, mode, **options) for way, options in WAYS.items()}
     again = [train(size, recipe, mode, **WAYS["eager"]) for _ in range(2)]
-    assert runs["eager"]["losses"][-1] < 0.97 * runs["eager"]["losses"][0], "nothing was learnt"
+    assert runs["eager"]["losses"][-1] < 0.97 * runs["eager"]["losses"][0], "nothing was learned"
     noise = [distances(runs["eager"], again[0]), distances(*again), distances(runs["eager"], again[1])]
     assert not near(distances(runs["eager"], runs["graph"]), noise, FLOOR["graph"])
     rounding = [*noise, distances(runs["plain"], runs["other plain"])]

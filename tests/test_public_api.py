@@ -1,6 +1,7 @@
-"""The public names of te_models, and its answer to a misspelt keyword."""
+"""The public names of te_models, and its answer to a misspelled keyword."""
 
 import ast
+import inspect
 import re
 import typing
 from dataclasses import fields
@@ -10,6 +11,7 @@ import pytest
 
 import te_models
 from te_models import CausalLM, ModelConfig, TrainConfig, plan
+from te_models.config.data import DataConfig
 from te_models.generation.options import GenerationOptions, Settings
 
 ROOT = Path(__file__).parent.parent
@@ -50,7 +52,7 @@ def test_examples_and_guides_need_no_other_module() -> None:
         (lambda: next(tiny().stream([1], temprature=3)), "did you mean 'temperature'"),
     ],
 )
-def test_a_misspelt_keyword_names_the_nearest(call: typing.Callable[[], object], message: str) -> None:
+def test_a_misspelled_keyword_names_the_nearest(call: typing.Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -70,3 +72,10 @@ def test_plan_allocates_nothing() -> None:
 
 def tiny() -> CausalLM:
     return CausalLM(ModelConfig(**SHAPE), device="cpu", engine="emulated")
+
+
+@pytest.mark.parametrize("settings", [ModelConfig, TrainConfig, DataConfig], ids=lambda c: c.__name__)
+def test_help_explains_every_field(settings: type) -> None:
+    text = " ".join((inspect.getdoc(settings) or "").split("Attributes:")[1].split())
+    for field in fields(settings):
+        assert f"{field.name}: {' '.join(field.metadata['help'].split())}" in text

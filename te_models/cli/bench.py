@@ -16,7 +16,7 @@ from te_models.config.presets import get_preset
 @click.command(cls=Command)
 @model_options
 @option(
-    "--recipes", default="bf16,delayed,current", help="Recipes to time; append +fused, +eager, ... for a way to run."
+    "--recipes", default="bf16,delayed,current", help="Recipes to time; append +fused, +eager, ... to set how one runs."
 )
 @option("--peers", default="none", help="Other implementations to time: torch, torchao, te-layer, te-layer-bf16.")
 @option("--batch-size", default=8, help="Sequences per step.")

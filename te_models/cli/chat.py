@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "/help": "list these commands",
-    "/reset": "forget the conversation, but for the system message",
+    "/reset": "forget the conversation, except for the system message",
     "/undo": "forget the last question and its answer",
     "/retry": "answer the last question again",
     "/system [TEXT]": "show the system message, or replace it and start again",
@@ -28,7 +28,7 @@ COMMANDS = {
     "/save FILE": "append the conversation to FILE, as a line of JSONL that --data reads",
     "/exit": "leave, as Ctrl-D does",
 }
-KEYS = "Ctrl-C stops an answer, Ctrl-D leaves. A line that ends with \\ goes on; put a space before a / to send it."
+KEYS = "Ctrl-C stops an answer, Ctrl-D leaves. End a line with \\ to continue it; put a space before a / to send it."
 
 
 @click.command(cls=Command)
@@ -93,7 +93,7 @@ class Session:
                     return
                 interrupted = True
                 click.echo()
-                _note("Ctrl-C again, Ctrl-D or /exit leaves")
+                _note("Ctrl-C again, Ctrl-D or /exit to leave")
                 continue
             try:
                 if line.startswith("/"):
@@ -155,7 +155,7 @@ class Session:
 
 
 def _read_line() -> str:
-    """Return the next message, of several lines where each but the last ends with a backslash."""
+    """Return the next message; a line that ends with a backslash continues on the next."""
     terminal, lines = sys.stdin.isatty(), []
     while True:
         if terminal:
@@ -180,5 +180,5 @@ def _variable(text: str) -> tuple[str, Any]:
 
 
 def _note(text: str) -> None:
-    """Print what is not part of the conversation: dim, and on standard error, so that answers can be piped."""
+    """Print a note that is not part of the conversation, dimmed, on standard error, so that answers can be piped."""
     click.secho(text, dim=True, err=True)

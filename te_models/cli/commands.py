@@ -1,7 +1,7 @@
 """The command line: one module per command, from te-models list and plan to finetune, generate, chat and convert.
 
 A user's mistake ends with exit code 2 and one line on stderr; set TE_MODELS_DEBUG=1 for the traceback. Commands import
-torch when they run, so that `--help` is quick.
+torch when they run, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _plain_warnings() -> Iterator[None]:
 @click.group(context_settings={"max_content_width": 100})
 @click.version_option(package_name="te-models", prog_name="te-models")
 def cli() -> None:
-    """Gated-attention models in FP8: Transformer Engine on a GPU, its numbers anywhere."""
+    """Gated-attention models in FP8, with Transformer Engine on a GPU or its numbers on any device."""
 
 
 COMMANDS = (

@@ -10,8 +10,6 @@ from te_models.cli.options import Command, build_model, option, out_option
 from te_models.config.presets import get_preset
 from te_models.errors import unknown
 
-DTYPES = ("bfloat16", "float16", "float32")
-
 
 @click.command(cls=Command)
 @option("--model", metavar="DIR", help="Saved model, Hugging Face folder, or name on the hub.")
@@ -30,8 +28,7 @@ def convert(
 
     Its tokenizer comes along.
     """
-    import torch  # noqa: PLC0415
-
+    from te_models.interop.hub import DTYPES  # noqa: PLC0415
     from te_models.saving.pretrained import FORMATS, load_te_checkpoint, read_te_checkpoint  # noqa: PLC0415
 
     if format not in FORMATS:
@@ -40,8 +37,7 @@ def convert(
         raise unknown("dtype", dtype, DTYPES)
     if (preset is None) != (te_checkpoint is None):
         raise click.UsageError("--preset NAME and --te-checkpoint PATH go together")
-    types = {str(kind): kind for kind in (torch.bfloat16, torch.float16, torch.float32)}
-    given = {**options, "engine": "emulated", "device": "cpu", "dtype": dtype and types[f"torch.{dtype}"]}
+    given = {**options, "engine": "emulated", "device": "cpu", "dtype": dtype and DTYPES[dtype]}
     found = None if te_checkpoint is None else read_te_checkpoint(te_checkpoint)
     if preset is not None and found is not None:
         given["recipe"] = options["recipe"] or found.recipe(get_preset(preset).num_hidden_layers)

@@ -1,4 +1,4 @@
-"""`te-models evaluate`: the loss of a model on your data, under one recipe or several, and its scores on tasks."""
+"""`te-models evaluate`: the loss of a model on your data, under one or several recipes, and its scores on tasks."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ harness_option = functools.partial(option, group="With --tasks")
 @option("--recipes", metavar="NAMES", help="Recipes to compare, separated by commas; default: the model's own.")
 @model_options
 @tokenizer_option
-@option("--seq-len", type=int, help="Tokens per sequence; default: 1024, or what the model takes if that is less.")
+@option("--seq-len", type=int, help="Tokens per sequence; default: 1024, or the model's maximum if that is less.")
 @option("--batch-size", default=8, help="Sequences per forward pass.")
 @data_option("--columns", default="", metavar="NAMES", help=DATA_HELP["columns"])
 @data_option("--truncate", default="drop", metavar="WAY", help=DATA_HELP["truncate"])
 @data_option("--chat-template", metavar="FILE", help=DATA_HELP["chat_template"])
-@option("--max-batches", default=0, help="Most batches, spread evenly over the data; 0: all.")
+@option("--max-batches", default=0, help="Maximum number of batches, spread evenly over the data; 0: all.")
 @harness_option("--limit", type=int, help="Examples per task; default: all.")
 @harness_option("--few-shot", type=int, help="Solved examples before each; default: the task's own number.")
 @json_option
@@ -57,7 +57,7 @@ def evaluate(
     """Measure a model's loss on your data, or its scores on tasks.
 
     The loss is printed per token, as perplexity, and in bits per byte. With --recipes there is a row per recipe, all
-    on the same tokens. Prompts of records are read and not counted.
+    on the same tokens. The loss does not count the prompts of records.
     """
     if data is None and tasks is None:
         raise click.UsageError("give --data PATH, --tasks NAMES, or both")

@@ -1,4 +1,4 @@
-"""`te-models finetune`: train a model that has weights on one's own data."""
+"""`te-models finetune`: train an existing model on your own data."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def finetune(file: str | None, resume: str | None, **options: Any) -> int:
 
     Evaluates, saves, draws the loss curve, and prints answers to held-out prompts before and after.
 
-    RUN.TOML is the record of an earlier run, or a file of your own like it: its settings hold where no option is given.
+    RUN.TOML is the record of an earlier run, or a file of your own like it; options override its settings.
     """
     return run_training("finetune", file, resume, options)

@@ -29,7 +29,7 @@ def generate(
 ) -> None:  # fmt: skip
     """Continue a prompt, or answer it with --chat.
 
-    `te-models chat` has commands too, such as /reset.
+    `te-models chat` also has commands, such as /reset.
     """
     from te_models.data.dataset import check_vocabulary  # noqa: PLC0415  imports torch
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415

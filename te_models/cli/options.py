@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 from rich.console import Console
@@ -37,7 +37,7 @@ TRAIN_GROUPS = {  # heading of the help -> fields of TrainConfig; the others are
         "reduce_dtype", "collective_timeout",
     ),
 }  # fmt: skip
-MEMORY_OPTIONS = {  # of a training run, which `plan --memory` takes too
+MEMORY_OPTIONS = {  # of a training run, which `plan --memory` also accepts
     "preset", "model", "recipe", "fp8_params", "batch_size", "seq_len", "gradient_accumulation", "optimizer",
     "activation_checkpointing", "activation_offload", *config_fields(), *recipe_fields(),
 }  # fmt: skip
@@ -50,7 +50,7 @@ Decorator = Callable[[Function], Function]
 
 
 class Option(click.Option):
-    """An option that stands under the heading `group` in the help of its command."""
+    """An option listed under the heading `group` in the help of its command."""
 
     def __init__(self, *declarations: Any, group: str = "Options", **attributes: Any) -> None:
         super().__init__(*declarations, **attributes)
@@ -60,7 +60,7 @@ class Option(click.Option):
 class Command(click.Command):
     """A command whose --help lists the everyday options and whose --help-all lists all others below them, by group.
 
-    Out of memory, it ends with one line that says what helps.
+    If memory runs out, it ends with one line that suggests remedies.
     """
 
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
@@ -138,7 +138,7 @@ def _memory_advice(ctx: click.Context) -> str:
 
 
 def real_device(device: str | None) -> str | None:
-    """Return the name of a device; a UsageError for the one that computes nothing."""
+    """Return the name of a device; raise a UsageError for "meta", which computes nothing."""
     if device == "meta":
         raise UsageError("--device meta has no numbers: give cpu, cuda or cuda:N")
     return device
@@ -196,7 +196,7 @@ def _field_options() -> Iterator[Decorator]:
 
 def _scalar(kind: Any) -> type | None:
     """Return the type of a flag: int for `int | None`, and so on; None for a type that one flag cannot express."""
-    return next((t for t in (bool, int, float, str) if t is kind or t in getattr(kind, "__args__", ())), None)
+    return next((t for t in (bool, int, float, str) if t is kind or t in get_args(kind)), None)
 
 
 preset_option = option(
@@ -212,7 +212,7 @@ build_options = chained(
     option("--engine", default="auto", metavar="NAME", group="Model",
            help="auto, native (Transformer Engine) or emulated (its numbers on any device)."),
     option("--device", group="Model", callback=lambda _, __, device: real_device(device),
-           help="Such as cpu or cuda:1; default: the first GPU, else the CPU."),
+           help="Device, such as cpu or cuda:1; default: the first GPU, else the CPU."),
     option("--fp8-params/--no-fp8-params", default=None, group="Model",
            help="Store the weights of FP8 layers in FP8 only, without a BF16 copy."),
     *_field_options(),

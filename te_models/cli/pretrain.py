@@ -20,6 +20,6 @@ def pretrain(file: str | None, resume: str | None, **options: Any) -> int:
 
     Evaluates, saves, draws the loss curve, and continues three openings of held-out texts.
 
-    RUN.TOML is the record of an earlier run, or a file of your own like it: its settings hold where no option is given.
+    RUN.TOML is the record of an earlier run, or a file of your own like it; options override its settings.
     """
     return run_training("pretrain", file, resume, options)

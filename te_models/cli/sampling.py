@@ -15,7 +15,7 @@ SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_st
 _option = functools.partial(option, group="Sampling")
 
 sampling_options = chained(
-    _option("--max-new-tokens", default=200, help="Most tokens to generate."),
+    _option("--max-new-tokens", default=200, help="Maximum number of tokens to generate."),
     _option("--greedy", is_flag=True, help="Take the likeliest token at every step."),
     _option("--temperature", default=0.8, help="Divisor of the logits: below 1 sharper, above 1 flatter."),
     _option("--top-k", type=int, help="Sample among the K likeliest tokens."),
@@ -33,7 +33,7 @@ def take_sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def show_piece(piece: str) -> None:
-    """Print a piece of an answer; a terminal gets no control characters, which it would obey."""
+    """Print a piece of an answer; on a terminal, without control characters, which it would obey."""
     from te_models.generation.text import for_terminal  # noqa: PLC0415  imports torch
 
     click.echo(for_terminal(piece) if sys.stdout.isatty() else piece, nl=False)

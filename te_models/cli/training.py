@@ -46,7 +46,7 @@ def training_options(learning_rate: str, lora: bool) -> Decorator:
                help=f"Scheme of te.Linear: {RECIPES}, a TOML file, or auto (the default): mxfp8 on Blackwell, current "
                "on Hopper and Ada, else bf16."),
         lora_option("--lora", type=int, metavar="RANK",
-               help="Train low-rank adapters of this rank, such as 16, and no weights of the model."),
+               help="Train low-rank adapters of this rank, such as 16, and freeze the model's weights."),
         lora_option("--lora-targets", metavar="NAMES", group="LoRA",
                help="Modules with adapters, such as q_proj,v_proj; default: all linears of every block."),
         lora_option("--lora-alpha", type=float, group="LoRA",

@@ -14,9 +14,9 @@ from te_models.cli.options import Command, build_model, json_option, model_optio
 @train_options("batch_size", "seq_len", group="Options")
 @json_option
 def verify(preset: str | None, model: str | None, batch_size: int, seq_len: int, as_json: bool, **options: Any) -> int:
-    """Check that each GEMM ran in FP8, how exactly, and how fast.
+    """Check that each GEMM runs in FP8; measure errors and speed.
 
-    Its speed is compared with that of BF16 on this device at this size.
+    The speed is relative to BF16 on this device at this size.
     """
     from te_models.causal_lm import CausalLM  # noqa: PLC0415  imports torch
     from te_models.inspect.verify import sample_config  # noqa: PLC0415

@@ -7,14 +7,16 @@ UPDATE_CHUNK = 2**28  # parameters that te_models.optim.master updates at a time
 HEAD_CHUNK = {True: 2**31, False: 2**28}  # cuda -> bytes of logits per chunk, counted in FP32
 
 
-def head_rows(rows: int, vocabulary: int, width: int, cuda: bool) -> int:
+def head_rows(rows: int, vocabulary: int, width: int, cuda: bool, trained: bool = True) -> int:
     """Return how many rows of logits kernels/lm_head.py computes per chunk.
 
     On a GPU all rows form one chunk if their BF16 logits take no more memory than the default chunk plus the FP32 sum
-    of the weight gradient that several chunks need. `vocabulary` and `width` are the rows and columns of the head's
-    weight.
+    of the weight gradient that several chunks need. A weight that is not `trained` needs no sum, so its chunks can be
+    small at no cost. `vocabulary` and `width` are the rows and columns of the head's weight.
     """
     allowed = HEAD_CHUNK[cuda]
-    if cuda and rows * vocabulary * 2 <= allowed // 2 + vocabulary * width * FP32:
+    if cuda and not trained:
+        allowed //= 4
+    elif cuda and rows * vocabulary * 2 <= allowed // 2 + vocabulary * width * FP32:
         return rows
     return min(rows, max(256, allowed // (FP32 * vocabulary)))

@@ -19,7 +19,7 @@ _WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d*)?|\.\d+)", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(NamedFields):
-    """Where the records of a run come from, and how they become sequences. Each field's help text is in its metadata.
+    """Where the records of a run come from, and how they become sequences.
 
     Raises:
         ValueError: a field is unknown (the message names the nearest) or its value out of range.
@@ -32,7 +32,7 @@ class DataConfig(NamedFields):
     eval_split: float | None = documented(
         None, "Share of --data that is held out for evaluation; default: 0.05, streamed 0.01."
     )
-    columns: str = documented("", 'Your names of a format\'s columns, such as "prompt=question,completion=answer".')
+    columns: str = documented("", 'Your names for a format\'s columns, such as "prompt=question,completion=answer".')
     truncate: str = documented(
         "drop", "Records longer than --seq-len: drop, or prompt to cut the prompt from the left. Answers stay whole."
     )
@@ -46,7 +46,7 @@ class DataConfig(NamedFields):
     )
     streaming: bool | None = documented(
         None,
-        "Read the data while training; default: if it exceeds 1 GiB or is at a URL, and texts in globs or compressed.",
+        "Read the data during training; default: for more than 1 GiB, URLs, and text in globs or compressed files.",
     )
     num_workers: int = documented(2, "Processes that encode streamed data ahead.")
 
@@ -70,7 +70,7 @@ DATA_HELP = {field.name: field.metadata["help"] for field in fields(DataConfig)}
 
 
 class DataOptions(TypedDict, total=False):
-    """Fields of DataConfig other than `data`, which documents them."""
+    """The fields of DataConfig, which documents them, except `data`."""
 
     eval_data: Sequence[str]
     eval_split: float | None
@@ -107,6 +107,6 @@ def split_names(text: str) -> list[str]:
 
 
 def split_weight(text: str) -> tuple[str, float | None]:
-    """Return path and weight of "path:weight"; None where no weight is written."""
+    """Return path and weight of "path:weight"; the weight is None if none is written."""
     found = _WEIGHTED.fullmatch(text)
     return (found[1], float(found[2])) if found else (text, None)

@@ -46,7 +46,7 @@ class Section(NamedTuple):
 
 @functools.cache
 def attention_sections(heads: int, kv_heads: int, head_dim: int, gate: str) -> tuple[Section, ...]:
-    """Return the sections of a qkvg_proj with so many heads; `gate` is ModelConfig.attention_gate."""
+    """Return the sections of a qkvg_proj with this many heads; `gate` is ModelConfig.attention_gate."""
     q, kv = heads * head_dim, kv_heads * head_dim
     used = {"elementwise": q, "headwise": heads, "none": 0}[gate]
     stored = -(-used // FEATURE_ALIGNMENT) * FEATURE_ALIGNMENT if gate == "headwise" else used

@@ -8,7 +8,7 @@ from dataclasses import MISSING, FrozenInstanceError, dataclass, fields
 from typing import Any, get_type_hints
 
 from te_models.config.layout import qkvg_sections, stored_rows
-from te_models.errors import ConfigError, NamedFields, documented, unknown
+from te_models.errors import ConfigError, NamedFields, documented, field_values, unknown
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Field -> its values.
@@ -34,7 +34,7 @@ ROPE_SCALINGS = {
 }  # fmt: skip
 
 MAX_PARAMETERS = 2**60  # PyTorch counts bytes in 64 bits
-MAX_LAYERS = 10_000  # a loop over the layers of a model that is only planned takes no time
+MAX_LAYERS = 10_000  # planning a model loops over its layers
 
 
 @dataclass(kw_only=True, unsafe_hash=True)  # frozen by __setattr__ below
@@ -64,13 +64,11 @@ class ModelConfig(NamedFields):
     max_position_embeddings: int = documented(4096, "Longest sequence.")
     rms_norm_eps: float = documented(1e-5, "Epsilon of every RMSNorm.")
     rope_theta: float = documented(10000.0, "Base of the RoPE frequencies.")
-    rope_scaling: Mapping[str, Any] | None = documented(
-        None, "Stretching of RoPE beyond the trained length.", hash=False
-    )
+    rope_scaling: Mapping[str, Any] | None = documented(None, "Scaling of RoPE beyond the trained length.", hash=False)
     sliding_rope: Mapping[str, Any] | None = documented(
-        None, "RoPE of the layers with a window, if it is another one (Gemma 3, OLMo 3).", hash=False
+        None, "RoPE of the layers with a window, where it differs (Gemma 3, OLMo 3).", hash=False
     )
-    rope_interleaved: bool = documented(False, "RoPE rotates neighbouring channels instead of the two halves (GLM-4).")
+    rope_interleaved: bool = documented(False, "RoPE rotates neighboring channels instead of the two halves (GLM-4).")
     partial_rotary_factor: float = documented(1.0, "Share of a head's channels that RoPE rotates (Qwen3-Next).")
     no_rope_layers: tuple[int, ...] | None = documented(None, "One entry per layer: 1 with RoPE, 0 without (SmolLM3).")
     sliding_window: int | None = documented(None, "Number of keys that a query sees, itself included (Mistral).")
@@ -90,17 +88,17 @@ class ModelConfig(NamedFields):
     )
     query_scale_length: int | None = documented(None, "Positions that query_scale_beta leaves as they are.")
     qk_norm: bool = documented(False, "RMSNorm on q and k (Qwen3).")
-    qk_norm_scope: str = documented("head", "What qk_norm norms: each head, or all_heads together (OLMo 2).")
+    qk_norm_scope: str = documented("head", "Scope of qk_norm: each head, or all_heads together (OLMo 2).")
     norm_position: str = documented(
         "pre", "RMSNorm of attention and MLP: pre (their input), post (their output) or both."
     )
     zero_centered_norm: bool = documented(False, "Store gamma - 1 in every norm (Qwen3-Next).")
     hidden_act: str = documented("silu", "Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2.")
-    mlp_gate: bool = documented(True, "Whether the MLP is gated, act(gate) * up, or plain, act(up) (Arcee).")
+    mlp_gate: bool = documented(True, "Gate the MLP, act(gate) * up; without, act(up) (Arcee).")
     mlp_bias: bool = documented(False, "Bias on the projections of the MLP.")
     embedding_multiplier: float = documented(1.0, "Factor on the embeddings (Granite, Gemma).")
     residual_multiplier: float = documented(
-        1.0, "Factor on what attention and MLP add to the residual stream (Granite)."
+        1.0, "Factor on the outputs of attention and MLP before the residual addition (Granite)."
     )
     logits_scaling: float = documented(1.0, "Divisor of the logits (Granite).")
     final_logit_softcapping: float | None = documented(None, "Cap of the logits (Gemma 2).")
@@ -111,9 +109,10 @@ class ModelConfig(NamedFields):
     pad_token_id: int | None = documented(None, "Token id of padding.")
 
     def __post_init__(self) -> None:
+        values = field_values(self)
         for name in ("no_rope_layers", "layer_types", "eos_token_id"):
-            if isinstance(value := getattr(self, name), list):
-                object.__setattr__(self, name, tuple(value))
+            if isinstance(values[name], list):
+                object.__setattr__(self, name, tuple(values[name]))
         _check_types(self)
         _check_layers(self)
         if self.num_key_value_heads is None:
@@ -126,8 +125,8 @@ class ModelConfig(NamedFields):
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise unknown(name, getattr(self, name), choices)
+            if values[name] not in choices:
+                raise unknown(name, values[name], choices)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
@@ -146,7 +145,7 @@ class ModelConfig(NamedFields):
             raise ConfigError("these sizes make more than 2**60 parameters: choose smaller ones")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field once. Other names are free, since transformers.Trainer sets `use_cache` on any model's config."""
+        """Set a field once. Other names are allowed: transformers.Trainer sets `use_cache` on any model's config."""
         if name in self.__dataclass_fields__ and name in self.__dict__:
             raise FrozenInstanceError(f"cannot assign to field {name!r}: make another config with dataclasses.replace")
         object.__setattr__(self, name, value)
@@ -205,7 +204,7 @@ class ModelConfig(NamedFields):
 
     @property
     def attention_obstacles(self) -> tuple[str, ...]:
-        """The fields whose values the fused attention kernels do not compute (te_models.kernels.gated_attention)."""
+        """The fields whose values the fused attention kernels do not support (te_models.kernels.gated_attention)."""
         partial = any(c.rotary_size != c.head_dim for c in (self, self.sliding))
         found = {
             "qk_norm": self.qk_norm,
@@ -220,7 +219,7 @@ class ModelConfig(NamedFields):
 
     @property
     def mlp_obstacles(self) -> tuple[str, ...]:
-        """The fields whose values the fused SwiGLU kernels do not compute."""
+        """The fields whose values the fused SwiGLU kernels do not support."""
         found = {"hidden_act": self.hidden_act != "silu", "mlp_gate": not self.mlp_gate, "mlp_bias": self.mlp_bias}
         return tuple(name for name, given in found.items() if given)
 
@@ -277,8 +276,9 @@ def config_fields() -> dict[str, Any]:
 
 def _check_types(config: ModelConfig) -> None:
     """Require positive ints for sizes, positive floats for rates and bools for flags, also from a hand-written file."""
+    values = field_values(config)
     for f in fields(config):
-        value, kind = getattr(config, f.name), str(f.type)
+        value, kind = values[f.name], str(f.type)
         if value is None and (f.default is None):
             continue
         if kind.startswith("bool"):
@@ -301,8 +301,8 @@ def _check_layers(config: ModelConfig) -> None:
     """Require a number of layers that can be planned, and a known kind for each in fields that name one."""
     if config.num_hidden_layers > MAX_LAYERS:
         raise ConfigError(f"num_hidden_layers={config.num_hidden_layers} is too large: give {MAX_LAYERS} or fewer")
-    for name, allowed in (("no_rope_layers", (0, 1)), ("layer_types", LAYER_TYPES)):
-        values = getattr(config, name)
+    per_layer = {"no_rope_layers": (config.no_rope_layers, (0, 1)), "layer_types": (config.layer_types, LAYER_TYPES)}
+    for name, (values, allowed) in per_layer.items():
         if values is None:
             continue
         if len(values) != config.num_hidden_layers:
@@ -325,7 +325,7 @@ def _check_rotary_size(head_dim: int, factor: float) -> None:
 
 
 def _check_pairs(config: ModelConfig) -> None:
-    """Require that of two fields that only work together both are given."""
+    """Require both of any two fields that only work together."""
     if (config.query_scale_beta is None) != (config.query_scale_length is None):
         raise ConfigError("query_scale_beta and query_scale_length belong together: give both or neither")
     if config.qk_norm_scope != "head" and not config.qk_norm:

@@ -1,6 +1,6 @@
 """The keywords of models by name and type, for editors and type checkers. No torch.
 
-A test holds each class to the fields that are checked at run time (ModelConfig, recipe.SCHEMES).
+A test compares each class with the fields that are checked at run time (ModelConfig, recipe.SCHEMES).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 
 class RecipeOptions(TypedDict, total=False):
-    """Fields of a recipe; each recipe takes those of its scheme (te_models.config.recipe.SCHEMES)."""
+    """Fields of a recipe; each recipe accepts those of its scheme (te_models.config.recipe.SCHEMES)."""
 
     # All recipes: the layers outside FP8.
     num_layers_at_start_in_bf16: int

@@ -58,7 +58,7 @@ _GEMMA: dict[str, Any] = dict(
 
 
 def _layers(count: int, period: int, first: int = 0) -> dict[str, Any]:
-    """Return the kinds of `count` layers, of which one in `period`, from number `first` on, sees all keys."""
+    """Return the kinds of `count` layers: every `period`-th, starting with number `first`, sees all keys."""
     kinds = ("full_attention" if layer % period == first else "sliding_attention" for layer in range(count))
     return dict(num_hidden_layers=count, layer_types=tuple(kinds))
 
@@ -71,7 +71,7 @@ def _gemma2(hidden: int, layers: int, **fields: Any) -> dict[str, Any]:
 
 
 def _gemma3(hidden: int, layers: int, window: int = 1024, factor: float | None = 8.0, **fields: Any) -> dict[str, Any]:
-    """Return the shape of a Gemma 3's text model: every sixth layer sees all keys, with a RoPE of its own."""
+    """Return the shape of a Gemma 3's text model: every sixth layer sees all keys, with its own RoPE."""
     stretched = None if factor is None else dict(rope_type="linear", factor=factor)
     rope = dict(rope_theta=1000000.0, rope_scaling=stretched, sliding_rope=dict(rope_theta=10000.0))
     sizes = dict(

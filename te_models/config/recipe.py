@@ -3,7 +3,7 @@
 `SCHEMES` lists the fields of each class, a file in `recipes/` gives their values, and keywords override them. A new
 recipe of a known scheme is one TOML file, a new scheme one row here.
 
-Transformer Engine ignores unknown fields silently (section 1.1 of docs/internals/transformer_engine.md: a misspelt
+Transformer Engine ignores unknown fields silently (section 1.1 of docs/internals/transformer_engine.md: a misspelled
 `amax_histroy_len` does nothing); here each is an error that names the nearest valid one.
 """
 
@@ -67,7 +67,7 @@ SCHEMES: dict[str, Scheme] = {
     ),
 }  # fmt: skip
 
-# A history takes 20 bytes per row and linear layer; FP32 has exponents for no larger margin.
+# A history takes 20 bytes per row and linear layer; FP32's exponent allows no larger margin.
 LARGEST = dict(amax_history_len=65536, margin=100)
 # Fields of te-models in every recipe: layers that stay out of FP8.
 EDGES: dict[str, Check] = dict(num_layers_at_start_in_bf16=int, num_layers_at_end_in_bf16=int, lm_head=("bf16", "fp8"))
@@ -98,7 +98,16 @@ FIELD_HELP = {  # of every field that is a flag of the command line
 class Recipe:
     """A precision recipe with every value resolved; change it with `replace`, which validates.
 
-    `scheme` is the name of Transformer Engine's recipe class ("none" for BF16) and `fields` its values.
+    Attributes:
+        name: the name of the recipe, such as "delayed".
+        scheme: the name of Transformer Engine's recipe class; "none" for BF16.
+        fields: the values of that class's fields.
+        num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: blocks at both ends that run in BF16.
+        lm_head: precision of the output head, "bf16" or "fp8".
+        description, hardware: text for `te-models list`.
+
+    Raises:
+        ConfigError: an unknown scheme or field, or a value out of range.
     """
 
     name: str
@@ -120,7 +129,7 @@ class Recipe:
         if "fp8_format" in fields:
             fields["fp8_format"] = _format(fields["fp8_format"])
         checks = {**SCHEMES[self.scheme].fields, **EDGES}
-        for name, value in {**fields, **{edge: getattr(self, edge) for edge in EDGES}}.items():
+        for name, value in {**fields, **self.edges}.items():
             if name not in checks:
                 raise unknown(f"field of recipe {self.name!r}", name, checks)
             _check(name, value, checks[name])
@@ -134,6 +143,12 @@ class Recipe:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
         return self  # immutable
+
+    @property
+    def edges(self) -> dict[str, Any]:
+        """The fields of EDGES, by name."""
+        start, end = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
+        return dict(num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end, lm_head=self.lm_head)
 
     @property
     def quantized(self) -> bool:
@@ -162,7 +177,7 @@ class Recipe:
 
     @property
     def formats(self) -> str:
-        """The formats that run: of activations and gradients, such as "E4M3/E5M2"."""
+        """The formats of activations and gradients, such as "E4M3/E5M2"."""
         scheme = SCHEMES[self.scheme]
         hybrid = self.fields.get("fp8_format", scheme.fp8_format) == "HYBRID"
         return f"{scheme.forward}/E5M2" if hybrid else scheme.forward
@@ -174,10 +189,9 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Return every resolved value as plain JSON values: the content of `recipe.json`."""
-        edges = {name: getattr(self, name) for name in EDGES}
         default = SCHEMES[self.scheme].fp8_format
         fields = ({"fp8_format": default} if default else {}) | dict(self.fields)
-        return {"name": self.name, "scheme": self.scheme, **fields, **edges}
+        return {"name": self.name, "scheme": self.scheme, **fields, **self.edges}
 
     def build(self, te: Any) -> Any:
         """Return the engine's recipe object, an instance of Transformer Engine's class; None for BF16."""
@@ -188,7 +202,7 @@ class Recipe:
             values["fp8_format"] = te.recipe.Format[values["fp8_format"]]
         if values.get("backward_override") == "none":
             values["backward_override"] = None
-        built = getattr(te.recipe, self.scheme)(**values)
+        built = getattr(te.recipe, self.scheme)(**values)  # a scheme has the name of its class
         # Transformer Engine sets these three from the environment, ignoring the constructor's arguments.
         power_of_two = values.get("use_power_2_scales", not values.get("use_f32_scales", True))
         if self.scheme in ("Float8CurrentScaling", "Float8BlockScaling"):
@@ -207,7 +221,7 @@ def get_recipe(recipe: str | Path | Recipe | Any, **overrides: Any) -> Recipe:
     """Return the Recipe for a name, the path of a TOML file, a Recipe or a Transformer Engine recipe object.
 
     Args:
-        recipe: see above.
+        recipe: a name of `list_recipes()`, a path, or an object, as above.
         overrides: fields to change.
 
     Raises:
@@ -276,7 +290,7 @@ def _refuse_other_fields(recipe: Any, taken: dict[str, Any]) -> None:
     for name, value in vars(recipe).items():
         if name in taken:
             continue
-        default = getattr(plain, name, None)
+        default = getattr(plain, name, None)  # None for an attribute that the user has added
         allowed = [default]
         if name.startswith("fp8_quant_") and default is not None:  # as `build` sets it
             allowed.append(dataclasses.replace(default, power_2_scale=power_of_two))

@@ -1,9 +1,10 @@
-"""The modes of activation recompute, shared by the memory plan and the model::
+"""The modes of activation recompute, shared by the memory plan and the model.
 
-"none"       no recompute, except of SwiGLU's output with FP8 primary weights (recomputes_product)
-"selective"  most blocks recompute the output of gate_up_proj and of the RMSNorm before it; in BF16 all recompute
-SwiGLU's "full"       every block stores only its input
-N            every N-th block stores only its input, the others everything
+* "none": no recompute, except of SwiGLU's output with FP8 primary weights (`recomputes_product`).
+* "selective": most blocks recompute the output of gate_up_proj and of the RMSNorm before it; in BF16 all blocks
+  recompute SwiGLU's output.
+* "full": every block stores only its input.
+* N: every N-th block stores only its input, the others store everything.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 from te_models.errors import unknown
 
 MODES = ("none", "selective", "full")
-# Under "selective" one block in so many stores the output of gate_up_proj: recomputing it costs a GEMM, and about so
-# many blocks may store it within 0.70 of the activations of "none" (tests/model/test_selective_recompute.py). There are
-# more of them where no block stores SwiGLU's output, which is cheap to recompute.
+# Under "selective", one block in this many stores the output of gate_up_proj, since recomputing it costs a GEMM. The
+# numbers keep activations within 0.70 of those of "none" (tests/model/test_selective_recompute.py). More blocks may
+# store it where no block stores SwiGLU's output, which is cheap to recompute.
 KEPT_IN_BF16, KEPT_IN_FP8, KEPT_WITH_FP8_WEIGHTS = 2, 5, 4
 
 
@@ -31,10 +32,19 @@ def recomputes_block(mode: str | int, layer: int) -> bool:
     return mode == "full" or (isinstance(mode, int) and layer % mode == 0)
 
 
+def offload_allows_fused(mode: str | int) -> bool:
+    """Return whether activation offload can move all that blocks save when fused kernels run.
+
+    It moves plain tensors. Fused kernels also save FP8 data that one module hands to the next, unless every block
+    stores only its input.
+    """
+    return mode in ("full", 1)
+
+
 def recomputes_mlp(mode: str | int, layer: int, layers: int, fp8: bool, fp8_weights: bool = False) -> bool:
     """Return whether block number `layer` of `layers` recomputes the input of SwiGLU.
 
-    Counted from the end, since backward begins with the last block, which stores it.
+    Blocks are counted from the end, since backward begins with the last one, which stores it.
     """
     kept = (KEPT_WITH_FP8_WEIGHTS if fp8_weights else KEPT_IN_FP8) if fp8 else KEPT_IN_BF16
     return mode == "selective" and (layers - 1 - layer) % kept != 0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from te_models.errors import ConfigError, NamedFields, documented, unknown
+from te_models.errors import ConfigError, NamedFields, documented, field_values, unknown
 
 PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp")
 SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
@@ -19,16 +19,15 @@ AT_LEAST_ONE = ("steps", "batch_size", "seq_len", "gradient_accumulation", "keep
 class TrainConfig(NamedFields):
     """The options of a training run. Sizes are in sequences and tokens, intervals in optimizer steps (0: never).
 
-    Each field's help text is in its metadata, where the command line finds it. `batch_size` counts the sequences of all
-    processes together, so that a run is the same on any number of them. `warmup_steps` and `decay_steps` below 1 are
-    shares of `steps`.
+    `batch_size` counts the sequences of all processes together, so that a run is the same on any number of them.
+    `warmup_steps` and `decay_steps` below 1 are shares of `steps`.
 
     Raises:
         ValueError: a field is unknown (the message names the nearest) or its value out of range.
     """
 
     steps: int = documented(300, "Optimizer steps.")
-    epochs: float = documented(0.0, "Passes over the data in memory, in place of --steps; 0: --steps decides.")
+    epochs: float = documented(0.0, "Passes over the data in memory, in place of --steps; 0: use --steps.")
     batch_size: int = documented(8, "Sequences per micro-batch, over all processes.")
     seq_len: int = documented(256, "Tokens per sequence.")
     gradient_accumulation: int = documented(1, "Micro-batches per step.")
@@ -70,13 +69,14 @@ class TrainConfig(NamedFields):
     collective_timeout: int = documented(60, "Seconds after which a process that does not answer ends the run.")
 
     def __post_init__(self) -> None:
+        values = field_values(self)
         for f in fields(self):
-            value, least = getattr(self, f.name), 1 if f.name in AT_LEAST_ONE else 0
+            value, least = values[f.name], 1 if f.name in AT_LEAST_ONE else 0
             if isinstance(f.default, (int, float)) and not least <= value < math.inf:
                 raise ConfigError(f"{f.name}={value} is out of range: give {least} or more")
         for name, choices in dict(parallel=PARALLEL, reduce_dtype=REDUCE_DTYPES, schedule=SCHEDULES).items():
-            if getattr(self, name) not in choices:
-                raise unknown(name, getattr(self, name), choices)
+            if values[name] not in choices:
+                raise unknown(name, values[name], choices)
         if self.patience and not self.eval_every:
             raise ConfigError(f"patience={self.patience} counts evaluations, and eval_every=0 makes none: give both")
 
@@ -89,7 +89,7 @@ class TrainConfig(NamedFields):
         """Return the learning rate of `step`, counted from 1: linear warm-up to the peak, then the schedule.
 
         The last step has `final_learning_rate` times the peak, except under "constant". "warmup-stable-decay" (Hu et
-        al. 2024, arXiv 2404.06395) stays at the peak until the last `decay_steps`, over which it falls in a line.
+        al. 2024, arXiv 2404.06395) stays at the peak until the last `decay_steps`, over which it falls linearly.
         """
         warmup, decay = self._count(self.warmup_steps), self._count(self.decay_steps)
         if step <= warmup:

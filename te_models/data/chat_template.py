@@ -1,4 +1,4 @@
-"""Conversations as text: a tokenizer's chat template, rendered as transformers does, in a process of its own."""
+"""Conversations as text: a tokenizer's chat template, rendered as in transformers, in a separate process."""
 
 from __future__ import annotations
 
@@ -82,18 +82,6 @@ class ChatTemplate:
         if "error" in answer:
             raise DataError(f"the chat template is not valid Jinja: {answer['error']}")
 
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> ChatTemplate:
-        """Read the template of a tokenizer's folder: chat_template.jinja, else the one in tokenizer_config.json.
-
-        Raises:
-            DataError: there is none, or it is damaged.
-        """
-        source = template_source(folder)
-        if source is None:
-            raise DataError(f"{folder} has no chat template, so it is no chat model: leave out --chat")
-        return cls(source, template_tokens(read_json_object(Path(folder) / "tokenizer_config.json") or {}))
-
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
         """Return the prompt after which the assistant speaks; `variables` are the template's, such as enable_thinking.
 
@@ -108,7 +96,7 @@ class ChatTemplate:
         return rendered.text
 
     def render_all(self, requests: Iterable[Mapping[str, Any]]) -> list[Rendered | str]:
-        """Render several conversations at once, which is faster; together they have the time of one.
+        """Render several conversations at once, which is faster; together they have the time limit of one.
 
         Args:
             requests: the template's variables of each, "messages" among them.
@@ -170,7 +158,7 @@ def template_source(folder: str | Path) -> str | None:
 
 
 def template_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens in a tokenizer_config.json by the names that templates have for them."""
+    """Return the special tokens in a tokenizer_config.json by the names that templates use."""
     values = {name: value for name, value in config.items() if name.endswith("_token")}
     values = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
     return {name: value for name, value in values.items() if value and isinstance(value, str)}

@@ -58,7 +58,7 @@ class Chunks:
 
     @property
     def format(self) -> str:
-        """Such as "JSONL"."""
+        """The formats of the files, such as "JSONL"."""
         return " and ".join(sorted({file_format(file) for file in self.files}))
 
 
@@ -114,7 +114,7 @@ class ChunkReader:
     texts_only: bool = False
 
     def documents(self, chunk: list[FileRange]) -> list[Document]:
-        """Return the documents of a chunk in file order, without blank ones and those of the other side."""
+        """Return the documents of a chunk in file order, leaving out blank ones and those of the other side."""
         found = chain.from_iterable(read_range(part, self.source, self.columns) for part in chunk)
         documents = [document for document in found if has_text(document) and self._wanted(document)]
         if self.texts_only:

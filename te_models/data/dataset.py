@@ -17,29 +17,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from te_models.config.data import PACKINGS
 from te_models.data.encoding import Encoded, encode_documents, fit_records
 from te_models.data.formats import Document
-from te_models.data.packing import (
-    IGNORED,
-    CutEpoch,
-    Epoch,
-    RecordEpoch,
-    check_windows,
-    repeats,
-    stack_windows,
-)
+from te_models.data.packing import CutEpoch, Epoch, RecordEpoch, check_windows, repeats, stack_windows
 from te_models.data.tokenizer import Tokenizer, end_of_text
 from te_models.errors import DataError, UsageError, plural
-
-__all__ = ["IGNORED", "PACKINGS", "Document", "TokenDataset", "check_vocabulary"]
+from te_models.model.targets import IGNORED
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -48,6 +38,15 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         raise UsageError(
             f"the tokenizer has {tokenizer.vocab_size} ids but the model's vocab_size is {vocab_size}: "
             f"use --vocab-size {tokenizer.vocab_size} or more, or for a model that is already trained its own tokenizer"
+        )
+
+
+def check_position(state: Mapping[str, Any], fingerprint: int) -> None:
+    """Raise a UsageError if a saved position is not in the data with this fingerprint."""
+    if state["fingerprint"] != fingerprint:
+        raise UsageError(
+            "the saved data position is of other data: resume with the same --data (its files unchanged), "
+            "--tokenizer, --seq-len, --packing and --seed, or start a new run"
         )
 
 
@@ -201,11 +200,7 @@ class TokenDataset:
         Raises:
             UsageError: the state is of other documents, another tokenizer, seq_len or shuffle.
         """
-        if state["fingerprint"] != self.fingerprint:
-            raise UsageError(
-                "the saved data position is of other data: resume with the same --data (its files unchanged), "
-                "--tokenizer, --seq-len, --packing and --seed, or start a new run"
-            )
+        check_position(state, self.fingerprint)
         self.seed, self._cached = state["seed"], (-1, self._in_order)
         self._epoch, self._position = state["epoch"], state["position"]
 

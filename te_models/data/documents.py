@@ -31,7 +31,7 @@ def load_documents(path: str | Path | None, columns: Mapping[str, str] | None = 
     * "owner/name" or "owner/name#split", where there is no such folder, is a dataset of the Hugging Face Hub.
     * None gives the running Python's language documentation and the sources of its standard library.
 
-    Documents of nothing but white space are left out.
+    Documents that contain only white space are left out.
 
     Args:
         path: file, folder, glob, URL or name.

@@ -35,7 +35,7 @@ class Encoded:
         starts: int64 [D], where each document begins in `tokens`.
         lengths: int64 [D], its tokens.
         prompts: int64 [D], the tokens of its prompt; 0 for a conversation.
-        records: bool [D], documents with an answer, which are not to be cut.
+        records: bool [D], documents with an answer, which must not be cut.
     """
 
     tokens: NDArray[np.int32]
@@ -55,8 +55,13 @@ class Encoded:
 
     def select(self, index: NDArray[np.int64] | NDArray[np.bool_]) -> Encoded:
         """Return some of the documents; the tokens are shared."""
-        chosen = {name: getattr(self, name)[index] for name in ("starts", "lengths", "prompts", "records")}
-        return replace(self, **chosen)
+        return replace(
+            self,
+            starts=self.starts[index],
+            lengths=self.lengths[index],
+            prompts=self.prompts[index],
+            records=self.records[index],
+        )
 
     def parts(self, values: NDArray[Any]) -> Iterator[NDArray[Any]]:
         """Yield the part of each document of `values` [N], which are given for all tokens."""
@@ -170,7 +175,7 @@ def fit_records(
         bos: the token that stays at the beginning of a record that is cut, if it is there.
 
     Returns:
-        the indices of the documents that are left, these documents, and how many are not.
+        the indices of the remaining documents, these documents, and how many were left out or cut.
     """
     if encoded.counted is None:
         return np.arange(len(encoded)), encoded, Fit()

@@ -72,7 +72,7 @@ def find_files(path: str) -> tuple[Any, list[str]]:
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether `path` names a dataset of the Hugging Face Hub: "owner/name", and nothing here is called so."""
+    """Return whether `path` names a dataset of the Hugging Face Hub: "owner/name", and no local path has that name."""
     name = path.partition("#")[0]
     suffix = PurePosixPath(name.lower()).suffix
     known = suffix in FORMATS or suffix in COMPRESSIONS or suffix in (".txt", ".md")
@@ -80,7 +80,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def text_bytes(system: Any, file: str) -> int:
-    """Return the size of a file, of a compressed one an estimate of its text."""
+    """Return the size of a file, or if it is compressed an estimate of the size of its text."""
     return (_EXPANSION if compression_of(file) else 1) * (system.size(file) or 0)
 
 
@@ -96,7 +96,7 @@ def compression_of(path: str) -> str | None:
 
 @contextlib.contextmanager
 def readable_errors(path: str) -> Iterator[None]:
-    """Turn an error about a file in the block into a DataError of one line that names it."""
+    """Turn an error about a file in the block into a one-line DataError that names it."""
     try:
         yield
     except TeModelsError:
@@ -190,7 +190,7 @@ def _find(system: Any, root: str) -> list[str]:
 
 
 def _without_descriptions(files: list[str]) -> list[str]:
-    """Leave out files that are about the data, where there are others that hold it."""
+    """Leave out files that describe the data, if others contain it."""
     kept = [file for file in files if PurePosixPath(file).name.split(".")[0].lower() not in _ABOUT_DATA]
     return kept if any(file_format(file) != "text" for file in kept) else files
 

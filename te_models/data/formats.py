@@ -1,4 +1,4 @@
-"""Records as people have them: rows of five formats, recognised by what is in them, to documents to train on.
+"""Rows of five common formats, recognized by their content, to documents to train on.
 
 * messages (OpenAI): `messages`, a list of {"role", "content"}; perhaps `tools`
 * ShareGPT: `conversations`, a list of {"from", "value"}; perhaps `system` and `tools`
@@ -6,7 +6,7 @@
 * prompt/completion: `prompt` and `completion`, two texts or two lists of messages
 * text: `text`
 
-Which of the first two a list of turns is depends on the keys of its turns, whatever the column is called.
+A list of turns is of the first or second format depending on the keys of its turns, whatever the column's name.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Document:
         return self.prompt is not None or self.conversation is not None
 
 
-def recognise(row: Mapping[str, Any]) -> str | None:
-    """Return the format of a row, None if it is of none of them."""
+def recognize(row: Mapping[str, Any]) -> str | None:
+    """Return the format of a row, or None."""
     for name in _LISTS:
         turns = _parsed(row.get(name))
         if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
@@ -78,7 +78,7 @@ def recognise(row: Mapping[str, Any]) -> str | None:
     return TEXT if "text" in row else None
 
 
-def may_be_recognised(names: Collection[str]) -> bool:
+def may_be_recognized(names: Collection[str]) -> bool:
     """Return whether rows with these columns may be of a known format."""
     groups = [{name} for name in (*_LISTS, "text")] + [{"instruction", "output"}, {"prompt", "completion"}]
     return any(group <= set(names) for group in groups)
@@ -97,9 +97,9 @@ def row_document(row: Mapping[str, Any], columns: Mapping[str, str], place: str,
         DataError: the row is of no known format, or a value in it is not of its kind.
     """
     renamed = rename(row, columns)
-    kind = recognise(renamed)
+    kind = recognize(renamed)
     if kind is None:
-        raise DataError(unrecognised(row, place))
+        raise DataError(unrecognized(row, place))
     if kind == TEXT:
         return Document(_text(renamed, "text", place), None, place, source)
     if kind == PAIRS and not isinstance(_parsed(renamed["prompt"]), list):
@@ -129,7 +129,7 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]
     return {**row, **found}
 
 
-def unrecognised(row: Mapping[str, Any], place: str) -> str:
+def unrecognized(row: Mapping[str, Any], place: str) -> str:
     """Return one line that says which columns a row has and which formats there are."""
     if {"chosen", "rejected"} <= row.keys():
         name = "messages" if isinstance(_parsed(row["chosen"]), list) else "completion"
@@ -164,7 +164,7 @@ def _example(row: Mapping[str, Any]) -> str:
     return f"prompt={asked},completion={answered}"
 
 
-def misspelt(columns: Mapping[str, str], row: Collection[str], place: str) -> str | None:
+def misspelled(columns: Mapping[str, str], row: Collection[str], place: str) -> str | None:
     """Return a line about the first of your columns that a row has only under a similar name; None without one."""
     for name, meant in columns.items():
         near = difflib.get_close_matches(name, [other for other in row if other not in columns], n=1)
@@ -241,7 +241,7 @@ def _message(turn: Any, columns: Mapping[str, str], place: str) -> dict[str, Any
 
 
 def _unlearned_if_empty(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message, of weight 0 if it is an answer that says and calls nothing: it would teach to end at once."""
+    """Return a message, with weight 0 if it is an empty answer, which would teach the model to stop at once."""
     if message["role"] != "assistant" or any(not _is_blank(message.get(name)) for name in _ANSWER_FIELDS):
         return message
     return {**message, "weight": 0}
@@ -259,7 +259,7 @@ def _joined(content: Any, place: str) -> str:
     for part in parts:
         text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
         if isinstance(part, dict) and not isinstance(text, str):
-            raise DataError(f"{place} has a part of the type {str(part.get('type'))[:60]!r}: only text can be learnt")
+            raise DataError(f"{place} has a part of the type {str(part.get('type'))[:60]!r}: only text can be learned")
         if text is not None and not isinstance(text, str):
             raise DataError(f"{place} has {_kind(text)} as content, not a string: write it as text")
         texts.append(text or "")

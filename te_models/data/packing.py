@@ -15,8 +15,8 @@ from torch import Tensor
 from te_models.config.data import PACKINGS
 from te_models.data.encoding import Encoded
 from te_models.errors import UsageError, unknown
+from te_models.model.targets import IGNORED
 
-IGNORED = -100  # label of tokens that the loss does not count: Hugging Face's and PyTorch's convention
 GROUP = 4096  # records that are packed together: the fuller windows, the larger
 
 Window = dict[str, NDArray[np.int64]]
@@ -222,5 +222,5 @@ def repeats(weights: NDArray[np.float64], epoch: int) -> NDArray[np.int64]:
         int64 [D]. Of a weight of 0.25, every fourth occurs in each epoch, and others in the next, so that each has
         occurred within one of weight * epochs times.
     """
-    phase = (np.arange(len(weights)) * 0.6180339887498949) % 1  # spreads neighbours evenly over [0, 1)
+    phase = (np.arange(len(weights)) * 0.6180339887498949) % 1  # spreads neighbors evenly over [0, 1)
     return (np.floor(weights * (epoch + 1) + phase) - np.floor(weights * epoch + phase)).astype(np.int64)

@@ -31,11 +31,11 @@ from te_models.data.files import (
 from te_models.data.formats import (
     ROW_COLUMNS,
     Document,
-    may_be_recognised,
-    misspelt,
+    may_be_recognized,
+    misspelled,
     rename,
     row_document,
-    unrecognised,
+    unrecognized,
     without_nulls,
 )
 from te_models.errors import DataError, DataUnavailable, needs
@@ -51,7 +51,7 @@ TEXT, JSON_LINES, JSON_ARRAY, TABLE, HUB_ROWS, BINARY = (
 )  # the group of a range that is not of Parquet
 Columns = Mapping[str, str]  # your names -> those of the formats
 
-_SNIFFED = 8000  # bytes at the start of a file that tell what it is
+_SNIFFED = 8000  # bytes at the start of a file that identify its kind
 _SLICES = 32  # most ranges of a Parquet row group: reading one decodes those before it
 _END = 2**62
 
@@ -59,7 +59,7 @@ _END = 2**62
 class FileRange(NamedTuple):
     """Bytes [start, stop) of a file, or rows [start, stop) of one of its Parquet row groups or of a Hub dataset.
 
-    `group` is the row group, or below zero says what the file is: TEXT, JSON_LINES, and so on.
+    `group` is the row group or, below zero, the kind of file: TEXT, JSON_LINES, and so on.
     """
 
     path: str
@@ -117,7 +117,7 @@ def read_range(part: FileRange, source: str, columns: Columns | None = None) -> 
 
 
 def first_row(part: FileRange, columns: Columns) -> tuple[Mapping[str, Any], str] | None:
-    """Return the first row of a range that is no text, and its place; None if there is none."""
+    """Return the first row of a range that is not text, and its place; None if there is none."""
     with readable_errors(part.path):
         return next(iter(_read_rows(part, columns)), None)
 
@@ -146,7 +146,7 @@ def _read_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[str,
 
 
 def _text_kind(path: str, kind: str) -> int:
-    """Return what a file of lines is, by its beginning: an array in any JSON file, objects in one of another suffix.
+    """Return the kind of a file of lines from its beginning: any JSON file may be an array, and others JSONL.
 
     A file with a NUL in its first 8000 bytes is binary, as git defines it.
     """
@@ -179,7 +179,7 @@ def _read_text(file: IO[bytes], part: FileRange) -> str:
 
 
 def _json_row(line: str, place: str, holds: str) -> dict[str, Any]:
-    """Return the object in one line of JSONL; `holds` says in an error what the file should hold."""
+    """Return the object in one line of JSONL; in an error, `holds` says what the file should contain."""
     try:
         row = json.loads(line)
     except RecursionError:
@@ -282,9 +282,9 @@ def _parquet_ranges(file: str, range_bytes: int) -> Iterator[tuple[FileRange, in
 def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[str, Any], str]]:
     with open_bytes(part.path) as file, _parquet(file, part.path) as table:
         names = table.schema_arrow.names
-        if not may_be_recognised(rename(dict.fromkeys(names), columns)):
+        if not may_be_recognized(rename(dict.fromkeys(names), columns)):
             fields = dict.fromkeys(names)
-            raise DataError(misspelt(columns, fields, part.path) or unrecognised(fields, part.path))
+            raise DataError(misspelled(columns, fields, part.path) or unrecognized(fields, part.path))
         wanted = [name for name in names if name in ROW_COLUMNS or name in columns]
         batches = table.iter_batches(batch_size=1024, row_groups=[part.group], columns=wanted)
         at = 0

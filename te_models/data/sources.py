@@ -10,7 +10,7 @@ from typing import Any
 
 from te_models.config.data import split_weight
 from te_models.data.files import file_format, find_files, open_bytes, readable_errors, text_bytes
-from te_models.data.formats import TEXT, misspelt, recognise, rename, row_document
+from te_models.data.formats import TEXT, misspelled, recognize, rename, row_document
 from te_models.data.rows import TEXT as TEXT_FILE
 from te_models.data.rows import FileRange, file_ranges, first_row
 from te_models.errors import DataError, UsageError
@@ -25,7 +25,7 @@ class Source:
         weight: how often each of its documents occurs per epoch, on average.
         files: its files, sorted.
         system: the fsspec file system that they are in.
-        format: its format, recognised by its first record: a key of te_models.data.formats, or "text files".
+        format: its format, recognized by its first record: a key of te_models.data.formats, or "text files".
         talks: True if the first record is a conversation, which needs a chat template.
     """
 
@@ -55,7 +55,7 @@ class Source:
 
 
 def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: bool = True) -> list[Source]:
-    """Find the files of "path" or "path:weight" each, and recognise their formats.
+    """Find the files of "path" or "path:weight" each, and recognize their formats.
 
     Args:
         paths: the sources.
@@ -86,7 +86,7 @@ def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: boo
 
 @dataclass(frozen=True)
 class _Found:
-    """The format of a source, and the first rows that were read to recognise it."""
+    """The format of a source, and the first rows that were read to recognize it."""
 
     format: str
     rows: Sequence[Mapping[str, Any]] = ()
@@ -108,10 +108,10 @@ def _first_rows(system: Any, files: Sequence[str], path: str, columns: Mapping[s
         if (first := first_row(part, columns)) is None:
             continue
         row, place = first
-        if (wrong := misspelt(columns, (*row, *_turn_fields(row)), place)) is not None:
+        if (wrong := misspelled(columns, (*row, *_turn_fields(row)), place)) is not None:
             raise UsageError(wrong)
         document = row_document(row, columns, place, path)
-        kind = str(recognise(rename(row, columns)))
+        kind = str(recognize(rename(row, columns)))
         others = (_first_range(system, text) for text in texts) if kind != TEXT else ()
         for other in others:
             if other is not None and other.group == TEXT_FILE and _has_text(other):

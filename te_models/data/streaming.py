@@ -2,9 +2,9 @@
 
 The chunks of the corpus (te_models.data.corpus_chunks) are permuted by (seed, epoch) and dealt out to L **lanes**. A
 lane reads its chunks one after another, the documents of each permuted by (seed, epoch, chunk), and cuts the tokens
-into windows without end: its next epoch begins where the last one stopped. So in each epoch each document occurs
-exactly once, in one lane; chunks of a source with a weight occur as often as it says. Records that must not be cut are
-packed into whole windows chunk by chunk, so that a chunk ends where a window does.
+into an endless series of windows: its next epoch begins where the last one stopped. So in each epoch each document
+occurs exactly once, in one lane; chunks of a source with a weight occur as often as it says. Records that must not be
+cut are packed into whole windows chunk by chunk, so that a chunk ends where a window does.
 
 Window n of the run is the next one of lane n mod L, whatever the number of ranks: rank r of W takes the windows n with
 n mod W = r, and reads only the lanes that these come from. L follows from the data. So the batches of all ranks
@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from te_models.data.corpus_chunks import CHUNK_BYTES, FIRST, TARGET, ChunkReader, Chunks, find_chunks
+from te_models.data.dataset import check_position
 from te_models.data.encoding import Fit, encode_documents
 from te_models.data.files import HELP
 from te_models.data.formats import Document
@@ -144,7 +145,7 @@ class StreamingDataset:
         return "\n".join([line, *self.remarks])
 
     def sample(self) -> tuple[int, Fit, float]:
-        """Read the first chunk with text and return its number of documents, which do not fit, and share of padding.
+        """Read the first chunk with text; return its number of documents, those that do not fit, and share of padding.
 
         Raises:
             DataError: no document of any chunk fits a window.
@@ -194,11 +195,7 @@ class StreamingDataset:
             UsageError: the state is of other data, another tokenizer, seq_len, packing, seed or number of lanes, or
                 lacks the lanes of some ranks.
         """
-        if state["fingerprint"] != self.fingerprint:
-            raise UsageError(
-                "the saved data position is of other data: resume with the same --data (its files unchanged), "
-                "--tokenizer, --seq-len, --packing and --seed, or start a new run"
-            )
+        check_position(state, self.fingerprint)
         if len(state["lanes"]) != self.num_lanes:
             raise UsageError(
                 f"the saved data position has {len(state['lanes'])} of {self.num_lanes} lanes: it is of one rank only; "

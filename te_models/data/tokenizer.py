@@ -183,9 +183,9 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
     """Load a tokenizer.
 
     Args:
-        source: a tokenizer.json, a folder with one, or with files that transformers makes one of, a saved model, the
-            folder of a run (its newest checkpoint), or the name of a model on the Hugging Face hub. None, and a model
-            of te-models saved without a tokenizer, give the ByteTokenizer.
+        source: a tokenizer.json, a folder with one, or with files that transformers can convert to one, a saved model,
+            the folder of a run (its newest checkpoint), or the name of a model on the Hugging Face hub. None, and a
+            model of te-models saved without a tokenizer, give the ByteTokenizer.
 
     Raises:
         ValueError: there is no such file, it is not a tokenizer, or the packages that read it are missing.
@@ -201,7 +201,7 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
 
 
 def _tokenizer_in(folder: Path) -> Tokenizer:
-    """Return the tokenizer in a folder."""
+    """Load the tokenizer in a folder."""
     file = folder / "tokenizer.json"
     if not os.path.lexists(file) and (converted := convert_tokenizer(folder)) is not None:
         return HuggingFaceTokenizer(converted[0], file, converted[1])
@@ -213,7 +213,7 @@ def _tokenizer_in(folder: Path) -> Tokenizer:
 
 
 def _tokenizer_of(file: Path) -> Tokenizer:
-    """Return the tokenizer in a tokenizer.json and the files beside it."""
+    """Load the tokenizer of a tokenizer.json and the files beside it."""
     document = read_json_object(file)
     if document is None:
         raise DataError(f"{file}: no such file; give a Hugging Face tokenizer.json or a folder that holds one")
@@ -235,7 +235,7 @@ def end_of_text(tokenizer: Tokenizer) -> int:
 def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
     """Return the text that `ids` add to the tokens `before`.
 
-    Decoders of SentencePiece's kind drop the space at the start of a text, so `ids` are decoded behind the last of
+    SentencePiece-style decoders drop the space at the start of a text, so `ids` are decoded together with the last of
     `before`.
     """
     context = list(before[-CONTEXT:])
@@ -246,7 +246,7 @@ def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) 
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0 to 255, then the special ids bos, eos and pad.
 
-    No text encodes to a special id, except what a chat template renders that was set by `set_chat_template`.
+    No text encodes to a special id, except the output of a chat template set by `set_chat_template`.
 
     Args:
         folder: where its files are, if it has any.
@@ -433,7 +433,7 @@ _STANDARD_ERROR = threading.Lock()
 def _without_panics() -> Iterator[None]:
     """Hold back what the block prints on standard error, and drop it if the block fails.
 
-    The library prints some lines of Rust's before a panic becomes an exception.
+    The library prints a few lines from Rust before a panic becomes an exception.
     """
     with _STANDARD_ERROR, tempfile.TemporaryFile() as printed, contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # standard error is closed

@@ -1,9 +1,9 @@
 """A tokenizer.json for folders without one: transformers converts SentencePiece, tiktoken and BPE files.
 
-It is asked not to run code of the folder, and not to look anywhere else; only classes of tokenizers are asked, and only
-regular files of bounded size are there. What it makes of a SentencePiece model must
-give the ids of the sentencepiece library: transformers 5.23 loses the space before the first word where config.json
-is of one family and the tokenizer of another.
+transformers is told not to run code from the folder and not to look anywhere else. Only tokenizer classes are called,
+and the folder must contain only regular files of bounded size. The result for a SentencePiece model must give the ids
+of the sentencepiece library: transformers 5.23 loses the space before the first word where config.json is of one family
+and the tokenizer of another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from te_models.interop.hf import tokenizer_files
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 SOURCES = (*SENTENCEPIECE, "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
 PROBE = "The quick brown fox jumps over 12 lazy dogs."
-ROLES = ("bos", "eos", "pad")
 
 
 def convert_tokenizer(folder: Path) -> tuple[Any, dict[str, str]] | None:
@@ -28,7 +27,7 @@ def convert_tokenizer(folder: Path) -> tuple[Any, dict[str, str]] | None:
     None: the folder has no such files.
 
     Raises:
-        DataError: transformers cannot convert them, or one is no regular file, or too large; one line that says why.
+        DataError: transformers cannot convert them, or one is not a regular file, or too large.
         MissingPackage: transformers is not installed.
     """
     sources = [path for pattern in SOURCES for path in sorted(folder.glob(pattern))]
@@ -54,7 +53,7 @@ def convert_tokenizer(folder: Path) -> tuple[Any, dict[str, str]] | None:
             made = maker.from_pretrained(folder, **options)
             if wanted is not None and made.encode(PROBE, add_special_tokens=False) != wanted:
                 raise ValueError("the result has other ids than the sentencepiece library")
-            tokens = {f"{role}_token": getattr(made, f"{role}_token") for role in ROLES}
+            tokens = dict(bos_token=made.bos_token, eos_token=made.eos_token, pad_token=made.pad_token)
             document = json.loads(made.backend_tokenizer.to_str())
             return document, {name: token for name, token in tokens.items() if token is not None}
         except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
@@ -72,6 +71,7 @@ def _check_class(transformers: Any, name: str) -> None:
 
     AutoTokenizer calls from_pretrained of any class that a file names, and a model's would load the folder's weights.
     """
+    # The name comes from a file, which may leave out "Fast", or name what transformers does not have.
     found = getattr(transformers, name, None) or getattr(transformers, f"{name}Fast", None)
     bases = (transformers.PreTrainedTokenizerBase, transformers.AutoTokenizer)
     if found is not None and not (isinstance(found, type) and issubclass(found, bases)):

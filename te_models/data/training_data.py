@@ -49,8 +49,8 @@ def open_data(
     """Open the data of a run. Lines about it are in `describe()` of the dataset.
 
     Args:
-        data: a file, folder, glob, URL or Hub dataset, several of them, each perhaps with a weight ("a.jsonl:3"), or a
-            DataConfig; "python-docstrings": functions and docstrings of Python's standard library; None: Python's own
+        data: a file, folder, glob, URL or Hub dataset, several of them, each with an optional weight ("a.jsonl:3"), or
+            a DataConfig; "python-docstrings": functions and docstrings of Python's standard library; None: Python's own
             documentation and sources.
         tokenizer: encodes the text. If there are conversations and it has no chat template, it gets a plain one, which
             it saves (`Tokenizer.set_chat_template`).
@@ -58,14 +58,14 @@ def open_data(
         rank: number of this process among those that share the data; the processes of one replica have the same.
         world_size: number of ranks that share the data.
         ranks: the processes that exchange positions of a streamed corpus when a checkpoint is saved.
-        options: fields of DataConfig, if `data` is none.
+        options: fields of DataConfig, unless `data` is a DataConfig.
 
     Returns:
         this rank's dataset of training batches, and its evaluation batches.
 
     Raises:
         UsageError: an argument is out of range, or options contradict each other or the data.
-        DataError: the data cannot be read, is of no known format, or too short.
+        DataError: the data cannot be read, is of no known format, or is too short.
     """
     settings = data if isinstance(data, DataConfig) else DataConfig(data=_paths(data), **_tuples(options))
     if not (data is None or isinstance(data, DataConfig) or settings.data):
@@ -91,7 +91,7 @@ def open_data(
 
 
 def steps_of(dataset: TokenDataset | StreamingDataset, config: TrainConfig) -> int:
-    """Return the steps of a run: those of the config, or as many as `config.epochs` takes, the last one whole.
+    """Return the steps of a run: those of the config, or as many as `config.epochs` takes, rounded up.
 
     Raises:
         UsageError: epochs of streamed data, whose size is not known.
@@ -294,7 +294,7 @@ def read_template(path: str) -> str:
 
 
 def _must_stream(sources: Sequence[Source]) -> bool:
-    """Return whether to stream by default: URLs, data that may not fit in memory, and texts in globs and compressed."""
+    """Return whether to stream by default: URLs, data that may not fit in memory, and text in globs or compressed."""
     texts = [source for source in sources if source.is_text]
     globs = [not os.path.lexists(source.path) and any(c in source.path for c in "*?[") for source in texts]
     if any(globs) or any(source.path.endswith(tuple(COMPRESSIONS)) for source in texts):

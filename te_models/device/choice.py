@@ -1,4 +1,4 @@
-"""The device that a name stands for, if this machine has it."""
+"""Resolve the name of a device that this machine has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def choose_device(device: torch.device | str | None = None) -> torch.device:
     """Return the device with this name; None gives the first CUDA device if there is one, else the CPU.
 
     Raises:
-        UsageError: the name is no device, or this machine does not have it.
+        UsageError: the name is not that of a device, or this machine does not have it.
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

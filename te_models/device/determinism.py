@@ -1,4 +1,4 @@
-"""Deterministic algorithms for the time of a run."""
+"""Deterministic algorithms for the duration of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Give the same bits for the same inputs on the same GPU, at the cost of cuDNN's attention, which cannot."""
+    """Give the same bits for the same inputs on the same GPU, without cuDNN's attention, which is not deterministic."""
     fills: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), fills.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it PyTorch refuses cuBLAS

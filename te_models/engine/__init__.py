@@ -23,7 +23,7 @@ from te_models.device.cudnn import load_torchs_cudnn
 from te_models.errors import unknown
 
 ENGINES = ("auto", "native", "emulated")
-OLDEST = (2, 20)  # of Transformer Engine: measured with; 2.16 already has the names that native.py uses
+OLDEST = (2, 20)  # version of Transformer Engine that was tested; 2.16 already has the names that native.py uses
 
 
 # Here rather than before the import of the native engine: other libraries import Transformer Engine too (peft does).
@@ -35,6 +35,7 @@ def get_engine(name: str = "auto", device: torch.device | str | None = None) -> 
 
     Args:
         name: "auto" (native where a CUDA device and Transformer Engine are available), "native" or "emulated".
+        device: the modules' device; None: the first CUDA device if there is one, else the CPU.
 
     Returns:
         the engine's namespace, its name ("native" or "emulated") and the reason for the choice, in a few words.

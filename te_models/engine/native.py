@@ -90,7 +90,7 @@ _LOCK = threading.RLock()  # Transformer Engine's FP8 state belongs to the proce
 
 
 def region_lock(model: torch.nn.Module, quantized: bool) -> threading.RLock:
-    """Return the lock that one forward pass at a time holds, of all models in the process, BF16 ones included."""
+    """Return the lock that lets one forward pass run at a time, over all models in the process, also in BF16."""
     return _LOCK
 
 
@@ -98,7 +98,7 @@ def reset_fp8_state(module: Any) -> None:
     """Drop a te.Linear's FP8 state, so that its next forward starts afresh under any recipe.
 
     Otherwise Transformer Engine keeps the old quantizers within one recipe class, and after a change of class and back
-    the scales stay 1 for ever, since a module registers for updates only once (sections 2.8 and 7.12).
+    the scales stay 1 forever, since a module registers for updates only once (sections 2.8 and 7.12).
     """
     registry = FP8GlobalStateManager.quantization_state
     for direction in ("scaling_fwd", "scaling_bwd"):
@@ -212,8 +212,9 @@ class _Norm(torch.autograd.Function):
         return y, total.view_as(total) if delta is None else total
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and delta, which are one tensor, and of the weight."""
+        dy, dtotal = grads
         total, weight, inverse = ctx.saved_tensors
         dy, dtotal = dy.contiguous(), dtotal.contiguous()
         dx, dweight = tex.rmsnorm_bwd_add(dy, total, dtotal, inverse, weight, 0, ctx.zero_centered)
@@ -233,8 +234,9 @@ class _SwiGLU(torch.autograd.Function):
         return tex.swiglu(gate_up, quantizer)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of gate_up."""
+        (dy,) = grads
         gate_up, dy = saved_input(ctx), dy.contiguous()
         if ctx.gradient is not None:
             fp8 = handover_triton.dswiglu(dy, gate_up, *ctx.gradient.place)

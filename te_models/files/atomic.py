@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, even after a crash, a full disk or a kill at any moment.
+"""Files and folders that appear complete or not at all, even after a crash, a full disk or a kill at any moment.
 
 A folder is written under a hidden name beside its place, every file and the folder fsynced, then renamed into place. A
 folder that was there before is first renamed aside and deleted last, so at any moment one of the two is whole;
@@ -116,7 +116,7 @@ def discard(path: Path) -> None:
 
 
 def _hidden(path: Path) -> Path:
-    """Return a new name, which `sweep` recognises, beside `path`, which may be a folder renamed aside."""
+    """Return a new name, which `sweep` recognizes, beside `path`, which may be a folder renamed aside."""
     name = path.name.removeprefix(".").removesuffix(".replaced")
     return path.with_name(f".{name}.saving-{secrets.token_hex(4)}")
 

@@ -31,7 +31,7 @@ TEXT_BYTES = 4 * MIB  # a configuration file or a chat template; published ones 
 # Files of published tokenizers have up to 34 MB; training.json has about 300 bytes per parameter tensor.
 _VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.json")
 JSON_BYTES = {"training.json": 16 * MIB, **dict.fromkeys(_VOCABULARIES, 64 * MIB)}
-_VOCABULARY_SUFFIXES = (".model", ".tiktoken", ".txt")  # of a tokenizer's files that are no JSON
+_VOCABULARY_SUFFIXES = (".model", ".tiktoken", ".txt")  # of a tokenizer's files that are not JSON
 # Bounds the time and memory of parsing. Published tokenizers have 1.5 million values, other files up to 50,000.
 JSON_VALUES = dict.fromkeys(_VOCABULARIES, 4_000_000)
 MAX_JSON_VALUES = 200_000
@@ -44,7 +44,7 @@ _DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# Bits below the sign from which on a byte is no finite number: NaN in E4M3, which has no infinity.
+# Bits below the sign: bytes with this value or more are not finite numbers. E4M3 has NaN but no infinity.
 _FP8_LIMITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
 
@@ -64,7 +64,7 @@ def open_regular(
         The file descriptor, which the caller closes, and the status of the open file.
 
     Raises:
-        error: it is no regular file, has more than `limit` bytes, or cannot be opened.
+        error: it is not a regular file, has more than `limit` bytes, or cannot be opened.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
@@ -96,17 +96,9 @@ def read_bytes(path: Path, limit: int, error: type[TeModelsError] = CheckpointEr
     return data
 
 
-def read_text(path: Path, limit: int = TEXT_BYTES, error: type[TeModelsError] = CheckpointError) -> str:
-    """Return the text of a UTF-8 file of at most `limit` bytes; raise `error` for anything else."""
-    try:
-        return read_bytes(path, limit, error).decode()
-    except UnicodeDecodeError as problem:
-        raise error(f"{path} is not UTF-8 text: {first_line(problem)}") from None
-
-
-def read_json(path: Path, error: type[TeModelsError] = CheckpointError) -> Any:
-    """Parse a JSON file of bounded size, without duplicate keys, NaN or infinities; raise `error` for any other."""
-    return parse_json(read_bytes(path, json_limit(path.name), error), path, error)
+def read_json(path: Path) -> Any:
+    """Parse a JSON file of bounded size, without duplicate keys, NaN or infinities; any other is a CheckpointError."""
+    return parse_json(read_bytes(path, json_limit(path.name)), path)
 
 
 def json_limit(file: str) -> int:
@@ -246,7 +238,7 @@ def render_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
 
 
 def parse_index(document: Any, path: Path) -> dict[str, str]:
-    """Return tensor name -> file from an index in Hugging Face's layout; raise CheckpointError if it is none."""
+    """Return tensor name -> file from an index in Hugging Face's layout; raise CheckpointError for anything else."""
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not all(
         isinstance(file, str) and file == os.path.basename(file) and file.endswith(".safetensors")
@@ -267,9 +259,9 @@ class _Entry:
 
 
 class SafetensorsFile:
-    """An open safetensors file with a checked header, as a context manager; tensors are read into memory of their own.
+    """An open safetensors file with a checked header, as a context manager; tensors are read into new memory.
 
-    Nothing is mapped, so a file that is truncated meanwhile is an error and not the end of the process.
+    Nothing is memory-mapped, so truncating the file meanwhile causes an error rather than killing the process.
 
     Attributes:
         tensors: name -> tensor on the meta device, of the shape and dtype in the file.
@@ -315,7 +307,7 @@ class SafetensorsFile:
         and that do not fit into memory several times.
 
         Raises:
-            CheckpointError: the whole file, of the very bytes that are returned, has not the hash `sha256`.
+            CheckpointError: the bytes read do not have the hash `sha256`.
         """
         digest, found = hashlib.sha256(self._prefix), {}
         content = None
@@ -408,14 +400,14 @@ def _version(status: os.stat_result) -> tuple[int, ...]:
 def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
     """Split nested state into named tensors and plain JSON, from which `unflatten_state` rebuilds it exactly.
 
-    Takes dicts (keys of any type below), lists, tuples, ints of any size, floats with infinities and NaN, strings,
+    Accepts dicts (keys of any type below), lists, tuples, ints of any size, floats with infinities and NaN, strings,
     bools, None and tensors, such as an optimizer's `state_dict()` or random-number states.
 
     Returns:
         The tensors, named by their place ("state.0.exp_avg"), and a JSON value that refers to them by name.
 
     Raises:
-        UsageError: a value of another type, which would not come back as it is.
+        UsageError: a value of another type, which would not be restored exactly.
     """
     tensors: dict[str, Tensor] = {}
 

@@ -19,15 +19,15 @@ LOCK = ".lock"
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder`, which is made if it does not exist; readers need no lock.
+    """Hold the lock of `folder`, which is created if it does not exist; readers need no lock.
 
-    The operating system releases the lock when its process ends, however it does, so a file that a crash left behind
-    locks nothing: its owner is logged and replaced. File systems of several hosts must pass flock on, as NFS 4 and
-    Lustre do.
+    The operating system releases the lock when its process ends, for whatever reason, so a file left behind by a crash
+    locks nothing: its owner is logged and replaced. File systems shared by several hosts must support flock across
+    them, as NFS 4 and Lustre do.
 
     Raises:
         OutputInUse: another process, or another run of this one, holds the lock; one line that names it.
-        UsageError: in the place of the lock file is a link, a folder or another special file.
+        UsageError: the lock file is a link, a folder or another special file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, own = folder / LOCK, {"process": os.getpid(), "host": socket.gethostname()}

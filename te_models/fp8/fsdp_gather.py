@@ -3,7 +3,7 @@
 FSDP2 shards and gathers parameters by itself, but calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a tensor
 that defines them (torch.distributed.fsdp, extensions for tensor subclasses). `FP8Shard` defines them for the quantized
 tensors of either engine, which have the same attributes. Transformer Engine's own hooks are not used, so that both
-engines behave alike, recompute included.
+engines behave the same, also under recompute.
 
 All rows share one scale, which must be equal on all ranks: the module's under DelayedScaling, and under current scaling
 that of the amax over the ranks that share the weight (te_models.fp8.primary_weights.make_shards).
@@ -11,7 +11,7 @@ that of the amax over the ranks that share the weight (te_models.fp8.primary_wei
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_map
 class FP8Shard(torch.Tensor):
     """This rank's rows of an FP8 weight: a wrapper of its nominal dtype around the engine's quantized tensor `fp8`.
 
-    The local tensor of a DTensor. Operations that do not know FP8 see the dequantized values, and cannot change them.
+    It is the local tensor of a DTensor. Operations that do not know FP8 see the dequantized values and cannot change
+    them.
     """
 
     fp8: Any
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[override]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[override]  # as in torch's docs
 
     @staticmethod
     def __new__(cls, fp8: Any, shape: Any = None) -> FP8Shard:
@@ -37,7 +38,7 @@ class FP8Shard(torch.Tensor):
         self.fp8 = fp8
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch's is written in C
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         aten = torch.ops.aten
@@ -88,15 +89,25 @@ def _empty(shard: Any, gathered: Tensor, dtype: torch.dtype) -> Any:
     return quantizer.make_empty(gathered.shape, dtype=dtype, device=gathered.device)
 
 
-def reduce_amax_over(quantizer: Any, group: Any) -> None:
+@runtime_checkable
+class _ReducesAmax(Protocol):
+    """A quantizer of either engine that can take its amax over several processes; some formats have none."""
+
+    with_amax_reduction: bool
+    amax_reduction_group: Any
+
+
+def reduce_amax_over(quantizer: object, group: Any) -> None:
     """Make a quantizer of either engine take its amax over the processes of `group` (None: of the tensor only).
 
     Quantizers of delayed scaling, which have a scale already, stay as they are.
     """
-    if hasattr(quantizer, "with_amax_reduction"):
+    if isinstance(quantizer, _ReducesAmax):
         quantizer.with_amax_reduction, quantizer.amax_reduction_group = group is not None, group
 
 
-def amax_group(quantizer: Any) -> Any:
+def amax_group(quantizer: object) -> Any:
     """Return the processes over which a quantizer takes its amax (None: of the tensor only)."""
-    return quantizer.amax_reduction_group if getattr(quantizer, "with_amax_reduction", False) else None
+    if isinstance(quantizer, _ReducesAmax) and quantizer.with_amax_reduction:
+        return quantizer.amax_reduction_group
+    return None

@@ -1,8 +1,8 @@
 """FP8 primary weights: te.Linear weights stored as FP8 data and inverse scales, without a BF16 copy on the device.
 
 Transformer Engine makes them under `quantized_model_init` (section 10 of docs/internals/transformer_engine.md) and uses
-them as they are, so a step casts no weight. The optimizer's FP32 masters hold what an update must not lose; after each
-step the FP8 data is quantized from those. Only this module writes such weights: an ordinary in-place operation would
+them as they are, so a step casts no weight. The optimizer's FP32 masters keep the precision; after each
+step the FP8 data is quantized from them. Only this module writes such weights: an ordinary in-place operation would
 quantize already quantized values again, and an in-place operation on a slice would be lost.
 
 Under FSDP2 a parameter is a DTensor whose local tensor is an FP8Shard (te_models.fp8.fsdp_gather).
@@ -43,7 +43,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def quantize_weights_alike(one: Recipe, other: Recipe) -> bool:
-    """Return True if both recipes quantize weights alike."""
+    """Return True if both recipes quantize weights in the same way."""
     return one.scheme == other.scheme and all(one.fields.get(f) == other.fields.get(f) for f in WEIGHT_FIELDS)
 
 
@@ -103,7 +103,7 @@ def write_weight(parameter: Any, value: Tensor, for_master: bool = True) -> None
     value = value.detach().to(parameter.dtype)
     for part, tensor in _parts(fp8).items():
         if part.endswith("scale_inv"):
-            tensor.zero_()  # blocks' scales lie in rows that are filled up, with what the memory held
+            tensor.zero_()  # the padding of block scales would otherwise be uninitialized
     quantizer = fp8._quantizer
     if _delayed(quantizer) and (amax := value.abs().amax().float()) > 0:
         quantizer.scale.fill_(E4M3_MAX / amax.item())
@@ -131,16 +131,17 @@ def saved_weight(parameter: Any) -> dict[str, Tensor]:
 def restore_weight(parameter: Any, saved: Mapping[str, Tensor]) -> None:
     """Write back what `saved_weight` returned, to the bit."""
     fp8 = quantized(parameter)
+    if fp8 is None:
+        parameter.copy_(saved[""])
+        return
+    parts = _parts(fp8)
     for part, tensor in saved.items():
-        if fp8 is None:
-            parameter.copy_(tensor)
-        elif part == "scale":
+        if part == "scale":
             fp8._quantizer.scale.copy_(tensor)
             fp8._quantizer.amax.zero_()
         else:
-            getattr(fp8, f"_{part}").copy_(tensor)
-    if fp8 is not None:
-        _transpose_again(fp8)
+            parts[part].copy_(tensor)
+    _transpose_again(fp8)
 
 
 @torch.no_grad()
@@ -210,11 +211,11 @@ def set_scale(parameter: Any, inverse: Tensor) -> None:
 
 
 def _keep_kind_of_scales(fp8: Any) -> None:
-    """Have a weight with FP32 scales, from a checkpoint of another library, quantized with such again.
+    """Keep FP32 scales when a weight that has them, from a checkpoint of another library, is quantized again.
 
-    The emulated engine also learns from it that products of data and scale are no BF16 numbers.
+    They also tell the emulated engine that products of data and scale are not BF16 numbers.
     """
-    scales = getattr(fp8, "_rowwise_scale_inv", None)  # weights with one scale have none
+    scales = _parts(fp8).get("rowwise_scale_inv")  # weights with one scale have none
     if scales is None or not scales.is_floating_point():
         return
     mantissas = scales[scales > 0].frexp().mantissa
@@ -225,7 +226,7 @@ def _keep_kind_of_scales(fp8: Any) -> None:
 def _transpose_again(fp8: Any) -> None:
     """Make the transposed copy of a weight with one scale again, after its data changed."""
     usages = fp8.get_usages()
-    if getattr(fp8, "_data", None) is not None and usages["columnwise"]:
+    if "data" in _parts(fp8) and usages["columnwise"]:
         fp8.update_usage(columnwise_usage=False)
         fp8.update_usage(columnwise_usage=True)
 
@@ -260,7 +261,7 @@ def make_shards(model: nn.Module, linear: type[nn.Module], recipe: Recipe, built
     """
     if recipe.scheme not in SHARDED_SCHEMES:
         raise ValueError(
-            f"FP8 primary weights in pieces need one scale a weight, which recipe {recipe.name!r} does not have: "
+            f"sharded FP8 primary weights need one scale per weight, which recipe {recipe.name!r} does not have: "
             "choose recipe='delayed' or 'current', or leave fp8_params out"
         )
     for name, module in model.named_modules():
@@ -289,11 +290,12 @@ def _weight_quantizer(module: Any, built: Any) -> Any:
 
 def _owners(model: nn.Module) -> list[Any]:
     """Return the modules with FP8 weights."""
+    # Blocks and containers have no weight of their own.
     return [module for module in model.modules() if is_quantized(getattr(module, "weight", None))]
 
 
 def _parts(fp8: Any) -> dict[str, Tensor]:
-    """Return the FP8 data and the inverse scales of a quantized tensor, by name."""
+    """Return the FP8 data and the inverse scales of a quantized tensor, by name; a format lacks some of them."""
     return {part: tensor for part in _PARTS if (tensor := getattr(fp8, f"_{part}", None)) is not None}
 
 

@@ -1,7 +1,7 @@
-"""A model's forward pass under its own recipe, whatever autocast lies around it and whatever other threads run.
+"""A model's forward pass under its own recipe, regardless of autocasts around it and of other threads.
 
 Two contexts per pass: `forward_pass` around all of it, and `fp8_layers` inside, around the layers that run in FP8. The
-forward scales of delayed scaling move when a training pass has succeeded, loss included, and never otherwise.
+forward scales of delayed scaling are updated when a training pass, including the loss, has succeeded, and never else.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from te_models.fp8.scaling_state import delayed_states, fp8_state, frozen_fp8_st
 
 @contextlib.contextmanager
 def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: Any) -> Iterator[None]:
-    """Run a forward pass of `model` in high precision, but for what runs in `fp8_layers`.
+    """Run a forward pass of `model` in high precision, except inside `fp8_layers`.
 
     Threads that run the same model take turns; on the native engine, whose FP8 state belongs to the process, threads
     that run any model do. In evaluation mode, or without grad, all scales and amax histories stay as they are. A
-    training pass updates the forward scales when it succeeds; one that raises moves no scale and leaves no amax.
+    training pass updates the forward scales when it succeeds; one that raises changes no scale and leaves no amax.
 
     Args:
         te: the engine.
@@ -39,7 +39,7 @@ def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: An
         EngineError: the pass has gradients and would train, but something evaluates the model meanwhile.
 
     Warns:
-        UserWarning: if an enabled autocast with another recipe lies around the pass, which has no effect on it.
+        UserWarning: if the pass is inside an enabled autocast with another recipe, which has no effect on it.
     """
     with te.region_lock(model, recipe.quantized), te.outside_autocast() as outer:
         if not model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -53,7 +53,7 @@ def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: An
         if not recipe.stateful:
             yield
         elif not (model.training and torch.is_grad_enabled()):
-            with frozen_fp8_state(model, ("scaling_fwd",)):  # another thread's backward may move the others
+            with frozen_fp8_state(model, ("scaling_fwd",)):  # another thread's backward may change the others
                 yield
         else:
             with _discarding_amaxes_of_a_failure(model):
@@ -63,7 +63,7 @@ def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: An
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module, te: ModuleType, recipe: Recipe) -> Iterator[None]:
-    """Put the model into evaluation mode, and back when the last of those that evaluate it has finished.
+    """Put the model into evaluation mode until the last concurrent evaluation of it has finished.
 
     The mode changes between forward passes; meanwhile a pass that would train is an error.
     """

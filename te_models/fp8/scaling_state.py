@@ -55,7 +55,7 @@ def weight_scale(module: nn.Module) -> Tensor | None:
 
 
 def check_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless `tensors` (as from `fp8_state`) are state that this model can continue with.
+    """Raise CheckpointError unless `tensors` (as from `fp8_state`) are state that this model can use.
 
     Every tensor must be of an FP8 module of the model, FP32, of its width, and finite; scales are positive, amaxes are
     not negative. Nothing is written.
@@ -150,7 +150,7 @@ def frozen_fp8_state(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS)
 
 @torch.no_grad()
 def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
-    """Copy each value to its tensor with few kernels, which a decoding step has to wait for."""
+    """Copy each value to its tensor with few kernel launches, since a decoding step waits for them."""
     if tensors:
         torch._foreach_copy_(tensors, values)
 

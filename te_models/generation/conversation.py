@@ -12,7 +12,7 @@ from te_models.generation.options import GenerationOptions
 from te_models.generation.text import stream_text
 from te_models.model.decoder import Decoder
 
-LEAST_ROOM = 4  # an answer may always use this part (1/4) of the longest sequence; old turns make room for it
+LEAST_ROOM = 4  # an answer may always use 1/4 of the longest sequence; old turns are dropped to make room for it
 
 
 class Conversation:
@@ -77,11 +77,11 @@ class Conversation:
         """Ask `text` and yield the answer in pieces; question and answer join the messages.
 
         An answer that the caller stops (by closing the iterator, or by an exception such as KeyboardInterrupt) joins as
-        far as it was yielded. If it fails before the first piece, the messages stay as they were.
+        far as it was yielded. If it fails before the first piece, the messages are left unchanged.
 
         Args:
             text: the user's message.
-            max_new_tokens: most tokens of the answer; less where the model's longest sequence leaves less.
+            max_new_tokens: limit on the tokens of the answer, which the model's longest sequence may lower.
             options: those of `te_models.generation.text.stream_text`, as are the errors.
         """
         self.messages.append({"role": "user", "content": text})
@@ -100,7 +100,7 @@ class Conversation:
                 self.messages.pop()
 
     def _prompt(self, max_new_tokens: int) -> tuple[list[int], int]:
-        """Return the ids of the conversation and the room for its answer, without the oldest turns if need be."""
+        """Return the ids of the conversation, without the oldest turns if needed, and the room for its answer."""
         limit = self.model.config.longest_sequence
         before, turns = self.messages[: len(self.messages) - len(self.turns())], self.turns()
         wanted, first = min(max_new_tokens, limit // LEAST_ROOM), 0

@@ -1,9 +1,9 @@
 """The loop that generates tokens with a KV cache: the prompt once, then one step of fixed shapes per token.
 
-All tensors of a step stay at fixed addresses and a step asks nothing of the host, so on a GPU it is captured in a CUDA
-graph once and replayed; without that, the host takes longer to launch a step's kernels than the device to run them. The
-same function runs eagerly everywhere else, with the same results. The host reads a token while the device computes the
-next one.
+All tensors of a step stay at fixed addresses and a step needs nothing from the host, so on a GPU it is captured in a
+CUDA graph once and replayed; otherwise the host would take longer to launch a step's kernels than the device to run
+them. The same function runs eagerly everywhere else, with the same results. The host reads a token while the device
+computes the next one.
 
 Under an FP8 recipe the weights are quantized with the prompt and the FP8 data is reused in every step (one byte per
 parameter).
@@ -112,7 +112,7 @@ class DecodeLoop:
             self.graph.replay()
 
     def _start_anew(self, step: int) -> None:
-        """Compute all keys and values once more, with the angles that the text has from this token on."""
+        """Compute all keys and values once more, with the angles that apply from this token on."""
         self.cache.clear()
         made = self.made[:step].T
         mask = None if self.mask is None else torch.nn.functional.pad(self.mask, (0, step), value=1)
@@ -162,9 +162,9 @@ class DecodeLoop:
 
 
 def _step_of_new_angles(model: Decoder, ids: Tensor, mask: Tensor | None) -> int:
-    """Return the step with which the longest row leaves LongRoPE's original context; 0 if none does.
+    """Return the step at which the longest row exceeds LongRoPE's original context; 0 if none does.
 
-    All angles change there. transformers, too, then computes the text of a Phi-3 once more.
+    All angles change there. transformers also recomputes all of a Phi-3's text at that point.
     """
     original = context_before_long_angles(model.config)
     if original is None:

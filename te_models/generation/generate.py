@@ -36,8 +36,8 @@ def generate(
 ) -> Tensor:
     """Continue each prompt by up to `max_new_tokens`; return int64 [B, S + new], prompts included.
 
-    Arguments and errors are those of `stream`. Rows that have ended are filled up with the pad token (the stop token
-    without one), and the loop ends when every row has.
+    Arguments and errors are those of `stream`. Finished rows are padded with the pad token (without one, the stop
+    token), and the loop ends when every row has finished.
     """
     ids, mask = batch_of(model, input_ids, attention_mask)
     new = list(stream(model, ids, max_new_tokens, mask, tokenizer, **options))
@@ -58,7 +58,7 @@ def stream(
     Args:
         model: the network.
         input_ids: int64 [B, S], or one prompt or several of any length as lists of ids.
-        max_new_tokens: most tokens to add.
+        max_new_tokens: maximum number of tokens to add.
         attention_mask: [B, S], 0 at padding, which must be on the left.
         tokenizer: decodes new tokens for `stop_strings`.
         options: see GenerationOptions.
@@ -139,7 +139,7 @@ def stop_ids(model: Decoder, eos_token_id: int | Iterable[int] | str | None) -> 
 
 
 def pad_id(model: Decoder, stops: Tensor | None) -> int:
-    """Return the id that fills up rows: the model's pad token, else the first stop token, else 0."""
+    """Return the id that pads rows: the model's pad token, else the first stop token, else 0."""
     own = model.pad_token_id
     if own is not None and own < model.config.vocab_size:
         return own
@@ -147,7 +147,7 @@ def pad_id(model: Decoder, stops: Tensor | None) -> int:
 
 
 def _rows(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return several prompts as lists of ids, from one or several."""
+    """Return one or several prompts as lists of ids."""
     one = [prompt for prompt in prompts if isinstance(prompt, int)]
     return [one] if one else [list(prompt) for prompt in prompts if not isinstance(prompt, int)]
 

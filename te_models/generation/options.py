@@ -14,14 +14,14 @@ from te_models.errors import UsageError, unknown
 class GenerationOptions(TypedDict, total=False):
     """Keywords of `CausalLM.generate`, `CausalLM.stream` and `stream_text`; `Settings` has the defaults.
 
-    do_sample: sample instead of taking the likeliest token; the five options after it say how.
+    do_sample: sample instead of taking the likeliest token, as set by the next five options.
     temperature: divisor of the logits.
     top_k: sample among this many likeliest tokens.
     top_p: sample from the smallest set of tokens that has this probability.
     min_p: sample among the tokens with at least this share of the likeliest token's probability.
-    seed: of the random numbers; None draws a new one.
+    seed: seed of the random numbers; None draws a new one.
     eos_token_id: ids that end a row; "config" for the model's own, None for none.
-    stop_strings: texts that end a row once one is in its new text, as the tokenizer decodes it.
+    stop_strings: texts that end a row once its new text, as decoded by the tokenizer, contains one.
     use_cache: False recomputes the whole sequence for each token.
     cuda_graph: replay the steps from a CUDA graph; "auto" does so on a CUDA device. The tokens are the same.
     """

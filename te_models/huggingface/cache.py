@@ -1,4 +1,4 @@
-"""A cache of transformers in the place of te_models.model.kv_cache.KVCache, for one forward pass.
+"""A cache of transformers in place of te_models.model.kv_cache.KVCache, for one forward pass.
 
 Any cache of transformers will do (dynamic, static, with sliding windows, quantized, offloaded): it stores keys and
 values and says which slots it returns; the masks are made here.
@@ -19,11 +19,11 @@ class CacheView:
     """The tokens seen before those of one forward pass, as the layers ask for them.
 
     Args:
-        config: of the model.
+        config: the model's config.
         past: the cache, which the pass extends; None for a pass that stores nothing.
         mask: [B, past + S], 0 at padding; or [B, 1, S, slots], bool or added to the scores, for all layers; None.
-        positions: int64 [B, S], the positions that RoPE takes; None: the slots in the cache.
-        device: of the tokens.
+        positions: int64 [B, S], the positions for RoPE; None: the slots in the cache.
+        device: the device of the tokens.
         documents: int [B, S], the document that each token belongs to, in a pass without past; None: all to one.
 
     Attributes:

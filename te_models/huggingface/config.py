@@ -29,7 +29,7 @@ class TEModelsConfig(PreTrainedConfig):
     model_type = MODEL_TYPE
     keys_to_ignore_at_inference = ["past_key_values"]
     has_no_defaults_at_init = True
-    rope_scaling = None  # in the place of a property of the base class that rewrites it as rope_parameters
+    rope_scaling = None  # in place of a property of the base class that rewrites it as rope_parameters
     on_first_use: ClassVar[
         list[Callable[[], None]]
     ] = []  # registers the model class (te_models.huggingface.registration)

@@ -36,7 +36,7 @@ from te_models.model.targets import IGNORED, nan_if, valid_targets
 from te_models.saving.pretrained import WRAPPED
 
 OUTPUTS = ("use_cache", "output_hidden_states", "return_dict")  # fields of the config that say what forward returns
-# What collators of packed documents say once more for FlashAttention's own kernels.
+# Arguments in which collators of packed documents repeat their boundaries for FlashAttention's kernels.
 PACKING = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -48,7 +48,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         model: use this model, of the same shape, instead of building one.
 
     Attributes:
-        model: the CausalLM, with all that it can do: `plan`, `set_recipe`, its own `generate` from a CUDA graph.
+        model: the CausalLM, with its own methods, such as `plan`, `set_recipe` and a `generate` that uses CUDA graphs.
     """
 
     config_class = TEModelsConfig
@@ -132,8 +132,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: int64 [B, S].
-            attention_mask: [B, past + S], 0 at padding on either side; or [B, 1, S, past + S], bool or added to the
-                scores.
+            attention_mask: [B, past + S], 0 at padding on either side; or [B, 1, S, past + S], bool or additive.
             position_ids: int64 [B or 1, S], positions for RoPE. Without mask and cache, a position that does not follow
                 the one before it begins a new document, outside of which attention sees nothing.
             past_key_values: a cache, which is extended.
@@ -141,35 +140,29 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             labels: int64 [B, S], not shifted; -100 is not counted.
             use_cache: return a cache; by default in evaluation without labels, if the config says so.
             logits_to_keep: compute the logits of this many of the newest positions (0: of all), or of these positions.
-            output_hidden_states: return the embeddings, the output of every block and, in place of the last, of the
-                norm.
+            output_hidden_states: return the embeddings, the outputs of all blocks but the last, and the norm's.
             output_attentions: not supported.
             return_dict: False returns a tuple.
             num_items_in_batch: divide the summed loss by this number instead of the number of labels that count.
-            loss_options: `shift_labels`, int64 [B, S], labels that are shifted already. (A Trainer takes every argument
-                with "label" in its name for one that each batch has.)
+            loss_options: `shift_labels`, int64 [B, S], labels that are shifted already. (A Trainer assumes that
+                each batch has every argument with "label" in its name.)
 
         Raises:
             UsageError: arguments that the model does not support.
         """
-        if output_attentions or (output_attentions is None and self.config.output_attentions):
+        if self.config.output_attentions if output_attentions is None else output_attentions:
             raise UsageError("attention weights are never computed as a whole: leave out output_attentions")
         shift_labels = loss_options.pop("shift_labels", None)
         _refuse_unknown(loss_options)
         tokens = self._tokens(input_ids, inputs_embeds, labels, shift_labels)
         wants_loss = labels is not None or shift_labels is not None
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and not wants_loss
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        passed: dict[str, Any] = self._attention(tokens, attention_mask, position_ids, past_key_values)
-        if isinstance(logits_to_keep, int) and logits_to_keep:
-            passed["logits_to_keep"] = logits_to_keep
-        passed["is_first_microbatch"] = self._weights_pass
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        before = [self.model.layers[0]] if output_hidden_states else []
-        after = [*self.model.layers[:-1], self.model.norm] if output_hidden_states else []
+        past_key_values = self._cache(past_key_values, use_cache, wants_loss)
+        passed = self._attention(tokens, attention_mask, position_ids, past_key_values)
+        count = logits_to_keep if isinstance(logits_to_keep, int) else 0  # of positions, or all
+        passed |= dict(is_first_microbatch=self._weights_pass, logits_to_keep=count or None)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        before = [self.model.layers[0]] if wanted else []
+        after = [*self.model.layers[:-1], self.model.norm] if wanted else []
         with _hidden_states(before, after, tokens.shape) as hidden:
             logits = self.model(input_ids, inputs_embeds=inputs_embeds, **passed).logits
         if self._weights_pass:
@@ -178,8 +171,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             logits = logits[:, logits_to_keep]
         loss = self._loss(logits, labels, shift_labels, num_items_in_batch) if wants_loss else None
         output = CausalLMOutputWithPast(loss, logits, past_key_values, tuple(hidden) if hidden else None)
-        as_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if as_dict else output.to_tuple()
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     @property
     def base_model(self) -> Backbone:
@@ -206,6 +198,12 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         for given in labels:
             check_inputs(self.model.config, tokens, given, None, None, None)
         return tokens
+
+    def _cache(self, past: Cache | None, use_cache: bool | None, wants_loss: bool) -> Cache | None:
+        """Return the cache of a forward pass, a new one where it should return one."""
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and not wants_loss
+        return DynamicCache(config=self.config) if use_cache and past is None else past
 
     def _attention(
         self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None
@@ -249,8 +247,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         """Continue prompts as transformers does, with all of its options; FP8 weights are quantized once per call."""
         options.setdefault("disable_compile", True)  # with a static cache it would compile forward, into many pieces
         with self._weights_quantized_once():
-            # Its protocol has no properties.
-            return super().generate(*args, **options)  # type: ignore[bad-argument-type]
+            return super().generate(*args, **options)  # type: ignore[bad-argument-type]  # its protocol lacks properties
 
     def prepare_inputs_for_generation(  # type: ignore[bad-override]  # its other arguments differ between versions
         self,
@@ -261,7 +258,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """As in the base class; without the cache where LongRoPE's angles change, as in transformers' Phi-3.
 
-        By the names of these arguments transformers knows what `generate` may be given.
+        transformers derives the arguments that `generate` accepts from these names.
         """
         original, seen = context_before_long_angles(self.model.config), 0
         if past_key_values is not None and original is not None:
@@ -270,8 +267,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values = None
             kwargs |= dict.fromkeys(kwargs.keys() & {"next_sequence_length"})  # all tokens are passed
         kwargs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
-        # Its protocol has no properties.
-        return super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[bad-argument-type]
+        prepare = super().prepare_inputs_for_generation
+        return prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties
 
     @contextlib.contextmanager
     def _weights_quantized_once(self) -> Iterator[None]:
@@ -293,7 +290,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         return attention_mask
 
     def init_weights(self) -> None:
-        """Do nothing: CausalLM has values and ties already."""
+        """Do nothing: CausalLM has initialized and tied its weights already."""
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens
@@ -307,7 +304,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
-        """Return the embedding if it has so many rows already; a UsageError otherwise."""
+        """Return the embedding if it already has this many rows; raise a UsageError otherwise."""
         rows = self.model.config.vocab_size
         wanted, step = rows if new_num_tokens is None else new_num_tokens, pad_to_multiple_of or 1
         if (wanted := -(-wanted // step) * step) != rows:
@@ -317,7 +314,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **others: Any
     ) -> None:
-        """Set `activation_checkpointing` to "full"; the options of torch's function do not apply."""
+        """Set `activation_checkpointing` to "full"; the options of torch's function are ignored."""
         self.model.gradient_checkpointing_enable()
 
     def gradient_checkpointing_disable(self) -> None:
@@ -357,10 +354,10 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             save_directory: the folder; CausalLM.from_pretrained and AutoModelForCausalLM.from_pretrained load it.
             is_main_process: False writes nothing.
             state_dict: weights to write instead of the model's.
-            push_to_hub: then upload it with `token`; `options` are those of `push_to_hub`, repo_id among them.
+            push_to_hub: also upload it, with `token`; `options` are those of `push_to_hub`, including repo_id.
             max_shard_size: weights larger than this are split; bytes, or text such as "5GB".
             variant, distributed_checkpoint: not supported.
-            save_peft_format, save_original_format: of no effect.
+            save_peft_format, save_original_format: ignored.
 
         Raises:
             SaveError: writing failed.
@@ -389,18 +386,18 @@ def _changed(config: TEModelsConfig, folder: Path) -> dict[str, Any]:
     return {name: value for name, value in config.model_config().to_dict().items() if own[name] != value}
 
 
-def _add_prefix(model: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Take a state_dict with the names of CausalLM too."""
+def _add_prefix(model: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Accept a state_dict with the names of CausalLM too."""
     for name in [name for name in state if name.startswith(prefix)]:
         bare = name.removeprefix(prefix)
         if not bare.startswith(WRAPPED):
             state[prefix + WRAPPED + bare] = state.pop(name)
 
 
-def _leave_out_empty(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _leave_out_empty(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Leave the `_extra_state` of modules without FP8 state out of a state_dict.
 
-    accelerate sets tensors by name and knows parameters and buffers alone.
+    accelerate sets tensors by name and supports only parameters and buffers.
     """
     for name in [name for name in state if name.startswith(prefix) and name.endswith(f".{EXTRA}")]:
         if isinstance(state[name], Tensor) and not state[name].numel():
@@ -462,5 +459,5 @@ class Backbone(nn.Module):
 
 
 AutoModelForCausalLM.register(TEModelsConfig, TEModelsForCausalLM, exist_ok=True)
-# Trainer's label smoothing and lm-evaluation-harness look there whether a model predicts the next token.
+# Trainer's label smoothing and lm-evaluation-harness check there whether a model predicts the next token.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TEModelsConfig.model_type] = TEModelsForCausalLM.__name__

@@ -1,4 +1,4 @@
-"""Make transformers' Auto classes know our model type, without importing transformers, which takes seconds.
+"""Register our model type with transformers' Auto classes without importing transformers, which takes seconds.
 
 The config class is registered when transformers' own table of configs is imported, or at once if it is; the model
 class when the first config is made, since its module needs most of transformers.

@@ -28,16 +28,16 @@ def save_model(
     state: dict[str, Any] | None,
     max_shard_bytes: int,
 ) -> None:
-    """Write a model into `folder`, in our format, and leave other files in it alone.
+    """Write a model into `folder`, in our format, and leave other files in it unchanged.
 
-    The weights have the FP8 state with them, as in a state_dict, since a Trainer that resumes reads model.safetensors
-    alone. A crash in between leaves a folder without its manifest, which is refused.
+    model.safetensors includes the FP8 state, as a state_dict does, since a Trainer that resumes reads only that
+    file. A crash in between leaves a folder without its manifest, which is refused.
 
     Args:
         model: the model.
         config: its shape, with token ids that may have changed.
         generation: the content of generation_config.json.
-        folder: its parents are made.
+        folder: the folder to write; its parents are created.
         state: weights to write instead of the model's, from a state_dict.
         max_shard_bytes: weights larger than this are split into shards.
 

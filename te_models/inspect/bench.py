@@ -1,6 +1,6 @@
 """Time the training step of recipes and of their alternatives in one process.
 
-All variants exist side by side and take turns, so that a busy or throttling machine slows them alike; results are
+All variants exist side by side and take turns, so that a busy or throttling machine slows all of them; results are
 medians with quartiles. A variant's peak memory is measured while it is built and warmed up, less the memory of the
 others.
 """

@@ -1,4 +1,4 @@
-"""The quality of a model under one recipe or several: its loss on data and its scores on tasks, in one table each."""
+"""The quality of a model under one or several recipes: its loss on data and its scores on tasks, in one table each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.planning.printable import Printable
 from te_models.training.evaluation import Batch, count_targets, evaluate, to_device
 
-SEQ_LEN = 1024  # by default, if the model takes as many
+SEQ_LEN = 1024  # default, unless the model's maximum is less
 CALIBRATION = 2  # training forwards: the second has scales that the first one found
 
 
@@ -38,7 +38,7 @@ class RecipeLoss:
     tokens: int = 0  # that the loss counts; 0 if the recipe was not run
     text_bytes: int = 0  # of UTF-8 that these tokens stand for
     seconds: float = math.nan  # of the forward passes
-    note: str = ""  # how the scales came about, or why the recipe was not run
+    note: str = ""  # how the scales were found, or why the recipe was not run
 
     @property
     def perplexity(self) -> float:
@@ -148,7 +148,7 @@ def evaluate_recipes(
         model: its name, for the title.
         data: its path, as for finetune; None for scores only. `columns` are those of DataConfig.
         score: runs tasks on a model.
-        progress: called with a line on what is going on.
+        progress: called with a line per stage.
         sizes: keywords of `make_batches`.
 
     Raises:
@@ -199,8 +199,8 @@ def make_batches(
     Conversations are put into the tokenizer's chat template; a tokenizer without one gets the plain one.
 
     Args:
-        seq_len: tokens per sequence; None: SEQ_LEN, or what the model takes.
-        max_batches: most batches, spread evenly over the data; None or 0: all.
+        seq_len: tokens per sequence; None: SEQ_LEN, or the model's maximum if that is less.
+        max_batches: maximum number of batches, spread evenly over the data; None or 0: all.
         truncate: longer records are left out ("drop") or their prompts cut from the left ("prompt").
 
     Raises:
@@ -233,7 +233,7 @@ def measure_loss(model: CausalLM, batches: list[Batch], text_bytes: int, note: s
 
 
 def calibrate(model: CausalLM, batches: Sequence[Batch]) -> str:
-    """Give a recipe whose scales are found while it runs its first ones; return a note that says so, "" without need.
+    """Find the first scales of a recipe that finds its scales while it runs; return a note about it, or "".
 
     Delayed scaling without saved scales would run with scales of one. Two training forwards of the first batches find
     them, as training would.
@@ -250,7 +250,7 @@ def calibrate(model: CausalLM, batches: Sequence[Batch]) -> str:
 
 
 def counted_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
-    """Return the bytes of text that the counted tokens of a batch stand for; special tokens have none."""
+    """Return the bytes of text in the counted tokens of a batch; special tokens have none."""
     counted = batch["labels"] != -100
     counted[:, 0] = False  # nothing predicts it
     return sum(

@@ -59,10 +59,10 @@ def score_tasks(
     limit: int | None = None,
     few_shot: int | None = None,
 ) -> list[Score]:
-    """Run tasks on a model, as `lm_eval` does on one of transformers; return every metric that is a number.
+    """Run tasks on a model, as `lm_eval` does for transformers; return every metric that is a number.
 
-    The model is evaluated under its recipe, with its scales unchanged. `limit` is the number of examples per task and
-    `few_shot` that of solved examples before each; None for all, and for the task's own number.
+    The model is evaluated under its recipe, with its scales unchanged. `limit` is the number of examples per task
+    (None: all) and `few_shot` the number of solved examples before each (None: the task's own).
 
     Raises:
         DataError: a task's description is wrong, or its examples cannot be loaded.

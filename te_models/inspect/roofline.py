@@ -76,10 +76,10 @@ def _copy_bytes_per_ms(device: torch.device) -> float:
     return 2 * len(source) / _milliseconds(lambda: target.copy_(source))
 
 
-def _milliseconds(run: Callable[[], object], rounds: int = 10) -> float:
+def _milliseconds(run: Callable[[], object]) -> float:
     for _ in range(3):
         run()
-    return statistics.median(timed(run) for _ in range(rounds))
+    return statistics.median(timed(run) for _ in range(10))
 
 
 def timed(run: Callable[[], object]) -> float:

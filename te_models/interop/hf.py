@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from te_models.config.layout import row_ranges
 from te_models.config.model import ModelConfig
 from te_models.distributed.dtensor import local, write_shard
-from te_models.errors import CheckpointError, UsageError
+from te_models.errors import CheckpointError, UsageError, field_values
 from te_models.files.atomic import first_line, replacing_folder, write_file
 from te_models.files.formats import (
     SafetensorsFile,
@@ -38,6 +38,7 @@ from te_models.files.formats import (
 from te_models.fp8.primary_weights import plain, write_weight
 from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.interop.hf_places import TOP, Rows
+from te_models.interop.hub import saved_dtype
 from te_models.interop.model_card import CARD, model_card, user_card
 from te_models.interop.quantized import CONFIG_KEYS, MODELOPT_FILE, StoredWeights, open_weights, read_scheme
 from te_models.interop.stored_weights import keep_stored_weights
@@ -45,7 +46,7 @@ from te_models.model.decoder import Decoder
 
 Model = TypeVar("Model", bound=Decoder)
 
-CODE = Path(__file__).parent / "remote_code"  # modeling for transformers of models that it has no architecture for
+CODE = Path(__file__).parent / "remote_code"  # code for transformers, for models of which it has no architecture
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
 TOKENIZER_FILES = (
@@ -81,7 +82,7 @@ class Origin:
     generation: Mapping[str, Any] | None = None
 
     def documents(self) -> dict[str, Any]:
-        """Return the documents to save with the model so that it can be written back as it came."""
+        """Return the documents to save with the model so that it can be written back unchanged."""
         found = {"hf_config": self.config, "generation_config": self.generation}
         return {name: document for name, document in found.items() if document is not None}
 
@@ -147,10 +148,10 @@ class OpenFolder:
 
 
 def open_folder(build: Callable[..., Decoder], folder: Path) -> OpenFolder:
-    """Read and check everything in `folder` but the values; `build(config, **options)` makes a model without values.
+    """Read and check everything in `folder` except the values; `build(config, **options)` makes a model without values.
 
     Raises:
-        CheckpointError: something of the folder is missing, damaged, of a wrong shape or not supported; one line.
+        CheckpointError: something in the folder is missing, damaged, of a wrong shape or not supported.
     """
     document, shards = read_json(folder / "config.json"), _shard_files(folder)
     found = _shard_tensors(folder, shards)
@@ -177,7 +178,7 @@ def read_hugging_face(
     stored data and scales where both have the same blocks (te_models.interop.stored_weights).
 
     Raises:
-        CheckpointError: something of the folder is missing, damaged, of a wrong shape or not supported; one line.
+        CheckpointError: something in the folder is missing, damaged, of a wrong shape or not supported.
     """
     opened = open_folder(build, folder)
     wanted = gated(opened.config, overrides)
@@ -219,9 +220,10 @@ def check_shape(
 ) -> None:
     """Raise a UsageError if the weights of a model of `config` do not fit one of `wanted`, which `overrides` made.
 
-    A gate and a larger vocabulary may come to them: zeros.
+    A gate and a larger vocabulary may be added: they are zeros.
     """
-    changed = [name for name in overrides if getattr(config, name) != getattr(wanted, name)]
+    before, after = field_values(config), field_values(wanted)
+    changed = [name for name in overrides if before[name] != after[name]]
     if not changed:
         return
     allowed = dict(
@@ -234,7 +236,7 @@ def check_shape(
         for shape in (dataclasses.replace(config, **allowed), wanted)
     ]
     if shapes[0] != shapes[1]:
-        given = ", ".join(f"{name}={getattr(wanted, name)!r}" for name in changed)
+        given = ", ".join(f"{name}={after[name]!r}" for name in changed)
         raise UsageError(f"the weights in {folder} do not fit {given}: a model that has weights keeps their shape")
 
 
@@ -252,6 +254,8 @@ def double_output_projections(model: nn.Module) -> None:
 def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Place]:
     """Return their tensor's name -> its place in ours, in their order; `shapes` are those of our parameters."""
     blocks = row_ranges(config)
+    heads, groups_of_heads = config.num_attention_heads, config.num_key_value_heads
+    units = {None: 1, "num_attention_heads": heads, "num_key_value_heads": groups_of_heads}
     tables = {name: Rows(module) for name, module in TOP.items()}
     for layer in range(config.num_hidden_layers):
         for name, rows in family.layer.items():
@@ -266,7 +270,7 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
             if ours not in shapes or (theirs == "lm_head" and config.tie_word_embeddings):
                 continue
             ranges = [blocks[block] for block in rows.blocks] or [(0, shapes[ours][0])]
-            groups = getattr(config, rows.per) if rows.per else 1
+            groups = units[rows.per]
             shape = (sum(count for _, count in ranges), *shapes[ours][1:])
             found[f"{theirs}.{kind}"] = Place(ours, tuple((start, n // groups) for start, n in ranges), groups, shape)
     return found
@@ -404,12 +408,12 @@ def write_hugging_face(
     Args:
         model: the model, of which config and dtype are used.
         origin: where it came from.
-        folder: the folder; its parents are made.
+        folder: the folder to write; its parents are created.
         parameters: name -> values of the model's parameters, whole.
         tokenizer: file name -> content of the tokenizer to save with it.
         max_shard_bytes: weights larger than this are split into shards.
-        quantize: makes what is written in place of the values and of config.json.
-        name: of the model in its card; None: the folder's.
+        quantize: returns the tensors and the config.json to write instead of the model's.
+        name: the model's name in its card; None: the folder's name.
 
     Raises:
         UsageError: no architecture there computes what this model does, or `folder` holds other files.
@@ -444,14 +448,19 @@ def write_hugging_face(
         for file, chunks in files.items():
             (temp / file).parent.mkdir(exist_ok=True)
             write_file(temp / file, chunks)
+    _say_what_loads(model, family, str(name or folder))
+
+
+def _say_what_loads(model: Decoder, family: Family, name: str) -> None:
+    """Warn where transformers itself has no code for the saved model."""
     if family.code or (not family.written and model.config.attention_gate != "none"):
         own = "its own code in transformers: from_pretrained(folder, trust_remote_code=True)"
         release = "the .py files of the release that the model came from, to load in transformers"
-        warnings.warn(f"{name or folder} needs {own if family.code else release}", stacklevel=4)
+        warnings.warn(f"{name} needs {own if family.code else release}", stacklevel=5)
 
 
 def _config_document(model: Decoder, origin: Origin, family: Family) -> dict[str, Any]:
-    """Return config.json: the model's own if it still holds, else the family's keys over the others of its own."""
+    """Return config.json: the model's own if it still describes the model, else with the family's keys replaced."""
     dtype = str(model.dtype).removeprefix("torch.")
     own = dict(origin.config or {})
     if not own or family_of(own) is not family:
@@ -468,7 +477,7 @@ def _generation_document(model: Decoder, origin: Origin) -> dict[str, Any]:
 
 
 def tokenizer_files(folder: Path | None) -> list[str]:
-    """Return the names of the tokenizer's files that may lie in a model's folder, and of others that are there."""
+    """Return the names of the tokenizer's files that may be in a model's folder, and of others that are there."""
     if folder is None:
         return []
     others = (*folder.glob("*.tiktoken"), *folder.glob(f"{TEMPLATES}/*.jinja"))
@@ -488,9 +497,4 @@ def _replaceable(name: str) -> bool:
 
 def config_dtype(folder: Path, document: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype that a config.json of Hugging Face names, FP32 if it names none."""
-    name = document.get("dtype") or document.get("torch_dtype") or "float32"
-    if name not in ("bfloat16", "float16", "float32"):
-        raise CheckpointError(
-            f"{folder}/config.json: dtype {list_some([repr(name)])} is not bfloat16, float16 or float32"
-        )
-    return getattr(torch, name)
+    return saved_dtype(f"{folder}/config.json", document.get("dtype") or document.get("torch_dtype") or "float32")

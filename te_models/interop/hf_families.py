@@ -71,7 +71,7 @@ class Family:
 
     Attributes:
         model_type, architecture: as in config.json.
-        models: what is published under it, for people.
+        models: the published models, for people.
         layer: their name below "model.layers.<i>." -> its place in ours, for weights and biases.
         parts: keys that need more than copying.
         constants: values of our fields that all models of the family share.
@@ -79,8 +79,8 @@ class Family:
         only: their keys -> the values that te-models supports; any other is refused.
         ignored: their keys that change nothing in a model that is accepted.
         marks: keys that distinguish the family from others of its model_type.
-        written: False if only models that came as it are written as it, since transformers has no code for it.
-        accepts: whether transformers takes a config that the keys can express, for models that did not come as it.
+        written: False if only models read as this family are written as it, since transformers has no code for it.
+        accepts: whether transformers accepts a config that the keys can express, for models not read as this family.
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
         sign: these marks, for people.
         note: what sets it apart, for people.
@@ -156,7 +156,7 @@ COPIED = (
     "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
-# Keys whose null means that there is none, and not the default.
+# Keys whose null means "none" rather than the default.
 NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -361,7 +361,7 @@ FAMILIES = (
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
                   "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "pad_token_id": 151329,
                   "eos_token_id": [151329, 151336, 151338], "attention_bias": True},
-        only=NO_DROPOUT, note="four norms per layer, RoPE on neighbouring channels of half of each head",
+        only=NO_DROPOUT, note="four norms per layer, RoPE on neighboring channels of half of each head",
     ),
     Family(
         model_type="gemma2", architecture="Gemma2ForCausalLM", models="Gemma 2",

@@ -109,7 +109,7 @@ def _types(theirs: Values, default: Callable[[Values], list[str]]) -> list[str]:
 
 
 def _window(types: list[str], window: int | None) -> dict[str, Any]:
-    """Return our fields for these layers, which are None where all layers are alike."""
+    """Return our fields for these layers, which are None where all layers are the same."""
     if set(types) == {"full_attention"}:
         return {}
     return {"sliding_window": window, "layer_types": None if set(types) == {"sliding_attention"} else types}
@@ -139,7 +139,7 @@ def _write_window_by_flag(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_window(config: ModelConfig) -> dict[str, Any]:
-    """Return a window also where no layer has one, since transformers makes the mask of the others all the same."""
+    """Return a window even where no layer has one, since transformers makes its mask anyway."""
     window = config.sliding_window or config.max_position_embeddings
     return {"sliding_window": window, "layer_types": _write_types(config)}
 
@@ -160,7 +160,7 @@ def _only_sliding_has_rope(types: list[str]) -> dict[str, Any]:
 
 
 def window_with_rope(default: Callable[[Values], list[str]], *keys: str, unless_none: bool = False) -> Part:
-    """As `window_by_layer`, of families in which layers without a window have no RoPE.
+    """Return `window_by_layer` for families in which layers without a window have no RoPE.
 
     With `unless_none`, all layers of a model without any window have it.
     """
@@ -181,7 +181,7 @@ def window_with_rope(default: Callable[[Values], list[str]], *keys: str, unless_
 
 
 def rope_by_type(default: Callable[[Values], list[str]], *keys: str, partial: bool = False) -> Part:
-    """Return the part of families whose layers with a window have a RoPE of their own.
+    """Return the part of families whose layers with a window have their own RoPE.
 
     `rope_parameters` has one entry for each kind of layer. In older files `rope_theta` and `rope_scaling` are those of
     the layers without a window, and the default `rope_local_base_freq` is the base of the others. YaRN's `truncate` has
@@ -277,7 +277,7 @@ def _write_dense(config: ModelConfig) -> dict[str, Any]:
     return {"num_experts": 0, "mlp_only_layers": layers, "layer_types": ["full_attention"] * len(layers)}
 
 
-# What transformers takes where a config.json has no RoPE.
+# The defaults of transformers where a config.json has no RoPE.
 _MINISTRAL3 = dict(
     rope_type="yarn", rope_theta=1000000.0, factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
     beta_slow=1.0, mscale_all_dim=1.0, mscale=1.0, llama_4_scaling_beta=0.1,
@@ -285,7 +285,7 @@ _MINISTRAL3 = dict(
 
 
 def _read_query_scale(theirs: Values) -> dict[str, Any]:
-    """Read the RoPE of Ministral 3, among whose parameters is the scale of queries."""
+    """Read the RoPE of Ministral 3, whose parameters include the scale of queries."""
     values = {**(theirs.get("rope_scaling") or theirs.get("rope_parameters") or _MINISTRAL3)}
     beta, length = values.pop("llama_4_scaling_beta", None), values.get("original_max_position_embeddings")
     values.pop("max_position_embeddings", None)
@@ -334,9 +334,9 @@ def same(*names: str) -> Part:
     )
 
 
-def biases(qkv: str | None = "attention_bias", out: str | None = "attention_bias", mlp: str | None = None) -> Part:
+def biases(out: str | None = "attention_bias", mlp: str | None = None) -> Part:
     """Return the part of the keys that say which projections have a bias; None: there is none on those."""
-    fields = {"attention_bias": qkv, "attention_output_bias": out, "mlp_bias": mlp}
+    fields = {"attention_bias": "attention_bias", "attention_output_bias": out, "mlp_bias": mlp}
     named = {ours: key for ours, key in fields.items() if key is not None}
     return Part(
         tuple(dict.fromkeys(named.values())),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Rows:
 
     module: str
     blocks: tuple[str, ...] = ()
-    per: str | None = None
+    per: Literal["num_attention_heads", "num_key_value_heads"] | None = None
 
 
 LAYER = {

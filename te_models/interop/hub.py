@@ -9,13 +9,14 @@ from typing import Any, get_type_hints
 import torch
 
 from te_models.config.shipped import list_shipped, shipped_folder
-from te_models.errors import UsageError, needs, unknown
+from te_models.errors import CheckpointError, UsageError, needs, unknown
 from te_models.files.atomic import first_line, readable
+from te_models.files.formats import list_some
 from te_models.interop.model_card import CARD, user_card
 from te_models.model.options import HubOptions, LoadOptions
 
-# What a model needs of its repository. Mistral's and Meta's releases hold the same weights once more, in their own
-# form.
+# The files of a repository that a model needs. Mistral's and Meta's releases contain the same weights a second time, in
+# their own format.
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 UNWANTED = ("consolidated*", "original/*", "onnx/*")
 NO_BITSANDBYTES = (
@@ -25,7 +26,7 @@ NO_PLAN = "tensor parallelism is tp_mesh=, a DeviceMesh"
 NO_DISK = "weights are not moved to disk: device= says where they are"
 OWN_KERNELS = "te-models chooses its own kernels: fused= switches them"
 TENSORFLOW = "only safetensors are read: save the model with transformers first"
-# Keywords of transformers with what te-models has for them, or why it has nothing.
+# Keywords of transformers, with the alternative in te-models or the reason why there is none.
 REFUSED = {
     "quantization_config": "te-models quantizes by its own recipes: recipe='current', or fp8_params=True to store FP8 "
     "weights",
@@ -51,7 +52,7 @@ REFUSED = {
     "use_auth_token": "give token=",
     "proxies": "set the environment variables HTTP_PROXY and HTTPS_PROXY",
 }
-# No code is run, no pickle read, memory always low; downloads always resume; a cache is used where one is given.
+# Keywords without effect: no code is run, no pickle is read, memory use is always low, and downloads always resume.
 WITHOUT_EFFECT = frozenset((
     "trust_remote_code", "code_revision", "use_safetensors", "weights_only", "low_cpu_mem_usage", "resume_download",
     "disable_mmap", "tqdm_class", "allow_all_kernels", "commit_hash", "_commit_hash", "mirror", "use_cache",
@@ -65,10 +66,10 @@ def local_folder(name: str | Path, **hub: Any) -> Path:
 
     Args:
         name: a path, or "owner/model".
-        hub: HubOptions; of no effect for a path.
+        hub: HubOptions; ignored for a path.
 
     Raises:
-        UsageError: it is none of these; one line that says why.
+        UsageError: it is none of these; the message says why.
     """
     path = readable(Path(name))
     if path.exists():
@@ -90,12 +91,12 @@ def local_folder(name: str | Path, **hub: Any) -> Path:
 
 
 def push_folder(folder: Path, repo_id: str, options: Mapping[str, Any]) -> str:
-    """Upload a folder to a repository on the hub, which is made if it is not there; return its address.
+    """Upload a folder to a repository on the hub, which is created if it does not exist; return its address.
 
-    A model card there that te-models did not write stays. `options` are PushOptions.
+    A model card there that te-models did not write is left unchanged. `options` are PushOptions.
 
     Raises:
-        UsageError: the hub refused it or did not answer; one line that says why.
+        UsageError: the hub refused it or did not answer; the message says why.
     """
     with needs("push_to_hub", "huggingface_hub", "0.26", "hf"):
         from huggingface_hub import HfApi  # noqa: PLC0415
@@ -117,11 +118,11 @@ def push_folder(folder: Path, repo_id: str, options: Mapping[str, Any]) -> str:
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keywords of `from_pretrained` for the hub, and those for the model, with transformers' in our words.
+    """Return the keywords of `from_pretrained` for the hub and those for the model, translating those of transformers.
 
     Raises:
-        UsageError: an unknown keyword (the nearest one is named), or one that te-models has nothing for, with the
-        reason.
+        UsageError: an unknown keyword (the nearest one is named), or one without an equivalent in
+        te-models, with the reason.
     """
     known, of_hub = get_type_hints(LoadOptions), get_type_hints(HubOptions)
     rest = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
@@ -150,6 +151,13 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
             "('sdpa'), with cuDNN's or FlashAttention's kernel on a GPU; leave it out"
         )
     return {name: value for name, value in hub.items() if value is not None}, rest
+
+
+def saved_dtype(file: str | Path, name: Any) -> torch.dtype:
+    """Return the dtype called `name` in a config.json, `file`; a CheckpointError for any other than these three."""
+    if name not in tuple(DTYPES):  # a list or a dict is no key
+        raise CheckpointError(f"{file}: dtype {list_some([repr(name)])} is not bfloat16, float16 or float32")
+    return DTYPES[name]
 
 
 def _dtype(value: Any) -> torch.dtype | None:

@@ -41,7 +41,7 @@ model = CausalLM.from_pretrained("{name}", recipe="{recipe}")
 
 
 def user_card(folder: Path) -> bytes | None:
-    """Return the card in a folder that te-models did not write, or that somebody has claimed since."""
+    """Return the card in a folder if te-models did not write it, or if its user has claimed it since."""
     path = folder / CARD
     content = path.read_bytes() if path.is_file() else MARK.encode()
     return None if MARK.encode() in content else content
@@ -84,7 +84,7 @@ def model_card(model: Decoder, source: Path | None, config: Mapping[str, Any], n
 
 
 def _rows(model: Decoder, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the card says of recipe, engine and shape."""
+    """Return the card's rows about recipe, engine and shape."""
     recipe, layers = model.recipe, model.config.num_hidden_layers
     fields = {key: value for key, value in recipe.to_dict().items() if key not in ("name", "scheme")}
     quantization = config.get("quantization_config")

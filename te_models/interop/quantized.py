@@ -112,7 +112,7 @@ def _shown(values: Any) -> str:
 
 
 def _refuse_unknown(values: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise a ValueError for a key that is not known and says something."""
+    """Raise a ValueError for an unknown key with a value that matters."""
     for name, value in values.items():
         if name not in known and value not in (None, False, [], {}):
             raise ValueError(f"{name}={_shown(value)} is not known")
@@ -197,7 +197,7 @@ def _modelopt_scheme(values: Mapping[str, Any]) -> Scheme:
 
 @dataclass
 class StoredWeights:
-    """The tensors of a folder as a model takes them: names and shapes of weights, whatever they are stored as.
+    """The tensors of a folder under the names and shapes of the model's weights, however they are stored.
 
     Attributes:
         scheme: of the quantized weights; None if there are none.
@@ -214,7 +214,7 @@ class StoredWeights:
     data: dict[str, str] = field(default_factory=dict)
 
     def name(self, stored: str) -> str:
-        """Return the name of the tensor that the stored one holds the data of."""
+        """Return the name of the weight whose data is in the stored tensor."""
         return self.data.get(stored, stored)
 
     def values(self, stored: str, tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from te_models.config.recipe import Recipe
 from te_models.files.formats import SafetensorsFile
 from te_models.fp8.primary_weights import (
     SHARDED_SCHEMES,
@@ -23,6 +24,7 @@ from te_models.fp8.primary_weights import (
     set_scale,
 )
 from te_models.interop.quantized import StoredWeights
+from te_models.model.decoder import Decoder
 
 BLOCK = 128
 
@@ -49,7 +51,7 @@ class Place(Protocol):
         ...
 
 
-def blocks_of(recipe: Any) -> tuple[int, int] | None:
+def blocks_of(recipe: Recipe) -> tuple[int, int] | None:
     """Return the rows and columns that share a scale in a recipe's FP8 weights, 0 for all; None if not in FP32."""
     if recipe.scheme in SHARDED_SCHEMES:
         return 0, 0
@@ -89,11 +91,13 @@ def collapse(by_row: Tensor, used: Tensor, rows: int) -> Tensor | None:
 
 
 @torch.no_grad()
-def keep_stored_weights(model: Any, places: Mapping[str, Place], shards: Iterable[Path], stored: StoredWeights) -> int:
+def keep_stored_weights(
+    model: Decoder, places: Mapping[str, Place], shards: Iterable[Path], stored: StoredWeights
+) -> int:
     """Give FP8 primary weights the data and scales of a folder where both have the same blocks.
 
     Args:
-        model: a Decoder, already filled.
+        model: already filled.
         places: name of their tensor -> its rows.
         shards: the safetensors files.
         stored: the weights in them.
@@ -114,7 +118,7 @@ def keep_stored_weights(model: Any, places: Mapping[str, Place], shards: Iterabl
     sources = {weight: data for data, weight in stored.data.items()}
     count = 0
     for name, parts in members.items():
-        scales = _fused_scales(name, parts, places, stored, live[name].shape, block)
+        scales = _fused_scales(parts, places, stored, live[name].shape, block)
         if scales is not None:
             data = torch.zeros(live[name].shape, dtype=torch.uint8)
             for part, tensor in _read({sources[part]: part for part in parts}, shards):
@@ -125,7 +129,7 @@ def keep_stored_weights(model: Any, places: Mapping[str, Place], shards: Iterabl
 
 
 def _fused_scales(
-    name: str, parts: list[str], places: Mapping[str, Place], stored: StoredWeights, shape: torch.Size, block: Any
+    parts: list[str], places: Mapping[str, Place], stored: StoredWeights, shape: torch.Size, block: Any
 ) -> Tensor | None:
     """Return the scales of one parameter in its own blocks; None if it cannot have the stored ones."""
     if stored.scheme is None:

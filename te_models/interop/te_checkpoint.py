@@ -2,8 +2,8 @@
 
 `torch.save(model.state_dict(), "model.pt")`, or the same tensors in safetensors files, hold every parameter and, for
 each module, a uint8 tensor `<module>._extra_state`: empty, or under DelayedScaling a pickle (section 7.10 of
-Transformer Engine's behaviour), which Transformer Engine refuses to load unless told that running it is safe. A .pt
-file is read by PyTorch's restricted loader, which makes tensors and nothing else; the pickles in it by
+docs/internals/transformer_engine.md), which Transformer Engine refuses to load unless told that running it is safe. A
+.pt file is read by PyTorch's restricted loader, which makes nothing but tensors, and the pickles in it by
 te_models.interop.te_extra_state.
 """
 
@@ -48,9 +48,10 @@ class TECheckpoint:
     fields: dict[str, Any] = field(default_factory=dict)
 
     def recipe(self, layers: int) -> Recipe:
-        """Return the recipe that a model of `layers` blocks was saved under: BF16 unless there is state;
-        the layers at its
-        ends without state are BF16."""
+        """Return the recipe that a model of `layers` blocks was saved under.
+
+        It is BF16 if there is no state; layers at both ends without state are in BF16.
+        """
         if not self.fp8_state:
             return get_recipe("bf16")
         parts = [name.split(".") for name in self.fp8_state]
@@ -83,10 +84,10 @@ def read_te_checkpoint(path: str | Path, rename: Callable[[str], str] | None = N
 
     Args:
         path: the file or folder. A state_dict under the key "model" or "state_dict" of a larger dictionary is found.
-        rename: maps their name of a parameter to ours, for a model with other names; modules are renamed alike.
+        rename: maps their name of a parameter to ours, for a model with other names; it also renames modules.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or reading it would mean running code; one line.
+        CheckpointError: there is none, it is damaged, or reading it would mean running code.
     """
     path = Path(path)
     files = te_files(path) if path.is_dir() else [path]

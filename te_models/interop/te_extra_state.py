@@ -1,9 +1,9 @@
 """Transformer Engine's own saved FP8 state, read without unpickling it.
 
-Under DelayedScaling, Transformer Engine (2.20, section 7.10 of its behaviour) puts a pickle into `state_dict()` as the
-uint8 tensor `_extra_state` of every module, and refuses to load it unless the user declares it safe to run. This file
-interprets the pickle instead: it defines the meaning of the few opcodes and globals that such a state consists of,
-imports no name, and refuses everything else.
+Under DelayedScaling, Transformer Engine (2.20, section 7.10 of docs/internals/transformer_engine.md) puts a pickle into
+`state_dict()` as the uint8 tensor `_extra_state` of every module, and refuses to load it unless the user declares it
+safe to run. This file interprets the pickle instead: it defines the meaning of the few opcodes and globals that such a
+state consists of, imports no name, and refuses everything else.
 """
 
 import io
@@ -84,13 +84,13 @@ def read_extra_state(payload: Tensor | bytes) -> dict[str, Any]:
             Transformer Engine 1.x, which has no recipe, are read.
 
     Returns:
-        An empty dict if the module has no state. Otherwise "recipe" (its fields by name, "recipe_type" among them,
-        formats
-        as "HYBRID"), "extra_fp8_variables", and those present of "scale_fwd" [3 g], "amax_history_fwd" [length, 3 g],
-        "scale_bwd" [2 g] and "amax_history_bwd" [length, 2 g]: FP32, own memory, for g GEMMs.
+        An empty dict if the module has no state. Otherwise "recipe" (its fields by name, including "recipe_type",
+        with formats as "HYBRID"), "extra_fp8_variables", and those present of "scale_fwd" [3 g],
+        "amax_history_fwd" [length, 3 g], "scale_bwd" [2 g] and "amax_history_bwd" [length, 2 g]: FP32, own memory,
+        for g GEMMs.
 
     Raises:
-        CheckpointError: the payload is damaged, or holds anything that is no part of such a state.
+        CheckpointError: the payload is damaged, or contains anything else.
     """
     if isinstance(payload, Tensor):
         if payload.dtype != torch.uint8 or payload.ndim != 1:
@@ -119,7 +119,7 @@ def _checked(state: Any) -> dict[str, Any]:
             raise ValueError("its recipe is not one of Transformer Engine's")
         found["recipe"] = {"recipe_type": recipe.kind, **_fields(recipe.fields)}
         found.setdefault("extra_fp8_variables", {}).update(_fields(part.get("extra_fp8_variables", {})))
-        found |= {name: _materialise(name, part[name]) for name in TENSOR_DIMS if name in part}
+        found |= {name: _materialize(name, part[name]) for name in TENSOR_DIMS if name in part}
     for direction in ("fwd", "bwd"):
         widths = [
             found[name].shape[-1] for name in (f"scale_{direction}", f"amax_history_{direction}") if name in found
@@ -144,7 +144,7 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: plain(value) for name, value in values.items() if not name.startswith("_")}
 
 
-def _materialise(name: str, value: Any) -> Tensor:
+def _materialize(name: str, value: Any) -> Tensor:
     if not isinstance(value, _Lazy) or len(value.shape) != TENSOR_DIMS[name]:
         raise ValueError(f"{name} is not a tensor of {TENSOR_DIMS[name]} dimensions")
     return torch.frombuffer(bytearray(value.data), dtype=torch.float32).reshape(value.shape)
@@ -211,7 +211,7 @@ def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Any:
 
 
 def _operations(stream: io.BytesIO) -> Iterator[tuple[str, Any]]:
-    """Yield the opcodes of a pickle with their arguments; arguments that are lines of text are not used and become
+    """Yield the opcodes of a pickle with their arguments; unused arguments, lines of text, become
     None."""
     for _ in range(MAX_OPCODES):
         code = stream.read(1).decode("latin1")

@@ -75,7 +75,7 @@ class Kernels:
 PLAIN = Kernels()
 
 
-# The modes of torch.compile by the name that a user gives. Graphs of single kernels are left out of max-autotune: they
+# The modes of torch.compile by the name that a user gives. max-autotune runs without its own CUDA graphs, which
 # cannot be captured in the graph of a whole step (te_models.training.cuda_graph).
 COMPILE_MODES = {"default": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
@@ -121,7 +121,7 @@ def fused_operations(device: torch.device) -> dict[str, Any]:
         return {"attention": gated_attention.PLAIN}
     if torch.cuda.get_device_capability(device) < (8, 0):
         return {}
-    names = ("gated_attention", "lm_head", "embedding")  # imported here: Triton comes with CUDA builds of PyTorch alone
+    names = ("gated_attention", "lm_head", "embedding")  # imported here: only CUDA builds of PyTorch come with Triton
     attention, loss, embedding = (importlib.import_module(f"te_models.kernels.{name}_triton") for name in names)
     found = dict(loss_and_gradient=loss.loss_and_gradient, multiply=loss.multiply)
     return dict(attention=attention.TRITON, embedding=embedding.embedding, **found)

@@ -2,8 +2,8 @@
 
 torch.utils.checkpoint stops a recompute at the last tensor that the first pass saved, and an autograd Function saves
 its input only once its forward has run: a recompute that ends with SwiGLU would compute SwiGLU for nothing. Here the
-input first passes through a node that only saves it (`save_early`), where the operation finds it in backward
-(`save_input`, `saved_input`). Since others can read that node too, a cheap output need not be saved at all
+input first passes through a node that only saves it (`save_early`), from which the operation reads it in backward
+(`save_input`, `saved_input`). Since other operations can read that node too, a cheap output need not be saved at all
 (`discarding`).
 """
 
@@ -27,7 +27,8 @@ class _EarlySave(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (dx,) = grads
         return dx
 
 
@@ -42,7 +43,7 @@ def save_input(ctx: Any, x: Tensor, recompute: Callable[[], Callable[[Tensor], T
     `recompute()`, called before the forward pass ends, returns the function that computes the output from x in
     backward.
     """
-    ctx.source = x.grad_fn if type(x.grad_fn) is _EarlySave._backward_cls else None  # type: ignore[attr-defined]
+    ctx.source = x.grad_fn if type(x.grad_fn) is _EarlySave._backward_cls else None
     ctx.recompute = recompute
     if ctx.source is None:
         ctx.save_for_backward(x)
@@ -58,7 +59,7 @@ def saved_input(ctx: Any) -> Tensor:
 
 @contextlib.contextmanager
 def discarding(y: Tensor) -> Iterator[None]:
-    """Let an operation inside save nothing of y, the output of one that called `save_input`: backward recomputes it."""
+    """Inside, operations do not save y, the output of one that called `save_input`: backward recomputes it."""
     node: Any = y.grad_fn
     if getattr(node, "source", None) is None:  # y was not computed from an input that was saved early
         yield
@@ -71,7 +72,7 @@ def discarding(y: Tensor) -> Iterator[None]:
     def unpack(saved: tuple[Tensor, int] | None) -> Tensor:
         if saved is not None:
             return unchanged(*saved)
-        if node.source.read is None:  # a checkpoint hands a recomputed tensor to one reader; SwiGLU is the next
+        if node.source.read is None:  # torch's checkpoint gives a recomputed tensor to one reader; SwiGLU is the next
             node.source.read = node.source.saved_tensors[0]
         with torch.no_grad():
             return compute(node.source.read)
@@ -81,13 +82,13 @@ def discarding(y: Tensor) -> Iterator[None]:
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for two tensors that are the same; a quantized tensor has no address of its own."""
+    """Return a key that identifies a tensor; a quantized tensor has no address of its own."""
     place = id(tensor) if hasattr(tensor, "quantize_") else tensor.data_ptr()
     return place, tensor.dtype, tensor.shape
 
 
 def unchanged(tensor: Tensor, version: int) -> Tensor:
-    """Return a saved tensor that still has this version; autograd's own check is off where there are hooks."""
+    """Return a saved tensor that still has this version; autograd does not check it where there are hooks."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a "

@@ -26,7 +26,7 @@ def gate(x: Tensor, logits: Tensor) -> Tensor:
 
 
 def softplus_gate(x: Tensor, logits: Tensor) -> Tensor:
-    """Return x * log(1 + exp(logits)), a gate of attention that is not bounded (Laguna). Shapes broadcast."""
+    """Return x * log(1 + exp(logits)), an unbounded gate of attention (Laguna). Shapes broadcast."""
     return x * F.softplus(logits)
 
 
@@ -81,7 +81,7 @@ def scaled_logits(logits: Tensor, divisor: float, cap: float | None) -> Tensor:
 
 
 def embedding(module: nn.Module, ids: Tensor) -> Tensor:
-    """Return the rows of an nn.Embedding, or of what is in its place, for ids [...]: [..., D]."""
+    """Return the rows of an nn.Embedding, or of the module in its place, for ids [...]: [..., D]."""
     return module(ids)
 
 

@@ -14,7 +14,7 @@ _INF = tl.constexpr(0x7F800000)
 
 @triton.jit
 def magnitude_bits(v):
-    """Return the bits of |v| for FP32 v, which order like magnitudes; 0 for NaN."""
+    """Return the bits of |v| for FP32 v, which have the order of magnitudes; 0 for NaN."""
     bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.where(bits > _INF, 0, bits)
 

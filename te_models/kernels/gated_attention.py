@@ -1,9 +1,9 @@
 """Everything between the two GEMMs of attention as one operation: RoPE, causal attention, the output gate.
 
-Written out for autograd it would make a copy of q, k and v each way to change their layout, and its backward would
-concatenate four gradients into one: 12 of 183 ms a step at 1B on an H200. Here q and k are rotated where qkvg_proj has
-put them, attention reads views, and the backward writes each gradient to its place in one buffer. What is kept for
-backward: the rotated projection, attention's output and its log-sum-exp.
+Composed of separate operations, it would copy q, k and v in forward and backward to change their layout, and its
+backward would concatenate four gradients into one: 12 of 183 ms per step at 1B on an H200. Here q and k are rotated
+where qkvg_proj wrote them, attention reads views, and the backward writes each gradient to its place in one buffer. The
+rotated projection, attention's output and its log-sum-exp are saved for backward.
 
 `Operations` are the elementwise parts: `PLAIN` here, in Triton in gated_attention_triton.py. Shapes as in
 model/attention.py.
@@ -23,10 +23,10 @@ from te_models.kernels.sdpa import suits_cudnn
 
 
 def can_fuse(config: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype, spans: bool = False) -> bool:
-    """Return whether attention_core computes this model's attention of `tokens` tokens per row, in `spans` or causal.
+    """Return whether attention_core supports this model's attention of `tokens` tokens per row, in `spans` or causal.
 
-    Not with QK-norm, RoPE on a part of the channels and others of ModelConfig.attention_obstacles; and causal attention
-    on CUDA devices only where cuDNN's kernel is the one for them.
+    It does not with QK-norm, RoPE on a part of the channels or another of ModelConfig.attention_obstacles. On CUDA
+    devices, it supports causal attention only where cuDNN's kernel would run.
     """
     if config.attention_obstacles:
         return False
@@ -34,7 +34,7 @@ def can_fuse(config: ModelConfig, tokens: int, device: torch.device, dtype: torc
 
 
 class Heads(NamedTuple):
-    """How the columns of qkvg divide: [q: query*dim | k: key*dim | v: key*dim | gate]."""
+    """The division of the columns of qkvg: [q: query*dim | k: key*dim | v: key*dim | gate]."""
 
     query: int
     key: int
@@ -60,9 +60,9 @@ class Heads(NamedTuple):
 
 
 class Operations(NamedTuple):
-    """The elementwise parts; tensors [B, S, heads, H] of any strides whose channels lie together.
+    """The elementwise parts; tensors are [B, S, heads, H] with contiguous channels and any other strides.
 
-    `fp8` None: they write no FP8. `spans` makes the Spans of documents and windows; None: those are masks.
+    With `fp8` None they write no FP8. `spans` makes the Spans of documents and windows; None: those are masks.
     """
 
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor, bool], None]
@@ -74,7 +74,7 @@ class Operations(NamedTuple):
 
 
 class FP8Operations(NamedTuple):
-    """The last ones of forward and backward, writing FP8 [N, K] and transposed [K, N] from column `first` on.
+    """The last operations of forward and backward, which write FP8 [N, K] and transposed [K, N] from column `first` on.
 
     Tensors as above; `place` is a target's (engine.native.Target). `new` makes the FP8Data to write to.
     """
@@ -134,14 +134,14 @@ class _AttentionCore(torch.autograd.Function):
         spans: Any,
     ) -> Tensor:
         """Return [B*S, A*H] of qkvg [N, Q]; rotates q and k in place."""
-        qkvg = qkvg.detach()  # autograd refuses changes to a view that another function returned; its producer is done
+        qkvg = qkvg.detach()  # autograd refuses in-place changes to a view that another function returned
         q, k, v, logits = heads.split(qkvg[:rows], batch)
         if cos is not None and sin is not None:
             ops.rotate(q, q, cos, sin, False)
             ops.rotate(k, k, cos, sin, False)
         out, *kept = _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spans)
-        # FP8 is written for all rows and columns, and one value a head would need a sum over what its kernel has in
-        # parts.
+        # FP8 is written for all rows and columns, and a headwise gate's gradient would need a sum over channels that
+        # several programs of the kernel share.
         whole = ops.fp8 is not None and not _has_filling(qkvg, rows, heads) and heads.gate != "headwise"
         gradient, target = targets if whole else (None, None)
         ctx.setting = (batch, rows, heads, ops, gradient, spans)
@@ -156,8 +156,9 @@ class _AttentionCore(torch.autograd.Function):
         return (mixed if logits is None else ops.gate(mixed, logits)).reshape(rows, -1)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of qkvg, made in one buffer."""
+        (dy,) = grads
         batch, rows, heads, ops, target, spans = ctx.setting
         qkvg, cos, sin, out, *tensors = ctx.saved_tensors
         plain, tensors = iter(ctx.plain), iter(tensors)
@@ -202,7 +203,7 @@ def _write_fp8(
 
 
 def _has_filling(qkvg: Tensor, rows: int, heads: Heads) -> bool:
-    """Return whether qkvg has rows or columns that only fill up the alignment, whose gradient is zero."""
+    """Return whether qkvg has padding rows or columns, whose gradient is zero."""
     return len(qkvg) != rows or any(section.used != section.stored for section in heads.sections)
 
 
@@ -243,8 +244,8 @@ def attention_core(
 ) -> Tensor:  # fmt: skip
     """Return gate(attention(rope(q), rope(k), v)) [B*S, A*H] of the projection qkvg [N, Q], N >= B*S.
 
-    cos, sin [S, H] or [B, S, H], None for a layer without RoPE. **Overwrites q and k in qkvg**, which only its producer
-    may hold besides: te.Linear does not keep its output. `targets` (kernels.handover.targets): where the gradient of
+    cos, sin [S, H] or [B, S, H], None for a layer without RoPE. **Overwrites q and k in qkvg**, which nothing else
+    may use: te.Linear does not save its output. `targets` (kernels.handover.targets): where the gradient of
     qkvg and the result may be written as FP8. `spans` (Operations.spans): the keys that each query sees; None: all
     before it.
     """

@@ -141,7 +141,7 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
 
 @triton.jit
 def _rows(x, i, head, batch_stride, seq_stride, head_stride, seq):
-    """Return pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]; S None: tokens lie as those of one row."""
+    """Return pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]; S None: all rows have one stride."""
     if seq is None:
         at = x + i * seq_stride + head * head_stride
     else:
@@ -267,12 +267,12 @@ Place = tuple[Tensor, Tensor, bool]  # scale, amax, E5M2
 
 
 def _of(out: FP8Data, place: Place) -> tuple[Tensor, ...]:
-    """Return the arguments that tell a kernel where to write."""
+    """Return a kernel's arguments for its output."""
     return out.data, out.transposed, *place[:2], out.scale_inv
 
 
 def _even(seq: int, *tensors: Tensor) -> int | None:
-    """Return S; None where the tokens of tensors [B, S, heads, H] lie as those of one row do, sparing divisions."""
+    """Return S; None if one stride serves all tokens of tensors [B, S, heads, H], which saves divisions."""
     return None if all(tensor.stride(0) == seq * tensor.stride(1) for tensor in tensors) else seq
 
 

@@ -1,9 +1,9 @@
-"""From one te module to the next: the plain functions, which pass BF16 on.
+"""The hand-over of activations from one te module to the next: the plain functions, which pass on BF16.
 
-A te.Linear casts its input to FP8 by itself: a pass over a BF16 tensor that the operation before it has just written;
-and so does its backward with the gradient of its output. An engine's `handover` holds twins under these names that
-write FP8 directly, with the te.Linear's own scale and into its own amax; Transformer Engine's are in engine/native.py.
-They differ from the functions here by one rounding to BF16 that they do not make.
+A te.Linear casts its input to FP8 by itself, in a pass over a BF16 tensor that the operation before it has just
+written; its backward does the same with the gradient of its output. An engine's `handover` contains twins under these
+names that write FP8 directly, with the te.Linear's own scale and amax; Transformer Engine's are in engine/native.py.
+The only difference is one rounding to BF16, which the twins leave out.
 
 `producer` is the te.Linear whose output is read, `consumer` the one whose input is made.
 """
@@ -36,7 +36,7 @@ def _itself(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """SwiGLU from two functions, so that one may know where its input is saved (te_models/kernels/early_save.py)."""
+    """SwiGLU from two functions, whose input is saved early (te_models/kernels/early_save.py)."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
@@ -45,7 +45,8 @@ class _SwiGLU(torch.autograd.Function):
         return forward(gate_up)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
         return ctx.make_gradient(dy, saved_input(ctx)), None, None
 
 
@@ -56,7 +57,7 @@ def swiglu(
     forward: Callable[..., Tensor] = silu_times_up,
     backward: Callable[..., Tensor] = swiglu_backward,
 ) -> Tensor:
-    """Return silu(gate) * up of gate_up [N, 2F] = [gate | up], which is saved before that is computed.
+    """Return silu(gate) * up of gate_up [N, 2F] = [gate | up], which is saved for backward first.
 
     In a graph that torch.compile or torch.export traces, the compiler chooses what is saved.
     """
@@ -66,10 +67,10 @@ def swiglu(
 
 
 def linear(module: nn.Module, x: Tensor, **options: Any) -> Tensor:
-    """Return module(x) of an x made for it, of which a twin then keeps only what backward needs."""
+    """Return module(x), for an x that nothing else uses: a twin may free the parts that backward does not need."""
     return module(x, **options)
 
 
 def targets(producer: nn.Module, consumer: nn.Module) -> tuple[Any, Any]:
-    """Return where attention may write FP8: the gradient for `producer`, the input for `consumer`; None: it may not."""
+    """Return where attention may write FP8: the gradient for `producer` and the input for `consumer`, or None."""
     return None, None

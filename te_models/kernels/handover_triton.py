@@ -1,12 +1,12 @@
-"""What comes before a te.Linear, written as the FP8 that it multiplies: data, its transpose and the amax in one pass.
+"""Operations before a te.Linear that write the FP8 it multiplies: data, transpose and amax in one pass.
 
-On Hopper a GEMM wants the contraction last in both operands, so forward reads the data as it is and the weight's
-gradient reads it transposed. Casting afterwards costs a BF16 round trip, and a transpose of its own costs another pass.
-Each function takes a delayed scale (FP32 [1]) and raises `amax` (FP32 [1]) to that of its FP32 result; FP8 data is
+On Hopper a GEMM needs the contracted dimension last in both operands, so the forward reads the data as it is and the
+weight's gradient reads it transposed. A separate cast costs a BF16 round trip, and a separate transpose another pass.
+Each function uses a delayed scale (FP32 [1]) and raises `amax` (FP32 [1]) to that of its FP32 result; FP8 data is
 uint8. N is a multiple of 4: the bytes of four rows are one word, so that words are transposed, not bytes.
 
-Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), which has no instruction for the conversion: there,
-it is made of integers.
+Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), which has no instruction for the conversion and uses
+integer arithmetic instead.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from te_models.kernels.fp8_triton import encode_fp8
 
-# Of a tile, for four warps, and tiles one below the other that come before those right of them, so that others write at
-# about the same time what lies beside a tile in either copy: the fastest of thirty on an H200.
+# Rows and columns of a tile, for four warps, and rows of tiles per band. Programs go down a band before they go right,
+# so those that run at about the same time write neighboring memory in both copies. The fastest of thirty choices on
+# an H200.
 ROWS, COLUMNS, BAND = 64, 64, 8
 NORM_ROWS, NORM_COLUMNS = 32, 128  # of which a program goes through all columns
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -81,7 +82,7 @@ def _bytes(word):
 
 @triton.jit
 def sigmoid(x):
-    """Compute it in FP32, to two units in the last place, in few instructions: beside GEMMs they cost the most."""
+    """Return the sigmoid in FP32, to two units in the last place, in few instructions, which limit these kernels."""
     if INTERPRETED:
         y = tl.sigmoid(x)
     else:
@@ -91,11 +92,11 @@ def sigmoid(x):
 
 @triton.jit
 def store_fp8(a, b, c, d, scale, group, j, rows, columns, data, transposed, stride, E5M2: tl.constexpr):
-    """Quantize FP32 tiles, the first, second, third and fourth rows of groups of four, of columns j, into both copies,
-    or into the transposed one alone. Returns the largest magnitude of each group and column, for `raise_amax`.
+    """Quantize FP32 tiles, the first to fourth rows of groups of four, of columns j, into both copies or only the
+    transposed one. Return the largest magnitude of each group and column, for `raise_amax`.
 
-    `group` is numbers that lie together: of 4 * group the compiler would not know that the words do, and would write
-    them one by one.
+    `group` are consecutive numbers: from 4 * group the compiler could not tell that the words are contiguous, and would
+    write them one by one.
     """
     group, j = group.to(tl.int64), j.to(tl.int64)
     i = 4 * group
@@ -117,14 +118,14 @@ def store_fp8(a, b, c, d, scale, group, j, rows, columns, data, transposed, stri
 
 @triton.jit
 def raise_amax(amax, largest):
-    """Raise `amax` to the largest of a tile of magnitudes. Once a program: its threads wait for each other here."""
+    """Raise `amax` to the largest of a tile of magnitudes. Call it once per program, since its threads synchronize."""
     bits = tl.max(tl.max(largest, 1), 0).to(tl.int32, bitcast=True)  # ordered like magnitudes
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
 
 
 @triton.jit
 def note_inverse(scale, scale_inv):
-    """Write the inverse scale, once."""
+    """Write the inverse scale, from one program only."""
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
 
@@ -221,7 +222,7 @@ def _norm_kernel(
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
     i = first + tl.arange(0, ROWS)
-    squares = tl.zeros((ROWS, COLUMNS), tl.float32)  # summed up at the end: its threads would wait for each other
+    squares = tl.zeros((ROWS, COLUMNS), tl.float32)  # summed at the end, since a sum synchronizes the threads
     for start in range(0, columns, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
         inside = (i < rows)[:, None] & (j < columns)[None, :]
@@ -258,7 +259,7 @@ def _norm_kernel(
 
 
 def new_fp8(rows: int, columns: int, device: torch.device, rowwise: bool = True) -> FP8Data:
-    """Return FP8 data [rows, columns] without values, the transposed copy alone if not `rowwise`."""
+    """Return FP8 data [rows, columns] without values, only the transposed copy if not `rowwise`."""
     data = torch.empty(rows, columns, dtype=torch.uint8, device=device) if rowwise else None
     transposed = torch.empty(columns, rows, dtype=torch.uint8, device=device)
     return FP8Data(data, transposed, torch.empty(1, dtype=torch.float32, device=device))

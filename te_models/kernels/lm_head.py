@@ -1,4 +1,4 @@
-"""The language-model head and its loss as one operation that never holds the logits."""
+"""The language-model head and its loss as one operation that never stores all logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Multiply = Callable[[list[Tensor], Tensor], None]  # tensors by a scalar on thei
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are made in the forward, while a chunk's logits are there; the backward only scales them."""
+    """Compute gradients in the forward, while a chunk's logits are in memory; the backward only scales them."""
 
     @staticmethod
     def forward(
@@ -49,11 +49,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Multiply both gradients by that of the loss, an FP32 scalar: the weight of the micro-batch in the step."""
+        (grad,) = grads
         saved = ctx.saved_tensors
         slopes: Any = [slope for slope in saved if slope is not None]
-        # A graph that is kept may be gone through again, and reads them again.
+        # With retain_graph, another backward reads them again.
         if ctx.multiply is None or torch._C._autograd._get_current_graph_task_keep_graph():
             # A factor of one dimension takes part in type promotion: the product is FP32, rounded once. As a scalar it
             # would first be rounded to the dtype of the slopes (1/3 to 0.334 in BF16).
@@ -107,12 +108,13 @@ def linear_cross_entropy(
 
     x [T, D], weight [V, D], targets int64 [T], of which -100 does not count; an FP32 scalar, zero when no target
     counts. The logits are rounded to the dtype of x as a BF16 head rounds them, so the loss is cross_entropy's; the
-    gradient of the weight is summed over the chunks in FP32. `chunk` None takes te_models.config.chunk_sizes.head_rows;
+    gradient of the weight is summed over the chunks in FP32. `chunk` None means te_models.config.chunk_sizes.head_rows;
     `kernel` is loss_and_gradient, its compiled twin, or the one of lm_head_triton.py, which needs no second buffer for
-    the gradient; `multiply`, of that file, spares copies of both gradients in backward. (The idea of making the
+    the gradient; `multiply`, of that file, saves copies of both gradients in backward. (The idea of making the
     gradient chunk by chunk in the forward: Hsu et al. 2024, Liger Kernel, arXiv 2410.10989.)
     """
+    trained = weight.requires_grad
     if not torch.is_grad_enabled():
-        x, weight = x.detach(), weight.detach()  # autograd asks for their gradients even here: two products for nothing
-    rows = chunk or head_rows(len(x), weight.shape[0], weight.shape[1], x.device.type == "cuda")
+        x, weight = x.detach(), weight.detach()  # else needs_input_grad is True even here: two products in vain
+    rows = chunk or head_rows(len(x), weight.shape[0], weight.shape[1], x.device.type == "cuda", trained)
     return _LinearCrossEntropy.apply(x, weight, targets, rows, kernel, multiply)

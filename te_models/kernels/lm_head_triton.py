@@ -1,7 +1,7 @@
 """loss_and_gradient in Triton: each logit is read from memory once, and its gradient written over it.
 
-A program handles one row. It goes through the row twice: for the sum of the exponentials, and backwards, from what it
-read last, for the gradient, while the row is in the cache. Tested against the plain function through Triton's
+A program handles one row. It passes over the row twice: for the sum of the exponentials, and for the gradient in
+reverse order, while the row is in the cache. Tested against the plain function through Triton's
 interpreter on a CPU (TRITON_INTERPRET=1).
 """
 
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 VECTOR = tl.constexpr(8)  # BF16 logits that a thread reads at once: 16 bytes
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # FP32's: what minus infinity may be subtracted from
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite FP32, from which minus infinity can be subtracted
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def _cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
     target = tl.load(targets + row)
-    # A thread's logits lie together in one group, so that it needs no other thread before the row's end.
+    # A thread's logits are contiguous in one group, so it needs no other thread before the row's end.
     place = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     if target == -100:
         tl.store(losses + row, 0.0)
@@ -95,7 +95,7 @@ def _multiply_kernel(x, factor, size, BLOCK: tl.constexpr):
 
 
 def multiply(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply contiguous tensors by a scalar on their device, in place and unseen by autograd; by 1 at no cost."""
+    """Multiply contiguous tensors by a scalar on their device, in place without autograd; by 1 at no cost."""
     for tensor in tensors:
         assert tensor.is_contiguous()
         with torch.cuda.device_of(tensor):

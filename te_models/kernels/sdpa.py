@@ -13,16 +13,16 @@ from te_models.device.cudnn import cudnn_is_sound
 
 # cuDNN is 1.65x FlashAttention-2 forward and backward on an H200 at head_dim 128, S 2048 (350 against 212 TFLOP/s).
 CUDA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# For heads and lengths at which cuDNN was not measured to be faster.
+# For heads and lengths at which no measurement shows cuDNN to be faster.
 SMALL_ORDER = CUDA_ORDER[1:]
-# For one query a row under a mask: FlashAttention takes no mask, and cuDNN would plan anew for every cache length.
+# For one query per row under a mask: FlashAttention supports no mask, and cuDNN would plan anew for every cache length.
 DECODE_ORDER = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def suits_cudnn(seq: int, size: int, dtype: torch.dtype, masked: bool = False) -> bool:
-    """Return whether cuDNN's kernel takes `seq` queries of `size` channels per head, `masked` by a tensor or causal.
+    """Return whether to use cuDNN for `seq` queries of `size` channels per head, `masked` by a tensor or causal.
 
-    With a mask, cuDNN 9.19 makes NaN gradients at some lengths that are no multiple of its tiles of 128 keys
+    With a mask, cuDNN 9.19 makes NaN gradients at some lengths that are not multiples of its tiles of 128 keys
     (pytorch/pytorch#196678). Its backward is not deterministic.
     """
     fits = dtype.itemsize == 2 and size in (64, 128) and seq >= 128 and not (masked and seq % 128)
@@ -32,10 +32,10 @@ def suits_cudnn(seq: int, size: int, dtype: torch.dtype, masked: bool = False) -
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float | None = None
 ) -> Tensor:
-    """Return attention in which query i sees keys 0..i, or what `mask` (bool, or added to the scores) lets it see.
+    """Return attention in which query i sees keys 0..i, or those that `mask` (bool, or added to the scores) allows.
 
     q [B, N, S, H]; k, v [B, K, M, H] with N a multiple of K and M = S without a mask; returns [B, N, S, H]. `scale` is
-    the factor on q k, None for H ** -0.5.
+    the factor on the products of q and k; None: H ** -0.5.
     """
     if mask is not None and q.shape[-2] == 1:
         return _decode_attention(q, k, v, mask, scale)
@@ -56,7 +56,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, order: list[SDPBackend], options
     if q.is_cuda:
         with sdpa_kernel(order, set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, **options)
-    # Most processors have no BF16 instructions: FP32 is five times faster there, and no less exact.
+    # Most CPUs have no BF16 instructions: FP32 is five times faster there, and at least as exact.
     if (mask := options["attn_mask"]) is not None and mask.is_floating_point():
         options = {**options, "attn_mask": mask.float()}
     return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
@@ -67,8 +67,8 @@ def attention_mask(
 ) -> Tensor | None:
     """Return which keys each of `seq` positions sees, bool [(B, 1,) S, S]; None for plain causal.
 
-    `window` counts the position itself; `real` bool [B, S] is False at padding, which nothing sees but itself, so that
-    no row is empty; `documents` int [B, S] lets each position see its own document alone.
+    `window` counts the position itself; `real` bool [B, S] is False at padding, which only the same position sees, so
+    that no row is empty; with `documents` int [B, S] each position sees only its own document.
     """
     covers = window is None or (not torch.compiler.is_compiling() and window >= seq)  # a traced graph serves any seq
     if real is None and documents is None and covers:
@@ -82,15 +82,15 @@ def attention_mask(
 
 
 def masks_nothing(mask: Tensor) -> bool:
-    """Return whether a mask of padding has no zero, which waits for the device.
+    """Return whether a mask of padding has no zero; this synchronizes with the device.
 
-    False while a graph is being traced (torch.compile, torch.export), which has to serve every mask.
+    False while a graph is being traced (torch.compile, torch.export), since it must be correct for every mask.
     """
     return not torch.compiler.is_compiling() and bool(mask.all())
 
 
 def attention_kernel(device: torch.device, capped: bool = False) -> str:
-    """Return the name of the kernel that runs first on this device; `capped`: its logits are."""
+    """Return the name of the kernel that runs first on this device; `capped` is for capped logits."""
     if capped:
         return "composed in FP32, for its capped logits"
     return "cuDNN (PyTorch SDPA), Triton for documents" if device.type == "cuda" else "PyTorch SDPA (CPU)"

@@ -1,7 +1,7 @@
 """Causal attention with capped logits, c * tanh(scores / c) (Gemma 2, arXiv 2408.00118, section 2).
 
-No kernel behind PyTorch's scaled_dot_product_attention caps its logits. Here they exist for one row of the batch at a
-time, forward and backward, and backward computes them again, so that only q, k and v are saved.
+No kernel behind PyTorch's scaled_dot_product_attention caps its logits. Here they are in memory for one row of the
+batch at a time, in forward and backward, and backward recomputes them, so that only q, k and v are saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _attend(
 
 
 def _weights(bounded: Tensor, mask: Tensor | None) -> Tensor:
-    """The probabilities of capped scores [..., S, M], which are overwritten."""
+    """Return the probabilities of capped scores [..., S, M], which are overwritten."""
     if mask is None:
         queries, keys = bounded.shape[-2:]
         mask = torch.ones(queries, keys, dtype=torch.bool, device=bounded.device).tril(keys - queries)
@@ -55,8 +55,9 @@ class _SoftcapAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k and v."""
+        (dy,) = grads
         q, k, v = ctx.saved_tensors
         (scale, cap), heads = ctx.numbers, k.shape[1]
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -79,11 +80,11 @@ def _of_row(mask: Tensor | None, row: int) -> Tensor | None:
 
 
 def softcap_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
-    """Return attention with the logits cap * tanh(scale * q k / cap), in FP32 inside.
+    """Return attention with the logits cap * tanh(scale * q k / cap), computed in FP32.
 
     q [B, N, S, H]; k, v [B, K, M, H] with N a multiple of K; returns [B, N, S, H] in q's dtype. `mask` [S, M] or
-    [B, 1, S, M] (bool, or added to the capped logits) lets a query see keys; None: those up to its own, where the
-    queries are those of the last S keys.
+    [B, 1, S, M] (bool, or added to the capped logits) selects the keys that a query sees; None: those up to its
+    own, where the queries belong to the last S keys.
     """
     if torch.compiler.is_compiling():  # a graph has no loop over a batch of any size
         queries, (keys, values) = q.float(), (t.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))

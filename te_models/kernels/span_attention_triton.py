@@ -1,6 +1,6 @@
 """Attention in which each query sees one span of keys, in Triton: documents in one row, sliding windows, or both.
 
-Query i sees the keys `first[i]` to i. Since `first` never falls along a row, a block of queries reads the key blocks
+Query i sees the keys `first[i]` to i. As `first` never decreases along a row, a block of queries reads the key blocks
 from its first query's `first` to its own end and no others, so that the work is that of the documents, not of the row,
 and no mask of [S, S] exists. The online softmax and its backward are those of FlashAttention-2 (Dao 2023, arXiv
 2307.08691), without atomic additions: the gradients are the same in every run. Tested through Triton's interpreter on a
@@ -53,7 +53,7 @@ def _forward_kernel(
     seq, heads, group, factor,
     dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr,
 ):  # fmt: skip
-    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * queries  # long ones first
+    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * queries  # longest first
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     query, channel = begin + tl.arange(0, queries), tl.arange(0, width)
     k += batch * k_batch + head // group * k_head
@@ -157,9 +157,9 @@ def _grad_key_kernel(
 
 
 class Spans(NamedTuple):
-    """The span of keys that each query sees, itself the last of them.
+    """The span of keys that each query sees, which ends with its own.
 
-    `first` int32 [B or 1, S]: its first key; never falls along a row. `last` int32 [B or 1, S]: the last query that
+    `first` int32 [B or 1, S]: its first key; never decreases along a row. `last` int32 [B or 1, S]: the last query that
     sees each key.
     """
 
@@ -169,8 +169,8 @@ class Spans(NamedTuple):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
         """Return attention's output [B, N, S, H] and the log2 of each query's sum of weights, FP32 [B, N, S].
 
-        q [B, N, S, H]; k, v [B, K, S, H], N a multiple of K; of any strides whose channels lie together. `scale` is the
-        factor on q k, None for H ** -0.5.
+        q [B, N, S, H]; k, v [B, K, S, H], N a multiple of K, with contiguous channels and any other strides. `scale`
+        is the factor on the products of q and k; None: H ** -0.5.
         """
         batch, heads, seq, dim = q.shape
         out = torch.empty(batch, seq, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2)
@@ -228,7 +228,7 @@ class _SpanAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, first, last = ctx.saved_tensors
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
         return *Spans(first, last).backward(dy, *tensors, ctx.scale), None, None, None
@@ -259,7 +259,7 @@ def _scale(scale: float | None, dim: int) -> float:
 
 
 def _width(dim: int) -> int:
-    """Return the channels of a tile: a power of two that matrix units take."""
+    """Return the channels of a tile: a power of two that tensor cores support."""
     return max(16, triton.next_power_of_2(dim))
 
 

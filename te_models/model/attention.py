@@ -1,4 +1,4 @@
-"""Gated attention, built from te.Linear and te.RMSNorm alone. Shapes: te_models/model/block.py."""
+"""Gated attention, built only from te.Linear and te.RMSNorm. Shapes: te_models/model/block.py."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class GatedAttention(nn.Module):
         return self.config.window(self.layer) is not None
 
     def _can_fuse(self, qkvg: Tensor, context: ForwardContext) -> bool:
-        """Return whether the model asked for one operation, and no mask says which keys these tokens see."""
+        """Return whether attention may run as one operation: the model asks for it and these tokens need no mask."""
         mask = context.masks.get(self.config.window(self.layer))
         masked = context.real is not None or isinstance(mask, Tensor)
         asked = context.kernels.attention is not None and context.cache is None and not masked
         return asked and can_fuse(self.config, context.seq, qkvg.device, qkvg.dtype, mask is not None)
 
     def _fused(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
-        """Compute `_composed` in one operation."""
+        """Compute the same as `_composed` in one operation."""
         operations = context.kernels.attention
         assert operations is not None
         cos, sin = context.rotary[self._slides] if self.config.has_rope(self.layer) else (None, None)
@@ -92,7 +92,7 @@ class GatedAttention(nn.Module):
         return out if context.real is None else out * context.real
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Visible) -> Tensor:
-        """See te_models.kernels.sdpa.causal_attention for the shapes."""
+        """Return attention; shapes as in te_models.kernels.sdpa.causal_attention."""
         scale, cap = self.config.attention_multiplier, self.config.attn_logit_softcapping
         if not (mask is None or isinstance(mask, Tensor)):
             return mask(q, k, v, scale)
@@ -103,7 +103,7 @@ class GatedAttention(nn.Module):
     def _rotated(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return x [B, S, heads, H] with RoPE on the first rotary_size channels of each head.
 
-        Interleaved pairs of channels become halves for good: products of queries and keys do not depend on the order.
+        Interleaved pairs of channels become halves and stay so: products of queries and keys ignore the order.
         """
         cos, sin = context.rotary[self._slides]
         size = cos.shape[-1]

@@ -1,12 +1,12 @@
-"""The decoder block, built from te.Linear and te.RMSNorm alone.
+"""The decoder block, built only from te.Linear and te.RMSNorm.
 
-`te` is an engine (te_models.engine): Transformer Engine or its emulation; all layers read the same with either.
+`te` is an engine (te_models.engine): Transformer Engine or its emulation; the code of all layers is the same for both.
 
 Shapes: B batch, S sequence, N = B*S tokens padded up to the recipe's alignment, D hidden_size, A attention heads,
 K key/value heads, H head_dim, F intermediate_size.
 
 Activations are [N, D], tokens padded with rows of zeros. A row of zeros remains one through every layer here (attention
-cuts off the bias on q, k, v, and after any other bias the row is set to zero again), and so do its gradients, hence
+discards the bias on q, k, v, and after any other bias the row is set to zero again), and so do its gradients, hence
 padding changes no amax, no scale and no weight gradient. The padding inside a batch of unequal prompts is kept at zero
 in the same way.
 """
@@ -32,7 +32,7 @@ class Block(nn.Module):
         x -+- RMSNorm - GatedAttention -+-> + -+- RMSNorm - MLP -+-> +
            +----------------------------+      +-----------------+
 
-    With `norm_position` "post" each RMSNorm follows instead, under other names, and with "both" there are all four.
+    With `norm_position` "post" each RMSNorm comes after instead, under other names; with "both" there are all four.
     `config` is that of this rank's heads and channels (TensorParallel.local).
     """
 
@@ -63,7 +63,7 @@ class Block(nn.Module):
     def _forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         h, x = self._normed(self.input_layernorm, x, None, self.self_attn.qkvg_proj, context)
         delta = self._delta(self.attention_output_norm, self.self_attn(h, context))
-        hidden, x = context.recompute.run_mlp(self.mlp, self._mlp_hidden, x, delta, context)
+        hidden, x = context.recompute.run_mlp(self, self.mlp, self._mlp_hidden, x, delta, context)
         return x + self._delta(self.mlp_output_norm, self.mlp.output(hidden, context))
 
     def _mlp_hidden(self, x: Tensor, delta: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:

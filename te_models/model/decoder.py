@@ -1,6 +1,6 @@
-"""The decoder: embedding, blocks, norm and head, and the recipe that they run under. Read top to bottom.
+"""The decoder: embedding, blocks, norm and head, and the recipe that they run under.
 
-One enabled autocast surrounds the FP8 layers and nothing else: the BF16 layers at the start and at the end lie outside,
+One enabled autocast surrounds the FP8 layers and nothing else: the BF16 layers at the start and at the end are outside,
 whatever autocast a caller opens around the model, and every scale is updated exactly once per training pass.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 from te_models.config.model import ModelConfig
 from te_models.config.options import RecipeOptions
 from te_models.config.recipe import Recipe, get_recipe
-from te_models.config.recompute_modes import check_mode
+from te_models.config.recompute_modes import check_mode, offload_allows_fused
 from te_models.device.choice import choose_device
 from te_models.device.measured import once
 from te_models.engine import check_support, engine_module, get_engine
@@ -64,17 +64,17 @@ class Decoder(nn.Module):
         recipe: a name (`list_recipes()`), the path of a TOML file, a Recipe, or a Transformer Engine recipe object.
         engine: "auto" (native where there are a CUDA device and Transformer Engine, else emulated), "native" or
             "emulated".
-        device: where the parameters live; None is the first CUDA device if there is one, else the CPU.
-        dtype: of parameters and activations.
+        device: the device of the parameters; None is the first CUDA device if there is one, else the CPU.
+        dtype: the dtype of parameters and activations.
         activation_checkpointing: "none", "selective", "full" or an integer N (te_models.config.recompute_modes).
-        activation_offload: move the activations that a block saves for backward to the host's memory in between
+        activation_offload: store the activations that a block saves for backward in host memory until then
             (te_models.model.offload).
         fp8_params: store the weights of the FP8 layers in FP8, without a BF16 copy (te_models.fp8.primary_weights).
         compile: fuse the operations between the GEMMs with torch.compile (on CUDA devices); "max-autotune" also times
-            variants of each kernel and takes the fastest.
-        fused: run attention with RoPE and gate as one operation, where its heads allow it, and hand FP8 from module to
-            module, where the engine can (te_models.kernels.dispatch); None: on CUDA devices, but not with
-            activation_offload, which moves no FP8 that was handed on.
+            variants of each kernel and uses the fastest.
+        fused: run attention with RoPE and gate as one operation, where its heads allow it, and pass FP8 from module to
+            module, where the engine supports it (te_models.kernels.dispatch); None: on CUDA devices, but under
+            activation_offload only if every block stores just its input, since offload does not move FP8 passed on.
         initialize: False leaves the parameters without values, for a loader that fills them.
         materialize: False leaves them on the meta device, for a caller that shards them before they take memory.
         tp_mesh: the ranks that share this model, a DeviceMesh of one dimension; each rank builds it
@@ -84,7 +84,7 @@ class Decoder(nn.Module):
         recipe_options: any field of the recipe, such as `amax_history_len=16` or `num_layers_at_end_in_bf16=2`.
 
     Raises:
-        ValueError: an unknown name or field, or a request that this machine cannot fulfil, with the reason.
+        ValueError: an unknown name or field, or a request that this machine cannot satisfy, with the reason.
     """
 
     def __init__(
@@ -124,10 +124,12 @@ class Decoder(nn.Module):
         self.amax_group = amax_group
 
         factory: dict[str, Any] = dict(device=device if materialize else torch.device("meta"), dtype=dtype)
-        fast = device.type == "cuda" and not activation_offload if fused is None else fused
+        movable = not activation_offload or offload_allows_fused(self.activation_checkpointing)
+        fast = device.type == "cuda" and movable if fused is None else fused
         self.fused = fast and self.tp.size == 1
         self.kernels = get_kernels(self.te, device, compile=self.compile_mode, fused=self.fused)
-        self.embed_tokens = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **factory)
+        table = torch.empty(config.vocab_size, config.hidden_size, **factory)
+        self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList()
         for layer in range(config.num_hidden_layers):
             with self._weights(in_fp8=layer in self.fp8_layers):
@@ -173,7 +175,7 @@ class Decoder(nn.Module):
 
     @contextlib.contextmanager
     def _weights(self, in_fp8: bool) -> Iterator[None]:
-        """Let te.Linear make its weight in FP8, inside, if the model is to have FP8 primary weights and `in_fp8`."""
+        """Inside, te.Linear creates its weight in FP8 if the model has FP8 primary weights and `in_fp8` is True."""
         if not (self.fp8_params and in_fp8):
             yield
             return
@@ -186,7 +188,7 @@ class Decoder(nn.Module):
             yield
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy or a pickle, which trains scales of its own."""
+        """Restore a copy or a pickle, which trains its own scales."""
         super().__setstate__(state)
         for module in self.modules():
             if isinstance(module, self.te.Linear):
@@ -194,7 +196,7 @@ class Decoder(nn.Module):
         relink(self, self.te_recipe)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
-        """Raise a UsageError for conversions to FP64 or FP16: `to`, `type`, `double` and `half` all come by here."""
+        """Raise a UsageError for conversions to FP64 or FP16: `to`, `type`, `double` and `half` all call this."""
         dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         if dtype == torch.float64:
             raise UsageError("te layers do not run in FP64: build the model with dtype=torch.float32 or torch.bfloat16")
@@ -204,7 +206,7 @@ class Decoder(nn.Module):
 
     @property
     def te(self) -> ModuleType:
-        """The engine's namespace. Looked up, since a model that held a module could not be copied."""
+        """The engine's namespace, which is looked up since a model with a Python module inside could not be copied."""
         return engine_module(self.engine)
 
     @property
@@ -217,12 +219,12 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and activations."""
+        """The dtype of parameters and activations."""
         return self._table.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters live."""
+        """The device of the parameters."""
         return self._table.device
 
     @property
@@ -232,15 +234,20 @@ class Decoder(nn.Module):
         return weight
 
     @property
+    def generation_values(self) -> Mapping[str, Any]:
+        """The values of generation_config.json, which come before those of the config; none in a Decoder."""
+        return {}
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end a text."""
-        ids = self.config.eos_token_id
+        """Token ids that end a text: those of generation_config.json, else of the config."""
+        ids = self.generation_values.get("eos_token_id", self.config.eos_token_id)
         return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
     @property
     def pad_token_id(self) -> int | None:
-        """The token id of padding, None if there is none."""
-        return self.config.pad_token_id
+        """The token id of padding: that of generation_config.json, else of the config; None if there is none."""
+        return self.generation_values.get("pad_token_id", self.config.pad_token_id)
 
     def forward(
         self,
@@ -254,7 +261,7 @@ class Decoder(nn.Module):
         is_first_microbatch: bool | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Output:
-        """Return the logits of every position and the mean cross-entropy of predicting `labels` from those before them.
+        """Return the logits of every position and the mean cross-entropy of predicting `labels` from earlier tokens.
 
         Args:
             input_ids: int64 [B, S]; any B and S up to max_position_embeddings. None with inputs_embeds. Ids outside the
@@ -262,18 +269,18 @@ class Decoder(nn.Module):
             labels: int64 [B, S], not shifted; -100 is not counted, nor is a target predicted from padding. Other labels
                 outside the vocabulary are an error on a CPU; on a GPU they make the loss NaN.
             cache: positions seen before; the new ones are appended.
-            attention_mask: [B, S], 1 for tokens and 0 for padding, which may lie on either side; None: no padding. The
-                logits at padding mean nothing.
-            return_logits: False returns the loss only: the head and its loss then run a piece at a time and the logits,
-                often the largest tensors of a step, never exist.
+            attention_mask: [B, S], 1 for tokens and 0 for padding, which may be on either side; None: no padding. The
+                logits at padding are meaningless.
+            return_logits: False returns only the loss: the head and its loss then run in chunks, and the logits, often
+                the largest tensor of a step, are never stored as a whole.
             logits_to_keep: compute the logits of this many of the newest positions only; not with labels.
             document_ids: int [B, S], the document that each token of a row belongs to, each in one piece: attention
-                stays inside it and positions count from its start, as in a row of its own. None: each row is one
-                document. Not with a cache or an attention_mask.
+                stays inside it and positions count from its start, as if it had a row to itself. None: each row is
+                one document. Not with a cache or an attention_mask.
             is_first_microbatch: under gradient accumulation, True in the first micro-batch of a step, which quantizes
                 the weights and caches the result, False in the others, which use it (unless the weights have changed
                 since); None quantizes them every time and caches nothing.
-            inputs_embeds: [B, S, D], vectors in the place of those that the embedding has for input_ids.
+            inputs_embeds: [B, S, D], vectors to use in place of the embeddings of input_ids.
 
         Raises:
             UsageError: an argument has another shape or dtype, or is out of range.
@@ -396,7 +403,7 @@ class Decoder(nn.Module):
 
     @contextlib.contextmanager
     def unfused(self) -> Iterator[None]:
-        """Run the model with plain kernels inside, which pass BF16 between its modules."""
+        """Inside, run the model with plain kernels, which pass BF16 between its modules."""
         before, self.kernels = self.kernels, PLAIN
         try:
             yield
@@ -404,10 +411,10 @@ class Decoder(nn.Module):
             self.kernels = before
 
     def set_recipe(self, recipe: str | Path | Recipe | Any, **recipe_options: Unpack[RecipeOptions]) -> None:
-        """Swap the recipe of the live model. Weights and gradients stay; the next forward runs under the new one.
+        """Change the recipe of the live model. Weights and gradients stay; the next forward runs under the new recipe.
 
-        Between two stateful recipes the scales and histories move along; otherwise they start afresh. FP8 primary
-        weights stay as they are, which another kind of FP8 cannot use: that is a ValueError.
+        Between two stateful recipes the scales and histories are converted; otherwise they start afresh. FP8 primary
+        weights are left unchanged, so a recipe that needs another kind of FP8 raises a ValueError.
         """
         new = self._checked(get_recipe(recipe, **recipe_options))
         if self.fp8_params:
@@ -424,10 +431,10 @@ class Decoder(nn.Module):
             self.take_fp8_state(keep, old)
 
     def take_fp8_state(self, state: dict[str, Tensor], old: Recipe) -> int:
-        """Go on with the scales and histories of `fp8_state` under the recipe `old`; return how many were taken.
+        """Load the scales and histories that `fp8_state` returned under the recipe `old`; return how many were used.
 
-        Those of layers that do not run in FP8 now are not. A ValueError, before anything is written, if one does not
-        fit.
+        Those of layers that do not run in FP8 now are ignored. If one does not fit, raise a ValueError before anything
+        is written.
         """
         if not self.recipe.stateful:
             return 0
@@ -440,10 +447,8 @@ class Decoder(nn.Module):
         return len(taken)
 
     def _check_weights_fit(self, new: Recipe) -> None:
-        """Refuse a recipe that FP8 primary weights are not made for."""
-        edges = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head")
-        same_edges = all(getattr(self.recipe, edge) == getattr(new, edge) for edge in edges)
-        if not (same_edges and quantize_weights_alike(self.recipe, new)):
+        """Refuse a recipe whose format the FP8 primary weights do not have."""
+        if not (self.recipe.edges == new.edges and quantize_weights_alike(self.recipe, new)):
             raise ValueError(
                 f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and {new.name!r} "
                 "needs others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"
@@ -466,12 +471,12 @@ class Decoder(nn.Module):
 
 @once
 def _rounded(factor: float, dtype: torch.dtype) -> float:
-    """Return the factor on embeddings in `dtype`, as Gemma's in training; cached, for steps that are captured."""
+    """Return the factor on embeddings rounded to `dtype`, as in Gemma's training; cached, for captured steps."""
     return torch.tensor(factor, dtype=dtype).item()
 
 
 def target_device(model: Decoder) -> torch.device:
-    """Return the model's device; for a model on the meta device, made to be planned, the default one."""
+    """Return the model's device; for a model on the meta device, which only serves plans, the default one."""
     if model.device.type != "meta":
         return model.device
     return choose_device()

@@ -1,4 +1,4 @@
-"""One forward pass, as the layers see it: positions and masks of its tokens, and how its operations run."""
+"""One forward pass, as the layers see it: positions and masks of its tokens, and how to run its operations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Visible = Tensor | Spans | None
 
 
 class ForwardContext(NamedTuple):
-    """The tokens of one forward pass, described once for all layers, and the way in which it runs."""
+    """The tokens of one forward pass, described once for all layers, and how it runs."""
 
     batch: int
     seq: int
@@ -43,14 +43,14 @@ class ForwardContext(NamedTuple):
     fp8_layers: range  # the blocks that belong inside the model's autocast
 
     def without_padding(self, x: Tensor) -> Tensor:
-        """Return x [N, D], which a bias has made nonzero at padding, with zeros there again."""
+        """Return x [N, D] with zeros at padding, which a bias has made nonzero."""
         count = self.batch * self.seq
         if x.shape[0] != count:
             x = pad_rows(x[:count], x.shape[0])
         return x if self.real is None else x * pad_rows(self.real.to(x.dtype), x.shape[0])
 
     def linear(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Return a te.Linear of x [N, I], [N, O], which reuses its quantized weight where this pass may."""
+        """Return a te.Linear of x [N, I], [N, O]; it reuses its quantized weight where this pass allows it."""
         return self.kernels.linear(module, x, is_first_microbatch=self.recompute.first_microbatch)
 
 
@@ -96,7 +96,7 @@ def forward_context(
 
 
 def _spans(config: ModelConfig, kernels: Kernels, padded: Tensor | None, dtype: torch.dtype) -> Any:
-    """Return what makes the Spans of a window, or None where the keys that a query sees need a mask."""
+    """Return a function that makes the Spans of a window, or None where the keys that a query sees need a mask."""
     capped = config.attn_logit_softcapping is not None
     if kernels.attention is None or padded is not None or capped or dtype.itemsize != 2 or config.head_dim > 256:
         return None
@@ -110,7 +110,7 @@ def _query_scale(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> 
 
 
 def _positions(seq: int, padded: Tensor | None, documents: Tensor | None, device: torch.device) -> Tensor:
-    """Return how many tokens of its row, or of its document, lie before each token: int64 [S] or [B, S]."""
+    """Return how many tokens of its row, or of its document, come before each token: int64 [S] or [B, S]."""
     place = torch.arange(seq, device=device)
     if documents is not None:
         first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=False)

@@ -1,4 +1,4 @@
-"""Checks of what a forward pass is given, before anything runs: one line for each mistake."""
+"""Checks of the arguments of a forward pass, before anything runs: one line for each mistake."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ ONE_GRAPH = (
 def refuse_one_graph(quantized: bool) -> None:
     """Raise UsageError where torch.export traces a `quantized` recipe.
 
-    torch.compile ends a graph here instead; with fullgraph=True that is its error, whose second line gives the reason.
+    torch.compile breaks the graph here instead; with fullgraph=True it raises an error, whose second line has the
+    reason.
     """
     if not quantized or not torch.compiler.is_compiling():
         return

@@ -1,8 +1,8 @@
 """The key/value cache: allocated once, at fixed addresses, with its fill level on the device.
 
 A forward writes keys and values of its tokens into their slots and attends over all slots under a mask, so that every
-step of one token has the same shapes, reads the same addresses and asks nothing of the host: it can be captured in a
-CUDA graph. The first forward, the prompt, attends to itself alone, with the fast causal kernels.
+step of one token has the same shapes, reads the same addresses and needs nothing from the host: it can be captured in a
+CUDA graph. The first forward, the prompt, attends only to itself, with the fast causal kernels.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from te_models.config.model import ModelConfig
 
-# Slots come in multiples of this, which the kernels that take a mask want of its rows.
+# The number of slots is a multiple of this, as kernels with a mask require of its rows.
 SLOTS = 16
 
 
 class Cache(Protocol):
-    """The part of a cache that a forward pass uses; KVCache documents it, te_models.huggingface.cache has another."""
+    """The part of a cache that a forward pass uses; KVCache documents it. te_models.huggingface.cache is another."""
 
     length: int
 
@@ -29,12 +29,12 @@ class Cache(Protocol):
 
 
 class KVCache:
-    """Keys and values of the positions seen so far, one pair a layer, for rows of unequal length.
+    """Keys and values of the positions seen so far, one pair per layer, for rows of unequal length.
 
     Memory: 2 * layers * B * K * max_length * H elements of `dtype` (`nbytes`).
 
     Attributes:
-        length: positions seen, padding included, as the host counts them: a captured step does not.
+        length: positions seen, padding included, counted by the host; a captured step does not count.
         filled: the same on the device, int64 [1].
         counts: int64 [B], the tokens of each row without padding, hence the position of its next one.
         real: bool [B, slots], False at padding; meaningless beyond `filled`.
@@ -78,7 +78,7 @@ class KVCache:
     def extend(self, seq: int, real: Tensor | None) -> Tensor | None:
         """Make room for the `seq` newest tokens of each row; return their positions [B, S], None in the first forward.
 
-        `real` bool [B, S] is False at padding; None: there is none. To be called once a forward, before `append`.
+        `real` bool [B, S] is False at padding; None: there is none. Call it once per forward, before `append`.
         """
         if self.length + seq > self.max_length:
             raise ValueError(
@@ -96,7 +96,7 @@ class KVCache:
         return None if first else positions
 
     def visible(self, window: int | None) -> Tensor:
-        """Return what the newest tokens add to the scores of each slot [B, 1, S, slots]: 0 where seen, else -inf.
+        """Return the mask of the newest tokens, added to the scores of slots [B, 1, S, slots]: 0 where seen, else -inf.
 
         As in kernels.sdpa.attention_mask; a padding token sees itself, so that no row is empty.
         """
@@ -107,8 +107,10 @@ class KVCache:
         return torch.zeros_like(seen, dtype=self.buffer.dtype).masked_fill_(~seen, float("-inf"))
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [B, K, S, H] of the newest tokens; returns what they attend to: themselves in the first forward,
-        afterwards all slots, [B, K, slots, H]."""
+        """Store k, v [B, K, S, H] of the newest tokens; return the keys and values that they attend to.
+
+        In the first forward those are their own, afterwards those of all slots, [B, K, slots, H].
+        """
         keys, values = self.buffer[layer]
         if self._slots is None:
             keys[:, :, : k.shape[2]] = k

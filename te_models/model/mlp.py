@@ -1,4 +1,4 @@
-"""The MLP, built from te.Linear alone. Shapes: te_models/model/block.py."""
+"""The MLP, built only from te.Linear. Shapes: te_models/model/block.py."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MLP(nn.Module):
         return handover.swiglu(gate_up, self.gate_up_proj, self.down_proj, forward, backward)
 
     def output(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """Return [N, D] from `hidden` [N, F]. Apart from `hidden`, since recompute may discard what lies between."""
+        """Return [N, D] from `hidden` [N, F]. Separate, since recompute may discard the tensor between them."""
         with context.recompute.discarding(hidden):
             out = context.linear(self.down_proj, hidden)
         return context.without_padding(out) if self.config.mlp_bias else out

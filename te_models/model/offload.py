@@ -1,18 +1,18 @@
-"""Activation offload: what a block keeps for its backward waits in the memory of the host while later blocks run.
+"""Activation offload: what a block saves for backward is stored in host memory while later blocks run.
 
     compute   block 0 | block 1   | block 2   | block 3   | head, loss | block 3     | block 2     | block 1 ...
     copies            | 0 to host | 1 to host | 2 to host |            | 2 to device | 1 to device | 0 to device
 
-Two blocks' worth is on the device at a time: a block's tensors leave when it is done, their memory is let go of when
-the next one is done, and they come back while the block above runs backward. The last block's would only come back at
-once, so they stay. Where the copies take longer than the computation, the computation waits: memory is bounded, time is
-not.
+Two blocks' worth is on the device at a time: a block's tensors are copied to the host when it finishes, their device
+memory is freed when the next block finishes, and they are copied back while the block above runs backward. The last
+block's tensors stay, since they would be needed again at once. Where the copies take longer than the computation, the
+computation waits: memory is bounded, time is not.
 
-What is moved is decided when the block is done, storage by storage: only then is it known which FP8 copies of weights
-are kept for the next micro-batch. Whatever somebody else holds (parameters, those copies, rotary tables, masks) stays,
-since moving it would free nothing. A storage that several nodes saved, or saved views of, is moved once.
+The storages to move are chosen when the block finishes: only then is it known which FP8 copies of weights are cached
+for the next micro-batch. Storages that something else uses (parameters, those copies, rotary tables, masks) stay, since
+moving them would free nothing. A storage that several nodes saved, or saved views of, is moved once.
 
-It rests on PyTorch's hooks for saved tensors alone, and like activation checkpointing it belongs to a forward pass:
+It relies only on PyTorch's hooks for saved tensors, and like activation checkpointing it belongs to a forward pass:
 passes may be abandoned, or run backward in any order. Transformer Engine's own get_cpu_offload_context (2.20) counts
 layers over all forwards, so that the next forward drops what an earlier one still needs, and leaves views such as q, k,
 v on the device.
@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_leaves
 from te_models.distributed.dtensor import local
 from te_models.kernels.early_save import unchanged
 
-# Storages up to this size stay: PyTorch's CUDA allocator serves them from segments that small tensors share, so that
-# moving one makes no room for a large one, and its copy would take longer to launch than to run.
+# Storages up to this size stay: PyTorch's CUDA allocator serves them from segments that small tensors share, so
+# moving one frees no room for a large one, and its copy would take longer to launch than to run.
 SMALL = 2**20
 # Bytes of a page of host memory; a power of two, to which PyTorch's allocator of pinned memory rounds up.
 PAGE = 2**24
@@ -43,8 +43,9 @@ ALIGNMENT = 512  # of a storage's place in the pages, as of CUDA's allocations
 class HostMemory:
     """Pages of host memory, pinned where they serve a GPU, and the stream of the copies to and from them.
 
-    Pages are lent to blocks and kept when they come back, so that after the first step none is allocated, whatever the
-    shapes: `pages` of PAGE bytes are the most that were ever in use at a time. A copy of this object starts with none.
+    Pages are lent to blocks and reused when they come back, so that after the first step none is allocated, whatever
+    the shapes: `pages` of PAGE bytes is the largest number ever in use at a time. A copy of this object starts with
+    none.
     """
 
     def __init__(self) -> None:
@@ -63,26 +64,26 @@ class HostMemory:
             self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def lend(self, size: int) -> list[Tensor]:
-        """Return pages, uint8 [PAGE] each, for so many bytes."""
+        """Return pages, uint8 [PAGE] each, for `size` bytes."""
         while len(self.free) * PAGE < size:
             try:
                 self.free.append(torch.empty(PAGE, dtype=torch.uint8, pin_memory=self.stream is not None))
             except RuntimeError as error:
                 raise RuntimeError(
                     f"activation_offload: the host gives no more memory, {self.pages * PAGE / 2**30:.1f} GiB are in "
-                    "use: use activation_checkpointing='full', or fewer tokens a micro-batch"
+                    "use: use activation_checkpointing='full', or fewer tokens per micro-batch"
                 ) from error
             self.pages += 1
         return [self.free.pop() for _ in range(-(-size // PAGE))]
 
     def take_back(self, pages: list[Tensor], device: torch.device) -> None:
-        """End `lend`. Copies from or to the pages may still run: the next ones are behind those in the same stream."""
+        """End `lend`. Copies from or to the pages may still run: later ones follow them in the same stream."""
         if device == self.device:
             self.free += pages
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Run copies inside beside the computation, but after all of it so far."""
+        """Inside, run copies in parallel with the computation, but after all of it so far."""
         with torch.no_grad():
             if self.stream is None:
                 yield
@@ -92,7 +93,7 @@ class HostMemory:
                 yield
 
     def mark(self) -> Any:
-        """Return the event that all copies so far precede; None: they are done."""
+        """Return an event after all copies so far; None: they have finished."""
         return None if self.stream is None else self.stream.record_event()
 
 
@@ -104,29 +105,30 @@ class _Storage:
         self.content: Tensor | None = content
 
     def __del__(self) -> None:
-        self.block.wait()  # else its memory could be given to others while it is still being copied into
+        self.block.wait()  # else its memory could be reused while a copy still writes to it
 
-    def on_host(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first byte, its place) of each piece of it that lies in one page."""
+    def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the place on the host and the content of each piece of it within one page."""
+        assert self.content is not None
         done = 0
         while done < self.size:
             page, offset = divmod(self.start + done, PAGE)
             piece = self.block.pages[page][offset : offset + self.size - done]
-            yield done, piece
+            yield piece, self.content[done : done + len(piece)]
             done += len(piece)
 
 
 class _Kept:
-    """Stand-in that autograd saves for a tensor of a block."""
+    """The object that autograd saves in place of a tensor of a block."""
 
     def __init__(self, block: _Block, tensor: Tensor) -> None:
         self.block, self.version = block, tensor._version
-        # Without its graph: autograd holds this object, so that a node which saved its own output would never be freed.
+        # Without its graph: autograd references this object, so a node that saved its own output would never be freed.
         self.tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
         self.storage: _Storage | None = None
 
     def leave(self, storage: _Storage) -> None:
-        """Hold the bytes of its storage in place of the tensor."""
+        """Store a reference to the bytes of its storage in place of the tensor."""
         assert self.tensor is not None
         tensor = unchanged(self.tensor, self.version)
         self.layout = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -144,7 +146,7 @@ class _Kept:
 
 
 class _Block:
-    """What one block keeps in one forward pass. Lives as long as autograd holds a tensor of it."""
+    """The tensors that one block saves in one forward pass. It lives as long as autograd references one of them."""
 
     def __init__(self, memory: HostMemory, below: _Block | None) -> None:
         self.memory, self.device = memory, memory.device
@@ -157,7 +159,7 @@ class _Block:
         self.memory.take_back(self.pages, self.device)
 
     def move(self, kept: list[_Kept], stay: set[int]) -> None:
-        """Start to copy to the host what was saved, but for storages at the addresses `stay`, and small ones."""
+        """Start to copy the saved tensors to the host, except small storages and those at the addresses `stay`."""
         found: dict[int, _Storage] = {}
         size = 0
         for saved in kept:
@@ -170,7 +172,7 @@ class _Block:
                 continue
             if address not in found:
                 content = torch.empty(0, dtype=torch.uint8, device=self.device)
-                content = content.set_(storage)  # type: ignore[call-overload]
+                content = content.set_(storage)
                 found[address] = _Storage(self, size, content)
                 size += -(-nbytes // ALIGNMENT) * ALIGNMENT
             saved.leave(found[address])
@@ -178,18 +180,18 @@ class _Block:
         self.storages = [weakref.ref(storage) for storage in found.values()]
         with self.memory.copying():
             for storage in found.values():
-                for first, place in storage.on_host():
-                    place.copy_(storage.content[first : first + len(place)], non_blocking=True)  # type: ignore[index]
+                for place, content in storage.pieces():
+                    place.copy_(content, non_blocking=True)
         self.event = self.memory.mark() if found else None
 
     def release(self) -> None:
-        """Let go of the device's memory, behind the copies to the host."""
+        """Free the device memory, after the copies to the host."""
         self.wait()
         for storage in self._alive():
             storage.content = None
 
     def fetch(self) -> None:
-        """Have everything on the device that is still needed, and the block below on its way there."""
+        """Bring everything that is still needed back to the device, and start to copy the block below."""
         self._load()
         self.wait()
         if self.below is not None and (below := self.below()) is not None:
@@ -199,16 +201,16 @@ class _Block:
         missing = [storage for storage in self._alive() if storage.content is None]
         if not missing:
             return
-        for storage in missing:  # memory of the computation's stream, which is free for copies once that has come here
+        for storage in missing:  # allocated on the computation's stream, so free for copies once that stream gets here
             storage.content = torch.empty(storage.size, dtype=torch.uint8, device=self.device)
         with self.memory.copying():
             for storage in missing:
-                for first, place in storage.on_host():
-                    storage.content[first : first + len(place)].copy_(place, non_blocking=True)  # type: ignore[index]
+                for place, content in storage.pieces():
+                    content.copy_(place, non_blocking=True)
         self.event = self.memory.mark()
 
     def wait(self) -> None:
-        """Let the computation wait for the copies that this block has started."""
+        """Make the computation wait for the copies that this block has started."""
         if self.event is not None:
             torch.cuda.current_stream(self.device).wait_event(self.event)
             self.event = None
@@ -240,7 +242,7 @@ class Offload:
             if layer < self.last:
                 block.move(kept, _addresses(module, shared))
         finally:
-            kept.clear()  # autograd holds `pack` as long as anything that it packed
+            kept.clear()  # autograd references `pack` as long as anything that it packed
         if self.below is not None:
             self.below.release()
         self.below = block
@@ -252,6 +254,6 @@ def _addresses(module: nn.Module, shared: Any) -> set[int]:
     tensors: list[Any] = [*module.parameters(), *module.buffers()]
     tensors += [leaf for leaf in tree_leaves(shared) if isinstance(leaf, Tensor)]
     for child in module.modules():
-        tensors += getattr(child, "_fp8_workspaces", {}).values()
+        tensors += getattr(child, "_fp8_workspaces", {}).values()  # the te layers of either engine have some
     parts = [part for t in tensors for part in (t.get_data_tensors() if hasattr(t, "get_data_tensors") else (t,))]
     return {local(part).untyped_storage().data_ptr() for part in parts if part is not None}

@@ -36,13 +36,13 @@ class ModelOptions(BuildOptions, ConfigOptions, total=False):
 
 
 class HubOptions(TypedDict, total=False):
-    """How a model is downloaded from the Hugging Face hub, as in transformers; of no effect for a local folder.
+    """How a model is downloaded from the Hugging Face hub, as in transformers; ignored for a local folder.
 
     revision: a branch, tag or commit.
-    token: of the account that may read it; True for the stored one.
-    cache_dir: where downloads are kept.
-    local_files_only: take what was downloaded before, and do not ask the hub.
-    force_download: download again what was.
+    token: access token of an account that may read it; True for the stored one.
+    cache_dir: the folder for downloads.
+    local_files_only: use files downloaded before, without contacting the hub.
+    force_download: download again.
     """
 
     revision: str | None
@@ -55,11 +55,11 @@ class HubOptions(TypedDict, total=False):
 class PushOptions(TypedDict, total=False):
     """How CausalLM.push_to_hub uploads, as in transformers.
 
-    token: of the account that may write; None or True for the stored one.
-    private: whether a new repository is private; None: as the account's settings say.
-    revision: the branch to write to, made if it is not there.
-    commit_message: of the commit.
-    create_pr: propose the files as a pull request instead.
+    token: access token of an account that may write; None or True for the stored one.
+    private: whether a new repository is private; None: the account's default.
+    revision: the branch to write to, created if it does not exist.
+    commit_message: the message of the commit.
+    create_pr: open a pull request instead.
     """
 
     token: str | bool | None
@@ -70,11 +70,11 @@ class PushOptions(TypedDict, total=False):
 
 
 class LoadOptions(ModelOptions, HubOptions, total=False):
-    """Every keyword of CausalLM.from_pretrained: those of a new model, of the hub, and transformers' for some of ours.
+    """Every keyword of CausalLM.from_pretrained: those of a new model, of the hub, and some of transformers.
 
     dtype: also a name, or "auto" for that of the checkpoint; torch_dtype is the same.
     device_map: the one device, by name, number or in a dict, or "auto", which is device=None.
-    attn_implementation: only "sdpa", which is what runs.
+    attn_implementation: only "sdpa".
     """
 
     torch_dtype: torch.dtype | str | None

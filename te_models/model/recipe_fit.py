@@ -10,9 +10,9 @@ def check_sizes(config: ModelConfig, recipe: Recipe, each: str) -> None:
     """Require every feature dimension of an FP8 GEMM to be a multiple of the recipe's alignment.
 
     Args:
-        config: that of one rank's heads and channels.
+        config: the config of one rank's heads and channels.
         recipe: the recipe.
-        each: appended to a size in messages, to say that it is a rank's.
+        each: appended to a size in messages, to say that it is per rank.
 
     Raises:
         ValueError: a size is not; the message names it.

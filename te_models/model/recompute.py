@@ -2,7 +2,7 @@
 
 A mode (te_models/config/recompute_modes.py) is a property of a forward pass, never a wrapper module, so parameter names
 and state_dict keys do not change. Under "selective", backward recomputes the output of an RMSNorm and, from it, that of
-gate_up_proj. SwiGLU's backward needs no more, and finds it where kernels.swiglu saved it before computing anything
+gate_up_proj. SwiGLU's backward needs nothing else, and reads it where kernels.swiglu saved it before computing anything
 (te_models/kernels/early_save.py).
 
 The recompute is PyTorch's: torch.utils.checkpoint without reentrance restores random numbers, works with
@@ -30,7 +30,7 @@ from te_models.fp8.scaling_state import delayed_states, overwrite
 from te_models.kernels.early_save import discarding
 from te_models.model.offload import Offload
 
-# Libraries whose modules and hooks draw no random numbers but for dropout; the last has an adapter's buffers.
+# Libraries whose modules and hooks draw no random numbers except in dropout; the last has an adapter's buffers.
 DRAW_NOTHING = ("torch.", "transformer_engine.", "te_models.", "peft.tuners._buffer_dict")
 
 
@@ -48,7 +48,7 @@ class Recompute:
             False uses the cached one, None quantizes and caches nothing.
         offload: moves saved activations to the host's memory (te_models.model.offload).
         fp8_weights: whether the weights of FP8 blocks are FP8 (te_models.fp8.primary_weights).
-        lock: what a thread holds while it runs blocks of the model (None: nothing).
+        lock: the lock that a thread holds while it runs blocks of the model (None: none).
     """
 
     def __init__(
@@ -81,28 +81,30 @@ class Recompute:
             return self.recomputed(block, block, x, *args, restore_random=may_draw(block))
         return block(x, *args)
 
-    def run_mlp(self, mlp: nn.Module, function: Callable[..., Any], x: Tensor, delta: Tensor, *args: Any) -> Any:
+    def run_mlp(
+        self, block: nn.Module, mlp: nn.Module, function: Callable[..., Any], x: Tensor, delta: Tensor, *args: Any
+    ) -> Any:
         """Return function(x, delta, *args): the MLP of the current block, up to the output of SwiGLU.
 
-        If the mode asks for it, backward recomputes it from x + delta, of which the function makes the same.
+        If the mode asks for it, backward recomputes it from x + delta, from which the function computes the same.
         """
         if recomputes_mlp(self.mode, self.layer, self.layers, self._fp8, self.fp8_weights):
-            owner = getattr(function, "__self__", mlp)  # the block, whose norm is part of it
-            return self.recomputed(mlp, function, x + delta, None, *args, restore_random=may_draw(owner))
+            # A norm of the block is part of the function, and may be another library's.
+            return self.recomputed(mlp, function, x + delta, None, *args, restore_random=may_draw(block))
         return function(x, delta, *args)
 
     def discarding(self, hidden: Tensor) -> contextlib.AbstractContextManager[None]:
-        """Let the te.Linear inside that takes `hidden` from kernels.swiglu not save it, if the mode asks for that."""
+        """Inside, the te.Linear whose input is `hidden` from kernels.swiglu does not save it, if the mode says so."""
         if torch.is_grad_enabled() and recomputes_product(self.mode, self._fp8, self.fp8_weights):
             return discarding(hidden)
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def by_a_third_party(self) -> Iterator[None]:
-        """Run an FP8 block, inside, that torch.utils.checkpoint, or a wrapper built on it, recomputes in backward.
+        """Inside, an FP8 block runs that torch.utils.checkpoint, or a wrapper built on it, recomputes in backward.
 
         The model's autocast has ended by then. Recipes without state only need it again; the scales of a stateful one
-        have moved on, and its amaxes would be recorded twice.
+        have changed since, and its amaxes would be recorded twice.
 
         Raises:
             EngineError: the recipe has state, or the block was called by itself.
@@ -142,12 +144,12 @@ class Recompute:
         """Note the quantized weights that the first pass used, if micro-batches share them."""
         yield
         if self.first_microbatch is not None:
-            modules = [m for m in owner.modules() if hasattr(m, "_fp8_workspaces")]
-            caches += [(module, dict(module._fp8_workspaces)) for module in modules]  # type: ignore[arg-type]
+            modules: list[Any] = [m for m in owner.modules() if hasattr(m, "_fp8_workspaces")]
+            caches += [(module, dict(module._fp8_workspaces)) for module in modules]
 
     @contextlib.contextmanager
     def _in_high_precision(self) -> Iterator[None]:
-        """Run a recompute without FP8, also inside an autocast that lies around the backward."""
+        """Run a recompute without FP8, even inside an autocast around the backward."""
         with self.lock, self.te.outside_autocast():
             yield
 
@@ -157,7 +159,7 @@ class Recompute:
     ) -> Iterator[None]:
         """Recompute under the recipe, scales and cached quantized weights of the first pass, and leave no trace.
 
-        The enabled autocast lies in a disabled one, so that its exit updates no scale.
+        The enabled autocast is nested in a disabled one, so that its exit updates no scale.
         """
         with self.lock:
             states = forward_states(owner)
@@ -202,6 +204,7 @@ def may_draw(owner: nn.Module) -> bool:
 
 def _draws_nothing(source: Any) -> bool:
     """Return whether a class or a hook comes from a library known to draw no random numbers, such as FSDP2's hooks."""
+    # Callables of C extensions may have no module.
     return str(getattr(source, "__module__", "")).startswith(DRAW_NOTHING)
 
 

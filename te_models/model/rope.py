@@ -1,8 +1,8 @@
 """Rotary embeddings: the angle of every position, and the ways of stretching them to longer contexts.
 
 Each way is a row of SCALINGS, which gives the angular frequencies and a factor on cos and sin, FP32. Two of them depend
-on the length of the text; they read it on the device, so that nothing waits there and a captured graph stays right as
-the text grows. As in transformers, keys in a cache keep the angles of the time when they were written.
+on the length of the text; they read it on the device, so that nothing synchronizes and a captured graph stays correct
+as the text grows. As in transformers, keys in a cache keep the angles with which they were written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def rotary_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) ->
 
 
 def context_before_long_angles(config: ModelConfig) -> int | None:
-    """Return the length beyond which LongRoPE turns all positions by other angles; None under any other RoPE."""
+    """Return the length beyond which LongRoPE changes the angles of all positions; None under any other RoPE."""
     scaling = config.rope_scaling or {}
     if scaling.get("rope_type") != "longrope":
         return None
@@ -71,7 +71,7 @@ def _yarn(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: T
     factor, size = scaling["factor"], config.rotary_size
     original = scaling.get("original_max_position_embeddings", config.max_position_embeddings)
 
-    def channel(turns: float) -> float:  # the (fractional) pair of channels that turns so often
+    def channel(turns: float) -> float:  # the (fractional) pair of channels with this many turns
         return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
     low, high = channel(scaling.get("beta_fast", 32)), channel(scaling.get("beta_slow", 1))
@@ -95,7 +95,7 @@ def _yarn_factor(scaling: Scaling) -> float:
 
 
 def _longrope(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
-    """Divide each pair of channels by a number, by another beyond the original context (LongRoPE, arXiv 2402.13753)."""
+    """Divide the frequency of each pair by one factor, or another beyond the original context (arXiv 2402.13753)."""
     original = scaling.get("original_max_position_embeddings", config.max_position_embeddings)
     short, long = (_constant(tuple(scaling[f"{kind}_factor"]), frequency.device) for kind in ("short", "long"))
     factor = scaling.get("factor", config.max_position_embeddings / original)

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from te_models.errors import UsageError
 
-IGNORED = -100
+IGNORED = -100  # label of tokens that the loss does not count: Hugging Face's and PyTorch's convention
 
 
 def next_token_targets(labels: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor | None]:
     """Return the target of each position, and on a GPU, or in a traced graph, whether a label is invalid.
 
-    Shifting the labels spares a copy of the logits. A position of padding predicts nothing. There invalid labels are
-    ignored and flagged, since reading their values would wait for the device and kernels must not use them as indices.
+    Shifting the labels saves a copy of the logits. A position of padding predicts nothing. On a GPU invalid labels are
+    ignored and flagged, since reading their values would synchronize and kernels must not use them as indices.
 
     Args:
         labels: int64 [B, S], not shifted; -100 is not counted.

@@ -30,5 +30,5 @@ def norm_options(config: ModelConfig) -> dict[str, Any]:
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
-    """Return x [n, D] with rows of zeros appended up to [rows, D]; x itself where none is missing."""
+    """Return x [n, D] with rows of zeros appended up to [rows, D]; x itself if it has enough."""
     return x if x.shape[0] == rows else F.pad(x, (0, 0, 0, rows - x.shape[0]))

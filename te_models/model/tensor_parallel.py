@@ -1,12 +1,12 @@
-"""Tensor parallelism of a CausalLM: which rank has which heads and channels, and what the ranks tell each other.
+"""Tensor parallelism of a CausalLM: which rank has which heads and channels, and how the ranks communicate.
 
 Each rank runs the same model code on `local(config)`, a model of its share of the heads and of the MLP's channels.
 te.Linear does the rest: the projections into attention and MLP are column-parallel, those out of them row-parallel. The
 embedding, the norms and the head are replicated.
 
-With sequence parallelism a rank has its own rows alone of everything between a row-parallel and the next
-column-parallel layer, norms included, and of the residual stream. The number of bytes sent is the same; they are FP8
-one way.
+With sequence parallelism a rank has only its own rows of the residual stream and of everything between a row-parallel
+and the next column-parallel layer, norms included. The number of elements sent is the same; in one direction they are
+FP8.
 
 Parameters are plain tensors with an attribute `tp_sharded`: where it is False the parameter and its gradient are the
 same on all ranks, where it is True they are this rank's part of a larger one (a norm of all gradients sums the squares
@@ -35,7 +35,7 @@ from te_models.distributed.dtensor import filling, whole
 from te_models.fp8.primary_weights import is_quantized, write_weight
 
 # Module -> the sections of its rows, each of which is divided between the ranks (column-parallel); None: its columns
-# are (row-parallel). All other modules are replicated.
+# are divided (row-parallel). All other modules are replicated.
 SPLITS: dict[str, Callable[[ModelConfig], tuple[Section, ...]] | None] = {**FUSED, "o_proj": None, "down_proj": None}
 
 
@@ -78,7 +78,7 @@ class TensorParallel:
 
     @property
     def scatters(self) -> bool:
-        """Return whether a rank has its own rows alone of the residual stream."""
+        """Return whether a rank has only its own rows of the residual stream."""
         return self.sequence and self.size > 1
 
     def linear(self, mode: str) -> dict[str, Any]:
@@ -101,8 +101,11 @@ class TensorParallel:
             raise ValueError(
                 "sequence_parallel=True supports no attention_output_bias or mlp_bias: use sequence_parallel=False"
             )
-        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-        counts = {name: getattr(config, name) for name in names}
+        counts: dict[str, Any] = {
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads,
+            "intermediate_size": config.intermediate_size,
+        }
         common = math.gcd(*counts.values())
         for name, count in counts.items():
             if count % self.size:
@@ -112,7 +115,7 @@ class TensorParallel:
 
     @property
     def each(self) -> str:
-        """For messages about `local` sizes."""
+        """Text for messages about `local` sizes."""
         return "" if self.size == 1 else f" on each of {self.size} ranks"
 
     def check_recipe(self, recipe: Recipe) -> None:
@@ -130,16 +133,16 @@ class TensorParallel:
 
     def scatter(self, x: Tensor) -> Tensor:
         """Return this rank's rows of x [N, D], which all ranks have; its gradient is again whole on all ranks."""
-        return _Scatter.apply(x, self) if self.scatters else x  # type: ignore[return-value]
+        return _Scatter.apply(x, self) if self.scatters else x
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the rows of all ranks [N, D], to be used alike by all of them."""
-        return _Gather.apply(x, self) if self.scatters else x  # type: ignore[return-value]
+        """Return the rows of all ranks [N, D], which all of them use in the same way."""
+        return _Gather.apply(x, self) if self.scatters else x
 
     def norm(self, norm: nn.Module, x: Tensor, partial: bool) -> Tensor:
         """Return norm(x). Where x is a part of what the weight acts on, the weight's gradient is summed over the ranks.
 
-        In the graph, not by a hook on the parameter, which FSDP replaces.
+        This happens in the graph, not in a hook on the parameter, which FSDP replaces.
         """
         if not partial or self.size == 1:
             return norm(x)
@@ -153,7 +156,7 @@ class TensorParallel:
     def mark(self, model: nn.Module) -> None:
         """Set `tp_sharded` on each parameter."""
         for name, parameter in model.named_parameters():
-            parameter.tp_sharded = self.size > 1 and is_sharded(name)  # type: ignore[attr-defined]
+            parameter.tp_sharded = self.size > 1 and is_sharded(name)  # type: ignore[attr-defined]  # our attribute
 
     @contextmanager
     def filling_all(self, model: nn.Module, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
@@ -189,7 +192,7 @@ class TensorParallel:
         states = all_gather(state.to(device)[None], self.group)
         if not bool((states == states[0]).all()):
             raise ValueError(
-                "the tensor-parallel ranks have different random states: call torch.manual_seed alike on all"
+                "the tensor-parallel ranks have different random states: call torch.manual_seed with one seed on all"
             )
 
 
@@ -270,7 +273,8 @@ class _Scatter(torch.autograd.Function):
         return x.chunk(tp.size)[tp.rank].clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
         return all_gather(grad, ctx.tp.group), None
 
 
@@ -283,7 +287,8 @@ class _Gather(torch.autograd.Function):
         return all_gather(x, tp.group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
         return grad.chunk(ctx.tp.size)[ctx.tp.rank].contiguous(), None
 
 
@@ -296,5 +301,6 @@ class _Summed(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
         return all_reduce(grad.float(), ctx.tp.group).to(grad.dtype), None

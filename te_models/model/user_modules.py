@@ -1,14 +1,14 @@
 """Recompute and FP8 state for any module made of te layers, Transformer Engine's own or the emulated engine's.
 
 Transformer Engine's te.checkpoint keeps the scales of its first passes in one global queue, and its FP8 state is saved
-as a pickle. These three functions serve modules that are not ours: te.LayerNormMLP, te.TransformerLayer, a user's own.
+as a pickle. These three functions are for other modules: te.LayerNormMLP, te.TransformerLayer, a user's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, Literal
 
 import torch
@@ -42,7 +42,7 @@ def checkpoint(
         function: a module, a method of one, or any function of tensors.
         args: its arguments.
         mode: "full" saves the arguments only, "none" calls the function.
-        recipe: run the function in an autocast of its own, as `CausalLM`'s `recipe`; None: in the one around the call.
+        recipe: run the function in its own autocast, as `CausalLM`'s `recipe`; None: in the one around the call.
         modules: the modules with te layers that the function uses, if it is not one of them or a method of one.
         kwargs: its keyword arguments.
 
@@ -72,8 +72,9 @@ def checkpoint(
 def fp8_state(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of all scales and amax histories in `module`, to be saved with its state_dict.
 
-    Names are `<submodule>.scaling_fwd.scale` and so on, FP32 tensors (sections 2.1 and 7.11 of
-    docs/internals/transformer_engine.md). Empty before the first FP8 forward and under recipes without state.
+    Names are `<submodule>.scaling_fwd.scale`, FP32 [n], and `<submodule>.scaling_fwd.amax_history`, FP32 [length, n],
+    and the same with scaling_bwd, for the n tensors that a module quantizes in that direction (sections 2.1 and 7.11
+    of docs/internals/transformer_engine.md). Empty before the first FP8 forward and under recipes without state.
     """
     return {name: tensor.clone() for name, tensor in scaling_state.fp8_state(module).items()}
 
@@ -96,7 +97,7 @@ def load_fp8_state(
 
 def _owner(function: Callable[..., Any], modules: Iterable[nn.Module]) -> nn.Module:
     """Return one module that contains all te layers which the function is known to use."""
-    bound = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    bound = function.__self__ if isinstance(function, MethodType) else function
     return nn.ModuleList([*modules, *([bound] if isinstance(bound, nn.Module) else [])])
 
 

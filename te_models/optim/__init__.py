@@ -82,7 +82,7 @@ class Choice:
     Attributes:
         build: makes the torch optimizers from (learning rate, options, parameter groups).
         options: names and defaults of its options.
-        matrices: whether it treats hidden matrices as wholes (te_models.optim.groups).
+        matrices: whether it updates each hidden matrix as a whole (te_models.optim.groups).
     """
 
     build: Callable[[float, dict[str, Any], Groups], Built]

@@ -1,4 +1,4 @@
-"""GaLore: AdamW whose moments live in a low-rank subspace of each matrix's gradient (Zhao et al. 2024,
+"""GaLore: AdamW with moments in a low-rank subspace of each matrix's gradient (Zhao et al. 2024,
 arXiv 2403.03507).
 
 For a gradient G [m, n] with m <= n (else transposed), P [m, r] spans its r leading left singular directions; Adam runs
@@ -61,7 +61,7 @@ class GaLore(torch.optim.Optimizer):
         super().__init__(params, dict(**fields, rank=rank, refresh=refresh, scale=scale))
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
         """Update every matrix that has a gradient. A closure is not supported."""
         for group in self.param_groups:
             for p in group["params"]:
@@ -104,7 +104,7 @@ def _adam(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Ten
 def leading_directions(matrix: Tensor, rank: int, seed: int) -> Tensor:
     """Approximate the `rank` leading left singular vectors of `matrix` [m, n] as orthonormal columns [m, rank].
 
-    A randomized range finder with power iterations. It has a random generator of its own, seeded with `seed`, so that a
+    A randomized range finder with power iterations. It has its own random generator, seeded with `seed`, so that a
     resumed run computes the same.
     """
     width = min(rank + OVERSAMPLING, *matrix.shape)

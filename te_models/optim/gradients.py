@@ -1,7 +1,7 @@
 """Where an optimizer finds the gradients of a step, their norm, and clipping.
 
 After one micro-batch they are in `parameter.grad`, in the dtype of the parameter. BF16 cannot sum many micro-batches:
-it has 8 significant bits, so a sum stops growing once it is 256 times as large as what is added. `GradientSums`
+it has 8 significant bits, so a sum stops growing once it is 256 times as large as each addend. `GradientSums`
 therefore adds the gradients of each micro-batch to FP32 buffers.
 """
 
@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from te_models.kernels.dispatch import fused_operations
 
 P = TypeVar("P", bound=Tensor)
 
@@ -141,3 +143,18 @@ def gradient_norm(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:
     """Return the factor, at most 1, that scales gradients of this norm to `max_norm`; None if `max_norm` is 0."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else None
+
+
+def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply gradients on one device by an FP32 scalar, in place, and round each product once.
+
+    torch._foreach_mul_ first rounds the factor to the dtype of the gradients: in BF16 by up to 0.4 %. There it also
+    takes four times as long as the memory traffic, and it reads and writes all gradients even where the factor is 1.
+    """
+    factor = factor.to(gradients[0].device)
+    multiply = fused_operations(factor.device).get("multiply")
+    if multiply is not None:
+        multiply([gradient for gradient in gradients if gradient.is_contiguous()], factor)
+    for gradient in gradients:
+        if multiply is None or not gradient.is_contiguous():
+            torch.mul(gradient, factor.reshape(1), out=gradient)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -21,15 +21,15 @@ from te_models.errors import UsageError
 from te_models.model.attention import GatedAttention
 from te_models.model.mlp import MLP
 
-# The roles of parts. Muon and GaLore update the first; AdamW updates all others.
-ROLES = (
+# The role of a part. Muon and GaLore update the first; AdamW updates all others.
+Role = Literal[
     "hidden",  # a projection from one hidden space to another: q, k, v, o, the elementwise gate, SwiGLU's three
-    "gate",  # the headwise gate: one logit per head (and rows of padding), each row a vector of its own
+    "gate",  # the headwise gate: one logit per head (and rows of padding), each row a separate vector
     "head",  # any other matrix: the language-model head, adapters
     "embedding",  # a table, tied to the head or not: a step reads few of its rows
     "vector",  # norms and biases
-)
-DECAYING = ("hidden", "gate", "head")
+]
+DECAYING: tuple[Role, ...] = ("hidden", "gate", "head")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,19 +37,18 @@ class Part:
     """The rows [start, stop) of a parameter, all of them if `stop` is None."""
 
     parameter: nn.Parameter
-    role: str
+    role: Role
     start: int = 0
     stop: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the same rows of a tensor of the parameter's shape: a view,
-        or the tensor itself if that is all rows."""
+        """Return the same rows of a tensor of the parameter's shape: a view, or the tensor itself for all rows."""
         return tensor if self.stop is None else tensor.detach()[self.start : self.stop]
 
 
 def parts(model: nn.Module) -> list[Part]:
     """Return all trainable parameters in the model's order, each row in one part, tied parameters once."""
-    roles: dict[int, list[tuple[str, int]]] = {}
+    roles: dict[int, list[tuple[Role, int]]] = {}
     for module in model.modules():
         for parameter, rows in _structure(module):
             roles.setdefault(id(parameter), rows)
@@ -64,7 +63,7 @@ def parts(model: nn.Module) -> list[Part]:
 def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[dict[str, Any]]:
     """Return parameter groups with parts as "params". Only matrices decay, except tables, whose use is sparse.
 
-    With `matrices`, the hidden matrices are a group of their own with one part per logical matrix; without, each
+    With `matrices`, the hidden matrices are a separate group with one part per logical matrix; without, each
     parameter is one part.
     """
     found = parts(model)
@@ -81,7 +80,7 @@ def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[dict[s
     return [group for group in made if group["params"]]
 
 
-def _structure(module: nn.Module) -> Iterator[tuple[Any, list[tuple[str, int]]]]:
+def _structure(module: nn.Module) -> Iterator[tuple[Any, list[tuple[Role, int]]]]:
     """Yield the weights of this module as (weight, [(role, rows), ...] from its first row to its last)."""
     if isinstance(module, nn.Embedding):
         yield module.weight, [("embedding", module.num_embeddings)]
@@ -95,7 +94,7 @@ def _structure(module: nn.Module) -> Iterator[tuple[Any, list[tuple[str, int]]]]
         yield module.down_proj.weight, [("hidden", len(module.down_proj.weight))]
 
 
-def _split(parameter: nn.Parameter, rows: list[tuple[str, int]]) -> list[Part]:
+def _split(parameter: nn.Parameter, rows: list[tuple[Role, int]]) -> list[Part]:
     if len(rows) == 1:
         return [Part(parameter, rows[0][0])]
     ends = list(accumulate(size for _, size in rows))

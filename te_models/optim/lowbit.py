@@ -32,9 +32,9 @@ def lowbit_adamw(
     return [CLASSES[name](groups, lr=lr, bf16_stochastic_round=options["stochastic_rounding"], **fields)]
 
 
-def expected_moment(optimizer: torch.optim.Optimizer, view: Tensor) -> Any:
+def expected_moment(optimizer: AdamW8bit | AdamWFp8, view: Tensor) -> Any:
     """Return a moment of one tensor as a template for te_models.optim.state_tensors.check_values."""
-    block: int = optimizer.block_size  # type: ignore[attr-defined]  # of torchao's common base
+    block: int = optimizer.block_size
     if view.numel() < 4096 or view.numel() % block:
         return like(view)
     scale = like(view, view.numel() // block, dtype=torch.float32)

@@ -22,7 +22,7 @@ from te_models.distributed.dtensor import from_shard, local
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized, new_master, take_master
 from te_models.optim.galore import GaLore
-from te_models.optim.gradients import Gradients, Norm, chunks, clip_factor, gradient_norm
+from te_models.optim.gradients import Gradients, Norm, chunks, clip_factor, gradient_norm, scale
 from te_models.optim.groups import Part
 from te_models.optim.muon8bit import Muon8bit
 from te_models.optim.parameter_owners import Owners, placeholder
@@ -49,7 +49,7 @@ class MasterWeights:
         offload: store masters and state in CPU memory and step there. (torchao's CPUOffloadOptimizer steps on gradients
             as backward produces them, so it cannot clip by their common norm.)
         gradients: where the gradients of a step are.
-        norm: computes the norm of all gradients; another than the default if they are sharded over ranks.
+        norm: computes the norm of all gradients; replace the default if they are sharded over ranks.
     """
 
     def __init__(
@@ -149,8 +149,7 @@ class MasterWeights:
                 view.grad = part.of(gradient)
             gradients.append(gradient)
         if self._clip is not None and gradients:
-            own = [local(gradient) for gradient in gradients]
-            torch._foreach_mul_(own, self._clip.to(own[0].device))
+            scale([local(gradient) for gradient in gradients], self._clip)
 
     def _gradients(self, chunk: list[tuple[nn.Parameter, Tensor]], used: Iterable[Tensor]) -> Iterable[Tensor | None]:
         """Return each parameter's gradient; with owners the whole one where this rank is the owner, else None."""

@@ -57,7 +57,7 @@ class Muon8bit(torch.optim.Optimizer):
         self._compile = compile
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
         """Update every matrix that has a gradient. A closure is not supported."""
         for group in self.param_groups:
             for batch in batches([p for p in group["params"] if p.grad is not None]):
@@ -89,7 +89,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(data: Tensor, scales: Tensor, shape: torch.Size) -> Tensor:
-    """Return the FP32 tensor of `shape` that `quantize` made `data` and `scales` of."""
+    """Return the FP32 tensor of `shape`: the inverse of `quantize`, up to rounding."""
     return (data.float() * scales).flatten()[: shape.numel()].view(shape)
 
 

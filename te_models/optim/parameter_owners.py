@@ -1,6 +1,6 @@
 """Optimizers that need whole tensors, over parameters that FSDP2 shards.
 
-Each parameter has an owner, a rank that alone has its whole master weight and optimizer state. Shards of the gradient
+Each parameter has an owner, the only rank with its whole master weight and optimizer state. Shards of the gradient
 travel to the owner, which runs the optimizer as a single process would, and the new values travel back. So Muon sees
 whole matrices, blocks of 8-bit moments are those of a single process, and a checkpoint does not depend on the number of
 ranks. Every rank sends and receives 1/N of the gradients and 1/N of the values, in one all-to-all each way per chunk.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized
-from te_models.optim.gradients import Gradients, chunks, clip_factor, gradient_norm
+from te_models.optim.gradients import Gradients, chunks, clip_factor, gradient_norm, scale
 from te_models.optim.master import check_kind, set_group_rate
 from te_models.optim.state_tensors import check_values, like
 
@@ -83,7 +83,7 @@ class TEAdam:
         norm = gradient_norm(self.parameters, gradients)
         factor = clip_factor(norm, max_norm)
         if factor is not None and gradients:
-            torch._foreach_mul_(gradients, factor)
+            scale(gradients, factor)
         return norm
 
     def skip_if(self, bad: Tensor) -> None:
@@ -94,13 +94,13 @@ class TEAdam:
         """Update the parameters that have a gradient, and drop the gradients."""
         if self.gradients.in_fp32:
             for parameter in self.parameters:  # FusedAdam reads FP32 gradients of BF16 parameters under this name
-                parameter.decoupled_grad = self.gradients.of(parameter)  # type: ignore[attr-defined]
+                parameter.decoupled_grad = self.gradients.of(parameter)  # type: ignore[attr-defined]  # FusedAdam's name
         self.inner.step()
         for parameter in self.parameters:
             self.gradients.drop(parameter)
 
     def masters_by_id(self) -> dict[int, Tensor]:
-        """Return nothing: no FP32 masters exist, their upper halves are the parameters."""
+        """Return nothing: there are no FP32 masters, since the parameters are their upper halves."""
         return {}
 
     def fetch(self, kind: str, index: int, tensor: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def _bits(value: Any) -> dict[str, Tensor]:
 
 
 def _drop_transpose(moment: Any) -> None:
-    """Free the transposed copy that an FP8 tensor has for GEMMs on Hopper, in which a moment takes no part."""
+    """Free the transposed copy that an FP8 tensor has for GEMMs on Hopper, which never use a moment."""
     moment._quantizer.set_usage(rowwise=True, columnwise=False)
     moment._transpose = None
 

@@ -106,7 +106,7 @@ def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Me
             passing, weights = step.produces + step.scratch, 0 if training.frozen else step.weights
             if training.gradient_sums:
                 yield now.plus(step.name, activation_gradients=passing + weights)
-            else:  # a new gradient stays; under FSDP2 its shard does, and whole gradients are in buffers counted before
+            else:  # a new gradient stays; under FSDP2 its shard does, and whole gradients are in buffers counted above
                 now = now.plus(gradients=weights // training.gpus)
                 yield now.plus(step.name, activation_gradients=passing)
             change = step.produces - step.consumes

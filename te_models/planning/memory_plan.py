@@ -20,8 +20,8 @@ from te_models.planning.parameter_bytes import OPTIMIZERS, model_parameters
 from te_models.planning.printable import Printable
 
 GPUS = {"24 GB": 24, "48 GB": 48, "80 GB": 80, "141 GB": 141}  # sizes as sold: 10^9 bytes
-# The fraction left free covers the error of the prediction. CUDA's context fits in what a GPU has beyond its nominal
-# size: an H100 "80 GB" has 85.5 * 10^9 bytes, an H200 "141 GB" has 150.8 * 10^9.
+# The fraction left free covers the error of the prediction. CUDA's context fits in the memory that a GPU has beyond its
+# nominal size: an H100 "80 GB" has 85.5 * 10^9 bytes, an H200 "141 GB" has 150.8 * 10^9.
 HEADROOM = 0.05
 
 
@@ -58,7 +58,7 @@ class MemoryPlan(Printable):
     def largest_batch(self, gigabytes: float) -> int:
         """Return the largest number of sequences per GPU that fits; 0 if not even one does.
 
-        The peak is nearly a line over the batch, so a straight line between two batches finds the next to try.
+        The peak is nearly linear in the batch size, so a straight line between two batches gives the next to try.
         """
 
         def spare(batch: int) -> float:
@@ -181,8 +181,8 @@ def plan_memory(
     """Predict the memory of a training step. Nothing is built and no GPU is needed.
 
     Args:
-        config: shape of the model, as from `te_models.get_preset`.
-        recipe: precision recipe, as from `te_models.get_recipe`.
+        config: the model's shape, for example from `te_models.get_preset`.
+        recipe: the precision recipe, for example from `te_models.get_recipe`.
         batch_size: sequences of one micro-batch over all `gpus`, as in `te_models.TrainConfig`.
         seq_len: tokens per sequence.
         optimizer: a name of `te_models.planning.parameter_bytes.OPTIMIZERS`; None for forward and backward only.
@@ -195,7 +195,7 @@ def plan_memory(
         fp8_params: whether the primary weights of FP8 layers are FP8 (te_models.fp8.primary_weights).
         dtype_bytes: bytes per element of parameters and activations.
         logits: whether the forward returns logits. The Trainer's does not, so they never exist all at once.
-        compile, fused: as of `CausalLM`.
+        compile, fused: as for `CausalLM`.
 
     Raises:
         UsageError: for a value that no training run could have.

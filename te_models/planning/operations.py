@@ -15,7 +15,12 @@ from te_models.config.chunk_sizes import head_rows
 from te_models.config.layout import linear_sizes
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
-from te_models.config.recompute_modes import recomputes_block, recomputes_mlp, recomputes_product
+from te_models.config.recompute_modes import (
+    offload_allows_fused,
+    recomputes_block,
+    recomputes_mlp,
+    recomputes_product,
+)
 from te_models.errors import UsageError, unknown
 from te_models.planning.parameter_bytes import FP32, OPTIMIZERS
 
@@ -27,7 +32,7 @@ class Step(NamedTuple):
 
     name: str
     saved: int = 0  # saved by the forward, freed after the backward
-    copies: int = 0  # FP8 copies of its weight, saved and freed likewise
+    copies: int = 0  # FP8 copies of its weight, saved and freed in the same way
     consumes: int = 0  # gradients of its outputs, freed after the backward
     produces: int = 0  # gradients of its inputs
     scratch: int = 0  # allocated during its backward only
@@ -69,6 +74,12 @@ class Training:
     cuda: bool = True
     dtype_bytes: int = 2
 
+    @property
+    def fused_kernels(self) -> bool:
+        """Return whether fused kernels run, as model/decoder.py decides."""
+        allowed = not self.activation_offload or offload_allows_fused(self.activation_checkpointing)
+        return self.fused and self.cuda and allowed
+
     def __post_init__(self) -> None:
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
             raise unknown("optimizer", self.optimizer, OPTIMIZERS)
@@ -89,7 +100,7 @@ def operand_bytes(recipe: Recipe, rows: int, columns: int, role: str, copies: st
     size, m, k = rows * columns, -(-rows // 128), -(-columns // 128)
     shared = 0
     if recipe.scheme in ("DelayedScaling", "Float8CurrentScaling"):
-        rowwise, columnwise, shared = size, size, FP32  # one scale, whichever copies there are
+        rowwise, columnwise, shared = size, size, FP32  # one scale, for any number of copies
     elif recipe.scheme == "Float8BlockScaling" and recipe.fields[f"{role}_block_scaling_dim"] == 2:
         rowwise, columnwise = size + FP32 * m * _up(k, 4), size + FP32 * k * _up(m, 4)
     elif recipe.scheme == "Float8BlockScaling":
@@ -127,8 +138,8 @@ class Tape:
         """Return whether attention, RoPE and gate are one operation, as kernels/gated_attention.py decides on GPUs."""
         c, training = self.config, self.training
         cudnn = c.head_dim in (64, 128) and training.seq_len >= 128 and self.element == 2
-        kernel = self._spans if self._slides(layer) else training.fused and training.cuda and cudnn
-        return kernel and not training.activation_offload and not c.attention_obstacles
+        kernel = self._spans if self._slides(layer) else training.fused_kernels and cudnn
+        return kernel and not c.attention_obstacles
 
     def _slides(self, layer: int) -> bool:
         window = self.config.window(layer)
@@ -138,7 +149,7 @@ class Tape:
     def _spans(self) -> bool:
         """Return whether windows are spans of keys, for kernels/span_attention_triton.py, rather than masks."""
         capped, training = self.config.attn_logit_softcapping is not None, self.training
-        return training.fused and training.cuda and self.element == 2 and self.config.head_dim <= 256 and not capped
+        return training.fused_kernels and self.element == 2 and self.config.head_dim <= 256 and not capped
 
     def fp8(self, layer: int) -> bool:
         """Return whether this layer runs inside the autocast."""
@@ -152,7 +163,7 @@ class Tape:
         return Step(name, saved, consumes=self.stream, scratch=self.stream, weights=weights)
 
     def output_norm(self, name: str) -> list[Step]:
-        """Return what is between attention or MLP and the residual sum: te.RMSNorm, multiplication, both or none."""
+        """Return the steps between attention or MLP and the residual sum: te.RMSNorm, multiplication, both or none."""
         c, multiplied = self.config, self.config.residual_multiplier != 1
         steps = [Step("residual_multiplier", produces=self.stream)] if multiplied else []
         if c.norm_position == "pre":
@@ -168,7 +179,7 @@ class Tape:
 
         Both copies of the weight are saved unless engine/native.py drops the rowwise one. The backward quantizes the
         output gradient rowwise and columnwise. If `shared`, another operation already saves the unquantized input; if
-        `last`, the output gradient is the residual's, which outlives this backward.
+        `last`, the output gradient is the residual stream's, which is not freed by this backward.
         """
         rows, element, override = self.rows, self.element, self.recipe.fields.get("backward_override", "none")
         step = Step(
@@ -189,7 +200,7 @@ class Tape:
             return step._replace(saved=x, scratch=dy)
         if self.training.gpus > 1:  # Transformer Engine requantizes weights sharded by FSDP2 in backward
             return step._replace(saved=x, scratch=dy + w)
-        if self.training.fused and self.training.cuda and self.recipe.stateful and not self.training.cached_weights:
+        if self.training.fused_kernels and self.recipe.stateful and not self.training.cached_weights:
             w = operand_bytes(self.recipe, outputs, inputs, "w", "columnwise")
         return step._replace(saved=x, copies=w, scratch=dy)
 
@@ -311,16 +322,17 @@ class Tape:
         """Return kernels/lm_head.py, which computes both gradients in the forward in chunks and saves only those.
 
         With fused kernels on a GPU a chunk's gradient overwrites its logits (kernels/lm_head_triton.py). The forward
-        also holds a chunk and the FP32 sum of the weight gradient (on a CPU one more product). They count as scratch
-        as far as they exceed the backward's own buffers.
+        also allocates a chunk and the FP32 sum of the weight gradient (on a CPU one more product). They count as
+        scratch where they exceed the backward's own buffers.
         """
         c, size = self.config, self.config.vocab_size * self.config.hidden_size
-        own, weight = self.tokens * c.hidden_size * self.element, size * self.element
-        rows = head_rows(self.tokens, c.vocab_size, c.hidden_size, self.training.cuda)
+        trained = not self.training.frozen
+        own, weight = self.tokens * c.hidden_size * self.element, size * self.element * trained
+        rows = head_rows(self.tokens, c.vocab_size, c.hidden_size, self.training.cuda, trained)
         chunk, sums = rows * c.vocab_size, 1 if self.training.cuda else 2
-        sums = 0 if rows == self.tokens else sums  # with one chunk its product is the gradient
+        sums = sums if trained and rows < self.tokens else 0  # with one chunk its product is the gradient
         beside = self.element + (0 if self.training.compile else 3 * FP32)
-        if self.training.cuda and self.training.fused and not self.training.activation_offload:
+        if self.training.fused_kernels:
             beside = 0
         if c.final_logit_softcapping is not None or c.logits_scaling != 1:  # the scaled logits, and two of FP32
             beside += self.element + 2 * FP32
@@ -341,7 +353,7 @@ class Tape:
         """Yield the whole forward pass; te_models/config/recompute_modes.py decides what is recomputed."""
         mode, c, fp8_weights = self.training.activation_checkpointing, self.config, self.training.fp8_params
         # Where SwiGLU writes the FP8 input of down_proj itself, it can also recompute it.
-        hands_over = fp8_weights and self.training.fused and self.training.cuda and self.recipe.scheme in PER_TENSOR
+        hands_over = fp8_weights and self.training.fused_kernels and self.recipe.scheme in PER_TENSOR
         hands_over = hands_over and not c.mlp_obstacles
         rotary = self.rotary_tables()
         table = c.vocab_size * c.hidden_size * self.element

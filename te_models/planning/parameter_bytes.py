@@ -34,18 +34,18 @@ def _adamw(p: Parameter) -> float:
 
 
 def _adamw_blocks(p: Parameter) -> float:
-    """Return those of torchao: two one-byte moments, an FP32 scale per 256 elements; small or odd tensors in FP32."""
+    """Return the bytes of torchao's moments: two of one byte, an FP32 scale per 256; small or odd tensors in FP32."""
     size = math.prod(p.shape)
     return 2 * (1 + 4 / 256) if size >= 4096 and size % 256 == 0 else _adamw(p)
 
 
 def _muon(momentum: float) -> Callable[[Parameter], float]:
-    """Return those of Muon (Jordan et al. 2024): one momentum for the matrices of blocks, AdamW for the rest."""
+    """Return the bytes of Muon (Jordan et al. 2024): one momentum for the matrices of blocks, AdamW for the rest."""
     return lambda p: momentum if p.kind == "matrix" else _adamw(p)
 
 
 def _galore(p: Parameter, rank: int = 128) -> float:
-    """Return those of GaLore (Zhao et al. 2024, arXiv 2403.03507): AdamW on gradients of `rank`, FP32 projectors."""
+    """Return the bytes of GaLore (Zhao et al. 2024, arXiv 2403.03507): AdamW on rank `rank`, FP32 projectors."""
     if p.kind != "matrix" or min(p.shape) <= rank:
         return _adamw(p)
     return 4 * rank * (2 * max(p.shape) + min(p.shape)) / math.prod(p.shape)

@@ -31,7 +31,7 @@ class PrecisionPlan(Printable):
 
     title: str
     rows: tuple[PlanRow, ...]
-    notes: tuple[str, ...] = ()  # operations that fused kernels do not compute for this model
+    notes: tuple[str, ...] = ()  # operations that fused kernels do not support for this model
 
     def __iter__(self) -> Iterator[PlanRow]:
         return iter(self.rows)
@@ -40,7 +40,7 @@ class PrecisionPlan(Printable):
         return len(self.rows)
 
     def count(self, precision: str) -> int:
-        """Return the number of linears that run in "BF16", or of those that run below it ("FP8")."""
+        """Return the number of linears that run in "BF16", or in any lower precision ("FP8")."""
         bf16 = sum(row.precision == "BF16" for row in self.rows)
         return bf16 if precision == "BF16" else len(self.rows) - bf16
 

@@ -12,10 +12,10 @@ from te_models.errors import UsageError
 from te_models.planning.memory_plan import MemoryPlan
 
 MOST = 4  # changes at once
-LEAST_SEQ_LEN = 256  # shorter sequences are no way to save memory
+LEAST_SEQ_LEN = 256  # sequences are not shortened below this to save memory
 
 Options = Mapping[str, Any]  # keywords of te_models.planning.memory_plan.plan_memory
-Value = tuple[tuple[str, ...], dict[str, Any]]  # flags, and the keywords that they stand for
+Value = tuple[tuple[str, ...], dict[str, Any]]  # flags, and their keywords
 Plan = Callable[..., MemoryPlan]  # of the run, given keywords that differ from its own
 
 
@@ -33,8 +33,8 @@ class Change:
 def smallest_change(plan: Plan, options: Options, available: int, lora: bool = True) -> Change | None:
     """Return the fewest changes of `options` that make the peak fit into `available` bytes; None if there are none.
 
-    Among as many changes, those that cost least come first: recomputing activations, smaller micro-batches with as many
-    tokens per step, FP8 primary weights, an 8-bit optimizer, host memory, and last what changes the run itself:
+    Among equally many changes, the cheapest come first: recomputing activations, smaller micro-batches with the same
+    number of tokens per step, FP8 primary weights, an 8-bit optimizer, host memory, and last changes of the run itself:
     adapters instead of all weights (if `lora`), shorter sequences.
     """
 
@@ -91,6 +91,6 @@ def _levers(options: Options, lora: bool, quantized: bool) -> Iterator[list[Valu
 
 
 def _divisors(number: int) -> list[int]:
-    """Return the divisors of a number from the largest on, of a very large one only those next to both ends."""
+    """Return the divisors of a number in descending order; of a very large one, only the largest and the smallest."""
     small = [size for size in range(1, min(math.isqrt(number), 10_000) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)}, reverse=True)

@@ -1,6 +1,6 @@
-"""Folders of safetensors and JSON files that are whole, exact and checked, or refused.
+"""Folders of safetensors and JSON files: complete, exact and checked, or refused.
 
-A folder holds named groups of tensors (`model.safetensors`, or shards with an index in Hugging Face's layout), named
+A folder contains named groups of tensors (`model.safetensors`, or shards with an index in Hugging Face's layout), named
 JSON documents (`config.json`) and `manifest.json`, which lists the size and SHA-256 of every file and carries a digest
 of itself. Saving writes a hidden folder beside the target, makes it durable and renames it into place; loading checks
 everything before it returns anything. Nothing here is a pickle, and nothing read can run code.
@@ -143,14 +143,14 @@ def save_folder(
     existing folder is replaced only if all its files were saved by this function.
 
     Args:
-        path: the folder; its parents are made.
+        path: the folder to write; its parents are created.
         tensors: group name -> tensor name -> tensor of any stride and device.
         documents: document name -> plain JSON value (use `flatten_state` for anything richer), or `render_json` of it;
             a file's name, such as "tokenizer.model" -> its bytes.
         max_shard_bytes: the group "model" is split into shards of this size, others into shards of 5 GiB or this size.
 
     Raises:
-        UsageError: something given cannot be saved exactly; nothing was written.
+        UsageError: an argument cannot be saved exactly; nothing was written.
         SaveError: writing failed; the previous content of `path` is intact and nothing is left behind.
     """
     write_content(Path(path), prepare(tensors, documents), max_shard_bytes)
@@ -165,9 +165,9 @@ def load_folder(
 ) -> Folder:
     """Read and check a folder that `save_folder` wrote, or one of Hugging Face.
 
-    The size of every file is checked, and the hash of the very bytes that are returned. Tensors are read into memory;
-    where they would fill a quarter of what this process may use, files are mapped instead, copy-on-write, and must not
-    be truncated during the load.
+    The size of every file is checked, and the hash of the bytes that are returned. Tensors are read into memory; where
+    they would fill a quarter of the memory that this process may use, files are mapped instead, copy-on-write, and
+    must not be truncated during the load.
 
     Args:
         path: the folder.
@@ -178,7 +178,7 @@ def load_folder(
             be symbolic links, as in Hugging Face's cache, and their content is checked for form only.
 
     Raises:
-        CheckpointError: the folder is missing, damaged or incomplete; one line that says how.
+        CheckpointError: the folder is missing, damaged or incomplete; the message says how.
     """
     folder = readable(Path(path))
     if not folder.is_dir():
@@ -207,12 +207,12 @@ def read_listed(path: Path, names: Iterable[str]) -> dict[str, bytes]:
 
 
 def match(expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor], *, check_dtype: bool = True) -> None:
-    """Compare names, shapes and dtypes, so that a live model is touched only once everything is known to fit.
+    """Compare names, shapes and dtypes, so that a live model is changed only after everything is known to fit.
 
     `check_dtype=False` leaves dtypes to the caller, for a model that is loaded in another precision.
 
     Raises:
-        CheckpointError: one line that lists what is missing, unexpected and different.
+        CheckpointError: the message lists missing, unexpected and different tensors.
     """
     missing, extra, different = sorted(expected.keys() - loaded.keys()), sorted(loaded.keys() - expected.keys()), []
     for name in sorted(expected.keys() & loaded.keys()):
@@ -231,7 +231,7 @@ def match(expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor], *, check
 
 
 def prepare(tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]) -> Content:
-    """Check what is to be saved, find tied tensors and render the documents; see `save_folder` for the arguments."""
+    """Check the content to save, find tied tensors and render the documents; see `save_folder` for the arguments."""
     kept: dict[str, dict[str, Tensor]] = {}
     aliases: dict[str, dict[str, str]] = {}
     for name in (*tensors, *(name for name, document in documents.items() if not _is_file(name, document))):
@@ -297,7 +297,7 @@ def record(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
 
 
 def refuse_strangers(path: Path) -> None:
-    """Raise UsageError if there are files at `path` that no save wrote and that replacing it would lose."""
+    """Raise UsageError if replacing `path` would delete files that no save wrote."""
     strangers = [path.name] if path.exists() else []
     if path.is_dir():
         try:
@@ -312,7 +312,7 @@ def refuse_strangers(path: Path) -> None:
 
 
 def _is_file(name: str, document: Any) -> bool:
-    """Return whether a document is the content of the file of this name, and not JSON to which a suffix is added."""
+    """Return whether a document is the content of the file of this name, rather than JSON, whose name gets a suffix."""
     return isinstance(document, bytes) and "." in name and _FILE.fullmatch(name) is not None
 
 

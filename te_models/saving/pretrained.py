@@ -1,4 +1,4 @@
-"""Models as folders: which state of a model is saved, and how it is read back into a new model or a live one.
+"""Models as folders: which state of a model is saved, and how it is loaded into a new or a live model.
 
 A folder has config.json, model.safetensors (or shards), recipe.json (resolved values), fp8_state.safetensors (only for
 a stateful recipe that has run), fp8_weights.safetensors (data and scales of FP8 primary weights) and manifest.json.
@@ -45,7 +45,7 @@ from te_models.interop.hf import (
     write_hugging_face,
 )
 from te_models.interop.hf_families import family_of
-from te_models.interop.hub import local_folder
+from te_models.interop.hub import local_folder, saved_dtype
 from te_models.interop.quantized import CONFIG_KEYS, read_scheme
 from te_models.interop.te_checkpoint import TECheckpoint, read_te_checkpoint, te_files
 from te_models.model.decoder import Decoder
@@ -72,7 +72,7 @@ WRAPPED = "model."  # the prefix of names in a TEModelsForCausalLM
 def model_content(
     model: Decoder, origin: Origin, masters: Mapping[int, Tensor] | None = None, parts: bool = False
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Return the tensors and documents of a saved model, as te_models.saving.folder.save_folder takes them.
+    """Return the tensors and documents of a saved model, for te_models.saving.folder.save_folder.
 
     `masters` are the values of FP8 primary weights by the id of the parameter; a weight without one is dequantized.
     `parts` returns this rank's parts of parameters that several ranks share, for te_models.saving.sharded.
@@ -91,7 +91,7 @@ def model_content(
 def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> dict[str, Tensor]:
     """Return name -> values of every parameter, tied ones under each of their names.
 
-    Transformer Engine's `_extra_state` is not among them: it holds a pickle, and its content is saved as fp8_state.
+    Transformer Engine's `_extra_state`, a pickle, is left out; its content is saved as fp8_state.
     """
     masters = masters or {}
     return {
@@ -108,10 +108,10 @@ def write_pretrained(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     name: str | None = None,
 ) -> None:
-    """Save a model into `folder`, atomically, in our format or in Hugging Face's, with the tokenizer that it came with.
+    """Save a model into `folder`, atomically, in our format or in Hugging Face's, with the tokenizer of its origin.
 
-    In our format the weights have the FP8 state with them, as in a state_dict, for programs that read
-    model.safetensors alone (accelerate's load_checkpoint_in_model). `name` is that of the model in its card.
+    In our format model.safetensors includes the FP8 state, as a state_dict does, for programs that read only that file
+    (accelerate's load_checkpoint_in_model). `name` is the model's name in its card.
     """
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
@@ -132,8 +132,8 @@ def read_pretrained(
     """Return the model saved in `folder`, built by `build(config, **options)`, and its origin.
 
     Everything is read and checked before a model is built. Without `recipe=` the saved one is used, and fields of the
-    recipe in `options` override it; FP8 state moves along to another stateful recipe and is dropped with a warning by
-    any other. FP8 primary weights stay such under the saved recipe, unless `fp8_params=` says otherwise.
+    recipe in `options` override it. FP8 state is converted to another stateful recipe, and dropped with a warning for
+    any other. FP8 primary weights remain FP8 under the saved recipe, unless `fp8_params=` says otherwise.
     """
     folder = saved_folder(local_folder(folder))
     shape = {name: value for name, value in options.items() if name in config_fields()}
@@ -193,7 +193,7 @@ def _refuse_other_folders(folder: Path) -> None:
 def bare_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the parameters in model.safetensors by CausalLM's names.
 
-    Left out is the FP8 state, which fp8_state has too; TEModelsForCausalLM has all names below "model.".
+    The FP8 state, which fp8_state has too, is left out; TEModelsForCausalLM has all names below "model.".
     """
     found = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{EXTRA}")}
     wrapped = all(name.startswith(WRAPPED) for name in found)
@@ -223,13 +223,13 @@ def read_te_model(
 def load_te_checkpoint(
     model: Decoder, source: TECheckpoint | str | Path, rename: Callable[[str], str] | None = None
 ) -> None:
-    """Put the weights, scales and amax histories of a checkpoint of Transformer Engine's modules into `model`.
+    """Load the weights, scales and amax histories of a checkpoint of Transformer Engine's modules into `model`.
 
-    `source` and `rename` are those of `read_te_checkpoint`. Scales that the model's recipe has no use for are left out
+    `source` and `rename` are those of `read_te_checkpoint`. Scales that the model's recipe does not use are ignored
     with a warning.
 
     Raises:
-        CheckpointError: it cannot be read or is of another model; `model` is untouched.
+        CheckpointError: it cannot be read or is of another model; `model` is unchanged.
     """
     found = source if isinstance(source, TECheckpoint) else read_te_checkpoint(source, rename)
     recipe = found.recipe(model.config.num_hidden_layers)
@@ -241,20 +241,20 @@ def load_te_checkpoint(
 
 
 def restore_model(model: Decoder, saved: Folder, recipe: Recipe) -> None:
-    """Put the weights and the FP8 state of a folder that was saved under `recipe` into `model`.
+    """Load the weights and the FP8 state of a folder that was saved under `recipe` into `model`.
 
-    Scales and histories move along to another stateful recipe; state without a place in the model is left out with a
-    warning.
+    Scales and histories are converted to another stateful recipe; state without a place in the model is ignored with
+    a warning.
 
     Raises:
-        CheckpointError: the folder is of another model; `model` is untouched.
+        CheckpointError: the folder is of another model; `model` is unchanged.
     """
     check_restore(model, saved, recipe)
     _write_model(model, saved, recipe)
 
 
 def check_restore(model: Decoder, saved: Folder, recipe: Recipe) -> None:
-    """Raise CheckpointError unless the weights and the FP8 state of a folder fit `model`, which stays as it is."""
+    """Raise CheckpointError unless the weights and the FP8 state of a folder fit `model`, which is left unchanged."""
     _fitting_quantized(model, saved, recipe)
     _fitting_weights(model, saved.tensors["model"])
     check_fp8_state(model, saved.tensors.get("fp8_state", {}))
@@ -315,17 +315,16 @@ def read_config(saved: Folder) -> tuple[ModelConfig, torch.dtype]:
     if not isinstance(saved.documents["config"], dict):
         raise CheckpointError(f"{path} is not an object of names and values")
     values = dict(saved.documents["config"])
-    kind, dtype = values.pop("model_type", None), values.pop("dtype", None)
+    kind, name = values.pop("model_type", None), values.pop("dtype", None)
     if kind != MODEL_TYPE:
         raise CheckpointError(
             f"{saved.path} holds a model of type {list_some([repr(kind)])}; this version reads {MODEL_TYPE!r}"
         )
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise CheckpointError(f"{path}: dtype {list_some([repr(dtype)])} is not bfloat16, float16 or float32")
+    dtype = saved_dtype(path, name)
     if "model" in saved.tensors:
         check_sizes(path, values, saved.tensors["model"], "layers.", "embed_tokens.weight")
     try:
-        return ModelConfig.from_dict(values), getattr(torch, dtype)
+        return ModelConfig.from_dict(values), dtype
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: {first_line(error)}") from None
 
@@ -369,7 +368,7 @@ def _fitting_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> tuple[dic
 def load_weights(model: Decoder, tensors: Mapping[str, Tensor], quantized: Mapping[str, Tensor] | None = None) -> None:
     """Copy `tensors` into the model's parameters once every name and shape is known to fit; dtypes are converted.
 
-    FP8 primary weights take their data and scales from `quantized`, and are quantized where there are none.
+    FP8 primary weights get their data and scales from `quantized`; those that are not in it are quantized.
     """
     live, own = _fitting_weights(model, tensors)
     in_fp8 = {name.rsplit(".", 1)[0] for name in quantized or {}}
@@ -391,7 +390,7 @@ class Shape(NamedTuple):
 
 
 def read_shape(name: str | Path, overrides: Mapping[str, Any] | None = None) -> Shape | None:
-    """Return the shape of the model that `from_pretrained(name)` loads; None for formats that only loading knows.
+    """Return the shape of the model that `from_pretrained(name)` loads; None if only loading can tell.
 
     `overrides` are fields of the config.
 
@@ -422,7 +421,7 @@ def read_shape(name: str | Path, overrides: Mapping[str, Any] | None = None) -> 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A training checkpoint whose weights and FP8 state are known to fit the model, which is still untouched."""
+    """A training checkpoint whose weights and FP8 state are known to fit the model, which is still unchanged."""
 
     state: dict[str, Any]  # of optimizer, dataset, random numbers and result, as it was saved
     write: Callable[[], None]  # puts the weights and the FP8 state into the model
@@ -440,7 +439,7 @@ def training_document(saved: Folder) -> dict[str, Any]:
 def read_training_state(model: Decoder, folder: Path) -> TrainingState:
     """Read and check a training checkpoint for `model`.
 
-    Under another recipe than the saved one the run continues with a warning; see `restore_model` for its scales.
+    Under a recipe other than the saved one the run continues with a warning; see `restore_model` for its scales.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model.

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: numbered folders with rotation, saved while the caller waits or in the background."""
+"""Checkpoints of a training run: numbered folders with rotation, saved in the foreground or in the background."""
 
 import contextlib
 import logging
@@ -26,10 +26,10 @@ _HIDDEN_STEP = re.compile(r"\.(step-\d{8,18})\.replaced")
 
 
 class Checkpoints:
-    """The checkpoints of one run: `root/step-00000200`, ..., and the file `root/latest` with the newest whole one.
+    """The checkpoints of one run: `root/step-00000200`, ..., and the file `root/latest` with the newest complete one.
 
     Args:
-        root: the run's folder; other files in it are left alone.
+        root: the run's folder; other files in it are left unchanged.
         keep_last: the number of checkpoints to keep; older ones are deleted once a new one is durable. None keeps all.
         max_shard_bytes: a group of tensors larger than this is split into shards.
         retry_pauses: seconds to wait before each further attempt at a save that failed; each failure is logged.
@@ -70,14 +70,14 @@ class Checkpoints:
 
         With `blocking=False` the tensors are copied to host memory (reused from save to save: the size of one
         checkpoint; see `reserve` for the first) before this returns, and everything else happens in a thread that the
-        interpreter waits for at exit. The next call waits for it first. With `copy_later` the copy, too, happens in the
-        thread (on a CUDA device on a stream of its own), and the caller must not change the tensors until `copied` has
-        returned: a training step changes them at its very end.
+        interpreter waits for at exit. The next call waits for it first. With `copy_later` the copy also happens in the
+        thread (on a CUDA device on a separate stream), and the caller must not change the tensors until `copied` has
+        returned: a training step changes them only at its end.
 
         A background save that fails is logged, and the next save tries again; `MAX_FAILED_SAVES` in a row are an error.
 
         Raises:
-            UsageError: something given cannot be saved exactly.
+            UsageError: an argument cannot be saved exactly.
             SaveError: this save failed, or background saves keep failing; earlier checkpoints are intact.
         """
         self._join()
@@ -104,8 +104,8 @@ class Checkpoints:
     def reserve(self, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]) -> None:
         """Allocate the host memory for background saves now, in a thread, so that the first one need not wait for it.
 
-        Takes the arguments of `save`; values do not matter. Filling memory that was never written to costs more than
-        the copy itself (the kernel clears every page), and pinning it costs more still.
+        It takes the arguments of `save`; values do not matter. Filling memory that was never written to costs more than
+        the copy itself (the kernel clears every page), and pinning it costs even more.
         """
         content = prepare(tensors, documents)
         shapes = {
@@ -126,7 +126,7 @@ class Checkpoints:
         """Wait for the save under way.
 
         Raises:
-            SaveError: the newest background save failed, which is said once.
+            SaveError: the newest background save failed; this is raised once.
         """
         self._join()
         if self._error is not None:
@@ -139,7 +139,7 @@ class Checkpoints:
             self._thread = None
 
     def latest(self) -> Path | None:
-        """Return the newest whole checkpoint, or None where there is none."""
+        """Return the newest complete checkpoint, or None."""
         name = ""
         with contextlib.suppress(OSError), open(self.root / _LATEST, "rb") as file:
             name = file.read(64).decode("ascii", "replace").strip()
@@ -148,7 +148,7 @@ class Checkpoints:
         return next(reversed(self.all()), None)
 
     def all(self) -> list[Path]:
-        """Return all whole checkpoints, oldest step first."""
+        """Return all complete checkpoints, oldest step first."""
         if not self.root.is_dir():
             return []
         names = {_HIDDEN_STEP.sub(r"\1", name) for name in os.listdir(self.root)}
@@ -211,7 +211,7 @@ class Checkpoints:
         sweep(self.root, _LATEST)
 
     def publish(self, path: Path) -> None:
-        """Name `path`, which is whole, in `latest`, and delete checkpoints beyond `keep_last`."""
+        """Name `path`, which is complete, in `latest`, and delete checkpoints beyond `keep_last`."""
         replace_text(self.root / _LATEST, f"{path.name}\n")
         if self.keep_last is not None:
             for old in self.all()[: -self.keep_last]:
@@ -221,7 +221,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def offering_older(path: Path) -> Iterator[None]:
-    """Have an error that finds the checkpoint `path` damaged name the newest whole checkpoint of the run."""
+    """Make an error about a damaged checkpoint `path` name the newest complete checkpoint of the run."""
     try:
         yield
     except (CheckpointError, DataError) as error:

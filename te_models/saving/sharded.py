@@ -1,4 +1,4 @@
-"""Checkpoints that many processes write at once, and that any number of processes, or one, reads.
+"""Checkpoints that many processes write at once, and that any number of processes can read.
 
 The folder is the one that a single process writes (te_models.saving.folder): whole tensors in safetensors files with an
 index, JSON, a manifest. So nothing in it depends on the number of processes, nothing has to be consolidated afterwards,
@@ -53,7 +53,7 @@ class ShardedCheckpoints(Checkpoints):
         fetch: Callable[[str, int, Tensor], Tensor],
         **options: Any,
     ) -> None:
-        """Take the options of Checkpoints, the names of the optimizer's parameters in its order, and its `fetch`."""
+        """Accept the options of Checkpoints, the names of the optimizer's parameters in its order, and its `fetch`."""
         super().__init__(root, **options)
         self.ranks, self.model, self.names, self.fetch = ranks, model, names, fetch
 
@@ -69,8 +69,8 @@ class ShardedCheckpoints(Checkpoints):
         """Save as `Checkpoints.save` does, from all processes at once.
 
         Raises:
-            UsageError: something given cannot be saved exactly, or `blocking` is False.
-            SaveError: it failed on some process; earlier checkpoints are intact. All processes raise alike.
+            UsageError: an argument cannot be saved exactly, or `blocking` is False.
+            SaveError: it failed on some process; earlier checkpoints are intact. All processes raise the same error.
         """
         if not blocking or copy_later:
             raise UsageError("several processes save together: blocking=False is for one")
@@ -189,7 +189,7 @@ def cut_optimizer_state(
 
 @torch.no_grad()
 def shared_amaxes(model: nn.Module, world: int) -> None:
-    """Give every rank the largest amax that any recorded since the last update, so that rank 0 can save them for all.
+    """Give every rank the largest amax that any rank recorded since the last update, so that rank 0 can save them.
 
     The next update takes the largest over all ranks anyway, so this changes no scale.
     """

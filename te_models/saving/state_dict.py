@@ -1,4 +1,4 @@
-"""The state_dict of a CausalLM: a tied table once, and its FP8 state, for programs that save nothing else."""
+"""The state_dict of a CausalLM, with tied tables once and the FP8 state, for programs that save only state_dicts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from te_models.fp8.primary_weights import is_quantized, plain
 from te_models.model.decoder import Decoder
 
 
-def save_tie_once(model: nn.Module) -> None:
-    """Have a tied table in the model's state_dict once, as in Hugging Face's files: safetensors, and with it
-    transformers.Trainer, saves no tensor under two names."""
+def save_tie_once(model: Decoder) -> None:
+    """Put a tied table into the model's state_dict only once, as in Hugging Face's files.
+
+    safetensors, and with it transformers.Trainer, saves no tensor under two names.
+    """
     model.register_state_dict_post_hook(_leave_out_tie)
     model.register_load_state_dict_pre_hook(_restore_tie)
     model.register_load_state_dict_post_hook(_tie_again)
@@ -32,34 +34,34 @@ def _restore_tie(model: nn.Module, state: dict[str, Any], prefix: str, *others: 
         state[f"{prefix}lm_head.weight"] = state[f"{prefix}embed_tokens.weight"]
 
 
-def _tie_again(model: Any, incompatible: Any) -> None:
-    """Undo what accelerate's init_empty_weights and `load_state_dict(assign=True)` do: a parameter for each name."""
+def _tie_again(model: Decoder, incompatible: Any) -> None:
+    """Tie again after accelerate's init_empty_weights and `load_state_dict(assign=True)`, which separate parameters."""
     model.lm_head.weight = model.embed_tokens.weight
 
 
 def keep_fp8_state(model: Decoder) -> None:
-    """Have the model's state_dict carry its scales and amax histories, and take them back.
+    """Save the model's scales and amax histories in its state_dict, and load them from it.
 
-    FP8 weights are plain ones there, since safetensors, and so accelerate, saves no others. Loading quantizes them to
-    the same FP8 values, but under delayed scaling with the present scale, which may be a later one than theirs. Shards
-    of FSDP2 stay as they are.
+    FP8 weights are plain tensors there: safetensors, and so accelerate, saves no others. Loading quantizes them to
+    the same FP8 values, but under delayed scaling with the present scale, which may be newer than theirs. Shards
+    of FSDP2 are left unchanged.
     """
     model.register_state_dict_post_hook(_write)
     model.register_load_state_dict_pre_hook(_read)
 
 
-def _write(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _write(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     state.update({prefix + name: value for name, value in extra_states(model).items()})
     for name, value in state.items():
         if name.startswith(prefix) and local(value) is value and is_quantized(value):
             state[name] = plain(value)
 
 
-def _read(model: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Take the FP8 state out of a state_dict; an `_extra_state` that is absent is an empty one.
+def _read(model: Decoder, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Read the FP8 state from a state_dict; an absent `_extra_state` counts as an empty one.
 
-    safetensors, and so accelerate, saves no two tensors of the same memory, which all empty ones are, and
-    torch.distributed.checkpoint has an object of its own in the place of an absent one.
+    safetensors, and so accelerate, saves no two tensors that share memory, as all empty ones do, and
+    torch.distributed.checkpoint puts its own object in place of an absent one.
     """
     found: dict[str, Tensor] = {}
     for owner, module in model.named_modules():

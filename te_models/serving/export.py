@@ -38,7 +38,7 @@ class Export:
     """A written folder.
 
     Attributes:
-        folder: where.
+        folder: the folder's path.
         format: its format.
         quantized: Hugging Face's names of the quantized modules.
         ignored: those of the linears that are not quantized.
@@ -136,7 +136,7 @@ class _Writer:
         return {**config, "quantization_config": self.format.config(self.ignored)}
 
     def _encoded(self, names: list[str], places: Mapping[str, Place], parameter: Tensor) -> dict[str, Tensor]:
-        """Return the stored tensors of their weights `names`, of which one of our parameters consists."""
+        """Return the stored tensors of their weights `names`, which together are one of our parameters."""
         ours = places[names[0]].name
         static = {self.format.static: self.inputs[ours.removesuffix(".weight")]} if self.format.static else {}
         shared = self._shared_parts(ours, names, places, parameter)
@@ -158,7 +158,7 @@ class _Writer:
         if self.name == "fp8-tensor" and f"{ours}.data" in self.fp8_weights:
             scale = self.fp8_weights[f"{ours}.scale_inv"]
             return {"weight": self.fp8_weights[f"{ours}.data"].view(E4M3), "weight_scale": scale.reshape(())}
-        whole = torch.zeros_like(parameter)  # without the rows that pad a headwise gate, which nobody reads
+        whole = torch.zeros_like(parameter)  # without the rows that pad a headwise gate, which nothing reads
         for name in names:
             places[name].load(whole, places[name].save(parameter))
         return self.format.encode(whole, self.options)
@@ -180,7 +180,7 @@ class _Writer:
 
 
 def _rows(parts: Parts, place: Place) -> Parts:
-    """Return the rows of one of their weights; a scale of the whole weight is everyone's."""
+    """Return the rows of one of their weights; a scale of the whole weight applies to all of them."""
     found = {}
     for name, tensor in parts.items():
         if tensor.dim() < 2:
@@ -193,7 +193,7 @@ def _rows(parts: Parts, place: Place) -> Parts:
 
 
 def _options(model: Decoder) -> Options:
-    """Return how the model's recipe quantizes weights."""
+    """Return the options by which the model's recipe quantizes weights."""
     recipe, fields = model.recipe, model.recipe.fields
     blockwise = recipe.scheme == "Float8BlockScaling"
     square = {
@@ -249,7 +249,7 @@ def trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str
 def input_amaxes(model: Decoder, modules: Mapping[str, nn.Module], batches: Iterable[Tensor]) -> dict[str, float]:
     """Return the largest magnitude of each module's input over `batches` of token ids, int64 [B, S].
 
-    Leaves the model's mode, scales and histories as they are.
+    The model's mode, scales and histories do not change.
     """
     found: dict[str, Tensor] = {}
 

@@ -1,10 +1,10 @@
-"""The formats of `CausalLM.export`: how each stores a weight, and what it says of it in config.json.
+"""The formats of `CausalLM.export`: how each stores a weight, and describes it in config.json.
 
 Names, shapes and keys are those that vLLM's and SGLang's loaders read; docs/guide/serving.md names the versions.
 
 A model that was trained in a format is served with the same numbers: Transformer Engine's, from the emulated engine's
-quantizers. All others get those of the library that the format is from, in every bit: transformers' for 128 x 128
-blocks, compressed-tensors' for the rest (scale = amax / 448, data = weight / scale).
+quantizers. All others have, in every bit, the numbers of the library that defines the format: transformers' for 128 x
+128 blocks, compressed-tensors' for the rest (scale = amax / 448, data = weight / scale).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Parts = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Options:
-    """How a recipe quantizes its weights, which the format of the same kind follows.
+    """The way a recipe quantizes its weights, which the format of the same kind follows.
 
     Attributes:
         scheme: Transformer Engine's recipe class.
@@ -94,8 +94,9 @@ def divided(weight: Tensor, scale: Tensor) -> Tensor:
 def encode_blocks(weight: Tensor, options: Options) -> Parts:
     """Return E4M3 data of a weight [out, in] and the inverse scales of its 128 x 128 blocks, FP32.
 
-    transformers 5.23 derives the size of a block from the shapes, as rows / rows of scales. In a dimension that is no
-    multiple of 128 that is another size, so all blocks along it share their scale, which has one meaning for everyone.
+    transformers 5.23 derives the size of a block from the shapes, as rows / rows of scales. In a dimension that is not
+    a multiple of 128 this gives another size, so all blocks along it share one scale, which every reader understands in
+    the same way.
     """
     amax = numerics.block_amax(weight, BLOCK.block)
     for dim in (0, 1):

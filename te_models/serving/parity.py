@@ -20,11 +20,11 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from te_models.data.dataset import IGNORED
 from te_models.errors import UsageError
 from te_models.interop.hf import Origin
 from te_models.interop.hub import local_folder
 from te_models.model.decoder import Decoder
+from te_models.model.targets import IGNORED
 from te_models.planning.printable import Printable
 from te_models.serving.export import export, quantized_modules, trained_scales
 from te_models.serving.formats import FORMATS
@@ -38,12 +38,12 @@ class Difference:
     Attributes:
         export: the format, or the folder.
         kl: mean Kullback-Leibler divergence, nats per token.
-        largest_kl: of one token.
+        largest_kl: the largest divergence of one token.
         largest: the largest difference of a log-probability, over all tokens and the whole vocabulary, in nats.
         agreement: share of tokens whose likeliest next token is the same.
         trained_loss: mean cross-entropy of the trained model, nats per token.
-        served_loss: of the served one.
-        reason: why there are no numbers; "" if there are.
+        served_loss: that of the served model.
+        reason: why there are no numbers, or "".
     """
 
     export: str
@@ -95,12 +95,15 @@ def parity(model: Decoder, origin: Origin, exports: Iterable[str | Path], batche
     """Compare `model` with its exports.
 
     Args:
-        model: as trained; its scales and mode stay as they are.
-        origin: where it came from.
+        model: the trained model; its scales and mode do not change.
+        origin: `model.origin`, the folder that it was read from.
         exports: names of formats, which are written to a temporary folder with `batches` as calibration where the
-            recipe has no scales, and folders of quantized checkpoints. None at all: every format, and those that the
-            model's sizes do not allow with the reason.
+            recipe has no scales, and folders of quantized checkpoints. Empty: every format, with the reason
+            for those that the model's sizes do not allow.
         batches: {"input_ids", "labels"}, int64 [B, S] each; targets whose label is -100 are not compared.
+
+    Returns:
+        a row per export, in nats and nats per token; print it for a table.
 
     Raises:
         UsageError: a name that is neither a format nor a folder, a format that the model's sizes do not allow, or a

@@ -29,7 +29,7 @@ class ServedLinear(nn.Module):
     Args:
         weight: FP32 [out, in].
         bias: [out], or None.
-        scheme: of the checkpoint.
+        scheme: the scheme of the checkpoint.
         static: the static scale of the input; None if it has none.
     """
 
@@ -41,7 +41,7 @@ class ServedLinear(nn.Module):
         self.static = static
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """x [N, in] -> [N, out], in the dtype of x; `options` are te.Linear's and change nothing."""
+        """Return [N, out] for x [N, in], in the dtype of x; `options`, those of te.Linear, are ignored."""
         inputs = self.quantize(x.float(), self.static)
         bias = None if self.bias is None else self.bias.float()
         return F.linear(inputs, self.weight, bias).to(x.dtype)

@@ -19,13 +19,13 @@ def read_batches(
     """Return up to `count` sequences spread evenly over a text, each a batch {"input_ids", "labels"} int64 [1, S].
 
     Args:
-        model: whose vocabulary and longest sequence bound the tokens.
+        model: the model, whose vocabulary and longest sequence limit the tokens.
         data: a file, folder or glob of text or records; conversations are put into the tokenizer's chat template, or
             the plain one.
         tokenizer: a tokenizer.json, or a folder with one; None: bytes.
-        count: the most sequences.
+        count: maximum number of sequences.
         seq_len: tokens per sequence.
-        columns: your columns of the data, as DataConfig has them.
+        columns: your columns of the data, as in DataConfig.
 
     Raises:
         DataError, UsageError: the data or the tokenizer cannot be read, or do not fit the model.

@@ -45,7 +45,7 @@ class GraphedStep:
     forever otherwise.
 
     Args:
-        model: on a CUDA device.
+        model: a model on a CUDA device.
 
     Raises:
         ValueError: the model cannot be captured (`obstacle` says why), or a call's tensors differ in shape or name from
@@ -182,9 +182,7 @@ class NoHostCopies(TorchDispatchMode):
     FSDP2's kernels read the tensors' addresses from host memory that has been reused by the time of a replay.
     """
 
-    def __torch_dispatch__(  # type: ignore[override]
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.fsdp.split_with_sizes_copy.default:
             return _split(*args, **kwargs)
         if func is torch.ops.fsdp.chunk_cat.default:

@@ -16,7 +16,7 @@ Batch = dict[str, Tensor]  # "input_ids" and "labels", int64 [B, S], perhaps "do
 
 
 def count_targets(batch: Batch) -> int:
-    """Return the number of tokens whose loss counts: labels other than -100 that are predicted from no padding."""
+    """Return the number of tokens whose loss counts: labels other than -100 that are not predicted from padding."""
     counted = batch["labels"][:, 1:] != -100
     if "attention_mask" in batch:
         counted &= batch["attention_mask"][:, :-1] != 0
@@ -24,7 +24,7 @@ def count_targets(batch: Batch) -> int:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy the batch to the device, through pinned memory: a copy from any other waits for all queued work."""
+    """Copy the batch to the device, through pinned memory: a copy from pageable memory waits for all queued work."""
     if device.type == "cuda":
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
@@ -36,8 +36,8 @@ def evaluate(
 ) -> float:
     """Return the mean cross-entropy over `batches` (on the CPU), in nats per counted token; nan if no token counts.
 
-    FP8 scales and the model's mode stay as they are. `reduce` sums a tensor over the processes, each of which evaluates
-    as many other batches.
+    FP8 scales and the model's mode do not change. `reduce` sums a tensor over the processes, each of which evaluates
+    equally many batches of its own.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=model.device)  # loss, tokens
     with evaluating(model, model.te, model.recipe):

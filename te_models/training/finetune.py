@@ -1,4 +1,4 @@
-"""`te-models pretrain` and `finetune` from data to sample, as a function."""
+"""The function behind `te-models pretrain` and `finetune`, from data to samples."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
     """Train a model, and print a summary, progress, the result and a sample; under torchrun every process calls this.
 
     te_models.training.settings makes the settings. With `resume` the run continues from the newest checkpoint in its
-    folder. `callbacks` are called as it goes.
+    folder. `callbacks` are called during the run.
 
     Raises:
         ValueError: a mistake in the settings; nothing has been written.
@@ -124,7 +124,7 @@ def _place(settings: RunSettings, shared: Parallel, resume: bool) -> tuple[Path,
 
 
 def _tokenizer(settings: RunSettings, newest: Path | None) -> str | Path | None:
-    """Return the source of the tokenizer: the one asked for, else the checkpoint to resume from, else the model."""
+    """Return the source of the tokenizer: the one requested, else the checkpoint to resume from, else the model."""
     if newest is not None and "tokenizer" not in settings.given:
         return newest
     return settings.data.get("tokenizer") or settings.model
@@ -192,7 +192,7 @@ def _save_adapters(console: Console, settings: RunSettings, adapters: LoraRun, f
 
 
 def _changes(settings: RunSettings, folder: Path, resume: bool) -> list[str]:
-    """Return a line per setting in which a resumed run differs from what its run.toml says."""
+    """Return a line per setting in which a resumed run differs from its run.toml."""
     if not resume or not (folder / RUN_FILE).is_file():
         return []
     now = {**settings.build, **settings.data, **dataclasses.asdict(settings.train), "recipe": settings.recipe}
@@ -213,7 +213,7 @@ def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None
 
 
 def _show_samples(console: Console, sampler: Sampler | None, folder: Path, words: Tokenizer) -> None:
-    """Print the trained model's answers, and the commands that one would type next."""
+    """Print the trained model's answers, and the commands to run next."""
     if sampler:
         sampler.show(console)
     print_next(console, folder, words, sampler.prompts if sampler else [])
@@ -222,7 +222,7 @@ def _show_samples(console: Console, sampler: Sampler | None, folder: Path, words
 def _sampler(
     settings: RunSettings, model: CausalLM, words: Tokenizer, batches: list[Batch], shared: Parallel
 ) -> Sampler | None:
-    """Return the sampler; None on a process that takes no part. All take part in a sharded model."""
+    """Return the sampler; None on a process that does not take part. With a sharded model all do."""
     if not settings.sample_tokens or not (shared.sharded or shared.ranks.first):
         return None
     tokens, longest = settings.sample_tokens, model.config.longest_sequence

@@ -31,11 +31,14 @@ def restarts() -> int:
 
 @contextlib.contextmanager
 def parallel(config: TrainConfig, device: torch.device | str | None = None) -> Iterator[Parallel]:
-    """Join the processes that torchrun started, for the time of a run.
+    """Join the processes that torchrun started, for the duration of a run.
 
     Args:
         config: `parallel` and the fields after it are used.
-        device: "cpu" trains on processors, over gloo, even where there are GPUs; None: this process's own GPU, if any.
+        device: "cpu" trains on CPUs, over gloo, even where there are GPUs; None: this process's own GPU, if any.
+
+    Yields:
+        the run's Parallel: `build` for CausalLM, `data_rank` and `data_world` for open_data, itself for the Trainer.
 
     Raises:
         ValueError: the options do not fit each other or the number of processes.
@@ -54,7 +57,7 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
     timeout = timedelta(seconds=config.collective_timeout)
     try:
         store, rank, world = next(rendezvous("env://", timeout=timeout))
-        # torchrun (2.13) has one store for all restarts, in which a start would find the addresses of the one before.
+        # torchrun (2.13) has one store for all restarts, in which a restart would find the old addresses.
         store = dist.PrefixStore(f"start-{restarts()}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
@@ -73,7 +76,7 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
 def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = False) -> TrainConfig:
     """Return `config` with parallel="auto" resolved: fsdp, or ddp where the optimizer or `lora` needs whole parameters.
 
-    With `recorded` the value comes from a file: where there are too few or too many processes for it, it counts as
+    With `recorded` the value comes from a file: if it does not fit the number of processes, it counts as
     "auto", so that one file serves any number.
     """
     world = int(os.environ.get("WORLD_SIZE", 0))

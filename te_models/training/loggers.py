@@ -77,7 +77,7 @@ def _to_trackio(run: Run) -> Logger:
     return Logger(lambda values, step: own.log(values, step=step), own.finish)
 
 
-LOGGERS: dict[str, tuple[Callable[[], Any], Callable[[Run], Logger]]] = {  # the library, and what starts a run in it
+LOGGERS: dict[str, tuple[Callable[[], Any], Callable[[Run], Logger]]] = {  # name -> library, start of a run
     "tensorboard": (_tensorboard, _to_tensorboard),
     "wandb": (_wandb, _to_wandb),
     "trackio": (_trackio, _to_trackio),
@@ -101,7 +101,7 @@ def check_loggers(names: str) -> list[str]:
 
 @contextlib.contextmanager
 def open_loggers(names: list[str], run: Run) -> Iterator[list[Callback]]:
-    """Start these loggers and close them at the end, however the run ends."""
+    """Start these loggers, and close them when the run ends for any reason."""
     with contextlib.ExitStack() as stack:
         started: list[Callback] = []
         for name in names:

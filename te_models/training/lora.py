@@ -50,7 +50,7 @@ with needs("te_models.training.lora", "peft", "0.19", "lora"):
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in an adapter's file
-# What peft 0.21 takes for experts in any model of an architecture that can have them (its convert_peft_config_moe).
+# Modules that peft 0.21 treats as experts in any model of an architecture that can have them (convert_peft_config_moe).
 EXPERT_TARGETS = dict.fromkeys(("qwen3_next", "afmoe"), ("gate_proj", "up_proj", "down_proj"))
 PROJECTIONS = ("qkvg_proj", "o_proj", "gate_up_proj", "down_proj")
 
@@ -77,16 +77,16 @@ class AdaptedModel(PeftModel):
         self, adapter_name: str, peft_config: PeftConfig, low_cpu_mem_usage: bool = False,
         autocast_adapter_dtype: bool = True, fused: Mapping[str, Fused] | None = None,
     ) -> None:  # fmt: skip
-        """Add a further adapter, which starts at zero and is not active until `set_adapter`."""
+        """Add another adapter, which starts at zero and is inactive until `set_adapter`."""
         config, fused = _resolved(self.get_base_model(), peft_config, fused)
         super().add_adapter(adapter_name, config, low_cpu_mem_usage, autocast_adapter_dtype)
         _divide(self, adapter_name, config, fused)
 
-    # The methods below take fewer options than peft's: the others say how it reads files, and these are read here.
-    def load_adapter(  # type: ignore[override]
+    # The methods below leave out peft's options for reading and writing files, which is done here.
+    def load_adapter(  # type: ignore[override]  # fewer options
         self, model_id: str | Path, adapter_name: str, is_trainable: bool = False
     ) -> None:
-        """Load a further adapter, or new values of one that is there; see `load_lora`. Scales are left as they are.
+        """Load another adapter, or new values of an existing one; see `load_lora`. Scales do not change.
 
         Raises:
             CheckpointError: the folder is damaged, does not fit the model, or has other modules or ranks than the
@@ -101,18 +101,18 @@ class AdaptedModel(PeftModel):
             )
         _fill(self, adapter_name, adapter)
 
-    def save_pretrained(  # type: ignore[override]
+    def save_pretrained(  # type: ignore[override]  # fewer options
         self, save_directory: str | Path, safe_serialization: bool = True, selected_adapters: list[str] | None = None,
         is_main_process: bool = True, **options: Any,
     ) -> None:  # fmt: skip
-        """Save each adapter as `save_lora` does, beside other files that `save_directory` may hold.
+        """Save each adapter as `save_lora` does; other files in `save_directory` are left unchanged.
 
         Args:
-            save_directory: for the adapter "default"; others are saved in a folder of their name in it.
+            save_directory: the folder of the adapter "default"; others are saved in subfolders with their names.
             safe_serialization: False is refused.
             selected_adapters: their names; None: all.
             is_main_process: False saves nothing.
-            options: others of peft, which have no meaning here.
+            options: other options of peft, which are ignored.
         """
         if not safe_serialization:
             raise UsageError("safe_serialization=False would write a pickle, which can run code: leave it out")
@@ -125,7 +125,7 @@ class AdaptedModel(PeftModel):
                     os.replace(file, folder / file.name)
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(  # type: ignore[override]  # fewer options
         cls, model: CausalLM, model_id: str | Path, adapter_name: str = "default", is_trainable: bool = False
     ) -> AdaptedModel:
         """Return `load_lora(model, model_id, is_trainable)`."""
@@ -137,11 +137,11 @@ def add_lora(model: CausalLM, config: LoraConfig | None = None, **fields: Any) -
 
     Targets are our linears (`qkvg_proj`, `o_proj`, `gate_up_proj`, `down_proj`, `lm_head`) or those of transformers
     (`q_proj`, `k_proj`, `v_proj`, `gate_proj`, `up_proj` ..., or "all-linear" for all of these in the blocks), each
-    with a rank of its own, under any of LoraConfig's ways of naming them.
+    with its own rank, named in any way that LoraConfig supports.
 
     Args:
         model: changed in place.
-        config: peft's LoraConfig; None: made of `fields`.
+        config: peft's LoraConfig; None: one with `fields`.
         fields: fields of LoraConfig, such as r=8, lora_alpha=16, target_modules=["o_proj"]. Without target_modules, all
             four projections of every block get adapters.
 
@@ -167,8 +167,8 @@ def save_lora(adapted: AdaptedModel, folder: str | Path, adapter_name: str | Non
     """Save an adapter into `folder`, atomically, with the FP8 scales that a stateful recipe needs to continue.
 
     It has the names and shapes of transformers' linears: `PeftModel.from_pretrained(model, folder)` of peft reads it
-    for the same model in transformers, and `load_lora` here, which also restores the scales. What an earlier save left
-    in the folder is replaced. `adapter_name` None means the active adapter.
+    for the same model in transformers, and `load_lora` here, which also restores the scales. An earlier save in
+    the folder is replaced. `adapter_name` None means the active adapter.
 
     Raises:
         SaveError: writing failed; the previous content of `folder` is intact.
@@ -179,7 +179,7 @@ def save_lora(adapted: AdaptedModel, folder: str | Path, adapter_name: str | Non
 def adapter_content(
     adapted: AdaptedModel, adapter_name: str | None = None
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Return the tensors and documents of a saved adapter, as te_models.saving.folder.save_folder takes them."""
+    """Return the tensors and documents of a saved adapter, for te_models.saving.folder.save_folder."""
     name = adapter_name or adapted.active_adapter
     model = adapted.get_base_model()
     tensors, config = _file_content(adapted, name)
@@ -194,14 +194,17 @@ def load_lora(
 ) -> AdaptedModel:
     """Add the adapters in `folder` to `model`: those of `save_lora`, or of a PeftModel in transformers.
 
-    Everything is read and checked before the model is changed: safetensors alone, exactly the tensors that the config
-    asks for, of their shapes, and finite. Scales that `save_lora` saved replace the model's own.
+    Everything is read and checked before the model is changed: only safetensors are read, with exactly the tensors that
+    the config asks for, of the right shapes, and finite. Scales that `save_lora` saved replace the model's own.
 
     Args:
         model: changed in place.
         folder: the folder, or the name of an adapter on the Hugging Face hub.
         trainable: whether the adapters are to be trained further; else the model is returned in eval mode.
         adapter_name: the name that the adapter gets.
+
+    Returns:
+        peft's model around `model`, whose te.Linear now have adapters.
 
     Raises:
         CheckpointError: the folder is damaged, does not fit the model, or is of a kind that is not supported.
@@ -219,7 +222,7 @@ def load_lora(
 
 
 class _Adapter(NamedTuple):
-    """An adapter as read."""
+    """An adapter as read from a folder."""
 
     saved: Folder
     config: LoraConfig
@@ -228,7 +231,7 @@ class _Adapter(NamedTuple):
 
 
 def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
-    """Read and check an adapter for `model`, which stays as it is."""
+    """Read and check an adapter for `model`, which does not change."""
     if folder.is_dir() and not (folder / WEIGHTS).exists() and list(folder.glob("*.bin")):
         raise CheckpointError(f"{folder} holds its adapters as a pickle, which can run code: save them as safetensors")
     listed = (folder / MANIFEST).exists()
@@ -308,7 +311,7 @@ def _resolved(
     config.alpha_pattern = {name: alpha for name, alpha in alphas.items() if alpha != config.lora_alpha}
     if config.base_model_name_or_path is None and model.origin.config is not None:
         config.base_model_name_or_path = str(model.origin.folder)
-    # A task type would wrap the model in a class that passes it arguments that only models of transformers take.
+    # A task type would wrap the model in a class that passes it arguments that only models of transformers accept.
     config.task_type = None
     config._register_custom_module({model.te.Linear: LoraLinear})
     return config, fused
@@ -331,7 +334,7 @@ def _divide(adapted: AdaptedModel, adapter_name: str, config: LoraConfig, fused:
 
 
 def _parameters(adapted: AdaptedModel, adapter_name: str) -> dict[str, Tensor]:
-    """Return the adapter's "<te.Linear>.lora_A" and ".lora_B", and the parameters of modules that are trained whole."""
+    """Return the adapter's "<te.Linear>.lora_A" and ".lora_B", and the parameters of fully trained modules."""
     found: dict[str, Tensor] = {}
     for name, layer in _layers(adapted, adapter_name).items():
         found[f"{name}.lora_A"] = layer.lora_A[adapter_name].get_parameter("weight")
@@ -367,7 +370,7 @@ def _file_content(adapted: AdaptedModel, adapter_name: str) -> tuple[dict[str, T
     if any(name.endswith(experts) for name in wanted if experts):
         warnings.warn(
             f"peft has no adapters on {', '.join(experts)} of {modules.architecture} in transformers and drops them "
-            "there: load_lora reads them; for transformers merge them, or target the attention alone",
+            "there: load_lora reads them; for transformers merge them, or target only the attention",
             stacklevel=3,
         )
     values |= _their_targets(wanted, modules, own.use_rslora) | {"modules_to_save": list(whole) or None}

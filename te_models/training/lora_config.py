@@ -23,7 +23,7 @@ with needs("te_models.training.lora", "peft", "0.19", "lora"):
     from peft.utils.other import get_pattern_key
 
 MAX_PATTERN = 1000  # characters of a regular expression
-MAX_WAYS = 300_000  # in which a regular expression may try to match a name of 50 characters: some ms
+MAX_WAYS = 300_000  # to match a name of 50 characters that a regular expression may try: a few ms
 ALL_LINEAR = "all-linear"
 SUPPORTED = frozenset((
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "modules_to_save",
@@ -35,7 +35,7 @@ HARMLESS = frozenset((
     "runtime_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
     "qalora_group_size", "ensure_weight_tying",
 ))  # fmt: skip
-# What peft is given of a file: it takes the others, such as trainable_token_indices=false, for features that are on.
+# Fields that peft receives from a file: it would take others, such as trainable_token_indices=false, as switched on.
 PASSED = SUPPORTED | {"task_type", "base_model_name_or_path", "revision", "inference_mode"}
 INITS = (True, False, "gaussian")  # the others of peft change the base weights
 
@@ -70,8 +70,8 @@ def check_fields(values: Mapping[str, Any], init: bool = True) -> None:
 def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None = None) -> dict[str, Wanted]:
     """Return the name of each module that `config` targets, by transformers' names or ours -> its adapter.
 
-    `headless` says of what the config's names are (`Modules.named`); None: of any, and names that match nothing are
-    refused.
+    `headless` selects the model that the config's names refer to (`Modules.named`); None: any, and names that match
+    nothing are refused.
 
     Raises:
         UsageError: a target, or a key of rank_pattern or alpha_pattern, matches nothing.
@@ -116,7 +116,7 @@ def _rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:
 
 
 def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict[str, str]:
-    """Return their name -> ours of the modules that are trained whole, `modules_to_save`.
+    """Return their name -> ours of the modules that are fully trained, `modules_to_save`.
 
     Raises:
         UsageError: one of them is not the embedding or the head of a model that does not tie them.
@@ -136,10 +136,10 @@ def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict
 def read_config(path: Path, values: Any, tensors: Mapping[str, Tensor]) -> LoraConfig:
     """Return peft's config of a saved adapter from `values`, the content of adapter_config.json at `path`.
 
-    Its patterns end, and its ranks are those of the adapter's `tensors`.
+    Its patterns are known to terminate, and its ranks are those of the adapter's `tensors`.
 
     Raises:
-        CheckpointError: it is damaged, or asks for what te-models does not support; one line.
+        CheckpointError: it is damaged, or asks for something that te-models does not support.
     """
     if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
         raise CheckpointError(f"{path} is not the config of an adapter")
@@ -170,7 +170,7 @@ def _without_experts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Raise UsageError for a value that would make peft run without end or take memory without limit."""
+    """Raise UsageError for a value that would make peft run forever or allocate unlimited memory."""
     _check_types(values)
     ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
     if not isinstance(ranks, dict) or not isinstance(alphas, dict):
@@ -206,9 +206,9 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 
 def _check_patterns(patterns: Any, inner: bool = False) -> None:
-    """Raise UsageError unless regular expressions are short and cannot backtrack without end on a module's name.
+    """Raise UsageError unless regular expressions are short and cannot backtrack excessively on a module's name.
 
-    peft looks for `inner` ones behind the beginning of a name.
+    peft searches for `inner` ones after the beginning of a name.
     """
     if not isinstance(patterns, str | list | None):
         raise UsageError(f"a list of modules is a {type(patterns).__name__}")

@@ -2,7 +2,7 @@
 
 peft has adapters for Transformer Engine's layers, but cannot merge them and does not know the emulated engine's. The
 frozen te.Linear runs under the model's recipe, FP8 included; the two low-rank products run in high precision, since a
-rank such as 8 is no multiple of the alignment that FP8 GEMMs need.
+rank such as 8 is not a multiple of the alignment that FP8 GEMMs need.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class LoraLinear(nn.Module, LoraLayer):
         factors = fused.factors(len(b.weight)).to(b.weight.device)
         self.factors[adapter] = factors
         b.weight.mul_(factors != 0)
-        for part in fused.parts:  # peft's standard deviations depend on the rank, of which each part has its own
+        for part in fused.parts:  # peft's standard deviations depend on the rank, which differs between parts
             if init == "gaussian":
                 a.weight[part.ranks] *= fused.rank / part.rank
             elif init is False:
@@ -101,7 +101,7 @@ class LoraLinear(nn.Module, LoraLayer):
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add adapters (None: all active ones) to the weight, rounding once; the old one is stored for `unmerge`.
+        """Add adapters (None: all active ones) to the weight, rounding once; the old weight is stored for `unmerge`.
 
         Raises:
             ValueError: with `safe_merge`, the sum is not finite; the weight is then unchanged.

@@ -1,7 +1,7 @@
-"""A training run with LoRA adapters: what its checkpoints hold, how it resumes, and the merged model at its end.
+"""A training run with LoRA adapters: the content of its checkpoints, resuming, and the merged model at its end.
 
-A checkpoint has the adapters twice: as peft's files, which peft and `load_lora` read, and as the live tensors that are
-trained, from which a run resumes with the same bits. The frozen model is not in it: `adapter_config.json` names it.
+A checkpoint contains the adapters twice: as peft's files, which peft and `load_lora` read, and as the trained tensors,
+from which a run resumes with the same bits. The frozen model is not saved: `adapter_config.json` names it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LoraRun:
         self.model.take_fp8_state(scales, recipe)
 
     def _live_names(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return saved FP8 state under the names that te.Linears with adapters have."""
+        """Return saved FP8 state under the names of te.Linears with adapters."""
         wrapped = {name.removesuffix(BASE) for name, _ in self.model.named_modules() if name.endswith(BASE)}
         parts = {name: name.rsplit(".", 2) for name in state}
         return {

@@ -1,8 +1,9 @@
-"""The modules that an adapter names, and the rows of our fused weights that they are.
+"""The modules that an adapter names, and the rows of our fused weights that correspond to them.
 
 transformers has a linear for each of q, k, v, gate and up, and an adapter of peft names those. Here several of them are
-rows of one te.Linear. Their adapters become one adapter of it: the A's stacked, each B in its own rows and columns. An
-adapter of the whole te.Linear becomes one of each of theirs with the same A and its rows of B. Both are exact.
+rows of one te.Linear. Their adapters become one adapter of it: the A's are stacked, and each B has its own rows and
+columns. An adapter of the whole te.Linear becomes one adapter for each of their linears, with the same A and its rows
+of B. Both conversions are exact.
 """
 
 from __future__ import annotations
@@ -68,11 +69,11 @@ class Modules:
 
     theirs: Mapping[str, Place]  # of transformers, by their names in its model with a head ("model.layers.0...")
     ours: Mapping[str, Place]  # the te.Linear, whole
-    whole: Mapping[str, str]  # their modules that may be trained whole (`modules_to_save`) -> the name of ours
+    whole: Mapping[str, str]  # their modules that may be fully trained (`modules_to_save`) -> the name of ours
     architecture: str  # the model_type of transformers that the names are of
 
     def named(self, headless: bool) -> dict[str, Place]:
-        """Return the names in an adapter of transformers' model with a head, or of one without, which ours are like."""
+        """Return the names in an adapter of transformers' model with a head, or without one, which are like ours."""
         if not headless:
             return dict(self.theirs)
         return {name.removeprefix("model."): place for name, place in self.theirs.items()} | dict(self.ours)
@@ -88,7 +89,7 @@ def module_of(place: Place) -> str:
 
 
 def adaptable_modules(model: CausalLM) -> Modules:
-    """Return the names under which adapters know the modules of `model`, which may have adapters already."""
+    """Return the names of the modules of `model` in adapters; the model may have adapters already."""
     sketch = Decoder(model.config, device="meta", engine="emulated")
     shapes = {name: parameter.shape for name, parameter in sketch.named_parameters()}
     linears = [name for name, module in sketch.named_modules() if isinstance(module, sketch.te.Linear)]
@@ -114,7 +115,7 @@ def adaptable_modules(model: CausalLM) -> Modules:
 
 
 def _in_one_piece(place: Place) -> Place:
-    """Return a place whose blocks that follow each other are one, so that two names of the same rows are equal."""
+    """Return a place with consecutive blocks merged, so that two names of the same rows are equal."""
     if place.groups != 1:
         return place
     blocks: list[tuple[int, int]] = []
@@ -129,7 +130,7 @@ def fuse(wanted: Iterable[Wanted], modules: Modules) -> dict[str, Fused]:
     """Return our te.Linear -> the adapter that is the sum of those of `wanted` in it.
 
     Raises:
-        UsageError: an adapter of a whole fused linear and one of a part of it.
+        UsageError: `wanted` has an adapter of a whole fused linear and one of a part of it.
     """
     groups: dict[str, list[Wanted]] = {}
     for one in wanted:
@@ -150,7 +151,7 @@ def _fused(members: Sequence[Wanted], whole: Place, module: str) -> Fused:
 
 
 def alpha_of(scaling: float, rank: int, rslora: bool) -> float:
-    """Return the lora_alpha with which peft scales an adapter of this rank so, as a whole number where it is one."""
+    """Return the lora_alpha that makes peft scale an adapter of this rank by `scaling`, as an int if it is one."""
     alpha = scaling * (math.sqrt(rank) if rslora else rank)
     return round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha
 
@@ -190,7 +191,7 @@ def join(fused: Fused, whole: Place, tensors: Mapping[Place, tuple[Tensor, Tenso
 
 
 def share_a(fused: Fused, theirs: Mapping[str, Place], tensors: Mapping[Place, tuple[Tensor, Tensor]]) -> Fused:
-    """Return the adapter of the whole te.Linear if `fused` is one that `split` took apart: all its parts have one A."""
+    """Return the adapter of the whole te.Linear if `fused` came from `split`: all its parts have the same A."""
     parts = fused.parts
     if not parts or {part.place for part in parts} != set(theirs.values()) or len(parts) == 1:
         return fused

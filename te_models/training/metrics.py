@@ -19,8 +19,8 @@ class MetricsLog:
     """Write metrics.jsonl line by line. Opening it at step N drops the rows of later steps, as a resumed run needs.
 
     Args:
-        path: the file; None writes nothing, as on every process of a run but the first.
-        after_step: the last step whose row stays.
+        path: the file; None writes nothing, as on every process of a run except the first.
+        after_step: the last step whose row is kept.
     """
 
     def __init__(self, path: Path | None, after_step: int = 0) -> None:
@@ -34,7 +34,7 @@ class MetricsLog:
         self.file = path.open("a", buffering=1)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append the metrics of one step, "step" among them."""
+        """Append the metrics of one step, which include "step"."""
         if self.file is not None:
             self.file.write(json.dumps(dict(row)) + "\n")
 
@@ -45,10 +45,10 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all rows of a metrics.jsonl, without a last line that a kill cut short.
+    """Return all rows of a metrics.jsonl, except an incomplete last line after a kill.
 
     Raises:
-        DataError: a complete line is no row of metrics; the line is named.
+        DataError: a complete line is not a row of metrics; the message names the line.
     """
     rows = []
     descriptor, _ = open_regular(path, error=DataError)

@@ -1,7 +1,7 @@
 """DDP, FSDP2 and tensor parallelism of PyTorch around an unchanged CausalLM, one process per device.
 
 `Parallel` is all that the training loop knows about other processes: how the model is built and wrapped, which rows of
-a batch this process takes, and what is summed over which ranks. Its default is a single process.
+a batch this process gets, and over which ranks to sum. Its default is a single process.
 
 * "ddp": every process has the whole model; PyTorch's DistributedDataParallel averages gradients during backward.
 * "fsdp": every block is a `fully_shard` unit and the rest of the model another. The model is built on the meta device,
@@ -36,15 +36,14 @@ from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local
 from te_models.errors import UsageError
 from te_models.fp8.primary_weights import make_shards
+from te_models.interop.hub import DTYPES
 from te_models.optim.gradients import Gradients, GradientSums, Norm, gradient_norm
 from te_models.optim.parameter_owners import Owners
-
-REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
 class Parallel:
-    """How the processes of a run share its work; by default there is one process.
+    """The division of a run's work among its processes; by default there is one process.
 
     Attributes:
         kind: "none", "ddp", "fsdp", "tp" or "fsdp+tp".
@@ -102,7 +101,7 @@ class Parallel:
         return f"{self.ranks.world}, {self.kind} ({', '.join(split) or 'nothing split'})" if self.dp or self.tp else ""
 
     def rows(self, batch_size: int) -> int:
-        """Return the number of sequences of a batch that this process takes.
+        """Return the number of sequences of a batch for this process.
 
         Raises:
             ValueError: the batch cannot be split evenly.
@@ -140,14 +139,13 @@ class Parallel:
         return model
 
     def owners(self) -> Callable[[list[nn.Parameter]], Owners] | None:
-        """Return what gives each parameter an owner, for optimizers that need whole tensors of a sharded model."""
+        """Return a function that assigns owners to parameters, for optimizers that need whole tensors; else None."""
         if self.kind != "fsdp" or self.config.optimizer == "adamw":
             return None
         return lambda parameters: Owners(parameters, self.data_group, self.ranks)
 
     def gradients(self, model: CausalLM, micro_batches: int) -> Gradients:
-        """Return where the gradients of a step are: FP32 sums if there are several micro-batches, except under FSDP2,
-        which has its own."""
+        """Return the source of a step's gradients: FP32 sums for several micro-batches, except under FSDP2."""
         if micro_batches == 1 or self.uses_fsdp:
             return Gradients()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -159,16 +157,16 @@ class Parallel:
         return self._sharded_norm if self.sharded else gradient_norm
 
     def wrap(self, model: CausalLM, gradients: Gradients) -> Callable[..., Any]:
-        """Return what a training step calls in place of `model`; `GradientSums` reduce gradients themselves."""
+        """Return the module to call in place of `model` in training; `GradientSums` reduce gradients themselves."""
         if self.kind != "ddp" or isinstance(gradients, GradientSums):
             return model
-        if self.frozen:  # loaded alike everywhere; torch would broadcast them, which FP8 weights do not take
+        if self.frozen:  # the same on all processes; torch would broadcast them, which FP8 weights do not support
             names = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         return DistributedDataParallel(model, process_group=self.data_group, gradient_as_bucket_view=True)
 
     def prepare_micro_batch(self, model: Callable[..., Any], last: bool) -> None:
-        """Have FSDP2 reduce gradients, and where it can reshard weights, only in the last micro-batch of a step."""
+        """Make FSDP2 reduce gradients, and where possible reshard weights, only in the last micro-batch of a step."""
         if isinstance(model, FSDPModule):
             model.set_is_last_backward(last)
             model.set_requires_gradient_sync(last)
@@ -218,7 +216,7 @@ class Parallel:
 def shard(model: CausalLM, parallel: Parallel) -> None:
     """Shard `model` over the data-parallel processes: each block is a unit of FSDP2, and the rest another."""
     config = parallel.config
-    policy = MixedPrecisionPolicy(reduce_dtype=REDUCE_DTYPES[config.reduce_dtype])
+    policy = MixedPrecisionPolicy(reduce_dtype=DTYPES[config.reduce_dtype])
     options: dict[str, Any] = dict(mesh=parallel.dp, mp_policy=policy)
     blocks: list[Any] = list(model.layers)
     for block in blocks:
@@ -241,8 +239,8 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
 def requantize_in_backward(model: CausalLM, requantize: bool) -> None:
     """Choose whether te.Linear quantizes the gathered weight again in backward or retains its FP8 copy from forward.
 
-    Quantizing again is what resharding after forward is for: it frees the copy together with the gathered weight.
-    Transformer Engine decides it in a module's first forward pass, unless `_is_fsdp2` says so before.
+    With resharding after forward, quantizing again frees the copy together with the gathered weight. Transformer Engine
+    decides it in a module's first forward pass, unless `_is_fsdp2` has been set before.
     """
     for module in model.modules():
         if isinstance(module, model.te.Linear):
@@ -250,7 +248,7 @@ def requantize_in_backward(model: CausalLM, requantize: bool) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard weights that a forward without backward left gathered, so that parameters are shards again."""
+    """Reshard weights that a forward without backward left gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

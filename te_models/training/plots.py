@@ -19,7 +19,7 @@ INK, MUTED, TRAIN, EVAL, RATE, SPEED = "#111827", "#4b5563", "#2563eb", "#d9480f
 def plot_run(
     path: Path, rows: Sequence[Mapping[str, Any]], title: str, subtitle: str = "", first_eval_loss: float = math.nan
 ) -> None:
-    """Draw a run into a PNG: raw and smoothed loss with the evaluations, and below learning rate and tokens/s.
+    """Draw a run into a PNG: raw and smoothed loss with the evaluations, with learning rate and tokens/s below.
 
     Args:
         path: the file.
@@ -94,7 +94,7 @@ def _draw_loss(axes: Any, steps: Sequence[int], loss: Sequence[float], points: S
 
 
 def try_drawing(path: Path, draw: Callable[[], None]) -> str:
-    """Draw into `path`; return the path, or why it was not drawn: results must not be lost for want of matplotlib."""
+    """Draw into `path`; return the path, or why it was not drawn: results must not be lost if matplotlib is missing."""
     try:
         draw()
     except MissingPackage as error:
@@ -123,7 +123,7 @@ def save_figure(figure: Any, path: Path) -> None:
 def smooth(values: Sequence[float], width: float | None = None) -> NDArray[np.float64]:
     """Return values smoothed without lag: a straight line fitted around each of them, weighted by a Gaussian.
 
-    The fit is centred, so that a bend stays where it is. At the ends it uses the values that there are, on one side,
+    The fit is centered, so that a bend stays where it is. At the ends it uses the values on one side
     and follows their slope (local linear regression: Fan and Gijbels 1996), where an average would lag. `width` is the
     standard deviation of the weights in steps; None: a 50th of the steps, at least one.
     """

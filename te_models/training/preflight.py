@@ -1,4 +1,4 @@
-"""Before a run: the memory that it needs against the memory that is there, before data or weights are read."""
+"""The check that a run fits into memory, before data or weights are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from te_models.training.parallel import Parallel
 from te_models.training.resume import resumed_options, saved_choices
 from te_models.training.settings import RunSettings
 
-GPUS = (2, 4, 8)  # of which a number that fits is named when nothing else does
+GPUS = (2, 4, 8)  # numbers of GPUs to suggest if no option makes the run fit
 CGROUP = Path("/sys/fs/cgroup")
 GIB = 2**30
 
@@ -50,12 +50,12 @@ class MemoryCheck:
 def check_memory(
     settings: RunSettings, config: TrainConfig, shared: Parallel, newest: Path | None
 ) -> MemoryCheck | None:
-    """Return the memory that a run needs and that there is; None if the plan does not know the run's kind.
+    """Return the memory that a run needs and the memory available; None if the plan does not support this kind of run.
 
-    The recipe and the kind of parallelism are resolved, not "auto"; `newest` is the checkpoint that it resumes, if any.
+    Recipe and kind of parallelism are resolved, not "auto"; `newest` is the checkpoint to resume from, if any.
 
     Raises:
-        UsageError: the memory will not do; one line with the smallest change that does.
+        UsageError: the run does not fit; the message has the smallest change that makes it fit.
     """
     if shared.tp is not None:
         return None  # the plan knows no split layers
@@ -86,7 +86,7 @@ def check_memory(
 
 
 def available_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device; of a CPU, what the host and this process's control group leave."""
+    """Return the bytes that are free on a device; for a CPU, within the limits of this process's control group."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
@@ -102,7 +102,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Recipe, dict[str, Any]] | None:
-    """Return shape, recipe and how the model is run, as keywords of plan_memory; None if only loading can tell."""
+    """Return shape, recipe and other keywords of plan_memory; None if only loading the model can tell."""
     build: dict[str, Any] = {**settings.build, "recipe": settings.recipe}
     if newest is not None:
         build = resumed_options(settings, saved_choices(newest))

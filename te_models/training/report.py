@@ -30,7 +30,7 @@ from te_models.training.result import Result
 from te_models.training.samples import Prompt
 from te_models.training.settings import RUN_FILE, RunSettings
 
-PROMPT = 60  # characters of a prompt in a command to type
+PROMPT = 60  # characters of a prompt in a suggested command
 
 
 def summary(
@@ -42,7 +42,7 @@ def summary(
     command: str = "finetune",
     memory: MemoryCheck | None = None,
 ) -> Table:
-    """Return the configuration in force as a table; `start` is the number of steps that were taken before."""
+    """Return the configuration in force as a table; `start` is the number of steps taken before a resume."""
     plan = model.plan()
     rows = {
         "parameters": _parameters(model),
@@ -70,7 +70,7 @@ def summary(
 
 
 def _tokens(dataset: TokenDataset | StreamingDataset, config: TrainConfig, start: int) -> str:
-    """Return how many tokens the run sees, and how often that is all of the data."""
+    """Return how many tokens the run trains on, and how many epochs that is."""
     tokens = (config.steps - start) * config.tokens_per_step
     if not isinstance(dataset, TokenDataset):
         return f"{tokens:,}"
@@ -112,7 +112,7 @@ def speed_rows(model: CausalLM, config: TrainConfig) -> dict[str, str]:
 def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Show a progress bar with loss, tokens/s and time left; yield the function that takes each step's metrics.
 
-    If the output is no terminal, print only evaluations, one per line.
+    If the output is not a terminal, print only evaluations, one per line.
     """
     columns = (
         TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]}"),
@@ -137,9 +137,9 @@ def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Call
 
 
 class TimeLeft:
-    """The time that a run still takes, estimated once: when a few steps are behind it that were not among its first.
+    """The remaining time of a run, estimated once, from a few steps after the first ones.
 
-    The first steps compile kernels, and the first of them after three eager ones captures a CUDA graph.
+    The first steps compile kernels, and the one after three eager steps captures a CUDA graph.
     """
 
     SKIPPED, MEASURED = 4, 6  # steps
@@ -149,7 +149,7 @@ class TimeLeft:
         self.seconds: list[float] = []
 
     def line(self, row: Mapping[str, Any]) -> str:
-        """Take the metrics of a step; return the line to print after it, "" if there is none."""
+        """Record the metrics of a step; return the line to print after it, or ""."""
         config, step, due = self.config, row["step"], self.start + self.SKIPPED + self.MEASURED
         if step > due or config.steps < due:
             return ""
@@ -160,13 +160,13 @@ class TimeLeft:
         each, left = statistics.median(self.seconds), config.steps - step
         every = config.eval_every or config.steps
         evaluations = config.steps // every - step // every + bool(config.steps % every)
-        # an evaluation is forward alone, about a third of a step without accumulation
+        # an evaluation is only a forward, about a third of a step without accumulation
         whole = each * left + evaluations * config.eval_batches * each / config.gradient_accumulation / 3
         return f"estimated time: {duration(whole)} for the other {plural(left, 'step')}, of {duration(each)} each"
 
 
 def duration(seconds: float) -> str:
-    """Return a time in words, of two digits or so: "40 ms", "3.2 s", "12 min", "1 h 05 min"."""
+    """Return a time in words, with about two digits: "40 ms", "3.2 s", "12 min", "1 h 05 min"."""
     if seconds < 0.9995:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 9.95:
@@ -187,7 +187,7 @@ def table_of(rows: Mapping[str, str], title: str | None = None) -> Table:
 
 
 def print_outcome(console: Console, result: Result, settings: RunSettings, folder: Path, curve: str) -> None:
-    """Print the losses before and after, the speed, and where everything is; after Ctrl-C, how to go on."""
+    """Print the losses before and after, the speed, and the files written; after Ctrl-C, how to continue."""
     if result.interrupted:
         again = shlex.join(["te-models", settings.command, "--resume", str(folder)])
         console.print(
@@ -238,7 +238,7 @@ def draw_run(result: Result, settings: RunSettings, folder: Path, model: CausalL
 
 
 def print_next(console: Console, folder: Path, tokenizer: Tokenizer, prompts: list[Prompt]) -> None:
-    """Print the two commands that one would type next: talk to the model or continue a prompt, and export it."""
+    """Print the next two commands: talk to the model or continue a prompt, and export it."""
     first = ["te-models", "generate", "--model", str(folder), "--prompt", _example(tokenizer, prompts)]
     try:
         tokenizer.chat_template()

@@ -1,4 +1,4 @@
-"""Checks of saved training state beside model and optimizer, before anything of the live run is changed."""
+"""Checks of saved training state other than model and optimizer, before the live run changes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LATER = {"best_eval_loss", "best_step", "evaluations_since_best", "stopped_early
 def check_random_state(state: Any, rank: int, generator: torch.Generator, name: str) -> Tensor:
     """Return the random state of `rank` in `state`, uint8 [bytes] of one process or [ranks, bytes] of any number.
 
-    It is a copy: PyTorch's setters read from the start of the storage, wherever in it the tensor lies. `generator` is
-    one of the device that nothing else uses; it is given the state as a test. `name` names the state in errors.
+    It is a copy: PyTorch's setters read from the start of the storage, whatever the tensor's offset. `generator` is
+    a generator of the device that nothing else uses; its state is set as a test. `name` names the state in errors.
 
     Raises:
-        CheckpointError: it is no state of such a generator.
+        CheckpointError: it is not a state of such a generator.
     """
     if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() not in (1, 2) or not len(state):
         raise CheckpointError(f"{name} is not a random state: uint8 [bytes], or a row of it per rank")

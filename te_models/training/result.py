@@ -11,14 +11,14 @@ class Result:
     """The outcome of a run.
 
     Attributes:
-        step: optimizer steps completed, those before a resume included.
+        step: optimizer steps completed, including those before a resume.
         first_eval_loss: evaluation loss before the first step, in nats per token, as all losses here.
         eval_loss: the last evaluation loss.
         loss: training loss of the last step.
         tokens_per_second: median over the last 100 steps, over all processes.
-        peak_memory: bytes allocated on the device at most; None on a CPU.
+        peak_memory: peak bytes allocated on the device; None on a CPU.
         interrupted: True if the run was stopped before its last step.
-        signal: the number of the signal that this process was stopped by; 0: none.
+        signal: the number of the signal that stopped this process; 0: none.
         checkpoint: path of the last checkpoint.
         best_eval_loss: the lowest evaluation loss after a step, infinite if none was below `first_eval_loss`.
         best_step: the step of that evaluation; 0: there was none.

@@ -1,4 +1,4 @@
-"""The folder of a run, whether the run starts or resumes there, and the choices that a resumed run takes over."""
+"""The folder of a run, whether the run starts or resumes there, and the settings that a resumed run inherits."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from te_models.config.recipe import get_recipe, recipe_fields
 from te_models.config.training import TrainConfig
 from te_models.errors import CheckpointError, UsageError, plural
 from te_models.files.atomic import readable
+from te_models.interop.hub import DTYPES
 from te_models.saving.folder import load_folder
 from te_models.saving.pretrained import read_recipe
 from te_models.saving.run_folder import Checkpoints, offering_older
 from te_models.training.settings import RunSettings
 
 RUN_CHOICES = ("engine", "fp8_params", "activation_checkpointing", "activation_offload")
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def run_folder(settings: RunSettings, restarted: bool = False) -> Path:
     """Return the run's folder: the one that the settings name, else runs/<model>-<recipe>.
 
-    A run from another run's file does not go where a run already is: it takes the first such folder with a number that
-    is free, or once `restarted` the last one that is not.
+    A run from another run's file does not use the folder of an existing run: it gets the first free folder with a
+    number, or after a restart (`restarted`) the last one in use.
     """
     if settings.out:
         return Path(settings.out)
@@ -43,7 +43,7 @@ def run_folder(settings: RunSettings, restarted: bool = False) -> Path:
 
 
 def resumed_options(settings: RunSettings, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of CausalLM of a resumed run: the choices in its checkpoint, but for what the user gave."""
+    """Return the keywords of CausalLM of a resumed run: the choices in its checkpoint, then those of the user."""
     given = {name: value for name, value in settings.build.items() if name in settings.given}
     options = {name: value for name, value in settings.build.items() if name not in recipe_fields()}
     options |= {**saved, **given}
@@ -55,8 +55,13 @@ def resumed_options(settings: RunSettings, saved: Mapping[str, Any]) -> dict[str
 
 
 def run_choices(model: CausalLM) -> dict[str, Any]:
-    """Return what a checkpoint records of how the model is run, beside config and recipe, as JSON."""
-    return {name: getattr(model, name) for name in RUN_CHOICES}
+    """Return the choices that a checkpoint records besides config and recipe, as JSON."""
+    return {
+        "engine": model.engine,
+        "fp8_params": model.fp8_params,
+        "activation_checkpointing": model.activation_checkpointing,
+        "activation_offload": model.activation_offload,
+    }
 
 
 def saved_choices(newest: Path) -> dict[str, Any]:

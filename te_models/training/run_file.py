@@ -1,4 +1,4 @@
-"""The content of run.toml: every setting of a run as it was resolved, and a record of data, versions and command."""
+"""The content of run.toml: every resolved setting of a run, and a record of data, versions and command."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import torch
 import te_models
 from te_models.causal_lm import CausalLM
 from te_models.config.toml import read_toml, render_toml
-from te_models.data.dataset import IGNORED, TokenDataset
+from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
+from te_models.model.targets import IGNORED
 from te_models.training.evaluation import Batch
 from te_models.training.parallel import Parallel
 from te_models.training.resume import run_choices
@@ -57,7 +58,7 @@ def run_document(
         "model": {
             **run_choices(model),
             **{name: settings.build.get(name) for name in ("device", "compile")},
-            "engine": settings.build.get("engine", "auto"),  # as asked for: on a GPU the file means the native engine
+            "engine": settings.build.get("engine", "auto"),  # as requested: "auto" selects the native engine on a GPU
         },
         "recipe": model.recipe.to_dict(),
         "shape": {**shape, **own},
@@ -97,12 +98,12 @@ def read_record(folder: Path) -> Mapping[str, Any]:
 
 
 def run_id(record: Mapping[str, Any]) -> str:
-    """Return the id of a run with this record: 8 hexadecimal digits, new where there are none."""
+    """Return the id of a run with this record: 8 hexadecimal digits, a new one if it has none."""
     return str(record.get("id") or secrets.token_hex(4))[:100]
 
 
 def fingerprint(dataset: TokenDataset | StreamingDataset) -> str:
-    """Return the hash of all that the order and content of the training batches depend on, but for the seed."""
+    """Return the hash of everything except the seed that determines order and content of the training batches."""
     return f"{dataset.state_dict()['fingerprint']}"
 
 

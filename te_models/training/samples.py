@@ -11,16 +11,16 @@ from rich.text import Text
 from torch import Tensor
 
 from te_models.causal_lm import CausalLM
-from te_models.data.dataset import IGNORED
 from te_models.data.tokenizer import Tokenizer, text_after
 from te_models.generation.options import GenerationOptions
 from te_models.generation.text import for_terminal, stream_text
+from te_models.model.targets import IGNORED
 from te_models.training.evaluation import Batch
 
 SAMPLES = 3
-OPENING = 24  # tokens of a text at most that are the prompt, where the data has no prompts; half of a short text
-READABLE = 256  # tokens: a longer prompt is taken only if there is no shorter one
-MAX_LINES = 14  # of a prompt, and of an answer, that are shown
+OPENING = 24  # maximum tokens of a text to use as prompt, where the data has no prompts; half of a short text
+READABLE = 256  # tokens: a longer prompt is used only if there is no shorter one
+MAX_LINES = 14  # shown of a prompt, and of an answer
 
 
 class Prompt(NamedTuple):
@@ -35,7 +35,7 @@ def held_out_prompts(
 ) -> list[Prompt]:
     """Return `count` prompts from evaluation batches, spread evenly; fewer if there are fewer.
 
-    A prompt is what comes before the first tokens of a record that the loss counts; of a plain text it is the opening.
+    A prompt is the part of a record before the first tokens that the loss counts; for plain text it is the opening.
     Records with an answer come before those without, and whole ones before those that a window may have cut.
 
     `batches` have input_ids and labels, int64 [B, S], perhaps document_ids; the end-of-text token of `tokenizer` ends a
@@ -76,7 +76,7 @@ def _edges(ids: Tensor, documents: Tensor | None, end: int | None) -> list[int]:
 
 
 def _prompt(ids: list[int], counted: list[bool], end: int | None) -> Prompt | None:
-    """Return the prompt of one record, None if it has none or the loss counts nothing of it."""
+    """Return the prompt of one record, None if it has none or the loss counts none of its tokens."""
     if True not in counted:
         return None
     first = counted.index(True)
@@ -91,8 +91,8 @@ def _prompt(ids: list[int], counted: list[bool], end: int | None) -> Prompt | No
 class Sampler:
     """Answers of a model to prompts of its evaluation data.
 
-    An answer has at most `tokens` tokens and takes the likeliest, so that before and after compare; the continuation of
-    an opening is drawn with `options["seed"]`. All processes of a sharded model take part, with the same prompts.
+    An answer has at most `tokens` tokens and is greedy, so that before and after are comparable; the continuation of an
+    opening is sampled with `options["seed"]`. All processes of a sharded model take part, with the same prompts.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Sampler:
         self.before = ["".join(_first_lines(self.answer(prompt))) for prompt in self.prompts]
 
     def show(self, console: Console) -> None:
-        """Print each prompt with the earlier answer and the one of the data, and stream the answer of now."""
+        """Print each prompt with the earlier answer and that in the data, and stream the present answer."""
         for number, prompt in enumerate(self.prompts, start=1):
             kind = "prompt" if prompt.reference else "opening"
             console.print(Text(f"\nsample {number} of {len(self.prompts)}, from the evaluation data", "bold"))
@@ -139,7 +139,7 @@ def _block(console: Console, title: str, text: str, style: str) -> None:
 
 
 def _first_lines(pieces: Generator[str, None, None]) -> Iterator[str]:
-    """Yield the first lines of an answer, and end its generation there: that of an untrained model may not end."""
+    """Yield the first lines of an answer, and stop generating there, since an untrained model may never stop."""
     lines = 0
     with contextlib.closing(pieces):
         for piece in pieces:

@@ -25,7 +25,7 @@ from te_models.errors import ConfigError, NamedFields, UsageError, unknown
 
 RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
-RECORD = "record"  # table of run.toml that holds facts of the run and no settings
+RECORD = "record"  # table of run.toml with facts of the run rather than settings
 TRAINING = {f.name: type(f.default) for f in fields(TrainConfig)}
 RUN = dict(command=str, preset=str, model=str, out=str, sample_tokens=int, log=str)
 MODEL = dict(
@@ -68,7 +68,7 @@ class LoraSettings(NamedFields):
     """
 
     rank: int  # of every adapter
-    targets: tuple[str, ...] = ()  # names of modules, as add_lora takes them; empty: all linears of every block
+    targets: tuple[str, ...] = ()  # names of modules, as in add_lora; empty: all linears of every block
     alpha: float = 16.0  # updates are multiplied by alpha / rank
     dropout: float = 0.0  # probability with which an adapter's input is dropped
     merge: bool = False  # at the end, save the model with the adapters in its weights in the folder merged/
@@ -111,7 +111,7 @@ def run_settings(command: str, given: Mapping[str, Any], file: Path | None = Non
     """Return the settings of a run: those `given`, over those of `file`, over the defaults of `command`.
 
     Raises:
-        UsageError: an unknown setting, a value of a wrong type or range, or a model that the command does not take.
+        UsageError: an unknown setting, a value of a wrong type or range, or a model that the command does not support.
     """
     saved = read_run_file(file) if file is not None else {}
     command = saved.get("command", command)
@@ -155,10 +155,10 @@ def run_settings(command: str, given: Mapping[str, Any], file: Path | None = Non
 def resumed_settings(command: str, given: Mapping[str, Any], folder: Path | None = None) -> RunSettings:
     """Return the settings of a run that is resumed: those of its run.toml with the changes `given`.
 
-    The command in run.toml counts. `folder` None means `out` in `given`, else the only run of the given model.
+    The command is that in run.toml. `folder` None means `out` in `given`, else the only run of the given model.
 
     Raises:
-        UsageError: no run is there, or a setting is given that a resumed run keeps.
+        UsageError: there is no run, or a setting is given that a resumed run cannot change.
     """
     named = folder or (Path(given["out"]) if "out" in given else None)
     folder = named or _only_run(given)
@@ -249,7 +249,7 @@ def resolved_path(name: Any) -> Any:
 
 
 def _over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `saved` with the changes `given`; a new recipe or model takes the place of all fields of the old one."""
+    """Return `saved` with the changes `given`; a new recipe or model replaces all fields of the old one."""
     flat = dict(saved)
     gone: set[str] = {"epochs"} if "steps" in given else set()
     if "recipe" in given:

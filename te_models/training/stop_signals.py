@@ -12,7 +12,7 @@ from types import FrameType
 def stop_signals() -> Iterator[Callable[[], int]]:
     """Yield a function that returns the number of the signal that arrived, SIGINT (Ctrl-C) or SIGTERM; 0 if none has.
 
-    A second signal acts as usual. Outside the main thread signals cannot be handled: the caller's own handlers stay,
+    A second signal has its usual effect. Outside the main thread signals cannot be handled: the caller's handlers stay,
     and the function returns 0.
     """
     received: list[int] = []

@@ -1,4 +1,4 @@
-"""Times of the device, and values of the device on the host, without waiting for what is queued."""
+"""Device times, and copies of device values to the host, without waiting for queued work."""
 
 from __future__ import annotations
 

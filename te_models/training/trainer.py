@@ -56,32 +56,32 @@ log = logging.getLogger(__name__)
 
 
 class Saved(Protocol):
-    """The part of a model that a run saves, where that is not all of it (te_models.training.lora_run)."""
+    """The part of a model that a run saves, if it does not save all of it (te_models.training.lora_run)."""
 
     def content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Return the tensors and documents of a checkpoint, beside the training state."""
+        """Return the tensors and documents of a checkpoint, without the training state."""
         ...
 
     def read(self, folder: Path) -> TrainingState:
-        """Read and check a checkpoint for the live model, which stays as it is."""
+        """Read and check a checkpoint for the live model, which does not change."""
         ...
 
 
 class Callback:
-    """Methods that a run calls as it goes, on every process; a subclass overrides those it needs; here they do nothing.
+    """Methods that a run calls on every process. A subclass overrides those it needs; by default they do nothing.
 
     On a GPU the next step is already queued when `on_step` is called, except before an evaluation or a save: a change
-    of the model takes effect in the step after it. `trainer.stop()` ends the run after the step under way.
+    of the model takes effect in the step after that. `trainer.stop()` ends the run after the current step.
     """
 
     def on_step(self, trainer: Trainer, row: Row) -> None:
-        """Take the metrics of a finished step, as in metrics.jsonl."""
+        """Called with the metrics of a finished step, as in metrics.jsonl."""
 
     def on_eval(self, trainer: Trainer, row: Row) -> None:
-        """Take the metrics of a step after which the model was evaluated: "eval_loss" is among them."""
+        """Called with the metrics of a step after which the model was evaluated, including "eval_loss"."""
 
     def on_save(self, trainer: Trainer, folder: Path) -> None:
-        """Take the folder of a checkpoint; with several steps between checkpoints it may still be written."""
+        """Called with the folder of a checkpoint; before the end of the run it may still be incomplete."""
 
 
 @dataclass
@@ -103,7 +103,7 @@ class QueuedStep:
 
 @dataclass
 class Trainer(NamedFields):
-    """Train `model` on `dataset`; `run` does it.
+    """A training run of `model` on `dataset`; call `run`.
 
     Args:
         model: the model to train; modified in place.
@@ -111,12 +111,12 @@ class Trainer(NamedFields):
         eval_batches: this process's batches to evaluate on.
         config: the run's options.
         out: the run's folder, for metrics.jsonl and checkpoints; a str will do.
-        documents: further JSON values for each checkpoint, such as the tokenizer's (`Tokenizer.documents`).
-        run_file: the content of run.toml, which is written when the run starts; empty: none is.
+        documents: other JSON values for each checkpoint, such as the tokenizer's (`Tokenizer.documents`).
+        run_file: the content of run.toml, which is written when the run starts; empty: not written.
         on_step: called with the metrics of every finished step, on every process.
-        callbacks: called as the run goes, in this order.
+        callbacks: called during the run, in this order.
         parallel: how processes share the run.
-        saved: what checkpoints hold of the model, and how it is read back; None: all of it.
+        saved: the part of the model that checkpoints contain, with its loader; None: all of it.
 
     Raises:
         ValueError: an unknown argument (the message names the nearest), optimizer or option.
@@ -147,7 +147,7 @@ class Trainer(NamedFields):
         self.seconds: deque[float] = deque(maxlen=RECENT)  # per step
         self.checkpoints = self._checkpoints(self.out / "checkpoints", self.config.keep_last)
         self.best = self._checkpoints(self.out / "best" / "checkpoints", keep_last=1)
-        # A tokenizer takes a second to serialize: do it once.
+        # Serializing a tokenizer takes about a second: do it once.
         self.documents = {
             name: document if isinstance(document, bytes) else render_json(document, name)
             for name, document in self.documents.items()
@@ -204,17 +204,17 @@ class Trainer(NamedFields):
         return self.result
 
     def stop(self) -> None:
-        """End the run after the step under way, with a checkpoint, as Ctrl-C does; any process may call it."""
+        """End the run after the current step, with a checkpoint, as Ctrl-C does; any process may call it."""
         self.stop_requested = lambda: -1
 
     def _evaluated(self, row: Row) -> None:
         """Save the model after the best evaluation so far, and end a run that no longer improves."""
         result, config = self.result, self.config
-        (loss, *_) = self.parallel.ranks.gather(row["eval_loss"])  # all processes decide by one number
+        (loss, *_) = self.parallel.ranks.gather(row["eval_loss"])  # all processes decide by the same number
         first = not result.best_step
         if loss < min(result.best_eval_loss, result.first_eval_loss):  # the second may be a NaN
             result.best_eval_loss, result.best_step, result.evaluations_since_best = loss, row["step"], 0
-            only = first and row["step"] == config.steps  # a run with one evaluation has no choice
+            only = first and row["step"] == config.steps  # with a single evaluation there is no best one to choose
             if config.keep_best and config.eval_every and not only:
                 tensors, documents = self._model_content()
                 blocking = self.parallel.ranks.world > 1
@@ -270,7 +270,7 @@ class Trainer(NamedFields):
         return every > 0 and step % every == 0
 
     def _queue(self, step: int, batches: Iterator[Batch], before: QueuedStep | None) -> QueuedStep:
-        """Queue one optimizer step. Step `before` is checked on the way; without `ahead` this step is as well."""
+        """Queue one optimizer step. Step `before` is checked in between; without `ahead` this step is too."""
         config, device = self.config, self.model.device
         start = timestamp(device) if before is None else before.end
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
@@ -443,7 +443,7 @@ class Trainer(NamedFields):
             )
 
     def _refuse_to_wait_on(self, result: dict[str, Any]) -> None:
-        """Raise UsageError if the saved run ended early and nothing has changed that would let it go on."""
+        """Raise UsageError if the saved run ended early and nothing has changed that would let it continue."""
         since, patience = result.get("evaluations_since_best", 0), self.config.patience
         if result.get("stopped_early") and patience and since >= patience:
             raise UsageError(

@@ -91,7 +91,7 @@ def test_ctrl_c_stops_an_answer(chat: Callable, monkeypatch: pytest.MonkeyPatch)
 
 def test_ctrl_c_at_the_prompt_leaves_at_the_second_time(chat: Callable, answers: list[str]) -> None:
     code, out, err = chat("^C", "hi", "^C", "^C", "never")
-    assert code == 0 and len(answers) == 1 and err.count("Ctrl-D or /exit leaves") == 2
+    assert code == 0 and len(answers) == 1 and err.count("Ctrl-D or /exit to leave") == 2
 
 
 def test_commands(chat: Callable, answers: list[str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command line: what it prints, that mistakes end in one line and exit code 2, that help is quick."""
+"""The command line: what it prints, that mistakes end in one line and exit code 2, that help is fast."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Recipes: the shipped files, overrides by keyword, refusals, and the engine's objects that come of them."""
+"""Recipes: the shipped files, overrides by keyword, refusals, and the engine's objects built from them."""
 
 import json
 import pickle

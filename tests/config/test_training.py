@@ -1,4 +1,4 @@
-"""The options of a run: the schedule, ranges, and misspelt names."""
+"""The options of a run: the schedule, ranges, and misspelled names."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ from te_models.config.training import SCHEDULES, TrainConfig
         ("wd", "weight_decay"),
     ],
 )
-def test_a_misspelt_option_names_the_nearest(given: str, meant: str) -> None:
+def test_a_misspelled_option_names_the_nearest(given: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"unknown field '{given}' of TrainConfig: did you mean '{meant}'"):
         TrainConfig(**{given: 1})
 

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from te_models.data.dataset import IGNORED, TokenDataset, check_vocabulary
+from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.documents import Document, load_documents
 from te_models.data.tokenizer import ByteTokenizer
+from te_models.model.targets import IGNORED
 
 END, PADDING = ByteTokenizer.eos_token_id, ByteTokenizer.pad_token_id
 Batch = dict[str, Tensor]
@@ -144,7 +145,7 @@ def test_batches_are_int64_windows() -> None:
     }
 
 
-def test_only_completions_are_learnt() -> None:
+def test_only_completions_are_learned() -> None:
     documents = [Document("bc", prompt="a\u00e9"), Document("d", prompt=""), Document("", prompt="z"), Document("e")]
     ids, labels = windows(take(dataset(documents, 14, shuffle=False), 1))[0]
     a, e_acute, z = ord("a"), [*"\u00e9".encode()], ord("z")
@@ -161,7 +162,7 @@ def test_each_epoch_and_seed_has_its_own_order() -> None:
     assert first == windows(take(dataset(documents, 4), 50))
     assert first != windows(take(dataset(documents, 4, seed=1), 50))
     places = dataset(documents, 4)._shuffled(0).windows
-    assert sorted(places) == list(range(50)) and abs(places[1:] - places[:-1]).mean() > 5, "neighbours are torn apart"
+    assert sorted(places) == list(range(50)) and abs(places[1:] - places[:-1]).mean() > 5, "neighbors are torn apart"
 
 
 def test_resuming_with_other_batch_and_world_sizes_goes_on_at_the_same_window() -> None:

@@ -1,4 +1,4 @@
-"""Documents: files found and read alike in memory and streamed, errors that name the place, and the split."""
+"""Documents: the same files in memory and streamed, errors that name the place, and the split."""
 
 import gzip
 import os

@@ -1,4 +1,4 @@
-"""Formats of records: recognised by content, brought to one form, and refused with a line that helps."""
+"""Formats of records: recognized by content, brought to one form, and refused with a line that helps."""
 
 import json
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from te_models.config.data import parse_columns
-from te_models.data.formats import ALPACA, MESSAGES, PAIRS, SHAREGPT, TEXT, recognise, row_document
+from te_models.data.formats import ALPACA, MESSAGES, PAIRS, SHAREGPT, TEXT, recognize, row_document
 from te_models.errors import DataError, UsageError
 
 USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -147,9 +147,9 @@ ROWS: dict[str, tuple[Row, str, Any]] = {
 
 
 @pytest.mark.parametrize("case", ROWS)
-def test_rows_are_recognised_and_read(case: str) -> None:
+def test_rows_are_recognized_and_read(case: str) -> None:
     row, kind, expected = ROWS[case]
-    assert recognise(row) == kind
+    assert recognize(row) == kind
     assert read(row) == expected
 
 

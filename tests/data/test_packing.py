@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from te_models.data.dataset import IGNORED, TokenDataset
+from te_models.data.dataset import TokenDataset
 from te_models.data.formats import Document
 from te_models.data.packing import pack_records, repeats
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.errors import DataError
+from te_models.model.targets import IGNORED
 
 END, PAD = ByteTokenizer.eos_token_id, ByteTokenizer.pad_token_id
 RECORDS = st.lists(

@@ -1,4 +1,4 @@
-"""Streaming: blocks that cover a corpus, lanes that lose and repeat nothing, and resume on any number of ranks."""
+"""Streaming: chunks that cover a corpus, lanes that lose and repeat nothing, and resume on any number of ranks."""
 
 import gzip
 import json
@@ -25,13 +25,14 @@ from ranks import run_ranks
 
 from te_models.config.training import TrainConfig
 from te_models.data.corpus_chunks import ChunkReader, find_chunks
-from te_models.data.dataset import IGNORED, TokenDataset
+from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document, load_documents
 from te_models.data.rows import read_range
 from te_models.data.streaming import StreamingDataset, merge_states
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.data.training_data import open_data
 from te_models.distributed.control import Ranks
+from te_models.model.targets import IGNORED
 
 END = ByteTokenizer.eos_token_id
 TEXTS = [f"{number:03} " + "abc\u00e9" * (number * 7 % 11) for number in range(60)]
@@ -241,7 +242,7 @@ def test_order_follows_seed_and_epoch(corpus: Path) -> None:
     assert sum(abs(b - a) == 1 for a, b in zip(places, places[1:], strict=False)) < 30, "blocks are shuffled inside too"
 
 
-def test_prompts_are_not_learnt(corpus: Path) -> None:
+def test_prompts_are_not_learned(corpus: Path) -> None:
     ids, labels = rows(next(stream(corpus, seq_len=64, shuffle=False)))[0]
     first = [*b"Q0", *TEXTS[0].encode(), END]
     assert ids[: len(first)] == first and labels[: len(first)] == [IGNORED, IGNORED, *first[2:]]

@@ -1,4 +1,4 @@
-"""open_data: sources of any format, alike in memory and streamed, with lines that say what is done with them."""
+"""open_data: sources of any format, the same in memory and streamed, with lines that describe them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer, open_data
 from te_models.cli.commands import main
 from te_models.config.data import DataConfig, DataOptions
 from te_models.data import rows as rows_module
-from te_models.data.dataset import IGNORED, TokenDataset
+from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.data.training_data import steps_of
 from te_models.errors import DataError, UsageError
+from te_models.model.targets import IGNORED
 
 CONFIG = TrainConfig(seq_len=128, batch_size=2, eval_batches=2)
 TALKS = [
@@ -345,15 +346,15 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
         {"a.jsonl": [{"chosen": TALKS[0]["messages"], "rejected": TALKS[1]["messages"]}]}, [],
         "give --columns messages=chosen",
     ),
-    "a misspelt column": (
+    "a misspelled column": (
         {"a.jsonl": [{"question": "q", "answer": "a"}]}, ["--columns", "prompt=question,completion=answr"],
         "--columns completion=answr: there is no 'answr': did you mean 'answer'?",
     ),
-    "a misspelt column that may be left out": (
+    "a misspelled column that may be left out": (
         {"a.jsonl": [{"instruction": "q", "output": "a", "context": "c"}]}, ["--columns", "input=contxt"],
         "--columns input=contxt: there is no 'contxt': did you mean 'context'?",
     ),
-    "a misspelt field of turns": (
+    "a misspelled field of turns": (
         {"a.jsonl": [{"messages": [{"speaker": "user", "words": "w"}]}]}, ["--columns", "role=speeker,content=words"],
         "did you mean 'speaker'?",
     ),

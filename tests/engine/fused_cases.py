@@ -109,7 +109,7 @@ class TestQuantizers:
         assert all(same(a, b) for a, b in zip(plain.get_data_tensors(), made.get_data_tensors(), strict=True))
 
     @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-    def test_every_code_and_its_neighbours(self, dtype: DType) -> None:
+    def test_every_code_and_its_neighbors(self, dtype: DType) -> None:
         exact = numerics.decode_fp8(torch.arange(256, dtype=torch.uint8), dtype)
         exact = exact[exact.isfinite()].sort().values
         middles = (exact[1:] + exact[:-1]) / 2

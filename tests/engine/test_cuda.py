@@ -1,4 +1,4 @@
-"""The emulated engine on a CUDA device: the same codes, scales and histories as on the CPU, in every bit."""
+"""The emulated engine on a CUDA device: the same FP8 values, scales and histories as on the CPU, in every bit."""
 
 from __future__ import annotations
 

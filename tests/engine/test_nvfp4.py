@@ -1,4 +1,4 @@
-"""NVFP4 against loops over blocks: scales, codes, Hadamard transform, stochastic rounding."""
+"""NVFP4 against loops over blocks: scales, FP4 values, Hadamard transform, stochastic rounding."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_the_cast_inverts_decoding(dtype: DType, code: int) -> None:
 @every
 @fast
 @given(x=tensors())
-def test_error_is_half_a_step_of_the_largest_neighbour(name: str, dtype: DType, x: Tensor) -> None:
+def test_error_is_half_a_step_of_the_largest_neighbor(name: str, dtype: DType, x: Tensor) -> None:
     """Each value is within a relative rounding error, or within half the smallest subnormal of its block."""
     t = makers()[name](dtype)(x)
     for columnwise in (False, True):

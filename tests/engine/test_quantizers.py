@@ -1,4 +1,4 @@
-"""Quantizers and quantized tensors: formulas against independent references, layouts, edge values, tensor behaviour."""
+"""Quantizers and quantized tensors: formulas against independent references, layouts, edge values, tensor behavior."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""te.RMSNorm: arithmetic, dtypes, options. Golden vectors: test_golden.py. The update flag: test_delayed.py."""
+"""te.RMSNorm: arithmetic, dtypes, options. Golden vectors: test_golden.py. The update flag: test_delayed_scaling.py."""
 
 from __future__ import annotations
 

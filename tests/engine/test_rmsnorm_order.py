@@ -62,6 +62,6 @@ def test_without_fused_multiply_adds(name: str, monkeypatch: pytest.MonkeyPatch)
     test_against_h200(name, monkeypatch)
 
 
-def test_fused_multiply_adds_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_multiply_adds_are_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "addcmul", lambda c, a, b: c + a * b)
     assert not rmsnorm_kernels._fuses.__wrapped__(torch.device("cpu"))

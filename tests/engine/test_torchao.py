@@ -57,7 +57,7 @@ def test_mxfp8_edges(dtype: DType) -> None:
     top = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}[dtype]
     # From the smallest block that has scale byte 1 even for its rows of a third: test_mxfp8_differs_for_scale_byte_0.
     powers = torch.exp2(torch.arange(-126.0 + torch.tensor(top).log2().ceil().item() + 2, 120.0))
-    # BF16 neighbours: torchao takes log2 in FP32, which cannot tell a power of two from its FP32 neighbours.
+    # BF16 neighbors: torchao takes log2 in FP32, which cannot tell a power of two from its FP32 neighbors.
     near = torch.cat([powers, powers * (1 + 2**-7), powers * (1 - 2**-8)])
     values = [0.0, -0.0, 3.3e38, torch.inf, -torch.inf, 448.0, 449.0, 464.0, 465.0, 57344.0, 61440.0]
     edges = torch.cat([near, near * (top / 2 ** torch.tensor(top).log2().floor()), torch.tensor(values)])

@@ -1,4 +1,4 @@
-"""FP8 primary weights under FSDP2: codes travel, one scale serves all ranks,
+"""FP8 primary weights under FSDP2: FP8 data is gathered, one scale serves all ranks,
 and the run is the one of a single process."""
 
 import itertools

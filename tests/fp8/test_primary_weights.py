@@ -35,7 +35,7 @@ def quantized(model: CausalLM) -> dict[str, Any]:
 
 
 def batch(seed: int) -> torch.Tensor:
-    """Rows that can be learnt: each token is the one before plus a constant of the row."""
+    """Rows that can be learned: each token is the one before plus a constant of the row."""
     generator = torch.Generator().manual_seed(seed)
     start, stride = torch.randint(0, 64, (4, 1), generator=generator), torch.randint(1, 4, (4, 1), generator=generator)
     return (start + stride * torch.arange(16)) % 64
@@ -69,7 +69,7 @@ def assert_same(one: CausalLM, other: CausalLM) -> None:
 def test_fp8_weights_learn_as_bf16_weights_do(recipe: str) -> None:
     ours, _ = train(build(recipe), STEPS)
     theirs, _ = train(build(recipe, fp8_params=False), STEPS)
-    assert theirs[0] - theirs[-1] > 1.0, "nothing was learnt, so nothing is compared"
+    assert theirs[0] - theirs[-1] > 1.0, "nothing was learned, so nothing is compared"
     ends = [sum(losses[-5:]) / 5 for losses in (ours, theirs)]
     assert ends[0] == pytest.approx(ends[1], rel=0.02)
 

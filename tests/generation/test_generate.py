@@ -16,7 +16,6 @@ from chat_model import write_chat_model
 
 from te_models import CausalLM, list_recipes
 from te_models.cli import main
-from te_models.data.chat_template import ChatTemplate
 from te_models.data.tokenizer import ByteTokenizer, load_tokenizer
 from te_models.fp8.scaling_state import fp8_state
 from te_models.generation.sampling import sample
@@ -335,7 +334,7 @@ MESSAGES = [
 )
 def test_a_chat_template_gives_what_transformers_gives(messages: list, options: dict, chat_model: Path) -> None:
     judge = PreTrainedTokenizerFast.from_pretrained(chat_model)
-    text = ChatTemplate.from_folder(chat_model).render(messages, **options)
+    text = load_tokenizer(chat_model).chat_template().render(messages, **options)
     assert text == judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     ids = judge.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
     assert load_tokenizer(chat_model).encode(text) == ids
@@ -366,16 +365,17 @@ def test_chat_templates_are_found_in_every_place(chat_model: Path, tmp_path: Pat
     config = json.loads((chat_model / "tokenizer_config.json").read_text())
     forms = {"list": [dict(name="tool_use", template="x"), dict(name="default", template="{{ bos_token }}!")]}
     forms |= {"text": "{{ bos_token }}!", "file": "y"}
+    shutil.copy(chat_model / "tokenizer.json", tmp_path)
     for form, template in forms.items():
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
         if form == "file":
             (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}!")
-        assert ChatTemplate.from_folder(tmp_path).render(MESSAGES[0]) == "<|begin|>!"
+        assert load_tokenizer(tmp_path).chat_template().render(MESSAGES[0]) == "<|begin|>!"
     (tmp_path / "chat_template.jinja").write_text("{% nonsense %}")
     with pytest.raises(ValueError, match="not valid Jinja"):
-        ChatTemplate.from_folder(tmp_path)
+        load_tokenizer(tmp_path).chat_template()
     with pytest.raises(ValueError, match="say something"):
-        ChatTemplate.from_folder(chat_model).render([dict(role="user", content="")])
+        load_tokenizer(chat_model).chat_template().render([dict(role="user", content="")])
 
 
 def run(capsys: pytest.CaptureFixture, *arguments: str) -> str:
@@ -391,13 +391,13 @@ def test_the_command_line_continues_and_talks(
     words = load_tokenizer(chat_model)
     at = ["--model", str(chat_model)]
     assert run(capsys, *at, "--prompt", "ab") == "ab" + "".join(stream_text(model, words, "ab", 6)) + "\n"
-    prompt = ChatTemplate.from_folder(chat_model).render(MESSAGES[1])
+    prompt = words.chat_template().render(MESSAGES[1])
     answer = "".join(stream_text(model, words, words.encode(prompt), 6))
     assert run(capsys, *at, "--chat", "--system", "be brief", "--prompt", "hi") == answer + "\n"
     monkeypatch.setattr("sys.stdin", iter(["hi\n", "again\n"]))
     both = run(capsys, *at, "--chat", "--system", "be brief")
     talk = [*MESSAGES[1], dict(role="assistant", content=answer), dict(role="user", content="again")]
-    second = "".join(stream_text(model, words, words.encode(ChatTemplate.from_folder(chat_model).render(talk)), 6))
+    second = "".join(stream_text(model, words, words.encode(words.chat_template().render(talk)), 6))
     assert both == f"{answer}\n{second}\n"
     assert main(["convert", *at, "--format", "te", "--out", str(tmp_path / "own"), "--recipe", "current"]) == 0
     assert "parameters in float32" in capsys.readouterr().out

@@ -6,7 +6,7 @@
 
 Keys: <case>.<step>.<tensor>; the recipe and sizes of each case are in the file's metadata. `x` inputs, `g` output
 gradients, `y` outputs, `dx dw db` gradients, `scale_fwd/bwd` and `amax_history_fwd/bwd` after the step; quantizers
-give their codes (`_data`, `_rowwise_data`, ...) and inverse scales. A quantizer that this GPU does not run natively is
+give their data (`_data`, `_rowwise_data`, ...) and inverse scales. A quantizer that this GPU does not run natively is
 left out: on Hopper Transformer Engine's MXFP8 quantizer returns uninitialized memory without an error.
 """
 

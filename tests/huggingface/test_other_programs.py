@@ -1,4 +1,4 @@
-"""Programs that take a model of transformers: the same numbers with ours."""
+"""Programs written for models of transformers: the same numbers with ours."""
 
 from __future__ import annotations
 

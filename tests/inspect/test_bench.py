@@ -1,4 +1,4 @@
-"""te-models bench: every variant is the same model on the same tokens, and its figures are what they are called."""
+"""te-models bench: every variant is the same model on the same tokens, and its figures match their names."""
 
 from __future__ import annotations
 

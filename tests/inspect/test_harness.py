@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness from a folder of one's own: the scores of transformers on the same weights."""
+"""Tasks of lm-evaluation-harness from a user's folder: the scores of transformers on the same weights."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": dict(tie_word_embeddings=True),
     "tied-headwise": dict(tie_word_embeddings=True, attention_gate="headwise", head_dim=32),
     "qk-norm": dict(qk_norm=True),
-    "zero-centred": dict(zero_centered_norm=True),
+    "zero-centered": dict(zero_centered_norm=True),
     "qwen3-next": dict(qk_norm=True, zero_centered_norm=True, partial_rotary_factor=0.5),
     "window": dict(sliding_window=5),
     "window-by-layer": dict(sliding_window=4, layer_types=MIXED, qk_norm=True),

@@ -1,4 +1,4 @@
-"""The loss of kernels/lm_head_triton.py, against head.loss_and_gradient computed in FP64.
+"""The loss of kernels/lm_head_triton.py, against lm_head.loss_and_gradient computed in FP64.
 
 Run by test_triton_kernels.py in Triton's interpreter and on a GPU.
 """

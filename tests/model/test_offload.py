@@ -443,10 +443,12 @@ def test_on_a_gpu_it_changes_no_bit_and_takes_less_memory(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_with_compiled_kernels_and_cudnn_it_trains_as_without() -> None:
+@pytest.mark.parametrize(("mode", "fused"), [("none", False), ("full", None)])
+def test_on_a_gpu_with_compiled_kernels_and_cudnn_it_trains_as_without(mode: str, fused: bool | None) -> None:
     losses = []
     for offloaded in (False, True):
-        model = build("delayed", offloaded, **LARGE)
+        model = build("delayed", offloaded, mode, **{**LARGE, "fused": fused})
+        assert model.fused == (mode == "full")
         model.te.FP8GlobalStateManager.reset()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         losses.append([])

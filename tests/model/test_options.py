@@ -66,7 +66,7 @@ def build(name: str, recipe: str = "bf16", **options: Any) -> CausalLM:
 
 
 def ids(rows: int = 2, length: int = 23, seed: int = 1) -> Tensor:
-    """Rows that can be learnt: each token is the one before plus a constant of the row."""
+    """Rows that can be learned: each token is the one before plus a constant of the row."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.randint(0, 64, (rows, 1), generator=generator)
     stride = torch.randint(1, 5, (rows, 1), generator=generator)

@@ -1,4 +1,4 @@
-"""FP8 weights kept between the micro-batches of a step: quantized once, used by all, and nothing else is different."""
+"""FP8 weights cached between the micro-batches of a step: quantized once, used by all, and nothing else differs."""
 
 import contextlib
 from typing import Any

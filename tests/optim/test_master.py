@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from bits import assert_same_bits
 
 from te_models.optim import build_optimizer
+from te_models.optim.gradients import scale
 
 
 def test_masters_keep_updates_that_bf16_loses() -> None:
@@ -29,3 +31,17 @@ def test_gradients_are_clipped_to_the_norm_and_not_below_it(max_norm: float, kep
     optimizer.step()
     assert seen == [pytest.approx(kept, rel=1e-4)]
     assert holder.weight.grad is None and optimizer.masters[0].grad is None
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("factor", [1 / 3, 0.9990234375, 1.0])
+def test_clipping_rounds_each_product_once(factor: float, dtype: torch.dtype, device: str) -> None:
+    """Such factors are no BF16 numbers: rounded to BF16 they would be 0.334 and 1."""
+    sizes = [(7,), (300, 65), (64, 1024)]
+    gradients = [torch.randn(size).to(device, dtype) for size in sizes]
+    gradients.append(torch.randn(40, 50).to(device, dtype).t())
+    expected = [(g.double() * torch.tensor(factor).double().item()).to(dtype) for g in gradients]
+    scale(gradients, torch.tensor(factor))
+    for number, (found, wanted) in enumerate(zip(gradients, expected, strict=True)):
+        assert_same_bits(f"gradient {number}", found, wanted)

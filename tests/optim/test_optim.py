@@ -251,7 +251,7 @@ def test_frozen_parameters_take_no_memory() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "muon8bit"])
-def test_muon_orthogonalises_each_logical_matrix_of_a_fused_weight(optimizer: str) -> None:
+def test_muon_orthogonalizes_each_logical_matrix_of_a_fused_weight(optimizer: str) -> None:
     """Without decay and with the original scaling a square matrix moves by learning rate x an orthogonal matrix."""
     model = CausalLM.from_preset("gated-nano", device="cpu", dtype=torch.float32, **SHAPE)
     attention = model.layers[0].self_attn
@@ -369,7 +369,7 @@ def test_muon8bit_is_torchs_muon_up_to_rounding(
         pairs[0][0].copy_(previous)
 
 
-def test_orthogonalising_together_is_orthogonalising_each() -> None:
+def test_orthogonalizing_together_is_orthogonalizing_each() -> None:
     x = torch.randn(5, 24, 40)
     together = orthogonalize(x, 5)
     for one, result in zip(x, together, strict=True):

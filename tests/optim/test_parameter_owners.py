@@ -1,4 +1,4 @@
-"""Optimizers that need whole tensors, over parameters in pieces: one process's losses, state and checkpoints,
+"""Optimizers that need whole tensors, over sharded parameters: one process's losses, state and checkpoints,
 on two."""
 
 import json

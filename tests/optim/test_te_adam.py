@@ -24,7 +24,7 @@ class Moment(SimpleNamespace):
 
 
 class FusedAdam:
-    """State as FusedAdam.initialize_state makes it (section 12 of Transformer Engine's behaviour); it never steps."""
+    """State as FusedAdam.initialize_state makes it (section 12 of Transformer Engine's behavior); it never steps."""
 
     def __init__(
         self, groups: list[dict[str, Any]], *, exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype, **_: Any

@@ -171,6 +171,7 @@ def test_measured_peaks(name: str) -> None:
         ({}, 1),
         (dict(fused=False), 2),
         (dict(activation_offload=True), 2),
+        (dict(activation_offload=True, activation_checkpointing="full"), 1),
         (dict(cuda=False), 2),
         (dict(compile=False), 1),
     ],
@@ -207,19 +208,34 @@ def test_a_plan_of_fp8_weights_needs_an_fp8_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "vocabulary", "width", "cuda", "expected"),
+    ("rows", "vocabulary", "width", "cuda", "trained", "expected"),
     [
-        (8192, 128256, 4096, True, 8192),  # a part and the FP32 sum of the weight's gradient would need more
-        (16384, 128256, 4096, True, 4185),
-        (16384, 32000, 2048, True, 16384),
-        (32768, 32000, 1024, True, 16777),
-        (8192, 128256, 4096, False, 523),
-        (100, 128256, 4096, False, 100),
-        (512, 2**24, 64, True, 256),
+        (8192, 128256, 4096, True, True, 8192),  # a part and the FP32 sum of the weight's gradient would need more
+        (8192, 128256, 4096, True, False, 1046),
+        (16384, 128256, 4096, True, True, 4185),
+        (16384, 32000, 2048, True, True, 16384),
+        (32768, 32000, 1024, True, True, 16777),
+        (8192, 128256, 4096, False, True, 523),
+        (8192, 128256, 4096, False, False, 523),
+        (100, 128256, 4096, False, True, 100),
+        (512, 2**24, 64, True, True, 256),
     ],
 )
-def test_rows_of_logits_at_a_time(rows: int, vocabulary: int, width: int, cuda: bool, expected: int) -> None:
-    assert head_rows(rows, vocabulary, width, cuda) == expected
+def test_rows_of_logits_at_a_time(
+    rows: int, vocabulary: int, width: int, cuda: bool, trained: bool, expected: int
+) -> None:
+    assert head_rows(rows, vocabulary, width, cuda, trained) == expected
+
+
+def test_a_frozen_head_makes_no_weight_gradient_and_its_logits_are_few_at_a_time() -> None:
+    config, own = get_preset("llama-3.1-8b"), dict(batch_size=2, seq_len=4096, logits=False)
+    trained, frozen = (
+        Tape(config, get_recipe("bf16"), Training(frozen=frozen, **own)).fused_head() for frozen in (False, True)
+    )
+    assert trained.weights == 128256 * 4096 * 2 and frozen.weights == 0
+    assert trained.saved - frozen.saved == trained.weights
+    peaks = [step.saved + step.produces + step.scratch for step in (trained, frozen)]
+    assert peaks[0] - peaks[1] == 8192 * 128256 * 2 - 1046 * 128256 * 2
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Saved under one recipe, loaded or resumed under another: what has a meaning moves along, the rest is left out,
-aloud."""
+"""Saved under one recipe, loaded or resumed under another: applicable state is converted, the rest is dropped
+with a warning."""
 
 import warnings
 from pathlib import Path

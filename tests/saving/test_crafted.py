@@ -1,5 +1,5 @@
-"""Checkpoints that someone crafted, with a manifest that fits: each is refused in one line,
-and the live run is untouched."""
+"""Crafted checkpoints, with a manifest that fits: each is refused in one line,
+and the live run is unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from te_models import CausalLM
 from te_models.config.training import TrainConfig
-from te_models.data.dataset import Document, TokenDataset
+from te_models.data.dataset import TokenDataset
+from te_models.data.formats import Document
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import DataError, OutputInUse, TeModelsError
 from te_models.files.formats import flatten_state, unflatten_state

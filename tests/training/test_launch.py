@@ -1,4 +1,4 @@
-"""Options that do not fit the way the program was started."""
+"""Refusals of options that do not fit the way the program was started."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The model inside other people's tools: peft's LoRA with merge and unmerge, transformers.Trainer, accelerate."""
+"""The model in third-party tools: peft's LoRA with merge and unmerge, transformers.Trainer, accelerate."""
 
 from __future__ import annotations
 
@@ -377,6 +377,6 @@ def test_a_delayed_adapter_continues_with_the_same_bits(build: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     "name, message", [("rank", "write r, as peft does"), ("lora_alfa", "did you mean 'lora_alpha'")]
 )
-def test_a_misspelt_field_is_named(name: str, message: str) -> None:
+def test_a_misspelled_field_is_named(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=f"unknown field '{name}' of LoraConfig.*{message}"):
         add_lora(CausalLM.from_preset("gated-nano", recipe="bf16", device="cpu"), **{name: 8})

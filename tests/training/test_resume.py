@@ -1,4 +1,4 @@
-"""The folder of a run, and what `--resume` takes from its checkpoint where the user says nothing."""
+"""The folder of a run, and the settings that `--resume` reads from its checkpoint by default."""
 
 from __future__ import annotations
 

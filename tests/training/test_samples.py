@@ -1,4 +1,4 @@
-"""Samples: which prompts are taken from evaluation batches, and what is shown of the answers."""
+"""Samples: the choice of prompts from evaluation batches, and the part of the answers that is shown."""
 
 from __future__ import annotations
 

@@ -310,6 +310,6 @@ def test_a_signal_saves_and_ends_cleanly(sent: int, code: int, tmp_path: Path) -
     assert newest.name == f"step-{step:08d}" and step == len(log.read_text().splitlines())
 
 
-def test_a_misspelt_argument_names_the_nearest() -> None:
+def test_a_misspelled_argument_names_the_nearest() -> None:
     with pytest.raises(ValueError, match="unknown field 'eval_batch' of Trainer: did you mean 'eval_batches'"):
         Trainer(eval_batch=[])

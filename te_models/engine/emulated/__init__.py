@@ -2,8 +2,8 @@
 
 `import te_models.engine.emulated as te` stands in for `import transformer_engine.pytorch as te`; `te.recipe` stands in
 for `transformer_engine.common.recipe`. Names, signatures, state machine and casts are those of Transformer Engine 2.20.
-FP8 data, scales and amax histories equal its in every bit; so do GEMM results, up to the size that `exact_gemm` sets,
-and beyond it up to the order of accumulation. The FP8 state belongs to the thread.
+FP8 data, scales and amax histories are bit-identical to Transformer Engine's. So are GEMM results up to the size that
+`exact_gemm` sets; larger ones differ only in the order of accumulation. The FP8 state belongs to the thread.
 
 Lives here: te.Linear, te.RMSNorm, te.checkpoint, recipes and quantizers in PyTorch and Triton.
 Not here: Transformer Engine itself (te_models.engine.native) and Triton helpers that others share (te_models.kernels).

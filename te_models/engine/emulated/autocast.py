@@ -178,7 +178,7 @@ def outside_autocast() -> Iterator[Recipe | None]:
         state.autocast_depth = depth
 
 
-_LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()  # type: ignore
+_LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 def region_lock(model: torch.nn.Module, quantized: bool) -> AbstractContextManager[Any]:

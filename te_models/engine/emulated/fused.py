@@ -1,7 +1,7 @@
 """The quantizers' casts as Triton kernels, one launch each, with the same bits as the plain functions.
 
 On a GPU the plain functions spend their time on launches: ten to thirty per cast. Nothing here is needed for
-correctness: `fused(False)` goes without, and tests/engine/test_cuda.py compares the bits.
+correctness: `fused(False)` turns it off, and tests/engine/test_cuda.py compares the bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ON: ContextVar[bool] = ContextVar("fused", default=True)
 def fused(on: bool = True) -> Iterator[None]:
     """Cast on a GPU with Triton kernels (True) or the plain functions (False).
 
-    Holds for the thread, and for the backward of what it runs inside.
+    This applies to the thread, and to the backward of the operations inside.
     """
     token = _ON.set(on)
     try:

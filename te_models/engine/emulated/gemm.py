@@ -28,8 +28,8 @@ _EXACT_PRODUCTS: ContextVar[float] = ContextVar("exact_products", default=2**20)
 def exact_gemm(products: float = float("inf")) -> Iterator[None]:
     """Compute every GEMM of up to `products` = M*N*K as Hopper's tensor cores do; 0 for none.
 
-    Holds for the thread, and for the backward of what it runs inside. It costs about 1.5 ns per product on a CPU core:
-    0.2 s for 512 x 512 x 512.
+    This applies to the thread, and to the backward of the operations inside. It costs about 1.5 ns per product on a CPU
+    core: 0.2 s for 512 x 512 x 512.
     """
     token = _EXACT_PRODUCTS.set(products)
     try:
@@ -128,7 +128,7 @@ def _narrow_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         # Rounding to BF16 within the product saves a launch. FP16 would round twice.
         a, b = a.bfloat16(), b.bfloat16()
         return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=torch.float32).to(dtype)
-    options: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    options: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made when torch is imported
     before = options.fp32_precision
     # FP32 in and out, BF16 between: processors without BF16 instructions ignore it.
     options.fp32_precision = "bf16"

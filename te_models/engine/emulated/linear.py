@@ -74,12 +74,13 @@ class _Linear(torch.autograd.Function):
         return out if call.output_quantizer is None else call.output_quantizer(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # one output
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of weight, input and bias."""
+        (grad,) = grads
         if ctx.call is None:
             raise RuntimeError("te.Linear allows one backward: run the forward again instead of using retain_graph")
         call, ctx.call = ctx.call, None
-        # exact_gemm and fused hold for the backward of a forward inside them, in whichever thread autograd runs it.
+        # exact_gemm and fused also apply to the backward of a forward inside them, in whatever thread it runs.
         return _backward(ctx, call, grad) if call.context is None else call.context.run(_backward, ctx, call, grad)
 
 
@@ -279,7 +280,8 @@ class Linear(TransformerEngineBaseModule):
         quantizer.internal = False
         param = nn.Parameter(quantizer(value))
         if self.preserve_high_precision_init_val:
-            param._high_precision_init_val = value.detach().cpu().clone()  # type: ignore[attr-defined]
+            before = value.detach().cpu().clone()
+            param._high_precision_init_val = before  # type: ignore[attr-defined]  # Transformer Engine's attribute
         return param
 
     def forward(
@@ -360,7 +362,7 @@ def _normal(weight: Tensor) -> Tensor:
 
 
 def _check_dims(inp: torch.Size, weight: torch.Size, grad: bool) -> None:
-    """Check the alignment that FP8 GEMMs need, the backward's included: before the forward has been paid for."""
+    """Check the alignment that the FP8 GEMMs of forward and backward need, before any of them runs."""
     leading_step = 16 if grad else 8
     for shape in (inp, weight):
         leading, last = shape[:-1].numel(), shape[-1]

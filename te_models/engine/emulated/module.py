@@ -271,7 +271,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
             )
 
     def _register(self) -> None:
-        """Let this thread update the scales. A recompute, and a forward without grad, leave them to who trains them."""
+        """Let this thread update the scales, unless the forward is a recompute or runs without grad."""
         state = FP8GlobalStateManager.quantization_state
         for own in self._states():
             trains = torch.is_grad_enabled() and not in_backward()
@@ -314,7 +314,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy or a pickle, whose quantizers have to share the memory of its own scales."""
+        """Restore a copy or a pickle, whose quantizers must share the memory of its own scales."""
         super().__setstate__(state)
         for key in DIRECTIONS:
             if (own := self.fp8_meta.get(key)) is not None:

@@ -1,7 +1,7 @@
 """The arithmetic of Transformer Engine's casts, as pure functions on tensors: amax, scale, FP8 data, block scales.
 
 Rounding is to nearest, ties to even; overflow and infinities saturate; NaN stays NaN and does not count for an amax.
-Everything is computed in FP32 and on the device of the input, without host synchronisation.
+Everything is computed in FP32 and on the device of the input, without host synchronization.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ INVERSE_MAX = {dtype: torch.ones((), dtype=torch.float32).div(value).item() for 
 
 
 def device_type(x: Tensor) -> str:
-    """Return `x.device.type`, ten times as fast on the host of a GPU."""
+    """Return `x.device.type`, but ten times as fast on the host of a GPU."""
     return "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
 
 

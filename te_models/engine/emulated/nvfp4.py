@@ -149,7 +149,7 @@ def _round_blocks(
 
 def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the largest magnitudes of the blocks of x, FP32; a NaN is larger than any number."""
-    # As integers, which order magnitudes alike: torch's FP32 maximum over 16 neighbours is four times slower on CPU.
+    # As integers, which have the same order: torch's FP32 maximum over 16 neighbors is four times slower on CPU.
     parts = [x[rows].float().view(torch.int32) & 0x7FFFFFFF for rows in numerics.row_tiles(x, block[0])]
     return torch.cat([numerics.split_blocks(part, block).amax((1, 3)) for part in parts]).view(torch.float32)
 
@@ -220,7 +220,7 @@ class NVFP4Quantizer(Quantizer):
         nvfp4_4over6_err_mode: str = "MAE", with_random_sign_mask: bool = True,
         generator: torch.Generator | None = None,
     ) -> None:  # fmt: skip
-        """Take Transformer Engine's arguments, and `generator`."""
+        """Accept Transformer Engine's arguments, and `generator`."""
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         if row_scaled_nvfp4 or nvfp4_use_4over6:
             raise NotImplementedError("row_scaled_nvfp4 and nvfp4_use_4over6 are not emulated: leave them out")

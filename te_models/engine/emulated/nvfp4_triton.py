@@ -1,4 +1,4 @@
-"""nvfp4.py's cast and decoding as Triton kernels, the same bits; random numbers and the transform come from torch."""
+"""Triton kernels for the cast and decoding of nvfp4.py, bit-identical; torch draws random numbers and transforms."""
 
 from __future__ import annotations
 

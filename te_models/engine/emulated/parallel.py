@@ -100,9 +100,9 @@ class Parallelism:
             return value
         return reduce_scatter(value, self.group) if self.sequence else all_reduce(value, self.group)
 
-    def check(self, initialised: bool, recipe: Any) -> None:
+    def check(self, initialized: bool, recipe: Any) -> None:
         """Check the group and the recipe before a forward; `recipe` is None without FP8."""
-        if self.size > 1 and not initialised:
+        if self.size > 1 and not initialized:
             raise RuntimeError(
                 "Tensor parallel group not initialized. Call set_tensor_parallel_group() before forward pass when "
                 "tp_size > 1."
@@ -153,8 +153,7 @@ def _can_gather_quantized(shape: torch.Size, quantizer: Any) -> bool:
 def _gather_quantized(x: Any, quantizer: Any, group: Any) -> Any:
     """Return the storage of all ranks' rows; per-tensor values (a scale, an amax) are this rank's."""
     layout, found = _layout(x), []
-    for name in x._tensors:
-        value = getattr(x, name)
+    for name, value in zip(x._tensors, x.get_data_tensors(), strict=True):
         if not isinstance(x, Float8TensorStorage):
             wanted = quantizer.columnwise_usage if "columnwise" in name else quantizer.rowwise_usage
             value = value if wanted else None

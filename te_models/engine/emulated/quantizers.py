@@ -240,7 +240,7 @@ class _BlockQuantizer(Quantizer):
     dtype: DType
 
     def _copies(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
-        """Return data `[M, K]` and inverse scales of both copies of x `[M, K]`; anything for one not asked for."""
+        """Return data `[M, K]` and inverse scales of both copies of x `[M, K]`; one not asked for may be anything."""
         raise NotImplementedError
 
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:

@@ -246,9 +246,9 @@ class Float8BlockScaling(Recipe):
         for name, dim in dims.items():
             _require(dim in (1, 2), f"Only 1D or 2D blocks supported for {name}")
         _require(list(dims.values()).count(2) <= 1, "2D by 2D block gemm not supported.")
-        for name in ("fprop", "dgrad", "wgrad"):
-            split = getattr(self, f"fp8_gemm_{name}").use_split_accumulator
-            _require(split, f"Split accumulator required for {name}.")
+        gemms = {"fprop": self.fp8_gemm_fprop, "dgrad": self.fp8_gemm_dgrad, "wgrad": self.fp8_gemm_wgrad}
+        for name, gemm in gemms.items():
+            _require(gemm.use_split_accumulator, f"Split accumulator required for {name}.")
         _require(not self.fp8_dpa and not self.fp8_mha, "FP8 attention is not supported for Float8BlockScaling.")
 
     split_accumulators = Float8CurrentScaling.split_accumulators

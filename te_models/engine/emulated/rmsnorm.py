@@ -31,8 +31,9 @@ class _RMSNorm(torch.autograd.Function):
         return wide.mul_(r).mul_(gamma).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return `dx = r * (g dy - y_hat * mean(g dy y_hat))` and `dgamma = sum(dy * y_hat)`."""
+        (grad,) = grads
         x, r, weight = ctx.saved_tensors
         gamma = weight.float() + 1 if ctx.zero_centered else weight.float()
         dy, y_hat = grad.float(), x.to(torch.float32, copy=True).mul_(r)
@@ -49,7 +50,7 @@ class _RMSNorm(torch.autograd.Function):
 class RMSNorm(EmptyExtraState):
     """Root mean square normalization over the trailing dimensions; the output has the weight's dtype.
 
-    Under torch.autocast the computation and the output take autocast's dtype.
+    Under torch.autocast the computation and the output have autocast's dtype.
     """
 
     def __init__(

@@ -202,7 +202,7 @@ _fuses(torch.device("cpu"))  # now: torch.export from cold has no numbers to mea
 
 
 def _tree(lanes: Tensor) -> Tensor:
-    """Add the last dimension in pairs of neighbours, as a butterfly of shuffles does."""
+    """Add the last dimension in pairs of neighbors, as a butterfly of shuffles does."""
     while lanes.shape[-1] > 1:
         lanes = lanes[..., ::2] + lanes[..., 1::2]
     return lanes
@@ -217,7 +217,7 @@ def _halving_tree(lanes: Tensor) -> Tensor:
 
 
 def _merge(mean: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor, int]:
-    """Merge means and centred squares of the lower half of the warps with those of the upper half (Chan's update).
+    """Merge means and centered squares of the lower half of the warps with those of the upper half (Chan's update).
 
     The counts are powers of two, so that scaling by them does not round.
     """

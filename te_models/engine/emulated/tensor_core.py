@@ -10,7 +10,7 @@ and weight gradients of the per-tensor and block recipes, E4M3 and E5M2); a plai
 last BF16 bit of 1 to 3 % of the elements. The form of the arithmetic is that found by probing for earlier formats (Fasi
 et al. 2021, "Numerical behavior of NVIDIA tensor cores"; Khattak and Mikaitis 2025, arXiv 2512.07004).
 
-The cost is proportional to M*N*K elementwise operations, about 1.5 ns each on a CPU core, so this serves small products
+The cost is proportional to M*N*K elementwise operations, about 1.5 ns each on a CPU core, so this is for small products
 and exact comparisons, not training at size.
 """
 

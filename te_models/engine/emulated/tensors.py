@@ -232,19 +232,20 @@ class BlockStorage(QuantizedTensorStorage):
     _columnwise_scale_inv: Any = None
     _fp8_dtype: DType
 
-    def _names(self, columnwise: bool) -> tuple[str, ...]:
+    def _half(self, columnwise: bool) -> slice:
+        """Return the places of a copy in `_tensors`."""
         half = len(self._tensors) // 2
-        return self._tensors[half:] if columnwise else self._tensors[:half]
+        return slice(half, None) if columnwise else slice(half)
 
     def _copy(self, columnwise: bool) -> list[Any]:
         """Return the data and the inverse scales of a copy."""
-        return [getattr(self, name) for name in self._names(columnwise)]
+        return list(self.get_data_tensors()[self._half(columnwise)])
 
     def get_usages(self) -> dict[str, bool]:
         return {"rowwise": self._rowwise_data is not None, "columnwise": self._columnwise_data is not None}
 
     def _drop(self, columnwise: bool) -> None:
-        for name in self._names(columnwise):
+        for name in self._tensors[self._half(columnwise)]:
             setattr(self, name, None)
 
 
@@ -360,7 +361,8 @@ class StraightThrough(torch.autograd.Function):
         return function(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
         return grad, None
 
 
@@ -401,7 +403,8 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
 
     def _mapped(self, function: Any) -> QuantizedTensor:
         """Return a tensor of the same class with `function` applied to the tensors that hold the data."""
-        data = {name: function(t) for name in self._data_names() if (t := getattr(self, f"_{name}")) is not None}
+        tensors = zip(self._data_names(), self.get_data_tensors(), strict=True)
+        data = {name: function(tensor) for name, tensor in tensors if tensor is not None}
         return self._like(**data, device=next(iter(data.values())).device)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -421,7 +424,7 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
             self.copy_(tensor)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch's is written in C
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}

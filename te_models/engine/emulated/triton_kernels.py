@@ -1,4 +1,4 @@
-"""The casts of quantizers.py as Triton kernels: one launch a tensor on a GPU, the same bits.
+"""The casts of quantizers.py as Triton kernels: one launch per tensor on a GPU, bit-identical.
 
 Roundings are done with integers, as in nvfp4.encode_e2m1, so that the Triton interpreter (TRITON_INTERPRET=1, on any
 machine) computes what a GPU does; divisions are `div_rn`, since Triton's own is approximate.
@@ -31,7 +31,8 @@ def _scale(amax, epsilon, infinite, POWER_OF_2: tl.constexpr, E5M2: tl.constexpr
 def amax_kernel(x, y, parts, n, steps, NAN: tl.constexpr, BLOCK: tl.constexpr):
     """Write the largest magnitude of every program's elements to `parts`, `steps` blocks per program.
 
-    Of x, and where the grid has a second row of y, into the second half. With NAN a NaN is larger than any number.
+    The first row of the grid reads x; a second row, if any, reads y and writes the second half. With NAN, a NaN is
+    larger than any number.
     """
     largest = tl.zeros((BLOCK,), tl.int32)
     for step in range(steps):

@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 # What `decoder_options` may hold, with the values of those that are left out.
 DEFAULTS: dict[str, Any] = {
     # RoPE: base, stretching (the fields of `rope_scaling` of transformers 4), another for the layers with a window,
-    # whether it rotates neighbouring channels instead of halves, the share of channels that it rotates, and 1 per
+    # whether it rotates neighboring channels instead of halves, the share of channels that it rotates, and 1 per
     # layer that has it.
     "rope_theta": 10000.0,
     "rope_scaling": None,

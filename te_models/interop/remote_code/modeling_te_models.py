@@ -1,7 +1,8 @@
 """Decoders of te-models in plain PyTorch: gated attention, and the other options of TEModelsDecoderConfig.
 
-This file and configuration_te_models.py need PyTorch and transformers alone. te-models puts them into a folder that no
-architecture of transformers computes; AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True) loads it.
+This file and configuration_te_models.py need only PyTorch and transformers. te-models puts them into a folder whose
+model no architecture of transformers computes; AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+loads it.
 
 Shapes: B batch, S sequence, D hidden_size, A attention heads, K key/value heads, H head_dim, M keys, F
 intermediate_size.
@@ -188,7 +189,7 @@ class Masks:
         self.made: dict[bool, Tensor | None] = {}  # all layers of a kind have as many keys
 
     def __call__(self, sliding: bool, keys: int) -> Tensor | None:
-        """Return bool [1 or B, 1, S, M] for M keys, or what was given so; None: those before and itself."""
+        """Return bool [1 or B, 1, S, M] for M keys, or a given mask of that shape; None: plain causal attention."""
         if sliding not in self.made:
             self.made[sliding] = self.make(self.window if sliding else None, keys)
         return self.made[sliding]
@@ -373,7 +374,7 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Arguments as of transformers' decoders; attentions are not returned."""
+        """Take the arguments of transformers' decoders; attentions are not returned."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if kwargs.get("output_attentions"):
@@ -391,7 +392,7 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
         steps = torch.arange(count, device=x.device) + past if steps is None else steps
         if position_ids is not None:
             positions = position_ids.reshape(-1, count)
-        elif attention_mask is not None and attention_mask.dim() == 2:  # count from the first token that is no padding
+        elif attention_mask is not None and attention_mask.dim() == 2:  # count from the first token that is not padding
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -count:]
         else:
             positions = steps[None]
@@ -457,8 +458,8 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
                 past_key_values = None
                 kwargs.update(dict.fromkeys(kwargs.keys() & {"next_sequence_length"}))  # all tokens are passed
         kwargs.update(past_key_values=past_key_values, inputs_embeds=inputs_embeds)
-        # Its protocol has no properties.
-        return super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[bad-argument-type]
+        prepare = super().prepare_inputs_for_generation
+        return prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties
 
     def forward(
         self,
@@ -474,7 +475,7 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> Any:
-        """Arguments as of transformers' decoders; attentions are not returned."""
+        """Take the arguments of transformers' decoders; attentions are not returned."""
         output = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states,
             return_dict=True, **kwargs,
