@@ -201,8 +201,9 @@ def _read_whole(file: IO[bytes], path: str) -> str:
 
 
 def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, Any], str]]:
+    text = _read_whole(file, path)
     try:
-        rows = json.loads(_read_whole(file, path))
+        rows = json.loads(text)
     except RecursionError:
         raise DataError(f"{path}: JSON that is nested too deeply: a record is an object of strings") from None
     except json.JSONDecodeError as error:

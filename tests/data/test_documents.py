@@ -338,6 +338,7 @@ REFUSED: list[tuple[str, bytes, str]] = [
         "a.jsonl:1: a line of more than 0 MiB: break it into shorter ones",
     ),
     ("a.jsonl.gz", gzip.compress(b'{"text": "' + b"a" * 10**6 + b'"}\n'), "a.jsonl.gz:1: a line of more than 0 MiB"),
+    ("a.json", b"[" + b'{"text": "a"},' * 10**5 + b'{"text": "a"}]', "a.json: a JSON array of more than 0 GiB: write"),
     ("a.txt.gz", gzip.compress(b"a\n" * 10**6), "a.txt.gz: a text of more than 0 GiB: decompress it or use JSONL"),
 ]
 
@@ -353,7 +354,7 @@ def test_both_ways_of_reading_refuse_the_same(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
         read(tmp_path)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and str(caught.value).count(name) == 1
 
 
 @pytest.mark.parametrize("read", [in_memory, streamed])
