@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import shlex
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         return _fail(error, error.format_message())
     except (click.Abort, KeyboardInterrupt):
+        if arguments is None:  # the process ends: a second Ctrl-C would interrupt what libraries do then
+            signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
         return _fail(None, "stopped", code=130)
     except TeModelsError as error:
         return _fail(error, str(error), error.exit_code)

@@ -80,6 +80,8 @@ def run_training(command: str, file: str | None, resume: str | None, options: Ma
         raise UsageError(f"give either {file} or --resume: a run's folder has its own run.toml")
     if resume and "out" in given:
         raise UsageError(f"give the folder once: --resume {resume} or --resume --out {given['out']}")
+    if file is not None and Path(file).is_dir():
+        raise UsageError(f"{file} is a folder: {file}/run.toml runs it once more, and --resume {file} continues it")
     called = click.get_current_context().obj or ""  # as main() was called
     if resume is None:
         settings = run_settings(command, given, Path(file) if file is not None else None)

@@ -45,8 +45,8 @@ def check_position(state: Mapping[str, Any], fingerprint: int) -> None:
     """Raise a UsageError if a saved position is not in the data with this fingerprint."""
     if state["fingerprint"] != fingerprint:
         raise UsageError(
-            "the saved data position is of other data: resume with the same --data, --tokenizer, --seq-len, "
-            "--packing and --seed, or start a new run"
+            "the saved data position is of other data: resume with the same --data (its files unchanged), "
+            "--tokenizer, --seq-len, --packing and --seed, or start a new run"
         )
 
 

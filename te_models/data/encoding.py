@@ -9,7 +9,7 @@ turns of a conversation as it renders them when more turns follow, which is chec
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -258,6 +258,7 @@ def _render(template: ChatTemplate, documents: Sequence[Document]) -> list[Rende
                         turn, document)
                 for turn in turns
             ])  # fmt: skip
+        _check_calls(rendered, record["messages"], document)
         found.append(_weighted(rendered, weight, document))
     return found
 
@@ -286,6 +287,21 @@ def _answer(whole: str, before: str, after: str, turn: int, document: Document) 
             "does not show where that answer is: give --chat-template a file that marks answers with {% generation %}"
         )
     return len(before), len(after)
+
+
+def _check_calls(rendered: Rendered, messages: Sequence[Mapping[str, Any]], document: Document) -> None:
+    """Raise DataError if a template leaves out tool calls: an answer of nothing else would teach to end at once."""
+    turns = [(number, message) for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    places = rendered.answers if len(rendered.answers) == len(turns) else [(0, len(rendered.text))] * len(turns)
+    for (start, stop), (number, message) in zip(places, turns, strict=True):
+        said = rendered.text[start:stop]
+        for call in message.get("tool_calls") or ():
+            name = call["function"]["name"]
+            if name not in said and json.dumps(name)[1:-1] not in said:
+                raise DataError(
+                    f"{document.name}: the chat template does not write the tool calls of message {number}: give "
+                    "--chat-template a file that does, or leave such records out"
+                )
 
 
 def _weighted(rendered: Rendered, weights: Sequence[Any], document: Document) -> Rendered:

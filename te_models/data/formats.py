@@ -30,6 +30,8 @@ ROLES = {  # of a turn, in any of the formats -> OpenAI's
     "function": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
 _LISTS = ("messages", "conversations", "conversation")
+_ASKED = ("prompt", "instruction", "question", "query", "input")
+_ANSWERED = ("completion", "answer", "response", "output", "reply")
 _TURN_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking", "weight")
 _ANSWER_FIELDS = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
 _KINDS = {
@@ -135,12 +137,31 @@ def unrecognized(row: Mapping[str, Any], place: str) -> str:
     for name, value in row.items():
         if len(row) == 1 and isinstance(value, list) and value and isinstance(value[0], dict):
             return f"{place}: one object around the records: write the list {name!r} alone, as a JSON array or as JSONL"
+    for name in _LISTS:
+        if name in row:
+            said = f"{place}: {name!r} is {_not_turns(row[name])}, not a list of messages"
+            return f"{said}: write one, leave the record out, or name other columns with --columns"
     shown = ", ".join(repr(name)[:60] for name in list(row)[:8]) + (", ..." if len(row) > 8 else "")
-    example = next((name for name in row if name.isidentifier()), "question")
     return (
         f"{place}: has {shown or 'no fields'}, but needs one of the formats {_KNOWN}: "
-        f"rename fields, as in --columns prompt={example},completion=answer"
+        f"rename fields, as in --columns {_example(row)}"
     )
+
+
+def _not_turns(value: Any) -> str:
+    """Return what a value is that should be a list of messages."""
+    value = _parsed(value)
+    if isinstance(value, str):
+        return "a string that is not JSON" if value.lstrip()[:1] in ("[", "{") else "a text"
+    return "a list of other things" if isinstance(value, list) else _kind(value)
+
+
+def _example(row: Mapping[str, Any]) -> str:
+    """Return --columns for a row whose names say what is asked and answered, else one that shows its form."""
+    names = [name for name in row if name.isidentifier()]
+    asked = next((name for name in names if name.lower() in _ASKED), next(iter(names), "question"))
+    answered = next((name for name in names if name.lower() in _ANSWERED), "answer")
+    return f"prompt={asked},completion={answered}"
 
 
 def misspelled(columns: Mapping[str, str], row: Collection[str], place: str) -> str | None:

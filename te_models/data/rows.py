@@ -249,6 +249,9 @@ def _column_names(header: list[str], path: str) -> list[str]:
     for mark, said in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (",", "commas")):
         if len(names) == 1 and mark in names[0] and mark != own:
             raise DataError(f"{path}:1: the columns are separated by {said}: save the table with {right}")
+    twice = next((name for name in names if name in ROW_COLUMNS and names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path}:1: {twice!r} is the name of more than one column: rename all but one")
     return names
 
 

@@ -40,6 +40,7 @@ from torch import Tensor
 from te_models.data.corpus_chunks import CHUNK_BYTES, FIRST, TARGET, ChunkReader, Chunks, find_chunks
 from te_models.data.dataset import check_position
 from te_models.data.encoding import Fit, encode_documents
+from te_models.data.files import HELP
 from te_models.data.formats import Document
 from te_models.data.packing import check_windows, pack_window, repeats, stack_windows
 from te_models.data.rows import FileRange
@@ -131,6 +132,7 @@ class StreamingDataset:
         self.remarks: list[str] = []  # lines that `describe` ends with
         self.fingerprint = self._hash_data(tokenizer)
         self._pool: ProcessPoolExecutor | None = None
+        self._answered = False  # has a worker encoded a chunk?
         self._lanes: dict[int, Lane] = {}
         self._positions: list[Position] = [[0, 0, 0] for _ in range(self.num_lanes)]
         self._loaded_at = self._next_window = 0  # windows counted over all epochs, lanes and ranks
@@ -216,9 +218,10 @@ class StreamingDataset:
         share = self.reader.eval_fraction
         reader = replace(self.reader, side="all")
         found: list[Document] = []
-        size, lowest, seen = 0, 2**64, set()
+        size, lowest, seen, empty = 0, 2**64, set(), True
         for chunk in np.random.default_rng((self.seed, 0, 0)).permutation(len(self.chunks)):
             for document in reader.documents(self.chunks[chunk]):
+                empty = False
                 place = reader.place(document) if share else 0
                 if place < share * 2**64 or not share:
                     found.append(document)
@@ -231,6 +234,8 @@ class StreamingDataset:
         if not found and len(seen) == 2:
             self.reader.eval_fraction = (lowest + 2**12) / 2**64  # more than a double rounds
             return self.held_out(num_tokens)
+        if empty:
+            raise DataError(f"{self.chunks.source}: there is no text in it; {HELP}")
         if not found:
             raise DataError(
                 f"{self.chunks.source}: none of its documents is reserved for evaluation (a share of {share:g}): leave "
@@ -241,10 +246,11 @@ class StreamingDataset:
     def close(self) -> None:
         """End the worker processes; the iterator may continue, which starts them again."""
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
+            pool, self._pool = self._pool, None
             for lane in self._lanes.values():
                 lane.ahead = None
+            with _handler_waits():  # Python would take the pool's thread for ended, and wait for its workers for ever
+                pool.shutdown(cancel_futures=True)
 
     @property
     def _own_lanes(self) -> range:
@@ -286,19 +292,32 @@ class StreamingDataset:
         order = (self.seed, epoch, chunk, *([time] if time else [])) if self.shuffle else None
         if not self.num_workers:
             return partial(self.reader.encode, self.chunks[chunk], order)
-        with _interrupts_wait():  # it may start a worker
+        with _interrupts_wait(), self._worker_errors():  # it may start a worker
             self._pool = self._pool or _start_pool(self.num_workers, self.reader)
             future = self._pool.submit(_encode, self.chunks[chunk], order)
 
         def wait() -> NDArray[np.int32]:
-            try:
-                return future.result()
-            except BrokenProcessPool:
-                raise DataUnavailable(
-                    "a process that reads data died, perhaps out of memory: use fewer --data-workers"
-                ) from None
+            with self._worker_errors():
+                tokens = future.result()
+            self._answered = True
+            return tokens
 
         return wait
+
+    @contextlib.contextmanager
+    def _worker_errors(self) -> Iterator[None]:
+        """Turn the errors of a pool whose workers died, or never began, into a line."""
+        try:
+            yield
+        except (BrokenProcessPool, BrokenPipeError, EOFError):
+            why = "a process that reads data died, perhaps out of memory: use fewer --data-workers"
+            if not self._answered:
+                why = (
+                    "a process that reads data did not start: a script of your own needs `if __name__ == "
+                    '"__main__":` around what it does, since each process imports it; or memory ran out: use fewer '
+                    "--data-workers"
+                )
+            raise DataUnavailable(why) from None
 
     def _hash_data(self, tokenizer: Tokenizer) -> int:
         """Hash everything that a position depends on: files and chunks, tokens, windows and order."""
@@ -389,16 +408,36 @@ def _windows_before(window: int, lane: int, num_lanes: int) -> int:
 
 @contextlib.contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Delay Ctrl-C until a worker has started, which might otherwise not find the process that started it.
+    """Let Ctrl-C wait until the worker that starts is known to the pool, which then waits for it before it ends.
 
-    The fork server and its workers inherit the mask, so that they are not interrupted while they import.
+    A worker that the pool does not know finds no semaphore of a parent that has ended, and prints a traceback. The
+    fork server and its workers inherit the mask, so that they are not interrupted while they import. The mask is of
+    this thread alone and any other one takes the signal, so the handler, which runs here, waits too.
     """
-    resource_tracker.ensure_running()  # before: it unblocks SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    with _handler_waits():
+        resource_tracker.ensure_running()  # before: it unblocks SIGINT
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _handler_waits() -> Iterator[None]:
+    """Call Python's handler of SIGINT at the end only. It runs in the main thread and interrupts no other one."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _start_pool(num_workers: int, reader: ChunkReader) -> ProcessPoolExecutor:

@@ -68,6 +68,8 @@ def open_data(
         DataError: the data cannot be read, is of no known format, or is too short.
     """
     settings = data if isinstance(data, DataConfig) else DataConfig(data=_paths(data), **_tuples(options))
+    if not (data is None or isinstance(data, DataConfig) or settings.data):
+        raise UsageError("no data in the list: give a path, or None for Python's own documentation and sources")
     columns = parse_columns(settings.columns)
     built_in = settings.data in ((), (PYTHON_DOCSTRINGS,))
     sources = [] if built_in else open_sources(settings.data, columns)

@@ -196,6 +196,7 @@ def _changes(settings: RunSettings, folder: Path, resume: bool) -> list[str]:
     if not resume or not (folder / RUN_FILE).is_file():
         return []
     now = {**settings.build, **settings.data, **dataclasses.asdict(settings.train), "recipe": settings.recipe}
+    now |= {"log": settings.log, "sample_tokens": settings.sample_tokens}
     given = {name: now[name] for name in settings.given & now.keys()}
     changed = changed_settings(read_run_file(folder / RUN_FILE), given)
     return [f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in sorted(changed.items())]

@@ -25,7 +25,7 @@ from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
 from te_models.device.determinism import deterministic
-from te_models.errors import Diverged, NamedFields, OutputInUse, SaveError, UsageError
+from te_models.errors import Diverged, NamedFields, OutputInUse, SaveError, UsageError, plural
 from te_models.files.atomic import replace_text
 from te_models.files.formats import flatten_state, render_json
 from te_models.files.lock import locked
@@ -110,7 +110,7 @@ class Trainer(NamedFields):
         dataset: yields this process's share of each micro-batch.
         eval_batches: this process's batches to evaluate on.
         config: the run's options.
-        out: the run's folder, for metrics.jsonl and checkpoints.
+        out: the run's folder, for metrics.jsonl and checkpoints; a str will do.
         documents: other JSON values for each checkpoint, such as the tokenizer's (`Tokenizer.documents`).
         run_file: the content of run.toml, which is written when the run starts; empty: not written.
         on_step: called with the metrics of every finished step, on every process.
@@ -135,7 +135,7 @@ class Trainer(NamedFields):
     saved: Saved | None = None
 
     def __post_init__(self) -> None:
-        config, parallel = self.config, self.parallel
+        config, parallel, self.out = self.config, self.parallel, Path(self.out)
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
         chosen = (config.learning_rate, config.weight_decay, config.optimizer_options, config.optimizer_offload)
         shared = (parallel.owners(), self.gradients, parallel.norm)
@@ -160,13 +160,16 @@ class Trainer(NamedFields):
         """Train to `config.steps`, from the newest checkpoint in `out` if `resume`.
 
         Raises:
-            ValueError: with `resume`, there is no checkpoint or it is of another model or optimizer.
+            ValueError: with `resume`, there is no checkpoint or it is of another model or optimizer; without, there is
+                one, which this run would replace.
             Diverged: loss or gradient norm became NaN or infinite.
             SaveError: checkpoints cannot be written.
             OutputInUse: another run writes to `out`.
         """
         with contextlib.ExitStack() as stack:
             self.parallel.ranks.from_first(lambda: stack.enter_context(locked(self.out)), OutputInUse)
+            if not resume and not self.result.step:
+                self.parallel.ranks.from_first(self._refuse_to_replace, UsageError)
             result = self._run(resume)
         if self.graphed is not None:
             self.graphed.close()  # the process group cannot be destroyed before
@@ -429,6 +432,15 @@ class Trainer(NamedFields):
             torch.cuda.set_rng_state(cuda, device)
         self.result = Result(**state["result"])
         self.result.stopped_early, self.result.signal = False, 0
+
+    def _refuse_to_replace(self) -> None:
+        """Raise UsageError if `out` has a run that a new one would replace."""
+        newest = self.checkpoints.latest()
+        if newest is not None:
+            steps = plural(int(newest.name.removeprefix("step-")), "step")
+            raise UsageError(
+                f"{self.out} already holds a run of {steps}: continue it with run(resume=True), or give another out"
+            )
 
     def _refuse_to_wait_on(self, result: dict[str, Any]) -> None:
         """Raise UsageError if the saved run ended early and nothing has changed that would let it continue."""

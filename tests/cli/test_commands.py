@@ -1,8 +1,10 @@
 """The command line: what it prints, that mistakes end in one line and exit code 2, that help is fast."""
 
 import json
+import os
 import re
 import shlex
+import signal
 import sys
 import time
 import warnings
@@ -108,6 +110,28 @@ def test_adapters_are_in_the_short_help_of_finetune(capsys: pytest.CaptureFixtur
         for command in ("finetune", "pretrain")
     }
     assert shown == {"finetune": True, "pretrain": False}
+
+
+def test_a_second_interrupt_ends_the_program_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """It would show where the libraries' last calls were interrupted. A caller in Python keeps its handler."""
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    codes: list[int] = []
+    monkeypatch.setattr(type(cli), "main", interrupted)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(sys, "argv", ["te-models", "list"])
+    assert main(["list"]) == 130 and signal.getsignal(signal.SIGINT) is before
+    try:
+        assert main() == 130
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert codes == [130] and capsys.readouterr().err == "te-models: stopped\n" * 2
 
 
 def test_warnings_are_one_line_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -338,6 +362,10 @@ def test_a_run_is_not_overwritten_nor_a_damaged_checkpoint_read(
     assert main(finetune(out, corpus)) == 0
     assert main(finetune(out, corpus)) == 2
     assert "already holds a run of 3 steps: add --resume or give another --out" in capsys.readouterr().err
+    assert main(["finetune", str(out)]) == 2
+    assert (
+        f"{out} is a folder: {out}/run.toml runs it once more, and --resume {out} continues" in capsys.readouterr().err
+    )
     weights = next(out.glob("checkpoints/*/model.safetensors"))
     damaged = bytearray(weights.read_bytes())
     damaged[-1] ^= 1

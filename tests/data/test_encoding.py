@@ -172,6 +172,17 @@ def test_a_template_that_hides_answers_is_refused(template: str, conversation: s
         encode(tokenizer, CONVERSATIONS["one turn"])  # which it shows
 
 
+@pytest.mark.parametrize("template", [MARKED, PREFIXED])
+def test_a_template_that_leaves_out_tool_calls_is_refused(template: str) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.set_chat_template(template)
+    encode(tokenizer, CONVERSATIONS["tool calls"])
+    tokenizer.set_chat_template(template.replace(CALLS, ""))
+    encode(tokenizer, CONVERSATIONS["several turns"])
+    with pytest.raises(DataError, match="a.jsonl:1: the chat template does not write the tool calls of message 2: giv"):
+        encode(tokenizer, CONVERSATIONS["tool calls"])
+
+
 def test_an_empty_answer_that_a_template_does_not_mark_is_one_line() -> None:
     tokenizer = ByteTokenizer()
     tokenizer.set_chat_template(MARKED.replace("== 'assistant' %", "== 'assistant' and message.content %"))

@@ -190,12 +190,14 @@ REFUSED: list[tuple[Row, str]] = [
         {"prompt": "q", "response": "a", "score": "b"},
         r"^a.jsonl:1: has 'prompt', 'response', 'score', but needs one of the formats messages \[{role, content}\], "
         r"conversations \[{from, value}\], instruction and output, prompt and completion, or text: rename fields, as "
-        "in --columns prompt=prompt,completion=answer$",
+        "in --columns prompt=prompt,completion=response$",
     ),
     ({}, "has no fields, but needs one of the formats"),
-    ({"messages": "hello"}, "has 'messages', but needs one of"),
-    ({"messages": None, "id": 1}, "has 'messages', 'id', but needs one of"),
-    ({"messages": ["hello"]}, "has 'messages', but needs one of"),
+    ({"messages": "hello"}, "'messages' is a text, not a list of messages: write one, leave the record out"),
+    ({"messages": None, "id": 1}, "'messages' is null, not a list of messages"),
+    ({"messages": ["hello"]}, "'messages' is a list of other things, not a list of messages"),
+    ({"messages": "[{'role': 'user'}]"}, "'messages' is a string that is not JSON, not a list of messages"),
+    ({"Question": "q", "Response": "a"}, "rename fields, as in --columns prompt=Question,completion=Response$"),
     ({"messages": []}, "'messages' is an empty list, not a list of messages"),
     ({"messages": [{"content": "q"}]}, "message 1 of 'messages' has 'content', but needs role and content, or from"),
     ({"messages": [USER, {"role": "narrator", "content": "x"}]}, "2 of 'messages' has the role 'narrator': use"),

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -336,6 +338,65 @@ def test_workers_outlive_a_request_to_stop_but_not_their_parent(begin: str, corp
         time.sleep(0.05)
 
 
+def test_an_interrupt_waits_until_a_worker_is_known(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, start = stream(corpus, 2, num_lanes=4, num_workers=1), ProcessPoolExecutor._spawn_process
+
+    def spawn(pool: ProcessPoolExecutor) -> None:
+        os.kill(os.getpid(), signal.SIGINT)  # another thread takes it, which blocks no signals
+        time.sleep(0.05)
+        start(pool)
+
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait)
+    other.start()
+    monkeypatch.setattr(ProcessPoolExecutor, "_spawn_process", spawn)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            next(data)
+        assert data._pool is not None and data._pool._processes
+    finally:
+        stop.set()
+        other.join()
+        data.close()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_waits_until_the_workers_have_ended(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python 3.11 a thread whose join was interrupted counts as ended: exit then waited for a worker for ever."""
+    data, end, ended = stream(corpus, num_workers=1), ProcessPoolExecutor.shutdown, []
+    next(data)
+
+    def shutdown(pool: ProcessPoolExecutor, **options: bool) -> None:
+        signal.raise_signal(signal.SIGINT)
+        end(pool, **options)
+        ended.append(pool)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "shutdown", shutdown)
+    with pytest.raises(KeyboardInterrupt):
+        data.close()
+    assert ended and data._pool is None
+
+
+def test_a_script_that_its_workers_import_is_told_what_it_lacks(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(
+        "import sys\nfrom te_models.data.streaming import StreamingDataset\n"
+        "from te_models.data.tokenizer import ByteTokenizer\n"
+        "next(StreamingDataset(sys.argv[1], ByteTokenizer(), 16, batch_size=1, seed=0, num_workers=1))\n"
+    )
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(tmp_path / "run.py"), str(corpus)]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    last = [line for line in run.stderr.splitlines() if line.startswith("te_models.errors.DataUnavailable")]
+    assert run.returncode == 1 and len(last) == 1 and 'needs `if __name__ == "__main__":`' in last[0]
+
+
+def test_blank_files_have_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n \n")
+    with pytest.raises(ValueError, match="a.jsonl: there is no text in it; give"):
+        stream(tmp_path / "a.jsonl", eval_fraction=0.01).held_out(100, at_least_one=True)
+
+
 def _is_running(process: int) -> bool:
     try:
         return " Z " not in Path(f"/proc/{process}/stat").read_text()
@@ -376,7 +437,9 @@ CHANGES: dict[str, dict] = {
 def test_resuming_on_other_data_is_an_error(corpus: Path, change: str) -> None:
     state = stream(corpus, num_lanes=4).state_dict()
     stream(corpus, num_lanes=4).load_state_dict(state)
-    with pytest.raises(ValueError, match="position is of other data: resume with the same --data"):
+    with pytest.raises(
+        ValueError, match="position is of other data: resume with the same --data .its files unchanged., "
+    ):
         stream(corpus, **{"num_lanes": 4, **CHANGES[change]}).load_state_dict(state)
 
 

@@ -323,6 +323,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
         {"a.csv": b"prompt;completion\n1;2\n"}, ["--data", "a.csv"],
         "a.csv:1: the columns are separated by semicolons: save the table with commas",
     ),
+    "a column twice": (
+        {"a.csv": b"prompt,completion,completion\n1,2,3\n"}, ["--data", "a.csv"],
+        "a.csv:1: 'completion' is the name of more than one column: rename all but one",
+    ),
     "commas for tabs": (
         {"a.tsv": b"prompt,completion\n1,2\n"}, ["--data", "a.tsv"], "separated by commas: save the table with tabs",
     ),
@@ -427,6 +431,12 @@ def test_empty_answers_are_not_learned(case: str, streaming: bool, packing: str,
     for batch in [*evaluation, *(next(dataset) for _ in range(20))]:
         learned = batch["labels"][batch["labels"] != IGNORED].tolist()
         assert learned.count(tokenizer.eos_token_id) == tokenizer.decode(learned).count(">") > 0
+
+
+def test_an_empty_list_of_paths_is_not_the_default() -> None:
+    """As of a glob that finds nothing: None means Python's own documentation."""
+    with pytest.raises(UsageError, match="no data in the list: give a path, or None"):
+        open_data([], load_tokenizer(None), TrainConfig())
 
 
 def test_options_are_the_fields_of_the_config() -> None:

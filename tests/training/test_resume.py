@@ -161,9 +161,10 @@ def test_a_file_runs_again_with_the_same_bits(run: Any, capsys: pytest.CaptureFi
 def test_a_resumed_run_says_what_differs_and_refuses_another_seed(run: Any, capsys: pytest.CaptureFixture) -> None:
     run("--steps", "1", "--recipe", "bf16", "--out", "mine")
     capsys.readouterr()
-    assert main(["pretrain", "--resume", "mine", "--steps", "2", "--learning-rate", "0.5"]) == 0
+    assert main(["pretrain", "--resume", "mine", "--steps", "2", "--learning-rate", "0.5", "--sample-tokens", "3"]) == 0
     said = capsys.readouterr().out
     assert "changed: learning_rate = 0.5, was 0.001" in said and "changed: steps = 2, was 1" in said
+    assert "changed: sample_tokens = 3, was " in said
     assert read_toml(Path("mine/run.toml"))["training"]["learning_rate"] == 0.5
     for option, name in (
         (["--seed", "1"], "seed"),

@@ -20,7 +20,7 @@ from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document
 from te_models.data.tokenizer import load_tokenizer
-from te_models.errors import Diverged, SaveError
+from te_models.errors import Diverged, SaveError, UsageError
 from te_models.fp8.primary_weights import is_quantized, plain, quantized_weights
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.targets import next_token_targets
@@ -63,6 +63,17 @@ def test_the_last_micro_batch_is_known_by_its_place(tmp_path: Path, monkeypatch:
     batch = next(iter(run.dataset))
     run.step(iter([batch] * 3))
     assert told == [False, False, True]
+
+
+def test_a_run_in_python_replaces_no_other(tmp_path: Path) -> None:
+    """As on the command line. `out` may be a str."""
+    done = trainer(str(tmp_path), steps=2, seq_len=16)  # type: ignore[arg-type]
+    done.run()
+    before = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(UsageError, match=r"already holds a run of 2 steps: continue it with run\(resume=True\), or"):
+        trainer(tmp_path, steps=3, seq_len=16).run()
+    assert before == {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert trainer(tmp_path, steps=3, seq_len=16).run(resume=True).step == 3
 
 
 TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
