@@ -247,7 +247,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         """Continue prompts as transformers does, with all of its options; FP8 weights are quantized once per call."""
         options.setdefault("disable_compile", True)  # with a static cache it would compile forward, into many pieces
         with self._weights_quantized_once():
-            return super().generate(*args, **options)  # type: ignore[bad-argument-type]  # its protocol lacks properties
+            return super().generate(*args, **options)  # type: ignore[bad-argument-type]  # protocol without properties
 
     def prepare_inputs_for_generation(  # type: ignore[bad-override]  # its other arguments differ between versions
         self,

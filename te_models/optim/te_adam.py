@@ -94,7 +94,7 @@ class TEAdam:
         """Update the parameters that have a gradient, and drop the gradients."""
         if self.gradients.in_fp32:
             for parameter in self.parameters:  # FusedAdam reads FP32 gradients of BF16 parameters under this name
-                parameter.decoupled_grad = self.gradients.of(parameter)  # type: ignore[attr-defined]  # FusedAdam's name
+                parameter.decoupled_grad = self.gradients.of(parameter)  # type: ignore[attr-defined]  # FusedAdam's
         self.inner.step()
         for parameter in self.parameters:
             self.gradients.drop(parameter)

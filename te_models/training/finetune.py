@@ -74,11 +74,8 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         _check_model(model, words, config)
         adapters = _adapters(settings, model)
         start = starting_step(folder, resume, config)
-        notes = _changes(settings, folder, resume)
-        if settings.preset is not None and not resume:
-            notes.append(f"{settings.preset} starts from random weights")
         about = summary(model, dataset, config, start, shared.describe(), settings.command, memory)
-        for part in (*notes, about):
+        for part in (*_notes(settings, folder, resume), about):
             console.print(part, highlight=False)
         sampler = _sampler(settings, model, words, eval_batches, shared)
         if sampler and settings.model is not None and not start and shared.ranks.world == 1:
@@ -191,9 +188,11 @@ def _save_adapters(console: Console, settings: RunSettings, adapters: LoraRun, f
     console.print(f" merged     {folder / 'merged'}", highlight=False)
 
 
-def _changes(settings: RunSettings, folder: Path, resume: bool) -> list[str]:
-    """Return a line per setting in which a resumed run differs from its run.toml."""
-    if not resume or not (folder / RUN_FILE).is_file():
+def _notes(settings: RunSettings, folder: Path, resume: bool) -> list[str]:
+    """Return what is said before the summary: that weights are random, and what a resumed run changes in run.toml."""
+    if not resume:
+        return [] if settings.preset is None else [f"{settings.preset} starts from random weights"]
+    if not (folder / RUN_FILE).is_file():
         return []
     now = {**settings.build, **settings.data, **dataclasses.asdict(settings.train), "recipe": settings.recipe}
     now |= {"log": settings.log, "sample_tokens": settings.sample_tokens}
