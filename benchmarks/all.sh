@@ -1,6 +1,6 @@
 #!/bin/sh
-# Every H200 figure in README and docs, into the folder $1: a GPU with Transformer Engine, about 15 minutes; with a second GPU
-# 7 more. Nothing else may run beside it.
+# The H200 figures of speed and memory in README and docs, into the folder $1: a GPU with Transformer Engine and TRL,
+# about 30 minutes; with a second GPU 7 more. Nothing else may run beside it.
 set -u
 out=${1:?usage: benchmarks/all.sh FOLDER}
 cd "$(dirname "$0")/.." && mkdir -p "$out" && export PYTHONPATH=.
@@ -19,6 +19,8 @@ python3 benchmarks/profile_step.py gated-8b delayed+no_edges --layers 4 --kv-hea
 python3 benchmarks/engine_gpu.py "$out/engine_gpu.json"
 python3 benchmarks/checkpoint_grid.py run --out "$out/checkpoint_grid.json"
 python3 benchmarks/generate.py run --out "$out/generate.json"
+python3 benchmarks/finetune_against_trl.py run --out "$out/finetune_against_trl.json"
+python3 benchmarks/span_attention.py --out "$out/span_attention.json"
 python3 benchmarks/fast_and_plain.py --seeds 12 --processes 6 --out "$out/fast_and_plain.json"
 python3 benchmarks/checkpoint_parity.py --out "$out/checkpoint_parity.json"
 
