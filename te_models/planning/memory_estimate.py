@@ -17,7 +17,7 @@ from te_models.config.layout import linear_sizes
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.planning.operations import PER_TENSOR, Region, Tape, Training, operand_bytes
-from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, model_parameters
+from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, adapter_parameters, model_parameters
 
 AMAX_HISTORY_LEN = 1024  # of DelayedScaling in Transformer Engine, for a recipe that does not name one
 CUBLAS_WORKSPACE = 2**25 + 1024  # bytes; Transformer Engine on Hopper and newer (get_cublas_workspace_size_bytes)
@@ -103,7 +103,7 @@ def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Me
             extra = sum(step.saved for step in region.steps) - region.recompute_input
             now = now.plus(recomputed=extra, fp8_weight_copies=sum(step.copies for step in region.steps))
         for number, step in reversed(list(enumerate(region.steps))):
-            passing, weights = step.produces + step.scratch, 0 if training.frozen else step.weights
+            passing, weights = step.produces + step.scratch, 0 if training.lora_rank else step.weights
             if training.gradient_sums:
                 yield now.plus(step.name, activation_gradients=passing + weights)
             else:  # a new gradient stays; under FSDP2 its shard does, and whole gradients are in buffers counted above
@@ -127,12 +127,17 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
         gathered = sum(p.numel for p in parameters if p.kind == "table") * element + 2 * block
         whole = gathered
         gathered -= 2 * fp8_saving(config, recipe, training) // config.num_hidden_layers
+    trained, own = parameters, 0
+    if training.lora_rank:
+        trained = adapter_parameters(config, training.lora_rank)
+        own = sum(p.numel for p in trained) * element
     state = 0
-    if training.optimizer is not None and not (training.optimizer_offload or training.frozen):
-        state = OPTIMIZERS[training.optimizer].of(parameters, element) // gpus
+    if training.optimizer is not None and not training.optimizer_offload:
+        state = OPTIMIZERS[training.optimizer].of(trained, element) // gpus
+    sums = training.gradient_sums * FP32 * sum(p.numel for p in trained)
     return Memory(
-        weights=share + gathered,
-        gradients=0 if training.frozen else whole + training.gradient_sums * FP32 * sum(p.numel for p in parameters),
+        weights=share + gathered + own,
+        gradients=(own if training.lora_rank else whole) + sums,
         optimizer=state,
         fp8_weight_copies=_delayed_state(config, recipe),
         workspace=CUBLAS_WORKSPACE if training.cuda else 0,
@@ -154,7 +159,7 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     loss, *rest = _walk(list(Tape(config, recipe, training).regions()), standing, training)
     worst = max(rest, key=lambda memory: memory.total)
     moments = [replace(loss, moment="loss"), replace(worst, moment=f"backward of {worst.moment}")]
-    if training.optimizer is not None and not training.frozen:
+    if training.optimizer is not None and not training.lora_rank:
         share = -(-sum(p.numel for p in model_parameters(config)) // training.gpus)
         size = share * training.dtype_bytes + min(share, UPDATE_CHUNK) * max(0, FP32 - training.dtype_bytes)
         if training.gradient_sums and training.gpus == 1:

@@ -167,7 +167,7 @@ def plan_memory(
     seq_len: int = 256,
     optimizer: str | None = "adamw",
     optimizer_offload: bool = False,
-    frozen: bool = False,
+    lora_rank: int = 0,
     activation_checkpointing: str | int = "none",
     activation_offload: bool = False,
     gpus: int = 1,
@@ -187,7 +187,7 @@ def plan_memory(
         seq_len: tokens per sequence.
         optimizer: a name of `te_models.planning.parameter_bytes.OPTIMIZERS`; None for forward and backward only.
         optimizer_offload: whether masters and optimizer state are in host memory.
-        frozen: whether no weight is trained, as under LoRA; adapters are not counted.
+        lora_rank: rank of LoRA adapters on all linears of blocks, which alone are trained; 0: all weights are.
         activation_checkpointing: "none", "selective", "full", or an integer N for every N-th block.
         activation_offload: whether the saved tensors of blocks are moved to the host (te_models.model.offload).
         gpus: GPUs among which FSDP2 shares weights, gradients and optimizer state.
@@ -212,7 +212,7 @@ def plan_memory(
         raise UsageError(f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}")
     training = Training(
         batch_size=batch_size // gpus, seq_len=seq_len, optimizer=optimizer, optimizer_offload=optimizer_offload,
-        frozen=frozen, activation_checkpointing=check_mode(activation_checkpointing),
+        lora_rank=lora_rank, activation_checkpointing=check_mode(activation_checkpointing),
         activation_offload=activation_offload, gpus=gpus, gradient_sums=gradient_accumulation > 1,
         cached_weights=gradient_accumulation > 1 and gpus == 1, fp8_params=fp8_params, logits=logits, compile=compile,
         fused=fused, dtype_bytes=dtype_bytes,

@@ -54,14 +54,15 @@ class Training:
     """Settings of a training step that its memory depends on; te_models.planning.memory_plan.plan_memory explains them.
 
     Under gradient accumulation, FP32 sums of all gradients exist, which FSDP2 does not shard (`gradient_sums`), and FP8
-    copies of weights exist already (`cached_weights`). `compile`, `fused` and `cuda` say which kernels run.
+    copies of weights exist already (`cached_weights`). With `lora_rank`, all linears of blocks have an adapter of that
+    rank, and nothing else is trained. `compile`, `fused` and `cuda` say which kernels run.
     """
 
     batch_size: int = 8  # per GPU and micro-batch
     seq_len: int = 256
     optimizer: str | None = "adamw"
     optimizer_offload: bool = False
-    frozen: bool = False
+    lora_rank: int = 0
     activation_checkpointing: str | int = "none"
     activation_offload: bool = False
     gpus: int = 1
@@ -180,11 +181,16 @@ class Tape:
         Both copies of the weight are saved unless engine/native.py drops the rowwise one. The backward quantizes the
         output gradient rowwise and columnwise. If `shared`, another operation already saves the unquantized input; if
         `last`, the output gradient is the residual stream's, which is not freed by this backward.
+
+        Of a linear with an adapter only that saves the input, unquantized, beside its product with A. Both have a
+        gradient for it.
         """
         rows, element, override = self.rows, self.element, self.recipe.fields.get("backward_override", "none")
+        rank = 0 if name == "lm_head" else self.training.lora_rank
         step = Step(
             name,
-            saved=0 if shared else rows * inputs * element,
+            saved=(0 if shared else rows * inputs * element) + rows * rank * element,
+            scratch=rows * inputs * element if rank else 0,
             consumes=0 if last else rows * outputs * element,
             produces=rows * inputs * element,
             weights=outputs * (inputs + bias) * element,
@@ -192,10 +198,12 @@ class Tape:
         if not fp8 or override == "high_precision":
             return step
         if override == "dequantized":
-            x = operand_bytes(self.recipe, rows, inputs, "x", "rowwise")
+            x = step.saved if rank else operand_bytes(self.recipe, rows, inputs, "x", "rowwise")
             return step._replace(saved=x, copies=operand_bytes(self.recipe, outputs, inputs, "w", "rowwise"))
-        x = operand_bytes(self.recipe, rows, inputs, "x", "columnwise")
+        x = step.saved if rank else operand_bytes(self.recipe, rows, inputs, "x", "columnwise")
         w, dy = operand_bytes(self.recipe, outputs, inputs, "w"), operand_bytes(self.recipe, rows, outputs, "grad")
+        if rank:
+            dy = max(step.scratch, operand_bytes(self.recipe, rows, outputs, "grad", "rowwise"))
         if self.training.fp8_params:  # transposed data is freed before the larger weight gradient is allocated
             return step._replace(saved=x, scratch=dy)
         if self.training.gpus > 1:  # Transformer Engine requantizes weights sharded by FSDP2 in backward
@@ -326,7 +334,7 @@ class Tape:
         scratch where they exceed the backward's own buffers.
         """
         c, size = self.config, self.config.vocab_size * self.config.hidden_size
-        trained = not self.training.frozen
+        trained = not self.training.lora_rank
         own, weight = self.tokens * c.hidden_size * self.element, size * self.element * trained
         rows = head_rows(self.tokens, c.vocab_size, c.hidden_size, self.training.cuda, trained)
         chunk, sums = rows * c.vocab_size, 1 if self.training.cuda else 2
@@ -354,11 +362,12 @@ class Tape:
         mode, c, fp8_weights = self.training.activation_checkpointing, self.config, self.training.fp8_params
         # Where SwiGLU writes the FP8 input of down_proj itself, it can also recompute it.
         hands_over = fp8_weights and self.training.fused_kernels and self.recipe.scheme in PER_TENSOR
-        hands_over = hands_over and not c.mlp_obstacles
+        hands_over = hands_over and not c.mlp_obstacles and not self.training.lora_rank
         rotary = self.rotary_tables()
         table = c.vocab_size * c.hidden_size * self.element
         tied = c.tie_word_embeddings  # then its gradient is added to lm_head's
-        embedding = Step("embedding", self.tokens * INT64 + rotary, consumes=self.stream)
+        lora = self.training.lora_rank > 0
+        embedding = Step("embedding", self.tokens * INT64 * (not lora) + rotary, consumes=self.stream)
         yield Region([embedding._replace(scratch=table) if tied else embedding._replace(weights=table)])
         for layer in range(c.num_hidden_layers):
             attention, hidden, down = self.block(layer)
@@ -370,6 +379,8 @@ class Tape:
             if recomputes_block(mode, layer):
                 yield Region([*first, *attention, *hidden, *down], self.stream, *place)
                 continue
+            if lora and layer == 0 and c.norm_position != "post":  # nothing before it has a gradient
+                attention[0] = attention[0]._replace(saved=0)
             yield Region(attention, None, *place)
             mlp_input = self.stream if recomputes_mlp(mode, layer, c.num_hidden_layers, fp8, fp8_weights) else None
             hidden = hidden if mlp_input is None else [*first, *hidden]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from te_models.config.chunk_sizes import FP32
-from te_models.config.layout import FUSED
+from te_models.config.layout import FUSED, linear_sizes
 from te_models.config.model import ModelConfig
 
 
@@ -77,6 +77,12 @@ OPTIMIZERS: dict[str, OptimizerBytes] = {
     ),
     "galore": OptimizerBytes(_galore, "AdamW on gradients of rank 128; AdamW for the rest"),
 }
+
+
+def adapter_parameters(config: ModelConfig, rank: int) -> list[Parameter]:
+    """Return the A and B of LoRA adapters on all linears of blocks."""
+    sizes, layers = linear_sizes(config).values(), config.num_hidden_layers
+    return [Parameter("vector", (rank, size), layers) for pair in sizes for size in pair]
 
 
 def model_parameters(config: ModelConfig) -> list[Parameter]:

@@ -77,14 +77,14 @@ def _levers(options: Options, lora: bool, quantized: bool) -> Iterator[list[Valu
         ]
     if not options["fp8_params"] and quantized:
         yield [(("--fp8-params",), dict(fp8_params=True))]
-    if options["optimizer"] == "adamw" and not options["frozen"]:
+    if options["optimizer"] == "adamw" and not options["lora_rank"]:
         yield [(("--optimizer", "adamw8bit"), dict(optimizer="adamw8bit"))]
-    if not options["optimizer_offload"] and not options["frozen"] and gpus == 1:
+    if not options["optimizer_offload"] and not options["lora_rank"] and gpus == 1:
         yield [(("--optimizer-offload",), dict(optimizer_offload=True))]
     if not options["activation_offload"]:
         yield [(("--activation-offload",), dict(activation_offload=True))]
-    if lora and not options["frozen"]:
-        yield [(("--lora", "16"), dict(frozen=True))]
+    if lora and not options["lora_rank"]:
+        yield [(("--lora", "16"), dict(lora_rank=16))]
     lengths = [options["seq_len"] // part for part in (2, 4, 8) if options["seq_len"] // part >= LEAST_SEQ_LEN]
     if lengths:
         yield [(("--seq-len", str(length)), dict(seq_len=length)) for length in lengths]

@@ -59,9 +59,11 @@ class LoraLinear(nn.Module, LoraLayer):
             return result
         for name in self._active():
             a: Any = self.lora_A[name]
-            low = a(self.lora_dropout[name](x.to(a.weight.dtype)))
-            update = F.linear(low, self._b(name)) * self.scaling[name]
-            result = result + update.to(result.dtype)
+            low, b, scaling = a(self.lora_dropout[name](x.to(a.weight.dtype))), self._b(name), self.scaling[name]
+            if b.dtype == result.dtype:  # one pass over [N, out] in place of three
+                result = torch.addmm(result, low, b.t(), alpha=scaling)
+            else:
+                result = result + (F.linear(low, b) * scaling).to(result.dtype)
         return result
 
     def _active(self) -> list[str]:

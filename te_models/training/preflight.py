@@ -71,7 +71,7 @@ def check_memory(
         gradient_accumulation=config.gradient_accumulation,
         optimizer=config.optimizer,
         optimizer_offload=config.optimizer_offload,
-        frozen=settings.lora is not None,
+        lora_rank=0 if settings.lora is None else settings.lora.rank,
     )
 
     def plan(**changes: Any) -> MemoryPlan:

@@ -24,6 +24,8 @@ from te_models.planning.memory_estimate import Memory, _standing, _walk, saved_b
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.operations import Tape, Training
 from te_models.planning.parameter_bytes import OPTIMIZERS, Parameter, model_parameters
+from te_models.training.lora_run import LoraRun
+from te_models.training.settings import LoraSettings
 
 # Multiples of 128, so that no scale is padded for the emulated engine alone.
 SHAPE = dict(vocab_size=288, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
@@ -154,6 +156,22 @@ def test_a_head_without_logits_keeps_two_gradients(recipe: str, rows: tuple[int,
     assert found == saved_bytes(model.config, model.recipe, Training(**size))
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "mxfp8"])
+@pytest.mark.parametrize("fields", [{}, VARIANTS["Llama"], VARIANTS["OLMo"]], ids=["gated", "Llama", "OLMo"])
+def test_with_adapters_autograd_keeps_what_the_plan_says(recipe: str, mode: str, fields: dict[str, Any]) -> None:
+    """To the byte: inputs of adapters, and their products with A, in place of what the frozen linears would save."""
+    place = dict(recipe=recipe, engine="emulated", device="cpu", activation_checkpointing=mode)
+    model = CausalLM.from_preset("gated-nano", **{**SHAPE, **fields, **place})
+    LoraRun(model, LoraSettings(rank=4, alpha=8.0), None)
+    size: dict[str, Any] = dict(batch_size=2, seq_len=64, logits=False, compile=False, cuda=False)
+    training = Training(lora_rank=4, activation_checkpointing=mode, **size)
+    expected = saved_bytes(model.config, model.recipe, training)
+    if mode == "full":
+        expected -= Tape(model.config, model.recipe, training).rotary_tables()
+    assert autograd_bytes(model, torch.randint(0, 288, (2, 64)), logits=False) == expected
+
+
 MEASURED = {name: (planned, measured) for name, planned, measured in planned_and_measured()}
 
 
@@ -230,7 +248,7 @@ def test_rows_of_logits_at_a_time(
 def test_a_frozen_head_makes_no_weight_gradient_and_its_logits_are_few_at_a_time() -> None:
     config, own = get_preset("llama-3.1-8b"), dict(batch_size=2, seq_len=4096, logits=False)
     trained, frozen = (
-        Tape(config, get_recipe("bf16"), Training(frozen=frozen, **own)).fused_head() for frozen in (False, True)
+        Tape(config, get_recipe("bf16"), Training(lora_rank=rank, **own)).fused_head() for rank in (0, 8)
     )
     assert trained.weights == 128256 * 4096 * 2 and frozen.weights == 0
     assert trained.saved - frozen.saved == trained.weights

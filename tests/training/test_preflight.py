@@ -53,7 +53,8 @@ def test_the_plan_is_that_of_the_run(there: Any) -> None:
     assert found.needed == on_cpu.peak.total
     assert found.plan.recipe == get_recipe("current") and found.available == 500 * 2**30
     lora = dataclasses.replace(own, lora=LoraSettings(rank=8))
-    assert check(lora).needed < found.needed and not check(lora).plan.peak.optimizer
+    assert check(lora).needed < found.needed
+    assert 0 < check(lora).plan.peak.optimizer < found.plan.peak.optimizer / 20
     assert "500.0 GiB free on cpu" in str(found)
 
 
