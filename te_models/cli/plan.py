@@ -29,21 +29,24 @@ TRAINING = ("batch_size", "seq_len", "gradient_accumulation", "optimizer")
 @json_option
 @train_options(*TRAINING, group="With --memory")
 @option("--gpus", default=1, group="With --memory", help="Number of GPUs that FSDP shards over.")
+@option("--lora", default=0, metavar="RANK", group="With --memory",
+        help="Count the training of low-rank adapters of this rank instead of all weights.")  # fmt: skip
 @memory_options(group="With --memory")
 def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **options: Any) -> None:
     """Show the precision of every layer, or the memory of training.
 
     The precision comes with the engine, and the reason for it.
     """
-    names = (*TRAINING, "gpus")
+    names = (*TRAINING, "gpus", "lora")
     if not memory and (given := [name for name in names if is_given(name)]):
         raise click.UsageError(f"--{given[0].replace('_', '-')} changes no precision: add --memory, or leave it out")
     training = {name: options.pop(name) for name in names}
+    lora = training.pop("lora")
     if preset is not None:
         options["device"] = options["device"] or "meta"
     built = build_model(preset, model, options)
     if memory:
-        show(built.plan_memory(**training), as_json)
+        show(built.plan_memory(**training, lora_rank=lora), as_json)
         return
     from te_models.training.report import speed_rows  # noqa: PLC0415  imports torch
 

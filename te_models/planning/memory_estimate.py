@@ -17,7 +17,7 @@ from te_models.config.layout import linear_sizes
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.planning.operations import PER_TENSOR, Region, Tape, Training, operand_bytes
-from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, adapter_parameters, model_parameters
+from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, model_parameters, trained_parameters
 
 AMAX_HISTORY_LEN = 1024  # of DelayedScaling in Transformer Engine, for a recipe that does not name one
 CUBLAS_WORKSPACE = 2**25 + 1024  # bytes; Transformer Engine on Hopper and newer (get_cublas_workspace_size_bytes)
@@ -127,10 +127,8 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
         gathered = sum(p.numel for p in parameters if p.kind == "table") * element + 2 * block
         whole = gathered
         gathered -= 2 * fp8_saving(config, recipe, training) // config.num_hidden_layers
-    trained, own = parameters, 0
-    if training.lora_rank:
-        trained = adapter_parameters(config, training.lora_rank)
-        own = sum(p.numel for p in trained) * element
+    trained = trained_parameters(config, training.lora_rank)
+    own = sum(p.numel for p in trained) * element if training.lora_rank else 0
     state = 0
     if training.optimizer is not None and not training.optimizer_offload:
         state = OPTIMIZERS[training.optimizer].of(trained, element) // gpus

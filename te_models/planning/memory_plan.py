@@ -16,7 +16,7 @@ from te_models.config.recompute_modes import MODES, check_mode
 from te_models.errors import UsageError
 from te_models.planning.memory_estimate import Memory, memory_moments, saved_bytes
 from te_models.planning.operations import Training
-from te_models.planning.parameter_bytes import OPTIMIZERS, model_parameters
+from te_models.planning.parameter_bytes import OPTIMIZERS, trained_parameters
 from te_models.planning.printable import Printable
 
 GPUS = {"24 GB": 24, "48 GB": 48, "80 GB": 80, "141 GB": 141}  # sizes as sold: 10^9 bytes
@@ -89,7 +89,7 @@ class MemoryPlan(Printable):
 
     def optimizers(self) -> dict[str, int]:
         """Return name -> bytes of optimizer state and FP32 masters per GPU."""
-        parameters = model_parameters(self.config)
+        parameters = trained_parameters(self.config, self.training.lora_rank)
         return {n: o.of(parameters, self.training.dtype_bytes) // self.training.gpus for n, o in OPTIMIZERS.items()}
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,9 +109,10 @@ class MemoryPlan(Printable):
 
     def __rich__(self) -> Group:
         t, each = self.training, " per GPU" if self.training.gpus > 1 else ""
+        lora = f", LoRA of rank {t.lora_rank}" if t.lora_rank else ""
         about = (
-            f"{self.config.num_parameters:,} parameters, recipe {self.recipe.name}, {t.batch_size} x {t.seq_len:,} "
-            f"tokens{each}, {t.optimizer or 'no optimizer'}, activation checkpointing {t.activation_checkpointing}, "
+            f"{self.config.num_parameters:,} parameters{lora}, recipe {self.recipe.name}, {t.batch_size} x "
+            f"{t.seq_len:,} tokens{each}, {t.optimizer or 'no optimizer'}, activation checkpointing {t.activation_checkpointing}, "
             f"{t.gpus} GPU{'s (FSDP)' if each else ''}{f', {_gib(self.host)} GiB on the host' if self.host else ''}"
         )
         lines: list[Any] = [about, ""]
@@ -147,7 +148,8 @@ class MemoryPlan(Printable):
         numbers = (Column(name, justify="right") for name in ("bytes per parameter", "GiB", "against adamw"))
         table = Table("optimizer", *numbers, "state", box=None, pad_edge=False)
         found = self.optimizers()
-        elements = sum(p.numel for p in model_parameters(self.config)) / self.training.gpus
+        trained = trained_parameters(self.config, self.training.lora_rank)
+        elements = sum(p.numel for p in trained) / self.training.gpus
         for name, size in found.items():
             saved = f"{100 * (size / found['adamw'] - 1):+.0f} %" if name != "adamw" else ""
             style = "green" if name == self.training.optimizer else ""
@@ -207,6 +209,8 @@ def plan_memory(
             f"seq_len={seq_len} is longer than max_position_embeddings={config.max_position_embeddings}: lower it or "
             "raise that field"
         )
+    if lora_rank < 0:
+        raise UsageError(f"lora_rank={lora_rank}: a rank is 1 or more, such as 16, or 0 to train all weights")
     if fp8_params and not recipe.quantized:
         advice = "choose another, or leave fp8_params out"
         raise UsageError(f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}")

@@ -79,10 +79,12 @@ OPTIMIZERS: dict[str, OptimizerBytes] = {
 }
 
 
-def adapter_parameters(config: ModelConfig, rank: int) -> list[Parameter]:
-    """Return the A and B of LoRA adapters on all linears of blocks."""
+def trained_parameters(config: ModelConfig, lora_rank: int) -> list[Parameter]:
+    """Return every parameter of a CausalLM; with `lora_rank`, the A and B of adapters on all linears of blocks."""
+    if not lora_rank:
+        return model_parameters(config)
     sizes, layers = linear_sizes(config).values(), config.num_hidden_layers
-    return [Parameter("vector", (rank, size), layers) for pair in sizes for size in pair]
+    return [Parameter("vector", (lora_rank, size), layers) for pair in sizes for size in pair]
 
 
 def model_parameters(config: ModelConfig) -> list[Parameter]:

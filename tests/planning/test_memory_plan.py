@@ -400,6 +400,8 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(
         word in text for word in ("141 GB", "muon8bit", "(peak)", "checkpointing selective", "FP8 weight copies")
     )
+    assert main([*command, "--lora", "8"]) == 0
+    assert "parameters, LoRA of rank 8, recipe" in capsys.readouterr().out
     assert main([*command, "--json", "--optimizer", "adamw8bit"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["peak"]["total"] == max(moment["total"] for moment in found["moments"].values())
@@ -415,6 +417,8 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["--memory", "--activation-checkpointing", "some"], "activation_checkpointing"),
         (["--memory", "--seq-len", "9999"], "max_position_embeddings"),
         (["--memory", "--batch-size", "0"], "batch_size=0"),
+        (["--memory", "--lora", "-1"], "lora_rank=-1: a rank is 1 or more"),
+        (["--lora", "16"], "add --memory"),
         (["--batch-size", "4"], "--memory"),
     ],
 )
