@@ -110,10 +110,11 @@ class MemoryPlan(Printable):
     def __rich__(self) -> Group:
         t, each = self.training, " per GPU" if self.training.gpus > 1 else ""
         lora = f", LoRA of rank {t.lora_rank}" if t.lora_rank else ""
+        host = f", {_gib(self.host)} GiB on the host" if self.host else ""
         about = (
             f"{self.config.num_parameters:,} parameters{lora}, recipe {self.recipe.name}, {t.batch_size} x "
-            f"{t.seq_len:,} tokens{each}, {t.optimizer or 'no optimizer'}, activation checkpointing {t.activation_checkpointing}, "
-            f"{t.gpus} GPU{'s (FSDP)' if each else ''}{f', {_gib(self.host)} GiB on the host' if self.host else ''}"
+            f"{t.seq_len:,} tokens{each}, {t.optimizer or 'no optimizer'}, activation "
+            f"checkpointing {t.activation_checkpointing}, {t.gpus} GPU{'s (FSDP)' if each else ''}{host}"
         )
         lines: list[Any] = [about, ""]
         for title, table in (
