@@ -314,7 +314,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("begin", ["data.state_dict()", "next(data)"])  # workers are starting, and at work
+@pytest.mark.parametrize(  # workers are starting, and at work
+    "begin", [pytest.param("data.state_dict()", marks=pytest.mark.slow), "next(data)"]
+)
 def test_workers_outlive_a_request_to_stop_but_not_their_parent(begin: str, corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(_RUN.format(begin=begin))
     root = Path(__file__).parents[2]
@@ -377,6 +379,7 @@ def test_an_interrupt_waits_until_the_workers_have_ended(corpus: Path, monkeypat
     assert ended and data._pool is None
 
 
+@pytest.mark.slow
 def test_a_script_that_its_workers_import_is_told_what_it_lacks(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(
         "import sys\nfrom te_models.data.streaming import StreamingDataset\n"

@@ -228,6 +228,7 @@ print(peak() - before - sum(p.nbytes for p in model.parameters()))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure peak memory")
+@pytest.mark.slow
 def test_loading_takes_one_shard_of_memory_beside_the_model(theirs: Callable[..., Pair], tmp_path: Path) -> None:
     sizes = dict(vocab_size=4000, hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8)
     model = CausalLM.from_preset("qwen3-0.6b", device="cpu", **{**sizes, "head_dim": 64, "num_key_value_heads": 8})
