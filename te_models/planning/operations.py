@@ -182,8 +182,8 @@ class Tape:
         output gradient rowwise and columnwise. If `shared`, another operation already saves the unquantized input; if
         `last`, the output gradient is the residual stream's, which is not freed by this backward.
 
-        Of a linear with an adapter only that saves the input, unquantized, beside its product with A. Both have a
-        gradient for it.
+        With an adapter, the adapter alone saves the input, unquantized, and its product with A; backward computes two
+        gradients of the input, the linear's and the adapter's.
         """
         rows, element, override = self.rows, self.element, self.recipe.fields.get("backward_override", "none")
         rank = 0 if name == "lm_head" else self.training.lora_rank
