@@ -201,7 +201,7 @@ def test_accelerate_saves_and_restores_a_state(
         ("current", True, "save_pretrained"),
         ("delayed", False, "save_model"),
         ("current", True, "save_model"),
-        ("delayed", True, "shards"),
+        pytest.param("delayed", True, "shards", marks=pytest.mark.slow),
     ],
 )
 def test_accelerate_loads_a_checkpoint_into_a_model(

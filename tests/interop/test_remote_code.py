@@ -201,6 +201,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return json.loads((root / "found.json").read_text()), root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", NAMES)
 def test_transformers_without_te_models_computes_the_same(case: str, results: Any) -> None:
     found = results[0][case]
