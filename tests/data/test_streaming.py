@@ -314,9 +314,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(  # workers are starting, and at work
-    "begin", [pytest.param("data.state_dict()", marks=pytest.mark.slow), "next(data)"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("begin", ["data.state_dict()", "next(data)"])  # workers are starting, and at work
 def test_workers_outlive_a_request_to_stop_but_not_their_parent(begin: str, corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(_RUN.format(begin=begin))
     root = Path(__file__).parents[2]

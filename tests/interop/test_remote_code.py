@@ -220,6 +220,7 @@ def is_next(case: str) -> bool:
     return family_for(ModelConfig(**{**SIZES, **CASES[case]})).model_type == "qwen3_next"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", NAMES)
 def test_a_folder_saved_by_transformers_is_read_back_exactly(case: str, results: Any) -> None:
     """Also after transformers has loaded and saved it."""

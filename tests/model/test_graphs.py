@@ -141,6 +141,7 @@ def compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # said of torch's own tracing
 @pytest.mark.parametrize("name", QUICK)
 def test_compile_in_one_graph(name: str, compiler: None) -> None:
