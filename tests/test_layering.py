@@ -53,7 +53,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
     ],
     "saving": [{"folder", "state_dict"}, {"run_folder"}, {"pretrained", "sharded"}],
     "optim": [
-        {"gradients", "groups", "parameter_owners", "state_tensors"},
+        {"gradients", "groups", "lowbit_triton", "parameter_owners", "state_tensors"},
         {"galore", "lowbit", "muon8bit"},
         {"master"},
         {"te_adam"},
@@ -140,8 +140,9 @@ ONLY_IN = {
         "kernels.handover_triton",
         "kernels.lm_head_triton",
         "kernels.span_attention_triton",
+        "optim.lowbit_triton",
     },
-    "torchao": {"inspect.peers", "optim.lowbit"},
+    "torchao": {"inspect.peers", "optim.lowbit", "optim.lowbit_triton"},
     "lm_eval": {"inspect.harness"},
     "pickle": set(),
 }

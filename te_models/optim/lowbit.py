@@ -1,12 +1,14 @@
 """AdamW with moments in 8 bits, from torchao: "adamw8bit" (dynamic 8-bit quantization) and "adamwfp8" (FP8 E4M3).
 
 Both have one scale per block of 256 elements (Dettmers et al. 2021, arXiv 2110.02861), which makes 2.03 bytes of
-moments per parameter. torchao fuses each update with torch.compile, on a CPU too; that takes seconds per shape and a
-C++ compiler.
+moments per parameter. On a GPU one kernel updates each tensor (lowbit_triton.py). On a CPU torchao fuses each update
+with torch.compile, which takes seconds per shape and a C++ compiler.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torchao.optim import AdamW8bit, AdamWFp8
 from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
+from te_models.distributed.dtensor import local
 from te_models.optim.state_tensors import like
 
 CLASSES: dict[str, Any] = {"adamw8bit": AdamW8bit, "adamwfp8": AdamWFp8}
@@ -29,7 +32,38 @@ def lowbit_adamw(
     probabilities that make the expected value exact. That saves the 4 bytes per parameter of FP32 master weights.
     """
     fields = dict(betas=(options["beta1"], options["beta2"]), eps=options["eps"])
-    return [CLASSES[name](groups, lr=lr, bf16_stochastic_round=options["stochastic_rounding"], **fields)]
+    optimizer = CLASSES[name](groups, lr=lr, bf16_stochastic_round=options["stochastic_rounding"], **fields)
+    optimizer.register_step_pre_hook(_update_on_gpu)
+    return [optimizer]
+
+
+def _update_on_gpu(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Update the parameters on a GPU and drop their gradients, so that torchao's step passes over them."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.is_contiguous() and has_kernel(parameter.device):
+                _update(optimizer, parameter, group)
+                parameter.grad = None
+
+
+@torch.no_grad()
+def _update(optimizer: Any, parameter: Tensor, group: dict[str, Any]) -> None:
+    kernel = importlib.import_module("te_models.optim.lowbit_triton")
+    state = optimizer.state[parameter]
+    if not state:
+        first, second = optimizer._new_buffer(parameter, True), optimizer._new_buffer(parameter, False)
+        state.update(step=torch.tensor(0.0), exp_avg=first, exp_avg_sq=second)
+    state["step"] += 1
+    beta1, beta2 = group["betas"]
+    step = kernel.Step(int(state["step"]), float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+    tensors: Any = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+    kernel.update(*map(local, tensors), step, optimizer.bf16_stochastic_round)
+
+
+@functools.cache
+def has_kernel(device: torch.device) -> bool:
+    """Return whether Triton runs the update on this device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def expected_moment(optimizer: AdamW8bit | AdamWFp8, view: Tensor) -> Any:

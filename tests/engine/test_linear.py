@@ -11,6 +11,7 @@ import torch
 from bits import assert_same_bits
 from engine_reference import RECIPES, relative, run
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_models.engine.emulated as te
 from te_models.engine.emulated import recipe as R
@@ -406,3 +407,21 @@ def test_a_changed_recipe_of_the_same_class_takes_effect(name: str) -> None:
         fp8_format = R.Format.E4M3 if name == "current" else R.Format.HYBRID
         run(m, type(RECIPES[name]())(fp8_format=fp8_format), x)
         assert m.quantizers["scaling_bwd"][0].dtype == (7 if name == "current" else 8)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_a_product_leaves_those_of_other_threads_alone(name: str, dtype: torch.dtype) -> None:
+    """PyTorch's switches of how FP32 is multiplied belong to the process."""
+    before, seen = torch.backends.mkldnn.matmul.fp32_precision, set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.add((torch.backends.mkldnn.matmul.fp32_precision, torch.get_float32_matmul_precision()))
+            return func(*args, **(kwargs or {}))
+
+    m = te.Linear(64, 64, params_dtype=dtype)
+    x = torch.randn(32, 64, dtype=dtype, requires_grad=True)
+    with te.exact_gemm(0), Watch():
+        run(m, RECIPES[name](), x, torch.randn(32, 64, dtype=dtype))
+    assert seen == {(before, torch.get_float32_matmul_precision())}

@@ -28,8 +28,9 @@ def test_on_the_interpreter(cases: str) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    run({}, "kernels")
+@pytest.mark.parametrize("where", ["kernels", "optim"])
+def test_on_a_gpu(where: str) -> None:
+    run({}, where)
 
 
 @pytest.mark.parametrize("compile", [False, True])

@@ -11,11 +11,11 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from te_models.device.cpu_matmul import matmul
 from te_models.engine.emulated import fused
 from te_models.engine.emulated.tensor_core import PROMOTION_K, hopper_matmul
 from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, Operand, QuantizedTensorStorage
@@ -124,15 +124,9 @@ def _product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 def _narrow_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the same for BF16 numbers, of which the faster BF16 units give the same products."""
-    if a.is_cuda:
-        # Rounding to BF16 within the product saves a launch. FP16 would round twice.
-        a, b = a.bfloat16(), b.bfloat16()
+    a, b = a.bfloat16(), b.bfloat16()
+    if a.is_cuda:  # rounding to BF16 within the product saves a launch; FP16 would round twice
         return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=torch.float32).to(dtype)
-    options: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made when torch is imported
-    before = options.fp32_precision
-    # FP32 in and out, BF16 between: processors without BF16 instructions ignore it.
-    options.fp32_precision = "bf16"
-    try:
-        return (a.float() @ b.float()).to(dtype)
-    finally:
-        options.fp32_precision = before
+    # A CPU's BF16 units return BF16. With FP32 results they are reached only through a switch of the whole process,
+    # under which the products of other threads would be rounded too.
+    return matmul(a, b) if dtype == a.dtype else (a.float() @ b.float()).to(dtype)

@@ -1,0 +1,158 @@
+"""AdamW with 8-bit moments in Triton: one kernel per tensor reads its moments, updates it, and writes them back.
+
+The result is torchao's but for rounding in FP32, and the state has its format. torchao's compiled update searches the
+table of 8-bit values with nine dependent loads per element; here the position of a value follows from its logarithm,
+and one load decides between two neighbors. Tensors too small for 8 bits are updated by the same kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torchao.optim.quant_utils import create_dynamic_map
+
+from te_models.kernels.fp8_triton import decode_fp8, encode_fp8
+
+BLOCK = 256  # elements that share a scale, as in torchao
+ROWS, WARPS = 8, 4  # blocks that a program updates, 16 elements per thread
+E4M3_MAX = tl.constexpr(448.0)
+LOG10_2 = tl.constexpr(0.30102999566398120)
+LOG2_5 = tl.constexpr(2.3219280948873623)
+LOG2_FIRST = tl.constexpr(20.083571661209888)  # log2(1e6 / 0.9): steps of the smallest decade per unit
+
+
+@triton.jit
+def _nearest(x, middles, SIGNED: tl.constexpr):
+    """Return the codes of the values of the dynamic map that are nearest to `x`, whose magnitudes are at most 1.
+
+    The map has seven decades below 1, each with twice the values of the one before, evenly spaced (Dettmers 2015, arXiv
+    1511.04561). `level` counts values from zero and is right or, between two decades, one too large. `middles[i]` is
+    the middle between the values of codes i - 1 and i.
+    """
+    size = tl.minimum(tl.maximum(tl.abs(x), 1e-7), 1.0)
+    decade = tl.minimum(tl.maximum(tl.floor(tl.log2(size) * LOG10_2) + 7, 0), 6)
+    steps = tl.exp2(decade)  # values of the decade, where there are signs
+    level = tl.floor(size * tl.exp2(decade * -LOG2_5 + LOG2_FIRST) + steps * (8 / 9) + 1 / 512)
+    if SIGNED:
+        level = tl.where(size > 0.995, 128, level).to(tl.int32)
+        up = tl.minimum(127 + level, 255)
+        down = tl.maximum(128 - level, 1)
+        positive = x >= 0
+        edge = tl.load(middles + tl.where(positive, up, down))
+        return tl.where(positive, up - (x < edge).to(tl.int32), down - (x < edge).to(tl.int32))
+    level = tl.floor(size * tl.exp2(decade * -LOG2_5 + (LOG2_FIRST + 1)) + steps * (16 / 9) + 1 / 512) - 1
+    code = tl.minimum(tl.where(size > 0.995, 255, level).to(tl.int32), 255)
+    return code - (x < tl.load(middles + code)).to(tl.int32)
+
+
+@triton.jit
+def _load_moment(codes, scales, values, row, exists, at, here, FORMAT: tl.constexpr):
+    moment = tl.load(codes + at, here)
+    if FORMAT == "plain":
+        return moment.to(tl.float32)
+    value = tl.load(values + moment.to(tl.int32), here) if FORMAT == "dynamic" else decode_fp8(moment, False)
+    return value * tl.load(scales + row, exists)[:, None]
+
+
+@triton.jit
+def _store_moment(moment, codes, scales, middles, row, exists, at, here, FORMAT: tl.constexpr, SIGNED: tl.constexpr):
+    if FORMAT == "plain":
+        tl.store(codes + at, moment.to(codes.dtype.element_ty), here)
+    else:
+        scale = tl.maximum(tl.max(tl.abs(moment), 1), 1e-12)
+        if FORMAT == "dynamic":
+            code = _nearest(moment * (1 / scale)[:, None], middles, SIGNED).to(tl.uint8)
+        else:
+            scale = scale / E4M3_MAX
+            code = encode_fp8(moment * (1 / scale)[:, None], False)
+        tl.store(codes + at, code, here)
+        tl.store(scales + row, scale, exists)
+
+
+@triton.jit
+def _stochastic_bf16(x, at, seed):
+    """Round up or down to BF16 at random, with probabilities that make the expected value x."""
+    bits = at.to(tl.uint32) ^ tl.load(seed).to(tl.uint32)
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D  # a hash of 32 bits with little bias (Wellons 2018)
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    bits = (bits ^ (bits >> 16)) & 0xFFFF
+    rounded = ((x.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x)  # the sum would overflow for some NaNs
+
+
+@triton.jit
+def _update_kernel(
+    p, grad, first, first_scale, second, second_scale, signed, signed_middles, unsigned, unsigned_middles, seed, size,
+    decay, rate, take1, take2, root2, eps,
+    FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    exists, here = row * BLOCK < size, at < size
+    g = tl.load(grad + at, here, 0.0).to(tl.float32)
+    x = tl.load(p + at, here, 0.0).to(tl.float32)
+    m = _load_moment(first, first_scale, signed, row, exists, at, here, FORMAT)
+    v = _load_moment(second, second_scale, unsigned, row, exists, at, here, FORMAT)
+    m += take1 * (g - m)
+    v += take2 * (g * g - v)
+    _store_moment(m, first, first_scale, signed_middles, row, exists, at, here, FORMAT, True)
+    _store_moment(v, second, second_scale, unsigned_middles, row, exists, at, here, FORMAT, False)
+    x -= decay * x
+    x -= rate * m / (tl.sqrt(v) * root2 + eps)
+    if STOCHASTIC:
+        x = _stochastic_bf16(x, at, seed)
+    tl.store(p + at, x.to(p.dtype.element_ty), here)
+
+
+@functools.cache
+def _tables(device: torch.device) -> list[Tensor]:
+    """Return values and middles of the signed map, then of the unsigned one, FP32 [256]; middles[0] is unused."""
+    found = []
+    for signed in (True, False):
+        values = torch.tensor(create_dynamic_map(signed))
+        middles = torch.cat([values[:1], (values[1:] + values[:-1]) / 2])
+        found += [values.to(device), middles.to(device)]
+    return found
+
+
+@dataclass(frozen=True)
+class Step:
+    """The numbers of one step of AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
+
+    number: int  # from 1
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+def update(parameter: Tensor, gradient: Tensor, first: Any, second: Any, step: Step, stochastic: bool) -> None:
+    """Update a contiguous parameter and its moments in place, from a gradient of the same shape.
+
+    Args:
+        first: first moment: a tensor like the parameter, or torchao's OptimState8bit or OptimStateFp8.
+        second: second moment, of the same kind.
+        stochastic: round a BF16 parameter stochastically; draws from the device's generator.
+    """
+    if not parameter.numel():
+        return
+    kind = "dynamic" if hasattr(first, "qmap") else "fp8" if hasattr(first, "codes") else "plain"
+    quantized = kind != "plain"
+    stochastic = stochastic and parameter.dtype == torch.bfloat16
+    device = parameter.device
+    seed = torch.randint(2**31, (1,), dtype=torch.int32, device=device) if stochastic else parameter
+    pairs = [(m.codes.view(torch.uint8), m.scale) if quantized else (m, parameter) for m in (first, second)]
+    bias1, bias2 = 1 - step.beta1**step.number, 1 - step.beta2**step.number
+    numbers = (step.lr * step.weight_decay, step.lr / bias1, 1 - step.beta1, 1 - step.beta2, bias2**-0.5, step.eps)
+    with torch.cuda.device_of(parameter):
+        _update_kernel[(triton.cdiv(parameter.numel(), ROWS * BLOCK),)](
+            parameter, gradient.contiguous(), *pairs[0], *pairs[1], *_tables(device), seed, parameter.numel(), *numbers,
+            FORMAT=kind, STOCHASTIC=stochastic, ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
