@@ -24,6 +24,19 @@ def planned_and_measured() -> Iterator[tuple[str, int, int]]:
                                activation_checkpointing=row["mode"], fp8_params=row["fp8_params"])  # fmt: skip
             weights = ", FP8 weights" if row["fp8_params"] else ""
             yield f"{name}, {row['recipe']}{weights}, {row['mode']}", plan.peak.total, row["peak"]
+    tuned = load("finetune_against_trl_h200")
+    for row in tuned["rows"]:
+        if row["way"].startswith("trl"):
+            continue
+        own, lora = tuned["shapes"][row["shape"]], row["method"] == "lora"
+        name, _, offload = row["way"].partition("+")
+        plan = plan_memory(get_preset(row["shape"]), get_recipe(name), batch_size=own["batch_size"],
+                           seq_len=own["seq_len"], activation_checkpointing=own["recompute"],
+                           activation_offload=bool(offload), fp8_params=lora and name != "bf16",
+                           lora_rank=tuned["rank"] if lora else 0, optimizer="adamw" if lora else "adamw8bit",
+                           masters=lora)  # fmt: skip
+        trained = "LoRA" if lora else "all weights"
+        yield f"{row['shape']}, {trained}, {row['way'].replace('+', ', ')}", plan.peak.total, row["peak"]
     light = load("first_light_h200")
     run = light["run"]
     for name, result in light["recipes"].items():

@@ -20,7 +20,7 @@ from te_models.cli.options import (
 )
 from te_models.config.training import TrainConfig
 
-TRAINING = ("batch_size", "seq_len", "gradient_accumulation", "optimizer")
+TRAINING = ("batch_size", "seq_len", "gradient_accumulation", "optimizer", "optimizer_options")
 
 
 @click.command(cls=Command)
@@ -41,11 +41,14 @@ def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **o
     if not memory and (given := [name for name in names if is_given(name)]):
         raise click.UsageError(f"--{given[0].replace('_', '-')} changes no precision: add --memory, or leave it out")
     training = {name: options.pop(name) for name in names}
-    lora = training.pop("lora")
+    lora, own = training.pop("lora"), training.pop("optimizer_options")
     if preset is not None:
         options["device"] = options["device"] or "meta"
     built = build_model(preset, model, options)
     if memory:
+        from te_models.optim import resolve_options  # noqa: PLC0415  imports torch
+
+        training["masters"] = not resolve_options(training["optimizer"], own).get("stochastic_rounding", False)
         show(built.plan_memory(**training, lora_rank=lora), as_json)
         return
     from te_models.training.report import speed_rows  # noqa: PLC0415  imports torch

@@ -20,7 +20,7 @@ from torchao.optim.quant_utils import create_dynamic_map
 from te_models.kernels.fp8_triton import decode_fp8, encode_fp8
 
 BLOCK = 256  # elements that share a scale, as in torchao
-ROWS, WARPS = 8, 4  # blocks that a program updates, 16 elements per thread
+ROWS, WARPS = 4, 4  # blocks that a program updates: the fastest of seven choices on an H200
 E4M3_MAX = tl.constexpr(448.0)
 LOG10_2 = tl.constexpr(0.30102999566398120)
 LOG2_5 = tl.constexpr(2.3219280948873623)

@@ -131,7 +131,7 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
     own = sum(p.numel for p in trained) * element if training.lora_rank else 0
     state = 0
     if training.optimizer is not None and not training.optimizer_offload:
-        state = OPTIMIZERS[training.optimizer].of(trained, element) // gpus
+        state = OPTIMIZERS[training.optimizer].of(trained, element, training.masters) // gpus
     sums = training.gradient_sums * FP32 * sum(p.numel for p in trained)
     return Memory(
         weights=share + gathered + own,
@@ -159,7 +159,8 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     moments = [replace(loss, moment="loss"), replace(worst, moment=f"backward of {worst.moment}")]
     if training.optimizer is not None and not training.lora_rank:
         share = -(-sum(p.numel for p in model_parameters(config)) // training.gpus)
-        size = share * training.dtype_bytes + min(share, UPDATE_CHUNK) * max(0, FP32 - training.dtype_bytes)
+        wider = max(0, FP32 - training.dtype_bytes) if training.masters else 0  # FP32 copies of a chunk's gradients
+        size = share * training.dtype_bytes + min(share, UPDATE_CHUNK) * wider
         if training.gradient_sums and training.gpus == 1:
             size = share * FP32  # the optimizer reads the sums themselves
         moments.append(replace(standing, moment="optimizer step", gradients=size))

@@ -88,9 +88,13 @@ class MemoryPlan(Printable):
             yield mode, replace(self, training=replace(self.training, activation_checkpointing=mode))
 
     def optimizers(self) -> dict[str, int]:
-        """Return name -> bytes of optimizer state and FP32 masters per GPU."""
+        """Return name -> bytes of optimizer state and FP32 masters per GPU; masters as the plan says for its own."""
         parameters = trained_parameters(self.config, self.training.lora_rank)
-        return {n: o.of(parameters, self.training.dtype_bytes) // self.training.gpus for n, o in OPTIMIZERS.items()}
+        own = self.training
+        return {
+            name: optimizer.of(parameters, own.dtype_bytes, own.masters or name != own.optimizer) // own.gpus
+            for name, optimizer in OPTIMIZERS.items()
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the tables as plain JSON values, in bytes."""
@@ -170,6 +174,7 @@ def plan_memory(
     seq_len: int = 256,
     optimizer: str | None = "adamw",
     optimizer_offload: bool = False,
+    masters: bool = True,
     lora_rank: int = 0,
     activation_checkpointing: str | int = "none",
     activation_offload: bool = False,
@@ -190,6 +195,8 @@ def plan_memory(
         seq_len: tokens per sequence.
         optimizer: a name of `te_models.planning.parameter_bytes.OPTIMIZERS`; None for forward and backward only.
         optimizer_offload: whether masters and optimizer state are in host memory.
+        masters: whether parameters that are not FP32 have FP32 masters; they have none with the option
+            stochastic_rounding of "adamw8bit" and "adamwfp8".
         lora_rank: rank of LoRA adapters on all linears of blocks, which alone are trained; 0: all weights are.
         activation_checkpointing: "none", "selective", "full", or an integer N for every N-th block.
         activation_offload: whether the saved tensors of blocks are moved to the host (te_models.model.offload).
@@ -215,9 +222,11 @@ def plan_memory(
     if fp8_params and not recipe.quantized:
         advice = "choose another, or leave fp8_params out"
         raise UsageError(f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}")
+    if fp8_params and not masters:
+        raise UsageError("fp8_params=True needs FP32 masters: leave stochastic_rounding out, or fp8_params")
     training = Training(
         batch_size=batch_size // gpus, seq_len=seq_len, optimizer=optimizer, optimizer_offload=optimizer_offload,
-        lora_rank=lora_rank, activation_checkpointing=check_mode(activation_checkpointing),
+        masters=masters, lora_rank=lora_rank, activation_checkpointing=check_mode(activation_checkpointing),
         activation_offload=activation_offload, gpus=gpus, gradient_sums=gradient_accumulation > 1,
         cached_weights=gradient_accumulation > 1 and gpus == 1, fp8_params=fp8_params, logits=logits, compile=compile,
         fused=fused, dtype_bytes=dtype_bytes,

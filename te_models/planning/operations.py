@@ -55,13 +55,15 @@ class Training:
 
     Under gradient accumulation, FP32 sums of all gradients exist, which FSDP2 does not shard (`gradient_sums`), and FP8
     copies of weights exist already (`cached_weights`). With `lora_rank`, all linears of blocks have an adapter of that
-    rank, and nothing else is trained. `compile`, `fused` and `cuda` say which kernels run.
+    rank, and nothing else is trained. Parameters that are not FP32 have FP32 `masters`. `compile`, `fused` and `cuda`
+    say which kernels run.
     """
 
     batch_size: int = 8  # per GPU and micro-batch
     seq_len: int = 256
     optimizer: str | None = "adamw"
     optimizer_offload: bool = False
+    masters: bool = True
     lora_rank: int = 0
     activation_checkpointing: str | int = "none"
     activation_offload: bool = False
@@ -360,9 +362,10 @@ class Tape:
     def regions(self) -> Iterator[Region]:
         """Yield the whole forward pass; te_models/config/recompute_modes.py decides what is recomputed."""
         mode, c, fp8_weights = self.training.activation_checkpointing, self.config, self.training.fp8_params
-        # Where SwiGLU writes the FP8 input of down_proj itself, it can also recompute it.
-        hands_over = fp8_weights and self.training.fused_kernels and self.recipe.scheme in PER_TENSOR
-        hands_over = hands_over and not c.mlp_obstacles and not self.training.lora_rank
+        # Where SwiGLU writes the FP8 input of down_proj itself, it can also recompute it; an adapter saves its output.
+        writes = self.training.fused_kernels and self.recipe.scheme in PER_TENSOR and not c.mlp_obstacles
+        hands_over = fp8_weights and (writes or self.training.lora_rank > 0)
+        low = self.rows * self.training.lora_rank * self.element  # the adapter's product with A stays
         rotary = self.rotary_tables()
         table = c.vocab_size * c.hidden_size * self.element
         tied = c.tie_word_embeddings  # then its gradient is added to lm_head's
@@ -385,7 +388,7 @@ class Tape:
             mlp_input = self.stream if recomputes_mlp(mode, layer, c.num_hidden_layers, fp8, fp8_weights) else None
             hidden = hidden if mlp_input is None else [*first, *hidden]
             if recomputes_product(mode, fp8, hands_over):  # the backward of down_proj starts the recompute
-                recomputed = down[0]._replace(saved=0, scratch=down[0].scratch + down[0].saved)
+                recomputed = down[0]._replace(saved=low, scratch=down[0].scratch + down[0].saved - low)
                 yield Region([*hidden, recomputed], mlp_input, *place)
                 yield Region(down[1:], None, *place)
             else:

@@ -59,9 +59,9 @@ class OptimizerBytes:
     description: str
     master: int = 4
 
-    def of(self, parameters: list[Parameter], dtype_bytes: int) -> int:
-        """Return the bytes of state and masters of `parameters`."""
-        master = self.master if dtype_bytes < FP32 else 0
+    def of(self, parameters: list[Parameter], dtype_bytes: int, masters: bool = True) -> int:
+        """Return the bytes of state, and of the FP32 masters if there are any, of `parameters`."""
+        master = self.master if masters and dtype_bytes < FP32 else 0
         return round(sum(p.numel * (self.state(p) + master) for p in parameters))
 
 

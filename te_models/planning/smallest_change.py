@@ -34,8 +34,8 @@ def smallest_change(plan: Plan, options: Options, available: int, lora: bool = T
     """Return the fewest changes of `options` that make the peak fit into `available` bytes; None if there are none.
 
     Among equally many changes, the cheapest come first: recomputing activations, smaller micro-batches with the same
-    number of tokens per step, FP8 primary weights, an 8-bit optimizer, host memory, and last changes of the run itself:
-    adapters instead of all weights (if `lora`), shorter sequences.
+    number of tokens per step, FP8 primary weights, an 8-bit optimizer (with FP32 masters, then without), host memory,
+    and last changes of the run itself: adapters instead of all weights (if `lora`), shorter sequences.
     """
 
     def needed(values: Sequence[Value]) -> float:
@@ -44,15 +44,19 @@ def smallest_change(plan: Plan, options: Options, available: int, lora: bool = T
         except UsageError:
             return math.inf
 
+    def least(chosen: Sequence[list[Value]]) -> float:
+        # The last value of a lever saves most, but FP8 primary weights cannot do without masters.
+        ends = [[*values, ((), {})] if "masters" in values[-1][1] else values[-1:] for values in chosen]
+        return min(needed(values) for values in itertools.product(*ends))
+
     levers = list(_levers(options, lora, plan().recipe.quantized))
-    everything = [values[-1] for values in levers]
     # FP32 sums of gradients come with smaller micro-batches, so these may need more
-    without = [value for value in everything if "batch_size" not in value[1]]
-    if min(needed(everything), needed(without)) > available:
+    without = [values for values in levers if "batch_size" not in values[-1][1]]
+    if min(least(levers), least(without)) > available:
         return None
     for count in range(1, min(MOST, len(levers)) + 1):
         for chosen in itertools.combinations(levers, count):
-            if needed([values[-1] for values in chosen]) > available:
+            if least(chosen) > available:
                 continue  # not even with the strongest value of each
             for values in itertools.product(*chosen):
                 if (peak := needed(values)) <= available:
@@ -77,8 +81,13 @@ def _levers(options: Options, lora: bool, quantized: bool) -> Iterator[list[Valu
         ]
     if not options["fp8_params"] and quantized:
         yield [(("--fp8-params",), dict(fp8_params=True))]
-    if options["optimizer"] == "adamw" and not options["lora_rank"]:
-        yield [(("--optimizer", "adamw8bit"), dict(optimizer="adamw8bit"))]
+    name = options["optimizer"]
+    if name in ("adamw", "adamw8bit", "adamwfp8") and options["masters"] and not options["lora_rank"]:
+        lowbit = "adamw8bit" if name == "adamw" else name
+        flags = ("--optimizer", lowbit) if name == "adamw" else ()
+        rounded = (*flags, "--optimizer-options", "stochastic_rounding=true")
+        narrow = (rounded, dict(optimizer=lowbit, masters=False))
+        yield [(flags, dict(optimizer=lowbit)), narrow] if flags else [narrow]
     if not options["optimizer_offload"] and not options["lora_rank"] and gpus == 1:
         yield [(("--optimizer-offload",), dict(optimizer_offload=True))]
     if not options["activation_offload"]:

@@ -16,6 +16,7 @@ from te_models.config.recipe import Recipe, get_recipe, recipe_fields
 from te_models.config.training import TrainConfig
 from te_models.device.choice import choose_device
 from te_models.errors import UsageError
+from te_models.optim import resolve_options
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.smallest_change import smallest_change
 from te_models.saving.pretrained import read_shape
@@ -71,6 +72,7 @@ def check_memory(
         gradient_accumulation=config.gradient_accumulation,
         optimizer=config.optimizer,
         optimizer_offload=config.optimizer_offload,
+        masters=not resolve_options(config.optimizer, config.optimizer_options).get("stochastic_rounding", False),
         lora_rank=0 if settings.lora is None else settings.lora.rank,
     )
 

@@ -75,7 +75,8 @@ def _tokens(dataset: TokenDataset | StreamingDataset, config: TrainConfig, start
     if not isinstance(dataset, TokenDataset):
         return f"{tokens:,}"
     windows = (config.steps - start) * config.batch_size * config.gradient_accumulation
-    return f"{tokens:,}, {_few_digits(windows / dataset.windows_in(1))} epochs"
+    epochs = _few_digits(windows / dataset.windows_in(1))
+    return f"{tokens:,}, {epochs} epoch{'' if epochs == '1' else 's'}"
 
 
 def _recipe(model: CausalLM) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import time
@@ -11,11 +12,12 @@ import pytest
 
 from te_models.config.presets import get_preset
 from te_models.config.recipe import get_recipe
+from te_models.errors import UsageError
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.smallest_change import smallest_change
 
 OWN: dict[str, Any] = dict(
-    batch_size=8, seq_len=2048, optimizer="adamw", optimizer_offload=False, lora_rank=0,
+    batch_size=8, seq_len=2048, optimizer="adamw", optimizer_offload=False, masters=True, lora_rank=0,
     activation_checkpointing="none", activation_offload=False, gpus=1, gradient_accumulation=1, fp8_params=False,
 )  # fmt: skip
 
@@ -31,6 +33,8 @@ def keywords(flags: tuple[str, ...]) -> dict[str, Any]:
     """Return flags as a user would have typed them, as keywords of plan_memory."""
     text = " ".join(flags).replace("--lora", "--lora-rank")
     found: dict[str, Any] = {}
+    if (rounded := "--optimizer-options stochastic_rounding=true") in text:
+        text, found = text.replace(rounded, ""), dict(masters=False)
     for name, value in re.findall(r"--([\w-]+)(?: (\w+))?", text):
         found[name.replace("-", "_")] = int(value) if value.isdecimal() else value or True
     return found
@@ -53,6 +57,21 @@ def test_the_change_is_enough_and_no_single_one_is_if_it_has_several(preset: str
             n: v for n, v in changed.items() if n in fewer or (n == "gradient_accumulation" and "batch_size" in fewer)
         }
         assert plan(**kept).peak.total > available, "one of the changes is not needed"
+
+
+@pytest.mark.parametrize(("optimizer", "flags"), [
+    ("adamw", ("--optimizer", "adamw8bit", "--optimizer-options", "stochastic_rounding=true")),
+    ("adamwfp8", ("--optimizer-options", "stochastic_rounding=true")),
+])  # fmt: skip
+def test_masters_go_where_that_is_enough(optimizer: str, flags: tuple[str, ...]) -> None:
+    options = {**OWN, "optimizer": optimizer, "activation_checkpointing": "full", "batch_size": 1}
+    plan = functools.partial(planner("llama-3.1-8b", "current"), **options)
+    enough = plan(optimizer="adamw8bit", masters=False).peak.total
+    assert enough < 0.62 * plan(optimizer="adamw8bit").peak.total  # 16 GB each of weights, moments and gradients
+    change = smallest_change(plan, options, enough)
+    assert change is not None and change.flags == flags and change.peak == enough
+    with pytest.raises(UsageError, match="fp8_params=True needs FP32 masters"):
+        plan(masters=False, fp8_params=True)
 
 
 def test_milder_changes_come_first() -> None:
