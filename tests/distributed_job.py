@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import seeds  # noqa: F401  processes of a test move their seeds too
 import torch
+from torch import nn
 
 import te_models.engine.emulated as emulated
 from te_models.config.presets import get_preset
@@ -78,7 +80,14 @@ def outcome(run: Trainer, result: Result) -> dict[str, Any]:
         interrupted=result.interrupted,
         scales=shared.ranks.gather(scales),
         held=shared.ranks.gather(held),
+        weights=shared.ranks.gather(digest(run.model)),
     )
+
+
+def digest(model: nn.Module) -> str:
+    """Return a hash of the bits of all weights that this process has."""
+    bits = (local(p).detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(b"".join(bits)).hexdigest()
 
 
 def stop_one(run: Trainer, rank: int) -> Trainer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,30 +35,67 @@ def lowbit_adamw(
     fields = dict(betas=(options["beta1"], options["beta2"]), eps=options["eps"])
     optimizer = CLASSES[name](groups, lr=lr, bf16_stochastic_round=options["stochastic_rounding"], **fields)
     optimizer.register_step_pre_hook(_update_on_gpu)
+    if options["stochastic_rounding"]:
+        _round_alike(optimizer)
     return [optimizer]
 
 
 def _update_on_gpu(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Update the parameters on a GPU and drop their gradients, so that torchao's step passes over them."""
+    for place, (parameter, group) in enumerate(_parameters(optimizer)):
+        if parameter.grad is not None and parameter.is_contiguous() and has_kernel(parameter.device):
+            _update(optimizer, parameter, group, place)
+            parameter.grad = None
+
+
+def _parameters(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Yield each parameter with its group."""
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None and parameter.is_contiguous() and has_kernel(parameter.device):
-                _update(optimizer, parameter, group)
-                parameter.grad = None
+        yield from ((parameter, group) for parameter in group["params"])
 
 
 @torch.no_grad()
-def _update(optimizer: Any, parameter: Tensor, group: dict[str, Any]) -> None:
+def _update(optimizer: Any, parameter: Tensor, group: dict[str, Any], place: int) -> None:
     kernel = importlib.import_module("te_models.optim.lowbit_triton")
     state = optimizer.state[parameter]
     if not state:
         first, second = optimizer._new_buffer(parameter, True), optimizer._new_buffer(parameter, False)
         state.update(step=torch.tensor(0.0), exp_avg=first, exp_avg_sq=second)
     state["step"] += 1
-    beta1, beta2 = group["betas"]
-    step = kernel.Step(int(state["step"]), float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+    number, (beta1, beta2) = int(state["step"]), group["betas"]
+    step = kernel.Step(
+        number, _seed(number, place), float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]
+    )
     tensors: Any = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
     kernel.update(*map(local, tensors), step, optimizer.bf16_stochastic_round)
+
+
+def _seed(step: int, place: int) -> int:
+    """Return the seed of stochastic rounding of parameter number `place`, the same on all processes."""
+    return (step * 0x9E3779B1 + place * 0x85EBCA77) % 2**31
+
+
+def _round_alike(optimizer: torch.optim.Optimizer) -> None:
+    """Let torchao's step draw the same numbers on all processes, whose replicas would drift apart otherwise."""
+    before: list[Tensor] = []
+
+    def seed(optimizer: Any, args: Any, kwargs: Any) -> None:
+        used = (
+            (place, parameter)
+            for place, (parameter, _) in enumerate(_parameters(optimizer))
+            if parameter.grad is not None
+        )
+        if (first := next(used, None)) is not None:
+            place, parameter = first
+            before.append(torch.get_rng_state())
+            torch.default_generator.manual_seed(_seed(int(optimizer.state[parameter].get("step", 0)), place))
+
+    def restore(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if before:
+            torch.set_rng_state(before.pop())
+
+    optimizer.register_step_pre_hook(seed)
+    optimizer.register_step_post_hook(restore)
 
 
 @functools.cache

@@ -78,7 +78,7 @@ def _store_moment(moment, codes, scales, middles, row, exists, at, here, FORMAT:
 @triton.jit
 def _stochastic_bf16(x, at, seed):
     """Round up or down to BF16 at random, with probabilities that make the expected value x."""
-    bits = at.to(tl.uint32) ^ tl.load(seed).to(tl.uint32)
+    bits = at.to(tl.uint32) ^ seed.to(tl.uint32)
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D  # a hash of 32 bits with little bias (Wellons 2018)
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
     bits = (bits ^ (bits >> 16)) & 0xFFFF
@@ -86,7 +86,7 @@ def _stochastic_bf16(x, at, seed):
     return tl.where(x == x, rounded, x)  # the sum would overflow for some NaNs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _update_kernel(
     p, grad, first, first_scale, second, second_scale, signed, signed_middles, unsigned, unsigned_middles, seed, size,
     decay, rate, take1, take2, root2, eps,
@@ -123,9 +123,10 @@ def _tables(device: torch.device) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Step:
-    """The numbers of one step of AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
+    """The numbers of one step of AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) on one tensor."""
 
     number: int  # from 1
+    seed: int  # of stochastic rounding, from 0 to 2**31 - 1
     lr: float
     beta1: float
     beta2: float
@@ -139,7 +140,7 @@ def update(parameter: Tensor, gradient: Tensor, first: Any, second: Any, step: S
     Args:
         first: first moment: a tensor like the parameter, or torchao's OptimState8bit or OptimStateFp8.
         second: second moment, of the same kind.
-        stochastic: round a BF16 parameter stochastically; draws from the device's generator.
+        stochastic: round a BF16 parameter stochastically.
     """
     if not parameter.numel():
         return
@@ -147,12 +148,12 @@ def update(parameter: Tensor, gradient: Tensor, first: Any, second: Any, step: S
     quantized = kind != "plain"
     stochastic = stochastic and parameter.dtype == torch.bfloat16
     device = parameter.device
-    seed = torch.randint(2**31, (1,), dtype=torch.int32, device=device) if stochastic else parameter
     pairs = [(m.codes.view(torch.uint8), m.scale) if quantized else (m, parameter) for m in (first, second)]
     bias1, bias2 = 1 - step.beta1**step.number, 1 - step.beta2**step.number
     numbers = (step.lr * step.weight_decay, step.lr / bias1, 1 - step.beta1, 1 - step.beta2, bias2**-0.5, step.eps)
     with torch.cuda.device_of(parameter):
         _update_kernel[(triton.cdiv(parameter.numel(), ROWS * BLOCK),)](
-            parameter, gradient.contiguous(), *pairs[0], *pairs[1], *_tables(device), seed, parameter.numel(), *numbers,
+            parameter, gradient.contiguous(), *pairs[0], *pairs[1], *_tables(device), step.seed, parameter.numel(),
+            *numbers,
             FORMAT=kind, STOCHASTIC=stochastic, ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip

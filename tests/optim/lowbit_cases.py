@@ -6,6 +6,7 @@ Run by tests/kernels/test_triton_kernels.py in Triton's interpreter and on a GPU
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from te_models.optim import build_optimizer, lowbit, lowbit_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16 = torch.bfloat16
-STEP = lowbit_triton.Step(number=3, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+STEP = lowbit_triton.Step(number=3, seed=17, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 NAMES = list(lowbit.CLASSES)
 
 
@@ -128,9 +129,10 @@ def test_stochastic_rounding_is_unbiased_and_between_neighbors() -> None:
     together = ((up[1:] - share) * (up[:-1] - share)).mean()  # neighbors are rounded independently
     assert abs(together) < 4 * share * (1 - share) / size**0.5
     assert p[0].isnan()
-    again = before.clone()
-    lowbit_triton.update(again, torch.zeros_like(p), *moments, STEP, stochastic=True)
-    assert not torch.equal(again[1:], p[1:])
+    for seed, same in ((17, True), (18, False), (2**31 - 1, False)):
+        again, step = before.clone(), dataclasses.replace(STEP, seed=seed)
+        lowbit_triton.update(again, torch.zeros_like(p), *moments, step, stochastic=True)
+        assert torch.equal(again[1:], p[1:]) == same
 
 
 @pytest.mark.parametrize("name", NAMES)
