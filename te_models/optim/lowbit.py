@@ -76,26 +76,32 @@ def _seed(step: int, place: int) -> int:
 
 
 def _round_alike(optimizer: torch.optim.Optimizer) -> None:
-    """Let torchao's step draw the same numbers on all processes, whose replicas would drift apart otherwise."""
-    before: list[Tensor] = []
+    """Let torchao's step draw the same numbers on all processes, whose replicas would drift apart otherwise.
 
-    def seed(optimizer: Any, args: Any, kwargs: Any) -> None:
-        used = (
-            (place, parameter)
-            for place, (parameter, _) in enumerate(_parameters(optimizer))
-            if parameter.grad is not None
-        )
-        if (first := next(used, None)) is not None:
-            place, parameter = first
-            before.append(torch.get_rng_state())
-            torch.default_generator.manual_seed(_seed(int(optimizer.state[parameter].get("step", 0)), place))
+    The generator is seeded with the number of the step. Further calls of `step` with the same number, for other
+    parameters, continue where the last one ended. The caller's state of the generator is restored.
+    """
+    number, own = -1, torch.get_rng_state()
+    callers: list[Tensor] = []
 
-    def restore(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if before:
-            torch.set_rng_state(before.pop())
+    def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal number, own
+        steps = [optimizer.state[p].get("step", 0) for p, _ in _parameters(optimizer) if p.grad is not None]
+        if not steps:  # all parameters are on a GPU
+            return
+        callers.append(torch.get_rng_state())
+        if (now := int(steps[0])) != number:
+            number, own = now, torch.default_generator.manual_seed(_seed(now, 0)).get_state()
+        torch.set_rng_state(own)
 
-    optimizer.register_step_pre_hook(seed)
-    optimizer.register_step_post_hook(restore)
+    def end(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal own
+        if callers:
+            own = torch.get_rng_state()
+            torch.set_rng_state(callers.pop())
+
+    optimizer.register_step_pre_hook(begin)
+    optimizer.register_step_post_hook(end)
 
 
 @functools.cache

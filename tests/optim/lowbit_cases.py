@@ -153,3 +153,27 @@ def test_the_optimizer_trains_through_the_kernel(monkeypatch: pytest.MonkeyPatch
     states = [optimizer.state_dict() for optimizer in found]
     found[0].load_state_dict(states[1])
     assert [sorted(entry) for entry in states[0]["state"]] == [sorted(entry) for entry in states[1]["state"]]
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_stochastic_rounding_leaves_the_random_state_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str, kernel: bool
+) -> None:
+    """And does not depend on it: two copies of a model are rounded alike, in several steps."""
+    if DEVICE == "cuda" and not kernel:
+        pytest.skip("torchao updates parameters on a CPU only")
+    monkeypatch.setattr(lowbit, "has_kernel", lambda device: kernel)
+    found = []
+    for seed in range(2):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64, dtype=BF16, device=DEVICE)
+        optimizer = build_optimizer(name, model, 1e-3, 0.1, {"stochastic_rounding": True})
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        for _ in range(2):
+            model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
+            optimizer.step()
+        assert torch.equal(before, torch.get_rng_state())
+        found.append(model.weight.detach())
+    assert torch.equal(*found) and len(found[0].unique()) > 100
