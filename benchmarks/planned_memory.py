@@ -34,7 +34,7 @@ def planned_and_measured() -> Iterator[tuple[str, int, int]]:
                            seq_len=own["seq_len"], activation_checkpointing=own["recompute"],
                            activation_offload=bool(offload), fp8_params=lora and name != "bf16",
                            lora_rank=tuned["rank"] if lora else 0, optimizer="adamw" if lora else "adamw8bit",
-                           masters=lora)  # fmt: skip
+                           optimizer_options=dict(stochastic_rounding=not lora))  # fmt: skip
         trained = "LoRA" if lora else "all weights"
         yield f"{row['shape']}, {trained}, {row['way'].replace('+', ', ')}", plan.peak.total, row["peak"]
     light = load("first_light_h200")

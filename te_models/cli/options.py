@@ -39,7 +39,8 @@ TRAIN_GROUPS = {  # heading of the help -> fields of TrainConfig; the others are
 }  # fmt: skip
 MEMORY_OPTIONS = {  # of a training run, which `plan --memory` also accepts
     "preset", "model", "recipe", "fp8_params", "batch_size", "seq_len", "gradient_accumulation", "optimizer",
-    "activation_checkpointing", "activation_offload", *config_fields(), *recipe_fields(),
+    "optimizer_options", "optimizer_offload", "lora", "activation_checkpointing", "activation_offload",
+    *config_fields(), *recipe_fields(),
 }  # fmt: skip
 LAST_GROUPS = ("Recipe fields", "Model shape")
 HELP_ALL = "te_models.cli.help_all"  # in a context's meta: show every group

@@ -20,7 +20,7 @@ from te_models.cli.options import (
 )
 from te_models.config.training import TrainConfig
 
-TRAINING = ("batch_size", "seq_len", "gradient_accumulation", "optimizer", "optimizer_options")
+TRAINING = ("batch_size", "seq_len", "gradient_accumulation", "optimizer", "optimizer_options", "optimizer_offload")
 
 
 @click.command(cls=Command)
@@ -48,7 +48,7 @@ def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **o
     if memory:
         from te_models.optim import resolve_options  # noqa: PLC0415  imports torch
 
-        training["masters"] = not resolve_options(training["optimizer"], own).get("stochastic_rounding", False)
+        training["optimizer_options"] = resolve_options(training["optimizer"], own)
         show(built.plan_memory(**training, lora_rank=lora), as_json)
         return
     from te_models.training.report import speed_rows  # noqa: PLC0415  imports torch

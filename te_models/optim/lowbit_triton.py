@@ -38,15 +38,16 @@ def _nearest(x, middles, SIGNED: tl.constexpr):
     size = tl.minimum(tl.maximum(tl.abs(x), 1e-7), 1.0)
     decade = tl.minimum(tl.maximum(tl.floor(tl.log2(size) * LOG10_2) + 7, 0), 6)
     steps = tl.exp2(decade)  # values of the decade, where there are signs
-    level = tl.floor(size * tl.exp2(decade * -LOG2_5 + LOG2_FIRST) + steps * (8 / 9) + 1 / 512)
+    slope = tl.exp2(decade * -LOG2_5 + LOG2_FIRST)  # the number of them per unit
     if SIGNED:
+        level = tl.floor(size * slope + steps * (8 / 9) + 1 / 512)
         level = tl.where(size > 0.995, 128, level).to(tl.int32)
         up = tl.minimum(127 + level, 255)
         down = tl.maximum(128 - level, 1)
         positive = x >= 0
         edge = tl.load(middles + tl.where(positive, up, down))
         return tl.where(positive, up - (x < edge).to(tl.int32), down - (x < edge).to(tl.int32))
-    level = tl.floor(size * tl.exp2(decade * -LOG2_5 + (LOG2_FIRST + 1)) + steps * (16 / 9) + 1 / 512) - 1
+    level = tl.floor(2 * (size * slope + steps * (8 / 9)) + 1 / 512) - 1
     code = tl.minimum(tl.where(size > 0.995, 255, level).to(tl.int32), 255)
     return code - (x < tl.load(middles + code)).to(tl.int32)
 
@@ -89,7 +90,7 @@ def _stochastic_bf16(x, at, seed):
 @triton.jit(do_not_specialize=["seed"])
 def _update_kernel(
     p, grad, first, first_scale, second, second_scale, signed, signed_middles, unsigned, unsigned_middles, seed, size,
-    decay, rate, take1, take2, root2, eps,
+    decay, rate, beta1, beta2, root2, eps,
     FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -99,8 +100,8 @@ def _update_kernel(
     x = tl.load(p + at, here, 0.0).to(tl.float32)
     m = _load_moment(first, first_scale, signed, row, exists, at, here, FORMAT)
     v = _load_moment(second, second_scale, unsigned, row, exists, at, here, FORMAT)
-    m += take1 * (g - m)
-    v += take2 * (g * g - v)
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
     _store_moment(m, first, first_scale, signed_middles, row, exists, at, here, FORMAT, True)
     _store_moment(v, second, second_scale, unsigned_middles, row, exists, at, here, FORMAT, False)
     x -= decay * x
@@ -150,7 +151,7 @@ def update(parameter: Tensor, gradient: Tensor, first: Any, second: Any, step: S
     device = parameter.device
     pairs = [(m.codes.view(torch.uint8), m.scale) if quantized else (m, parameter) for m in (first, second)]
     bias1, bias2 = 1 - step.beta1**step.number, 1 - step.beta2**step.number
-    numbers = (step.lr * step.weight_decay, step.lr / bias1, 1 - step.beta1, 1 - step.beta2, bias2**-0.5, step.eps)
+    numbers = (step.lr * step.weight_decay, step.lr / bias1, step.beta1, step.beta2, bias2**-0.5, step.eps)
     with torch.cuda.device_of(parameter):
         _update_kernel[(triton.cdiv(parameter.numel(), ROWS * BLOCK),)](
             parameter, gradient.contiguous(), *pairs[0], *pairs[1], *_tables(device), step.seed, parameter.numel(),

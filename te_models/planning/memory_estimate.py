@@ -17,7 +17,7 @@ from te_models.config.layout import linear_sizes
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.planning.operations import PER_TENSOR, Region, Tape, Training, operand_bytes
-from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, model_parameters, trained_parameters
+from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, has_masters, model_parameters, trained_parameters
 
 AMAX_HISTORY_LEN = 1024  # of DelayedScaling in Transformer Engine, for a recipe that does not name one
 CUBLAS_WORKSPACE = 2**25 + 1024  # bytes; Transformer Engine on Hopper and newer (get_cublas_workspace_size_bytes)
@@ -131,7 +131,7 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
     own = sum(p.numel for p in trained) * element if training.lora_rank else 0
     state = 0
     if training.optimizer is not None and not training.optimizer_offload:
-        state = OPTIMIZERS[training.optimizer].of(trained, element, training.masters) // gpus
+        state = OPTIMIZERS[training.optimizer].of(trained, element, training.optimizer_options) // gpus
     sums = training.gradient_sums * FP32 * sum(p.numel for p in trained)
     return Memory(
         weights=share + gathered + own,
@@ -159,10 +159,13 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     moments = [replace(loss, moment="loss"), replace(worst, moment=f"backward of {worst.moment}")]
     if training.optimizer is not None and not training.lora_rank:
         share = -(-sum(p.numel for p in model_parameters(config)) // training.gpus)
-        wider = max(0, FP32 - training.dtype_bytes) if training.masters else 0  # FP32 copies of a chunk's gradients
+        wider = (
+            max(0, FP32 - training.dtype_bytes) if has_masters(training.optimizer_options) else 0
+        )  # FP32 copies of a chunk's gradients
         size = share * training.dtype_bytes + min(share, UPDATE_CHUNK) * wider
         if training.gradient_sums and training.gpus == 1:
-            size = share * FP32  # the optimizer reads the sums themselves
+            size = share * FP32  # FP32 masters take the sums themselves
+            size += 0 if has_masters(training.optimizer_options) else min(share, UPDATE_CHUNK) * training.dtype_bytes
         moments.append(replace(standing, moment="optimizer step", gradients=size))
     return moments
 

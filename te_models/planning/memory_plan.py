@@ -16,7 +16,7 @@ from te_models.config.recompute_modes import MODES, check_mode
 from te_models.errors import UsageError
 from te_models.planning.memory_estimate import Memory, memory_moments, saved_bytes
 from te_models.planning.operations import Training
-from te_models.planning.parameter_bytes import OPTIMIZERS, trained_parameters
+from te_models.planning.parameter_bytes import DEFAULTS, OPTIMIZERS, Options, has_masters, trained_parameters
 from te_models.planning.printable import Printable
 
 GPUS = {"24 GB": 24, "48 GB": 48, "80 GB": 80, "141 GB": 141}  # sizes as sold: 10^9 bytes
@@ -88,11 +88,12 @@ class MemoryPlan(Printable):
             yield mode, replace(self, training=replace(self.training, activation_checkpointing=mode))
 
     def optimizers(self) -> dict[str, int]:
-        """Return name -> bytes of optimizer state and FP32 masters per GPU; masters as the plan says for its own."""
+        """Return name -> bytes of optimizer state and FP32 masters per GPU; the plan's own with its options."""
         parameters = trained_parameters(self.config, self.training.lora_rank)
         own = self.training
+        options = {own.optimizer: own.optimizer_options}
         return {
-            name: optimizer.of(parameters, own.dtype_bytes, own.masters or name != own.optimizer) // own.gpus
+            name: optimizer.of(parameters, own.dtype_bytes, options.get(name, DEFAULTS)) // own.gpus
             for name, optimizer in OPTIMIZERS.items()
         }
 
@@ -124,7 +125,7 @@ class MemoryPlan(Printable):
         for title, table in (
             (f"memory of a training step{each}, GiB", self._parts_table()),
             (f"largest batch per GPU, in sequences of {t.seq_len:,} tokens", self._fit_table()),
-            (f"optimizer state with FP32 masters{each}", self._optimizer_table()),
+            (f"optimizer state, with FP32 masters where there are any{each}", self._optimizer_table()),
         ):
             lines += [Text(title, style="bold"), table, ""]
         return Group(*lines[:-1])
@@ -174,7 +175,7 @@ def plan_memory(
     seq_len: int = 256,
     optimizer: str | None = "adamw",
     optimizer_offload: bool = False,
-    masters: bool = True,
+    optimizer_options: Options = DEFAULTS,
     lora_rank: int = 0,
     activation_checkpointing: str | int = "none",
     activation_offload: bool = False,
@@ -195,8 +196,7 @@ def plan_memory(
         seq_len: tokens per sequence.
         optimizer: a name of `te_models.planning.parameter_bytes.OPTIMIZERS`; None for forward and backward only.
         optimizer_offload: whether masters and optimizer state are in host memory.
-        masters: whether parameters that are not FP32 have FP32 masters; they have none with the option
-            stochastic_rounding of "adamw8bit" and "adamwfp8".
+        optimizer_options: its options, as te_models.optim.resolve_options returns them; those left out are defaults.
         lora_rank: rank of LoRA adapters on all linears of blocks, which alone are trained; 0: all weights are.
         activation_checkpointing: "none", "selective", "full", or an integer N for every N-th block.
         activation_offload: whether the saved tensors of blocks are moved to the host (te_models.model.offload).
@@ -217,16 +217,19 @@ def plan_memory(
             f"seq_len={seq_len} is longer than max_position_embeddings={config.max_position_embeddings}: lower it or "
             "raise that field"
         )
+    if gradient_accumulation < 1:
+        raise UsageError(f"gradient_accumulation={gradient_accumulation} is out of range: give 1 or more")
     if lora_rank < 0:
         raise UsageError(f"lora_rank={lora_rank}: a rank is 1 or more, such as 16, or 0 to train all weights")
     if fp8_params and not recipe.quantized:
         advice = "choose another, or leave fp8_params out"
         raise UsageError(f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}")
-    if fp8_params and not masters:
+    if fp8_params and not lora_rank and not has_masters(optimizer_options):
         raise UsageError("fp8_params=True needs FP32 masters: leave stochastic_rounding out, or fp8_params")
     training = Training(
         batch_size=batch_size // gpus, seq_len=seq_len, optimizer=optimizer, optimizer_offload=optimizer_offload,
-        masters=masters, lora_rank=lora_rank, activation_checkpointing=check_mode(activation_checkpointing),
+        optimizer_options=dict(optimizer_options), lora_rank=lora_rank,
+        activation_checkpointing=check_mode(activation_checkpointing),
         activation_offload=activation_offload, gpus=gpus, gradient_sums=gradient_accumulation > 1,
         cached_weights=gradient_accumulation > 1 and gpus == 1, fp8_params=fp8_params, logits=logits, compile=compile,
         fused=fused, dtype_bytes=dtype_bytes,

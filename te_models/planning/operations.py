@@ -7,9 +7,9 @@ alignment, T = B*S without padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from te_models.config.chunk_sizes import head_rows
 from te_models.config.layout import linear_sizes
@@ -55,15 +55,14 @@ class Training:
 
     Under gradient accumulation, FP32 sums of all gradients exist, which FSDP2 does not shard (`gradient_sums`), and FP8
     copies of weights exist already (`cached_weights`). With `lora_rank`, all linears of blocks have an adapter of that
-    rank, and nothing else is trained. Parameters that are not FP32 have FP32 `masters`. `compile`, `fused` and `cuda`
-    say which kernels run.
+    rank, and nothing else is trained. `compile`, `fused` and `cuda` say which kernels run.
     """
 
     batch_size: int = 8  # per GPU and micro-batch
     seq_len: int = 256
     optimizer: str | None = "adamw"
     optimizer_offload: bool = False
-    masters: bool = True
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     lora_rank: int = 0
     activation_checkpointing: str | int = "none"
     activation_offload: bool = False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from te_models.config.chunk_sizes import FP32
 from te_models.config.layout import FUSED, linear_sizes
@@ -29,24 +30,41 @@ class Parameter(NamedTuple):
         return self.count * math.prod(self.shape)
 
 
-def _adamw(p: Parameter) -> float:
+Options = Mapping[str, Any]  # of an optimizer, as from te_models.optim.resolve_options; those left out: defaults
+DEFAULTS: Options = MappingProxyType({})
+State = Callable[..., float]  # (parameter, options) -> bytes per element
+
+
+def _adamw(p: Parameter, options: Options = DEFAULTS) -> float:
     return 4 + 4
 
 
-def _adamw_blocks(p: Parameter) -> float:
+def _adamw_blocks(p: Parameter, options: Options = DEFAULTS) -> float:
     """Return the bytes of torchao's moments: two of one byte, an FP32 scale per 256; small or odd tensors in FP32."""
     size = math.prod(p.shape)
     return 2 * (1 + 4 / 256) if size >= 4096 and size % 256 == 0 else _adamw(p)
 
 
-def _muon(momentum: float) -> Callable[[Parameter], float]:
+def _te_adam(p: Parameter, options: Options = DEFAULTS) -> float:
+    return dict(bf16=2 + 2, fp8=1 + 2, fp32=4 + 4)[options.get("moments", "bf16")]
+
+
+def _rest(p: Parameter, options: Options) -> float:
+    """Return the bytes of the optimizer of what is no hidden matrix."""
+    return _adamw(p) if options.get("rest", "adamw") == "adamw" else _adamw_blocks(p)
+
+
+def _muon(momentum: float) -> State:
     """Return the bytes of Muon (Jordan et al. 2024): one momentum for the matrices of blocks, AdamW for the rest."""
-    return lambda p: momentum if p.kind == "matrix" else _adamw(p)
+    return lambda p, options=DEFAULTS: momentum if p.kind == "matrix" else _rest(p, options)
 
 
-def _galore(p: Parameter, rank: int = 128) -> float:
-    """Return the bytes of GaLore (Zhao et al. 2024, arXiv 2403.03507): AdamW on rank `rank`, FP32 projectors."""
-    if p.kind != "matrix" or min(p.shape) <= rank:
+def _galore(p: Parameter, options: Options = DEFAULTS) -> float:
+    """Return the bytes of GaLore (Zhao et al. 2024, arXiv 2403.03507): AdamW on a low rank, FP32 projectors."""
+    rank = options.get("rank", 128)
+    if p.kind != "matrix":
+        return _rest(p, options)
+    if min(p.shape) <= rank:
         return _adamw(p)
     return 4 * rank * (2 * max(p.shape) + min(p.shape)) / math.prod(p.shape)
 
@@ -55,14 +73,19 @@ def _galore(p: Parameter, rank: int = 128) -> float:
 class OptimizerBytes:
     """Bytes per element: `state` of the optimizer, and `master` for the FP32 copy of a parameter that is not FP32."""
 
-    state: Callable[[Parameter], float]
+    state: State
     description: str
     master: int = 4
 
-    def of(self, parameters: list[Parameter], dtype_bytes: int, masters: bool = True) -> int:
+    def of(self, parameters: list[Parameter], dtype_bytes: int, options: Options = DEFAULTS) -> int:
         """Return the bytes of state, and of the FP32 masters if there are any, of `parameters`."""
-        master = self.master if masters and dtype_bytes < FP32 else 0
-        return round(sum(p.numel * (self.state(p) + master) for p in parameters))
+        master = self.master if has_masters(options) and dtype_bytes < FP32 else 0
+        return round(sum(p.numel * (self.state(p, options) + master) for p in parameters))
+
+
+def has_masters(options: Options) -> bool:
+    """Return whether parameters that are not FP32 have FP32 masters."""
+    return not options.get("stochastic_rounding", False)
 
 
 # One row per optimizer, under the names of `--optimizer`.
@@ -70,7 +93,7 @@ OPTIMIZERS: dict[str, OptimizerBytes] = {
     "adamw": OptimizerBytes(_adamw, "two FP32 moments"),
     "adamw8bit": OptimizerBytes(_adamw_blocks, "two 8-bit moments, one FP32 scale per 256 elements"),
     "adamwfp8": OptimizerBytes(_adamw_blocks, "two FP8 moments, one FP32 scale per 256 elements"),
-    "te-adam": OptimizerBytes(lambda p: 2 + 2, "two BF16 moments; masters as the 16 bits that BF16 lacks", master=2),
+    "te-adam": OptimizerBytes(_te_adam, "two BF16 moments; masters as the 16 bits that BF16 lacks", master=2),
     "muon": OptimizerBytes(_muon(4), "FP32 momentum for matrices, AdamW for the rest"),
     "muon8bit": OptimizerBytes(
         _muon(1 + 4 / 128), "INT8 momentum, one FP32 scale per 128 elements; AdamW for the rest"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from te_models.errors import UsageError
 from te_models.planning.memory_plan import MemoryPlan
+from te_models.planning.parameter_bytes import has_masters
 
 MOST = 4  # changes at once
 LEAST_SEQ_LEN = 256  # sequences are not shortened below this to save memory
@@ -30,12 +31,22 @@ class Change:
         return " ".join(self.flags)
 
 
-def smallest_change(plan: Plan, options: Options, available: int, lora: bool = True) -> Change | None:
+def smallest_change(
+    plan: Plan, options: Options, available: int, fixed: Collection[str] = (), processes: int = 1, own_options: str = ""
+) -> Change | None:
     """Return the fewest changes of `options` that make the peak fit into `available` bytes; None if there are none.
 
     Among equally many changes, the cheapest come first: recomputing activations, smaller micro-batches with the same
     number of tokens per step, FP8 primary weights, an 8-bit optimizer (with FP32 masters, then without), host memory,
-    and last changes of the run itself: adapters instead of all weights (if `lora`), shorter sequences.
+    and last changes of the run itself: adapters instead of all weights, shorter sequences.
+
+    Args:
+        plan: makes the plan of the run from keywords of plan_memory that differ from its own.
+        options: the run's own keywords.
+        available: bytes on each device.
+        fixed: keywords that this run cannot change.
+        processes: processes that share a batch without sharing weights; `options` are of one of them.
+        own_options: options of the optimizer as the user gave them, "name=value,name=value".
     """
 
     def needed(values: Sequence[Value]) -> float:
@@ -46,10 +57,11 @@ def smallest_change(plan: Plan, options: Options, available: int, lora: bool = T
 
     def least(chosen: Sequence[list[Value]]) -> float:
         # The last value of a lever saves most, but FP8 primary weights cannot do without masters.
-        ends = [[*values, ((), {})] if "masters" in values[-1][1] else values[-1:] for values in chosen]
+        ends = [[*values, ((), {})] if "optimizer_options" in values[-1][1] else values[-1:] for values in chosen]
         return min(needed(values) for values in itertools.product(*ends))
 
-    levers = list(_levers(options, lora, plan().recipe.quantized))
+    found = _levers(options, plan().recipe.quantized, processes, own_options)
+    levers = [values for values in found if not fixed or not values[-1][1].keys() & set(fixed)]
     # FP32 sums of gradients come with smaller micro-batches, so these may need more
     without = [values for values in levers if "batch_size" not in values[-1][1]]
     if min(least(levers), least(without)) > available:
@@ -64,7 +76,7 @@ def smallest_change(plan: Plan, options: Options, available: int, lora: bool = T
     return None
 
 
-def _levers(options: Options, lora: bool, quantized: bool) -> Iterator[list[Value]]:
+def _levers(options: Options, quantized: bool, processes: int, own_options: str) -> Iterator[list[Value]]:
     """Yield the changes that are possible, each as a list of values from the mildest on."""
     modes = ("none", "selective", "full")
     mode = options["activation_checkpointing"]
@@ -74,25 +86,32 @@ def _levers(options: Options, lora: bool, quantized: bool) -> Iterator[list[Valu
     if smaller := _divisors(batch // gpus)[1:]:
         yield [
             (
-                ("--batch-size", str(size * gpus), "--gradient-accumulation", str(parts * (batch // gpus // size))),
+                (
+                    "--batch-size",
+                    str(size * gpus * processes),
+                    "--gradient-accumulation",
+                    str(parts * (batch // gpus // size)),
+                ),
                 dict(batch_size=size * gpus, gradient_accumulation=parts * (batch // gpus // size)),
             )
             for size in smaller
         ]
-    if not options["fp8_params"] and quantized:
+    masters = has_masters(options["optimizer_options"])
+    if not options["fp8_params"] and quantized and (masters or options["lora_rank"]):
         yield [(("--fp8-params",), dict(fp8_params=True))]
     name = options["optimizer"]
-    if name in ("adamw", "adamw8bit", "adamwfp8") and options["masters"] and not options["lora_rank"]:
+    if name in ("adamw", "adamw8bit", "adamwfp8") and masters and not options["lora_rank"]:
         lowbit = "adamw8bit" if name == "adamw" else name
         flags = ("--optimizer", lowbit) if name == "adamw" else ()
-        rounded = (*flags, "--optimizer-options", "stochastic_rounding=true")
-        narrow = (rounded, dict(optimizer=lowbit, masters=False))
+        text = ",".join(filter(None, (own_options, "stochastic_rounding=true")))
+        rounded = {**options["optimizer_options"], "stochastic_rounding": True}
+        narrow = ((*flags, "--optimizer-options", text), dict(optimizer=lowbit, optimizer_options=rounded))
         yield [(flags, dict(optimizer=lowbit)), narrow] if flags else [narrow]
     if not options["optimizer_offload"] and not options["lora_rank"] and gpus == 1:
         yield [(("--optimizer-offload",), dict(optimizer_offload=True))]
     if not options["activation_offload"]:
         yield [(("--activation-offload",), dict(activation_offload=True))]
-    if lora and not options["lora_rank"]:
+    if not options["lora_rank"]:
         yield [(("--lora", "16"), dict(lora_rank=16))]
     lengths = [options["seq_len"] // part for part in (2, 4, 8) if options["seq_len"] // part >= LEAST_SEQ_LEN]
     if lengths:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from te_models.config.recipe import Recipe, get_recipe, recipe_fields
 from te_models.config.training import TrainConfig
 from te_models.device.choice import choose_device
 from te_models.errors import UsageError
+from te_models.fp8.primary_weights import SCHEMES
 from te_models.optim import resolve_options
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
-from te_models.planning.smallest_change import smallest_change
+from te_models.planning.operations import PER_TENSOR
+from te_models.planning.smallest_change import Change, smallest_change
 from te_models.saving.pretrained import read_shape
 from te_models.training.parallel import Parallel
 from te_models.training.resume import resumed_options, saved_choices
@@ -65,16 +68,19 @@ def check_memory(
         return None
     shape, recipe, options = found
     device = torch.device(shared.device or choose_device(settings.build.get("device")))
+    own = resolve_options(config.optimizer, config.optimizer_options)
     options |= dict(
         batch_size=config.batch_size if shared.uses_fsdp else shared.rows(config.batch_size),
         gpus=shared.data_world if shared.uses_fsdp else 1,
         seq_len=config.seq_len,
         gradient_accumulation=config.gradient_accumulation,
         optimizer=config.optimizer,
+        optimizer_options=own,
         optimizer_offload=config.optimizer_offload,
-        masters=not resolve_options(config.optimizer, config.optimizer_options).get("stochastic_rounding", False),
         lora_rank=0 if settings.lora is None else settings.lora.rank,
     )
+    if device.type != "cuda":  # what is moved to the host stays in the same memory
+        options |= dict(optimizer_offload=False, activation_offload=False)
 
     def plan(**changes: Any) -> MemoryPlan:
         found = plan_memory(shape, recipe, **{**options, **changes})
@@ -83,7 +89,7 @@ def check_memory(
     found_plan = plan()
     check = MemoryCheck(found_plan, found_plan.peak.total, available_memory(device), device)
     if check.needed > check.available and config.memory_check:
-        raise UsageError(_refusal(check, plan, options, settings, shared))
+        raise UsageError(_Refusal(check, plan, options, settings, config, shared, newest is not None).line())
     return check
 
 
@@ -125,19 +131,72 @@ def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Rec
     return shape, recipe, {**defaults, **own, "dtype_bytes": build.get("dtype", dtype).itemsize}
 
 
-def _refusal(check: MemoryCheck, plan: Any, options: dict[str, Any], settings: RunSettings, shared: Parallel) -> str:
-    """Return the line that says what is missing, and the smallest change that helps."""
-    line, anyway = f"this run does not fit: it needs {check}", "(--no-memory-check tries it)"
-    change = smallest_change(plan, options, check.available, lora=settings.command == "finetune")
-    if change is not None:
-        return f"{line}: add {change}, which needs {_gib(change.peak)} {anyway}"
-    if shared.ranks.world == 1 and check.device.type == "cuda":
+@dataclass(frozen=True)
+class _Refusal:
+    """The line that says what is missing, and the smallest change that helps."""
+
+    check: MemoryCheck
+    plan: Callable[..., MemoryPlan]
+    options: dict[str, Any]
+    settings: RunSettings
+    config: TrainConfig
+    shared: Parallel
+    resumed: bool
+
+    def line(self) -> str:
+        """Return the line."""
+        line, anyway = f"this run does not fit: it needs {self.check}", "(--no-memory-check tries it)"
+        fixed, processes = self._fixed(self.shared.uses_fsdp), 1 if self.shared.uses_fsdp else self.shared.data_world
+        if change := self._change(self.plan, self.options, fixed, processes):
+            return f"{line}: add {change}, which needs {_gib(change.peak)} {anyway}"
+        if advice := self._more_gpus():
+            return f"{line}: {advice} {anyway}"
+        return f"{line}: no option of this run makes it fit; choose a smaller model, or more GPUs {anyway}"
+
+    def _change(self, plan: Any, options: dict[str, Any], fixed: set[str], processes: int = 1) -> Change | None:
+        given = self.config.optimizer_options
+        text = given if isinstance(given, str) else ",".join(f"{name}={value}" for name, value in given.items())
+        return smallest_change(plan, options, self.check.available, fixed, processes, text)
+
+    def _fixed(self, fsdp: bool) -> set[str]:
+        """Return the keywords of plan_memory that this run cannot change, under FSDP2 or without."""
+        scheme, te_adam = self.check.plan.recipe.scheme, self.config.optimizer == "te-adam"
+        lora, fixed = self.settings.lora is not None, set[str]()
+        if self.resumed:
+            fixed |= {"batch_size", "seq_len", "optimizer", "fp8_params", "lora_rank"}
+        if self.check.device.type != "cuda":
+            fixed |= {"optimizer_offload", "activation_offload"}
+        if fsdp or te_adam:
+            fixed.add("optimizer_offload")
+        if fsdp or self.settings.command != "finetune":
+            fixed.add("lora_rank")  # adapters need the whole model on each process
+        replicated = not fsdp and self.shared.ranks.world > 1 and not lora
+        if scheme not in (PER_TENSOR if fsdp else SCHEMES) or te_adam or replicated:
+            fixed.add("fp8_params")
+        return fixed
+
+    def _more_gpus(self) -> str | None:
+        """Return how to start the run on several GPUs; None if it cannot be, or that does not help."""
+        single = self.config.optimizer == "te-adam" or self.config.optimizer_offload or self.settings.lora is not None
+        if single or self.shared.ranks.world > 1 or self.check.device.type != "cuda":
+            return None
         for gpus in GPUS:
-            more = {**options, "gpus": gpus, "batch_size": max(gpus, options["batch_size"] // gpus * gpus)}
-            if change := smallest_change(functools.partial(plan, **more), more, check.available, lora=False):
-                started = f"start it on {gpus} such GPUs with torchrun --nproc-per-node {gpus} and --parallel fsdp"
-                return f"{line}: {started}, and add {change} {anyway}"
-    return f"{line}: no option of this run makes it fit; choose a smaller model, or more GPUs {anyway}"
+            batch = max(gpus, self.options["batch_size"] // gpus * gpus)
+            changed = batch != self.options["batch_size"]
+            if changed and self.resumed:
+                continue
+            more = {**self.options, "gpus": gpus, "batch_size": batch}
+            plan = functools.partial(self.plan, **more)
+            start = f"start it on {gpus} such GPUs with torchrun --nproc-per-node {gpus} and --parallel fsdp"
+            start += f" --batch-size {batch}" if changed else ""
+            try:
+                if plan().peak.total <= self.check.available:
+                    return start
+                if change := self._change(plan, more, self._fixed(fsdp=True) | ({"batch_size"} if changed else set())):
+                    return f"{start}, and add {change}"
+            except UsageError:  # such as FP8 weights that cannot be shared
+                continue
+        return None
 
 
 def _gib(size: int) -> str:

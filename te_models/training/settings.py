@@ -256,6 +256,8 @@ def _over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         gone |= {"recipe", "fp8_params"}  # another recipe may have no FP8 weights
     if {"preset", "model"} & given.keys():
         gone |= {"preset", "model", *config_fields()}
+    if given.get("lora") and not flat.get("lora") and flat.get("learning_rate") == LEARNING_RATE["finetune"]:
+        gone.add("learning_rate")  # the default for all weights; adapters have another
     return {name: value for name, value in flat.items() if name not in gone} | dict(given)
 
 

@@ -111,9 +111,21 @@ def test_an_update_is_torchaos(name: str, size: int, dtype: torch.dtype) -> None
         assert apart.max() <= 1 and apart.sum() <= 0.002 * size
 
 
+@pytest.mark.parametrize(("beta1", "beta2"), [(0.9, 0.0), (0.0, 0.95), (0.0, 0.0)])
+def test_a_beta_of_zero_forgets_the_moment(beta1: float, beta2: float) -> None:
+    """Moments far larger than the gradient leave nothing behind."""
+    p, first, second = (torch.full((8,), value, device=DEVICE) for value in (1.0, 10.0, 1e4))
+    step = dataclasses.replace(STEP, beta1=beta1, beta2=beta2, weight_decay=0.0)
+    lowbit_triton.update(p, torch.full_like(p, 1e-3), first, second, step, stochastic=False)
+    m, v = 10 * beta1 + 1e-3 * (1 - beta1), 1e4 * beta2 + 1e-6 * (1 - beta2)
+    assert torch.allclose(first, torch.full_like(p, m)) and torch.allclose(second, torch.full_like(p, v), atol=0)
+    root = (v / (1 - beta2**STEP.number)) ** 0.5 + STEP.eps
+    assert torch.allclose(p, torch.full_like(p, 1 - STEP.lr * m / (1 - beta1**STEP.number) / root))
+
+
 def test_stochastic_rounding_is_unbiased_and_between_neighbors() -> None:
     """Gradients of zero leave the weight decay alone."""
-    size, value = 2**15, 1.0 + 2.0**-7
+    size, value = 2**17, 1.0 + 2.0**-7
     p = torch.full((size,), value, dtype=BF16, device=DEVICE)
     p[0] = float("nan")
     moments = [torch.zeros(size, dtype=BF16, device=DEVICE) for _ in range(2)]
@@ -129,6 +141,7 @@ def test_stochastic_rounding_is_unbiased_and_between_neighbors() -> None:
     together = ((up[1:] - share) * (up[:-1] - share)).mean()  # neighbors are rounded independently
     assert abs(together) < 4 * share * (1 - share) / size**0.5
     assert p[0].isnan()
+    assert not torch.equal(p[2**15 : 2**16], p[2**16 : 2**15 * 3])  # more than 15 bits of the index count
     for seed, same in ((17, True), (18, False), (2**31 - 1, False)):
         again, step = before.clone(), dataclasses.replace(STEP, seed=seed)
         lowbit_triton.update(again, torch.zeros_like(p), *moments, step, stochastic=True)
@@ -168,6 +181,7 @@ def test_stochastic_rounding_leaves_the_random_state_alone(
     for seed in range(2):
         torch.manual_seed(0)
         model = nn.Linear(64, 64, dtype=BF16, device=DEVICE)
+        nn.init.ones_(model.weight)
         optimizer = build_optimizer(name, model, 1e-3, 0.1, {"stochastic_rounding": True})
         torch.manual_seed(seed)
         before = torch.get_rng_state()
@@ -176,4 +190,4 @@ def test_stochastic_rounding_leaves_the_random_state_alone(
             optimizer.step()
         assert torch.equal(before, torch.get_rng_state())
         found.append(model.weight.detach())
-    assert torch.equal(*found) and len(found[0].unique()) > 100
+    assert torch.equal(*found) and len(found[0].unique()) > 1  # updates of a quarter of BF16's step below 1

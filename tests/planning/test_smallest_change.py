@@ -16,8 +16,9 @@ from te_models.errors import UsageError
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.smallest_change import smallest_change
 
+ROUNDED = dict(stochastic_rounding=True)
 OWN: dict[str, Any] = dict(
-    batch_size=8, seq_len=2048, optimizer="adamw", optimizer_offload=False, masters=True, lora_rank=0,
+    batch_size=8, seq_len=2048, optimizer="adamw", optimizer_offload=False, optimizer_options={}, lora_rank=0,
     activation_checkpointing="none", activation_offload=False, gpus=1, gradient_accumulation=1, fp8_params=False,
 )  # fmt: skip
 
@@ -34,7 +35,7 @@ def keywords(flags: tuple[str, ...]) -> dict[str, Any]:
     text = " ".join(flags).replace("--lora", "--lora-rank")
     found: dict[str, Any] = {}
     if (rounded := "--optimizer-options stochastic_rounding=true") in text:
-        text, found = text.replace(rounded, ""), dict(masters=False)
+        text, found = text.replace(rounded, ""), dict(optimizer_options=ROUNDED)
     for name, value in re.findall(r"--([\w-]+)(?: (\w+))?", text):
         found[name.replace("-", "_")] = int(value) if value.isdecimal() else value or True
     return found
@@ -66,12 +67,43 @@ def test_the_change_is_enough_and_no_single_one_is_if_it_has_several(preset: str
 def test_masters_go_where_that_is_enough(optimizer: str, flags: tuple[str, ...]) -> None:
     options = {**OWN, "optimizer": optimizer, "activation_checkpointing": "full", "batch_size": 1}
     plan = functools.partial(planner("llama-3.1-8b", "current"), **options)
-    enough = plan(optimizer="adamw8bit", masters=False).peak.total
+    enough = plan(optimizer="adamw8bit", optimizer_options=ROUNDED).peak.total
     assert enough < 0.62 * plan(optimizer="adamw8bit").peak.total  # 16 GB each of weights, moments and gradients
     change = smallest_change(plan, options, enough)
     assert change is not None and change.flags == flags and change.peak == enough
     with pytest.raises(UsageError, match="fp8_params=True needs FP32 masters"):
-        plan(masters=False, fp8_params=True)
+        plan(optimizer_options=ROUNDED, fp8_params=True)
+
+
+def test_rounded_weights_do_not_hide_other_changes() -> None:
+    """FP8 primary weights need masters, so they are no choice here."""
+    options = {**OWN, "optimizer": "adamw8bit", "optimizer_options": ROUNDED}
+    plan = functools.partial(planner("llama-3.1-8b", "current"), **options)
+    change = smallest_change(plan, options, 60 * 2**30)
+    assert str(change) == "--activation-checkpointing full"
+    adapters = {**options, "lora_rank": 16, "fp8_params": True}
+    assert plan(**adapters).peak.weights < plan().peak.weights  # frozen weights need no masters
+    for options in (adapters, {**OWN, "lora_rank": 16}):
+        found = smallest_change(functools.partial(plan, **options), options, 8 * 2**30)
+        assert found is None or "--optimizer-options" not in found.flags
+
+
+def test_the_users_own_options_stay() -> None:
+    options = {**OWN, "optimizer_options": dict(beta2=0.99), "activation_checkpointing": "full", "batch_size": 1}
+    plan = functools.partial(planner("llama-3.1-8b", "bf16"), **options)
+    enough = plan(optimizer="adamw8bit", optimizer_options=ROUNDED).peak.total
+    change = smallest_change(plan, options, enough, own_options="beta2=0.99")
+    assert change is not None and change.flags[-1] == "beta2=0.99,stochastic_rounding=true"
+
+
+def test_a_shared_batch_counts_the_sequences_of_all_processes() -> None:
+    options = {**OWN, "batch_size": 16}
+    plan = functools.partial(planner("gated-350m", "bf16"), **options)
+    others = {name for name in OWN if name != "gradient_accumulation"} - {"batch_size"}
+    enough = int(0.8 * plan().peak.total)
+    alone, shared = (smallest_change(plan, options, enough, others, processes) for processes in (1, 4))
+    assert alone is not None and shared is not None and alone.flags[0] == shared.flags[0] == "--batch-size"
+    assert int(shared.flags[1]) == 4 * int(alone.flags[1]) and shared.flags[2:] == alone.flags[2:]
 
 
 def test_milder_changes_come_first() -> None:
@@ -98,7 +130,7 @@ def test_adapters_only_where_they_may_be() -> None:
     plan = planner("gated-350m", "current")
     least = smallest_change(plan, {**OWN, "seq_len": 256}, int(1.2 * 2**30))
     assert least is not None and "--lora" in least.flags
-    without = smallest_change(plan, {**OWN, "seq_len": 256}, int(1.2 * 2**30), lora=False)
+    without = smallest_change(plan, {**OWN, "seq_len": 256}, int(1.2 * 2**30), fixed={"lora_rank"})
     assert without is None or "--lora" not in without.flags
     assert smallest_change(plan, OWN, 2**20) is None
 

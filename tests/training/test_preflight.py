@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from te_models.cli import main
 from te_models.config.presets import get_preset
 from te_models.config.recipe import get_recipe
 from te_models.config.training import TrainConfig
+from te_models.errors import UsageError
 from te_models.planning.memory_plan import plan_memory
 from te_models.saving.pretrained import read_shape
 from te_models.training import preflight
@@ -68,6 +70,69 @@ def test_a_run_that_does_not_fit_names_the_smallest_change(there: Any) -> None:
     there(0.01)
     with pytest.raises(ValueError, match="no option of this run makes it fit"):
         check(settings(batch_size=8, seq_len=2048))
+
+
+GATED_8B = dict(preset="gated-8b", batch_size=8, seq_len=2048)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "gib"),
+    [
+        (dict(recipe="nvfp4"), {}, 30),
+        (dict(optimizer="te-adam"), {}, 80),
+        (dict(optimizer="adamw8bit", optimizer_options="stochastic_rounding=true"), {}, 60),
+        (dict(optimizer_options="beta2=0.99"), {}, 60),
+        (dict(batch_size=3), {}, 20),
+        (dict(optimizer_offload=True), {}, 35),
+        ({}, dict(kind="ddp", world=2), 50),
+        ({}, dict(kind="fsdp", world=4), 20),
+        (dict(recipe="blockwise"), dict(kind="fsdp", world=4), 20),
+        ({}, dict(resumed=True), 90),
+    ],
+    ids=str,
+)
+def test_what_a_refusal_suggests_can_be_done(
+    given: dict[str, Any], options: dict[str, Any], gib: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On GPUs: with the flags of the line the run fits, and nothing that it would refuse is among them."""
+    monkeypatch.setattr(preflight, "available_memory", lambda device: int(gib * 2**30))
+    monkeypatch.setattr(preflight, "choose_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(preflight, "saved_choices", lambda newest: {})
+    monkeypatch.setattr(preflight, "resumed_options", lambda settings, saved: {**settings.build, "recipe": "current"})
+    world, newest = options.get("world", 1), tmp_path if options.get("resumed") else None
+    own = run_settings("pretrain", {"recipe": "current", **GATED_8B, **given})
+    if newest is not None:
+        monkeypatch.setattr(preflight, "read_shape", lambda folder, fields: read_shape("gated-nano", {}))
+    mesh: Any = type("Mesh", (), dict(size=lambda self: world))()
+    shared = Parallel(config=own.train, kind=options.get("kind", "none"), dp=mesh if world > 1 else None)
+    shared.ranks.world = world
+    with pytest.raises(UsageError, match="does not fit") as refused:
+        check_memory(own, own.train, shared, newest)
+    flags = re.findall(r"(?:add|, and add) (.*?)(?:, which| \(--no)", str(refused.value))
+    line = " ".join(flags)
+    assert bool(flags) != ("no option" in str(refused.value)) or "start it on" in str(refused.value)
+    refuses = {"nvfp4": ["--fp8-params"], "blockwise": ["--fp8-params"], "ddp": ["--fp8-params"],
+               "te-adam": ["--fp8-params", "--optimizer-offload"], "fsdp": ["--lora", "--optimizer-offload"],
+               "stochastic_rounding=true": ["--fp8-params"],
+               "resumed": ["--batch-size", "--optimizer ", "--seq-len", "--fp8-params"]}  # fmt: skip
+    said = f"{given} {options}"
+    for name, those in refuses.items():
+        if name in said:
+            assert not any(flag in line for flag in those), line
+    if "beta2" in said and "--optimizer-options" in line:
+        assert "beta2=0.99,stochastic_rounding=true" in line
+
+
+def test_options_of_the_optimizer_count(there: Any) -> None:
+    there(500)
+    plain, rounded = (
+        check(settings(optimizer="adamw8bit", optimizer_options=text)).plan.peak.optimizer
+        for text in ("", "stochastic_rounding=true")
+    )
+    elements = get_preset("gated-1b").num_parameters
+    assert plain - rounded == pytest.approx(4 * elements, rel=0.01)
+    ranks = [check(settings(optimizer="galore", optimizer_options=f"rank={n}")).plan.peak.optimizer for n in (8, 4096)]
+    assert ranks[0] < ranks[1] == check(settings(optimizer="adamw")).plan.peak.optimizer
 
 
 def test_refusals_come_before_data_is_read(there: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
