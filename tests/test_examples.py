@@ -129,6 +129,7 @@ def test_finetune(run: Any, model: Path, corpus: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_pretrain(run: Any, corpus: Path, tmp_path: Path) -> None:
     out = run("pretrain.py", "--data", corpus.parent, "--steps", 2, *SIZES, "--out", tmp_path / "run")
     assert "eval loss" in out and "E4M3/E5M2 Float8CurrentScaling" in out
@@ -150,6 +151,7 @@ def test_many_gpus_on_two_processes(run: Any, corpus: Path, tmp_path: Path) -> N
     assert printed_losses(done.stdout) == pytest.approx(one, rel=0.01)
 
 
+@pytest.mark.slow
 def test_chat_data(run: Any, model: Path, tmp_path: Path) -> None:
     out = run("chat_data.py", "--steps", 2, "--out", tmp_path / "run")
     assert "messages (OpenAI) in JSONL" in out and "a plain one is used" in out and "eval loss" in out

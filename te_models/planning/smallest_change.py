@@ -57,7 +57,11 @@ def smallest_change(
 
     def least(chosen: Sequence[list[Value]]) -> float:
         # The last value of a lever saves most, but FP8 primary weights cannot do without masters.
-        ends = [[*values, ((), {})] if "optimizer_options" in values[-1][1] else values[-1:] for values in chosen]
+        nothing: list[Value] = [((), {})]
+        ends = [
+            (values[:-1] or nothing) + values[-1:] if "optimizer_options" in values[-1][1] else values[-1:]
+            for values in chosen
+        ]
         return min(needed(values) for values in itertools.product(*ends))
 
     found = _levers(options, plan().recipe.quantized, processes, own_options)

@@ -128,7 +128,7 @@ def fail(module: Any, inputs: Any) -> None:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("recipe", every(4, RECIPES))
+@pytest.mark.parametrize("recipe", every(6, RECIPES))
 @pytest.mark.parametrize("steps", [6, pytest.param(50, marks=pytest.mark.slow)])
 def test_eventful_steps_change_no_bit(make: Make, recipe: str, steps: int) -> None:
     losses, traces = eventful_run(make(recipe, "none"), steps)

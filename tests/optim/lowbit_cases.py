@@ -148,7 +148,7 @@ def test_stochastic_rounding_is_unbiased_and_between_neighbors() -> None:
         assert torch.equal(again[1:], p[1:]) == same
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)])
 def test_the_optimizer_trains_through_the_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Beside the same optimizer through torchao on a CPU; state and checkpoints have one format."""
     torch.manual_seed(0)
@@ -168,7 +168,7 @@ def test_the_optimizer_trains_through_the_kernel(monkeypatch: pytest.MonkeyPatch
     assert [sorted(entry) for entry in states[0]["state"]] == [sorted(entry) for entry in states[1]["state"]]
 
 
-@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("kernel", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_stochastic_rounding_leaves_the_random_state_alone(
     monkeypatch: pytest.MonkeyPatch, name: str, kernel: bool

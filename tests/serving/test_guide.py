@@ -20,6 +20,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of a guide's reader, not of the tests
 def test_programs_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
