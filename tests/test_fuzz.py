@@ -15,6 +15,7 @@ from benchmarks.fuzz_kinds import KINDS, Kind, Live, make_folders
 SEED = int(os.environ.get("TE_MODELS_FUZZ_SEED", 1))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure peak memory")
 def test_some_cases_of_every_kind(tmp_path: Path) -> None:
     """In this process: a case that fails can be run again by its number."""

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import pytest
+from fewer import every
 
 from te_models.config.presets import get_preset
 from te_models.config.recipe import get_recipe
@@ -145,7 +146,7 @@ def test_adapters_and_an_offloaded_optimizer_leave_their_parts_out(recipe: str) 
     assert 0 < own == lora.peak.gradients < whole.peak.weights / 20 and lora.peak.optimizer == 6 * own
 
 
-@pytest.mark.parametrize("batch", [10**9, 10**12, 2**61 - 1], ids=str)
+@pytest.mark.parametrize("batch", every(3, [2**61 - 1, 10**9, 10**12]), ids=str)
 def test_an_enormous_batch_is_planned_at_once(batch: int) -> None:
     plan, options = planner("gated-1b", "bf16"), {**OWN, "batch_size": batch}
     start = time.process_time()
