@@ -17,10 +17,9 @@ from te_models.config.recipe import Recipe, get_recipe, recipe_fields
 from te_models.config.training import TrainConfig
 from te_models.device.choice import choose_device
 from te_models.errors import UsageError
-from te_models.fp8.primary_weights import SCHEMES
+from te_models.fp8.primary_weights import SCHEMES, SHARDED_SCHEMES
 from te_models.optim import resolve_options
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
-from te_models.planning.operations import PER_TENSOR
 from te_models.planning.smallest_change import Change, smallest_change
 from te_models.saving.pretrained import read_shape
 from te_models.training.parallel import Parallel
@@ -171,7 +170,7 @@ class _Refusal:
         if fsdp or self.settings.command != "finetune":
             fixed.add("lora_rank")  # adapters need the whole model on each process
         replicated = not fsdp and self.shared.ranks.world > 1 and not lora
-        if scheme not in (PER_TENSOR if fsdp else SCHEMES) or te_adam or replicated:
+        if scheme not in (SHARDED_SCHEMES if fsdp else SCHEMES) or te_adam or replicated:
             fixed.add("fp8_params")
         return fixed
 
