@@ -266,7 +266,12 @@ def resume_parity() -> str:
         f"`{result['settings']['preset']}`, {result['settings']['steps']} steps at default flags, each compared with "
         f"one run in one piece; where bits differ, the largest difference of a loss. {measured_on(result)}"
     )
-    return f"{about}\n\n{markdown('recipe | mode | ' + ' | '.join(names.values()), lines)}"
+    costs = (
+        f"{100 * (row['ratio'] - 1):.0f} % longer at `{preset}` ({row['batch_size']} x {row['seq_len']:,} tokens)"
+        for preset, row in result["cost"].items()
+    )
+    cost = prose(f"A step with `--deterministic` takes {' and '.join(costs)}, under `delayed`.")
+    return f"{about}\n\n{markdown('recipe | mode | ' + ' | '.join(names.values()), lines)}\n\n{cost}"
 
 
 @table

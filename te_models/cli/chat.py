@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from te_models.cli.options import Command, build_model, model_options, option, tokenizer_option
-from te_models.cli.sampling import sampling_options, show_piece, take_sampling
+from te_models.cli.sampling import input_line, sampling_options, show_piece, take_sampling, utf8_text
 from te_models.errors import TeModelsError, UsageError, plural
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ KEYS = "Ctrl-C stops an answer, Ctrl-D leaves. End a line with \\ to continue it
 
 @click.command(cls=Command)
 @model_options
-@option("--system", metavar="TEXT", help="System message.")
+@option("--system", metavar="TEXT", callback=utf8_text, help="System message.")
 @option("--chat-template", metavar="FILE", help="Jinja template of the conversation; default: the tokenizer's own.")
 @option(
     "--template-option",
@@ -158,11 +158,8 @@ def _read_line() -> str:
     """Return the next message; a line that ends with a backslash continues on the next."""
     terminal, lines = sys.stdin.isatty(), []
     while True:
-        if terminal:
-            line = input("... " if lines else "> ")
-        elif line := sys.stdin.readline():
-            line = line.removesuffix("\n")
-        else:
+        line = input("... " if lines else "> ") if terminal else input_line()
+        if line is None:
             raise EOFError
         if not line.endswith("\\"):
             return "\n".join([*lines, line])

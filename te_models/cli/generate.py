@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
 
 from te_models.cli.options import Command, build_model, model_options, option, tokenizer_option
-from te_models.cli.sampling import sampling_options, show_piece, take_sampling
+from te_models.cli.sampling import input_line, sampling_options, show_piece, take_sampling, utf8_text
 from te_models.errors import UsageError
 
 
 @click.command(cls=Command)
-@option("--prompt", help="Text to continue; with --chat, the user's message.")
+@option("--prompt", callback=utf8_text, help="Text to continue; with --chat, the user's message.")
 @option(
     "--chat",
     is_flag=True,
     help="Apply the tokenizer's chat template; without --prompt, answer each line of standard input.",
 )
-@option("--system", help="System message, with --chat.")
+@option("--system", callback=utf8_text, help="System message, with --chat.")
 @model_options
 @tokenizer_option
 @sampling_options
@@ -47,7 +46,7 @@ def generate(
     network = build_model(preset, model, options)
     check_vocabulary(words, network.config.vocab_size)
     talk = Conversation(network, words, system) if chat else None
-    for line in [prompt] if prompt is not None else (line.rstrip("\n") for line in sys.stdin):
+    for line in [prompt] if prompt is not None else iter(input_line, None):
         pieces = talk.answer(line, **sampling) if talk else stream_text(network, words, line, **sampling)
         first = next(pieces, "")  # errors in the prompt appear here, before anything is printed
         show_piece(first if talk else line + first)

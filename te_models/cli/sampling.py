@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import io
 import sys
 from typing import Any
 
 import click
 
 from te_models.cli.options import chained, option
+from te_models.errors import UsageError
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_strings", "seed")
 
@@ -30,6 +32,28 @@ sampling_options = chained(
 def take_sampling(options: dict[str, Any]) -> dict[str, Any]:
     """Remove the options of sampling from `options`; return them as keywords of `stream_text`."""
     return {name: options.pop(name) for name in SAMPLING} | {"do_sample": not options.pop("greedy")}
+
+
+def utf8_text(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Return the text that was given; the callback of an option with text for the model."""
+    return None if value is None else _decoded(value, parameter.opts[0])
+
+
+def input_line() -> str | None:
+    """Return the next line of standard input, without its end; None after the last."""
+    if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != "surrogateescape":
+        sys.stdin.reconfigure(errors="surrogateescape")  # as arguments are decoded; not possible after the first line
+    line = sys.stdin.readline()
+    return _decoded(line.removesuffix("\n"), "a line of standard input") if line else None
+
+
+def _decoded(text: str, place: str) -> str:
+    """Return `text`; a UsageError if it was not UTF-8, since Python keeps bytes that are not as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{place} is not UTF-8 text (character {error.start + 1}): convert it to UTF-8") from None
+    return text
 
 
 def show_piece(piece: str) -> None:

@@ -14,7 +14,8 @@ PACKINGS = ("stream", "documents", "none")
 TRUNCATIONS = ("drop", "prompt")
 COLUMNS = ("messages", "role", "content", "tools", "instruction", "input", "output", "system", "prompt", "completion",
            "text")  # fmt: skip
-_WEIGHTED = re.compile(r"(.+):(\d+(?:\.\d*)?|\.\d+)", re.DOTALL)
+_WEIGHTED = re.compile(r"(.+):([-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf))", re.DOTALL | re.IGNORECASE)
+MAX_WEIGHT = 1000  # times per epoch: each is an entry in the order of the documents
 
 
 @dataclass(frozen=True, kw_only=True)

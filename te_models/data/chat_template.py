@@ -27,6 +27,8 @@ PLAIN = """\
 {{- '### ' + message.role[:1] | upper + message.role[1:] + ':\\n' }}
 {%- if message.role == 'assistant' %}
 {%- generation %}
+{%- set thoughts = message.reasoning_content or message.reasoning or message.thinking %}
+{%- if thoughts %}{{ '<think>\\n' + thoughts + '\\n</think>\\n\\n' }}{% endif %}
 {{- message.content }}
 {%- for call in message.tool_calls or [] %}{{ '\\n' + (call.function or call) | tojson }}{% endfor %}
 {{- eos_token }}

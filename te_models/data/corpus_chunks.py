@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from te_models.data.documents import has_text, hash_document, refuse_records
+from te_models.data.documents import has_text, hash_document, refuse_mixture
 from te_models.data.encoding import Encoded, Fit, encode_documents, fit_records
 from te_models.data.files import HELP, file_format, readable_errors
 from te_models.data.formats import Document
@@ -98,7 +98,8 @@ class ChunkReader:
     `side` is "all", or "train" or "eval" for the documents of one side of a split by content: evaluation gets those
     whose hash of (seed, content) is among the lowest `eval_fraction`, so copies are on one side. `columns` are those of
     te_models.config.data.parse_columns. With a `packing` other than "stream", documents that are records are packed
-    whole into windows of `seq_len` tokens (`whole`); `texts_only` refuses them.
+    whole into windows of `seq_len` tokens (`whole`). All documents must be records, or none, as `records` says; None:
+    they may be of both kinds.
     """
 
     source: str
@@ -111,14 +112,13 @@ class ChunkReader:
     seq_len: int = 0
     packing: str = "stream"
     truncate: str = "drop"
-    texts_only: bool = False
+    records: bool | None = None
 
     def documents(self, chunk: list[FileRange]) -> list[Document]:
         """Return the documents of a chunk in file order, leaving out blank ones and those of the other side."""
         found = chain.from_iterable(read_range(part, self.source, self.columns) for part in chunk)
         documents = [document for document in found if has_text(document) and self._wanted(document)]
-        if self.texts_only:
-            refuse_records(documents)
+        refuse_mixture(documents, self.records)
         return documents
 
     def encode(self, chunk: list[FileRange], order: tuple[int, ...] | None) -> NDArray[np.int32]:

@@ -208,10 +208,10 @@ class TokenDataset:
         """Return the documents without records that do not fit, and say so in the remarks."""
         kept, fitted, fit = fit_records(encoded, self.seq_len, truncate, tokenizer.bos_token_id)
         if not len(kept):
-            raise DataError(f"no record is left: {'; '.join(fit.describe(len(encoded), self.seq_len))}")
+            raise DataError(f"no record is left: {'; '.join(fit.describe(len(encoded), self.seq_len, truncate))}")
         if self.weights is not None:
             self.weights = self.weights[kept]
-        self.remarks += fit.describe(int(encoded.records.sum()), self.seq_len)
+        self.remarks += fit.describe(int(encoded.records.sum()), self.seq_len, truncate)
         return fitted
 
     def _hash_data(self) -> int:

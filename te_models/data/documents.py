@@ -94,13 +94,17 @@ def in_evaluation(documents: Sequence[Document], eval_fraction: float, seed: int
     return np.array([key in evaluated for key in hashes])
 
 
-def refuse_records(documents: Iterable[Document]) -> None:
-    """Raise a DataError for a record with an answer, which would be cut among texts."""
+def refuse_mixture(documents: Iterable[Document], records: bool | None) -> None:
+    """Raise a DataError for a document of the other kind, where all must be records with an answer, or all texts.
+
+    A record would be cut among texts, and a text among records trained on as raw text. None: they may be of both kinds.
+    """
     for document in documents:
-        if document.is_record:
+        if records is not None and document.is_record != records:
+            found, first = ("a text", "has an answer") if records else ("a record with an answer", "is text")
             raise DataError(
-                f"{document.name}: a record with an answer, where the first record of the data is text: give records "
-                "and texts as --data of their own"
+                f"{document.name}: {found}, where the first record of the data {first}: give records and texts as "
+                "--data of their own"
             )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from te_models.data.chat_template import ChatTemplate, Rendered
-from te_models.data.formats import Document
+from te_models.data.formats import THOUGHTS, Document
 from te_models.data.tokenizer import Tokenizer, end_of_text
 from te_models.errors import DataError, plural
 
@@ -89,15 +89,17 @@ class Fit(NamedTuple):
             self.unanswered + other.unanswered,
         )
 
-    def describe(self, total: int, seq_len: int) -> list[str]:
+    def describe(self, total: int, seq_len: int, truncate: str) -> list[str]:
         """Return a line for each kind of record that did not fit as it is, out of `total` records."""
         longest = f"the longest has {self.longest:,} tokens"
         lines = []
         if self.too_long:
             are = "is" if self.too_long == 1 else "are"
+            cutting = "even without what comes before the first answer, " if truncate == "prompt" else ""
+            remedy = "" if truncate == "prompt" else ", or cut prompts with --truncate prompt"
             lines.append(
-                f"{self.too_long:,} of {plural(total, 'record')} {are} longer than seq_len={seq_len} ({longest}) and "
-                f"{are} left out: raise --seq-len, or cut prompts with --truncate prompt"
+                f"{self.too_long:,} of {plural(total, 'record')} {are} longer than seq_len={seq_len} "
+                f"({cutting}{longest}) and {are} left out: raise --seq-len{remedy}"
             )
         if self.cut:
             are = "is" if self.cut == 1 else "are"
@@ -259,6 +261,7 @@ def _render(template: ChatTemplate, documents: Sequence[Document]) -> list[Rende
                 for turn in turns
             ])  # fmt: skip
         _check_calls(rendered, record["messages"], document)
+        _check_thoughts(rendered, record["messages"], document)
         found.append(_weighted(rendered, weight, document))
     return found
 
@@ -302,6 +305,16 @@ def _check_calls(rendered: Rendered, messages: Sequence[Mapping[str, Any]], docu
                     f"{document.name}: the chat template does not write the tool calls of message {number}: give "
                     "--chat-template a file that does, or leave such records out"
                 )
+
+
+def _check_thoughts(rendered: Rendered, messages: Sequence[Mapping[str, Any]], document: Document) -> None:
+    """Raise DataError if a template leaves out the reasoning of the last turn; of earlier ones many do on purpose."""
+    written = [text.strip() for name in THOUGHTS if isinstance(text := messages[-1].get(name), str) and text.strip()]
+    if written and not any(text in rendered.text for text in written):
+        raise DataError(
+            f"{document.name}: the chat template does not write the reasoning of message {len(messages)}: give "
+            "--chat-template a file that does, or leave that field out"
+        )
 
 
 def _weighted(rendered: Rendered, weights: Sequence[Any], document: Document) -> Rendered:

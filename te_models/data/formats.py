@@ -32,8 +32,9 @@ ROLES = {  # of a turn, in any of the formats -> OpenAI's
 _LISTS = ("messages", "conversations", "conversation")
 _ASKED = ("prompt", "instruction", "question", "query", "input")
 _ANSWERED = ("completion", "answer", "response", "output", "reply")
-_TURN_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking", "weight")
-_ANSWER_FIELDS = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of a turn; templates know it by one of these names
+_TURN_FIELDS = ("tool_calls", "tool_call_id", "name", *THOUGHTS, "weight")
+_ANSWER_FIELDS = ("content", "tool_calls", *THOUGHTS)
 _KINDS = {
     type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list",
     dict: "an object",
@@ -226,6 +227,8 @@ def _message(turn: Any, columns: Mapping[str, str], place: str) -> dict[str, Any
     role, kept = turn[found[0]], {name: turn[name] for name in _TURN_FIELDS if turn.get(name) is not None}
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise DataError(f"{place} has the role {str(role)[:60]!r}: use one of {', '.join(ROLES)}")
+    if kept.get("weight", 1) not in (0, 1):
+        raise DataError(f"{place} has the weight {str(kept['weight'])[:60]!r}: an answer counts in full (1) or not (0)")
     calls = _tool_calls(kept.pop("tool_calls", None), place)
     content = turn.get(found[1])
     if role.lower() == "function_call":

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from te_models.config.data import split_weight
+from te_models.config.data import MAX_WEIGHT, split_weight
 from te_models.data.files import file_format, find_files, open_bytes, readable_errors, text_bytes
 from te_models.data.formats import TEXT, misspelled, recognize, rename, row_document
 from te_models.data.rows import TEXT as TEXT_FILE
@@ -46,7 +46,8 @@ class Source:
         files = " and ".join(sorted({file_format(file) for file in self.files}))
         kind = self.format if self.format == "text files" else f"{self.format} in {files}"
         weight = "" if self.weight == 1 else f", {self.weight:g} times per epoch"
-        return f"{self.path}: {kind}{weight}"
+        first = ", by the first record" if len(self.files) > 1 and self.format != "text files" else ""
+        return f"{self.path}: {kind}{first}{weight}"
 
     def text_bytes(self) -> int:
         """Estimate the bytes of text in all files."""
@@ -63,14 +64,14 @@ def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: boo
         required: some source must have one of the columns.
 
     Raises:
-        UsageError: a weight is zero, or `columns` are in none of the sources.
+        UsageError: a weight is out of range, or `columns` are in none of the sources.
         DataError: a source is missing or of no known format, or mixes records with text files.
     """
     sources, renamed = [], False
     for given in paths:
         path, weight = (given, None) if os.path.lexists(given) else split_weight(given)
-        if weight == 0:
-            raise UsageError(f"{given}: a weight of 0 leaves all of it out: give a number above 0, or leave it out")
+        if weight is not None and not 0 < weight <= MAX_WEIGHT:
+            raise UsageError(f"{given}: the weight {weight:g} is out of range: give above 0 and at most {MAX_WEIGHT:,}")
         system, files = find_files(path)
         found = _first_rows(system, files, path, columns)
         for row in found.rows:

@@ -69,7 +69,7 @@ class StreamingDataset:
             that are records stay whole if any source has them; "none" gives each a window of its own.
         truncate: records longer than seq_len are left out ("drop") or their prompts cut from the left ("prompt").
         columns: your column names -> those of the formats (te_models.config.data.parse_columns).
-        texts_only: refuse records with an answer, which would be cut like texts.
+        records: True or False refuses a document that is no record with an answer, or one that is.
         shuffle: False keeps the order of the files, in one lane.
         eval_fraction: the share of documents, chosen by content, that is reserved for `held_out`.
         num_lanes: number of chunks that are read at a time, over all ranks; None: 64, or fewer where there are fewer
@@ -98,7 +98,7 @@ class StreamingDataset:
         packing: str = "stream",
         truncate: str = "drop",
         columns: Mapping[str, str] | None = None,
-        texts_only: bool = False,
+        records: bool | None = None,
         shuffle: bool = True,
         eval_fraction: float = 0.0,
         num_lanes: int | None = None,
@@ -127,7 +127,7 @@ class StreamingDataset:
         )
         self.reader = ChunkReader(
             self.chunks.source, tokenizer, seed, eval_fraction, side, columns or {}, self.whole, seq_len, packing,
-            truncate, texts_only,
+            truncate, records,
         )  # fmt: skip
         self.remarks: list[str] = []  # lines that `describe` ends with
         self.fingerprint = self._hash_data(tokenizer)
@@ -150,7 +150,7 @@ class StreamingDataset:
         Raises:
             DataError: no document of any chunk fits a window.
         """
-        total = Fit()
+        number, total = 0, Fit()
         for chunk in self.order(0).tolist():
             documents = self.reader.documents(self.chunks[chunk % len(self.chunks)])
             if not documents:
@@ -158,11 +158,9 @@ class StreamingDataset:
             fitted, fit = self.reader.fit(encode_documents(documents, self.reader.tokenizer, begin_prompts=True))
             if len(fitted):
                 return len(documents), fit, self.reader.windows(fitted).padding()
-            total += fit
-        raise DataError(
-            f"{self.chunks.source}: no record fits seq_len={self.seq_len} ({total.too_long:,} are longer, "
-            f"{total.unanswered:,} have no answer to learn): raise --seq-len or give other data"
-        )
+            number, total = number + len(documents), total + fit
+        lines = total.describe(number, self.seq_len, self.reader.truncate)
+        raise DataError(f"{self.chunks.source}: no record is left: {'; '.join(lines)}")
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Return the dataset itself: a second iterator continues where the first one stopped."""

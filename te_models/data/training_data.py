@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from te_models.config.data import DataConfig, DataOptions, parse_columns
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
-from te_models.data.documents import in_evaluation, load_documents, refuse_records, split_documents
+from te_models.data.documents import in_evaluation, load_documents, refuse_mixture, split_documents
 from te_models.data.encoding import Encoded, encode_documents, fit_records
 from te_models.data.files import COMPRESSIONS
 from te_models.data.formats import Document
@@ -129,17 +129,18 @@ class _Opening:
             world_size=self.world_size,
         )
 
-    @property
-    def texts_only(self) -> bool:
-        """True if records are not expected, so that one would be cut like a text."""
-        return self.settings.packing == "stream" or (bool(self.sources) and all(s.is_text for s in self.sources))
+    def records(self, sources: Sequence[Source]) -> bool | None:
+        """Return whether all documents of these sources must be records, or texts; None if there are both."""
+        if self.settings.packing == "stream":
+            return False
+        kinds = {not source.is_text for source in sources}
+        return kinds.pop() if len(kinds) == 1 else None
 
     def in_memory(self) -> tuple[TokenDataset, list[dict[str, Tensor]]]:
         """Read all documents, leave out what does not fit, and split them."""
         documents, weights, held_out = self._load()
         remarks = self._describe_sources() + self._template()
-        if self.texts_only:
-            refuse_records(documents)
+        refuse_mixture(documents, self.records(self.sources))
         if len(documents) == 1 and not held_out and not documents[0].is_record:
             documents, held_out = split_documents(documents, self._eval_split(EVAL_SPLIT), self.config.seed)
         whole = any(document.is_record for document in documents)
@@ -177,7 +178,7 @@ class _Opening:
             **self.share,
             truncate=settings.truncate,
             columns=self.columns,
-            texts_only=self.texts_only,
+            records=self.records(self.sources),
             eval_fraction=share,
             num_workers=settings.num_workers,
             ranks=self.ranks,
@@ -186,9 +187,8 @@ class _Opening:
         evaluation = self._load_evaluation(wanted) if settings.eval_data else dataset.held_out(wanted, True)
         if dataset.whole:
             number, fit, padding = dataset.sample()
-            remarks += [
-                f"in the first {number:,} of them: {line}" for line in fit.describe(number, self.config.seq_len)
-            ]
+            lines = fit.describe(number, self.config.seq_len, settings.truncate)
+            remarks += [f"in the first {number:,} of them: {line}" for line in lines]
             remarks.append(f"packed chunk by chunk, with {padding:.1%} padding in the first")
         held = self._evaluation(encode_documents(evaluation, self.tokenizer, begin_prompts=dataset.whole))
         dataset.remarks = [*remarks, *held.remarks]
@@ -216,8 +216,7 @@ class _Opening:
             found = sample.held_out(num_tokens)
         else:
             found = [document for source in sources for document in load_documents(source.path, self.columns)]
-        if self.texts_only:
-            refuse_records(found)
+        refuse_mixture(found, self.records(self.sources) and self.records(self.evaluated))
         return found
 
     def _template(self) -> list[str]:
@@ -234,7 +233,7 @@ class _Opening:
         kept, fitted, fit = fit_records(
             encoded, self.config.seq_len, self.settings.truncate, self.tokenizer.bos_token_id
         )
-        lines = fit.describe(int(encoded.records.sum()), self.config.seq_len)
+        lines = fit.describe(int(encoded.records.sum()), self.config.seq_len, self.settings.truncate)
         if not len(kept):
             raise DataError(f"no record is left: {'; '.join(lines)}")
         return fitted, kept, lines

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ def lowbit_adamw(
     With `stochastic_rounding` it updates BF16 parameters directly and rounds each update up or down at random, with
     probabilities that make the expected value exact. That saves the 4 bytes per parameter of FP32 master weights.
     """
+    warnings.filterwarnings("ignore", message=r"OptimState\w+ does not implement _stable_hash")  # on a CPU, torch's
     fields = dict(betas=(options["beta1"], options["beta2"]), eps=options["eps"])
     optimizer = CLASSES[name](groups, lr=lr, bf16_stochastic_round=options["stochastic_rounding"], **fields)
     optimizer.register_step_pre_hook(_update_on_gpu)

@@ -48,8 +48,10 @@ class MemoryPlan(Printable):
 
     @property
     def host(self) -> int:
-        """Bytes of pinned host memory that activation offload needs per GPU."""
-        return saved_bytes(self.config, self.recipe, self.training, on_host=True)
+        """Bytes of host memory that offload of activations, masters and optimizer state needs per GPU."""
+        own = self.training
+        state = self.optimizers()[own.optimizer] if own.optimizer_offload and own.optimizer else 0
+        return saved_bytes(self.config, self.recipe, own, on_host=True) + state
 
     def fits(self, gigabytes: float) -> bool:
         """Return whether the peak fits on a GPU of `gigabytes` * 10^9 bytes with 5 % to spare."""

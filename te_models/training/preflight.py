@@ -26,6 +26,7 @@ from te_models.training.parallel import Parallel
 from te_models.training.resume import resumed_options, saved_choices
 from te_models.training.settings import RunSettings
 
+OFFLOADS = ("optimizer_offload", "activation_offload")
 GPUS = (2, 4, 8)  # numbers of GPUs to suggest if no option makes the run fit
 CGROUP = Path("/sys/fs/cgroup")
 GIB = 2**30
@@ -79,14 +80,24 @@ def check_memory(
         lora_rank=0 if settings.lora is None else settings.lora.rank,
     )
     if device.type != "cuda":  # what is moved to the host stays in the same memory
-        options |= dict(optimizer_offload=False, activation_offload=False)
+        options |= dict.fromkeys(OFFLOADS, False)
+
+    host = available_memory(torch.device("cpu")) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
     def plan(**changes: Any) -> MemoryPlan:
         found = plan_memory(shape, recipe, **{**options, **changes})
+        if changes and found.host > host:
+            raise UsageError("more than the host's memory")
         return replace(found, training=replace(found.training, cuda=device.type == "cuda"))
 
     found_plan = plan()
     check = MemoryCheck(found_plan, found_plan.peak.total, available_memory(device), device)
+    if found_plan.host > host and config.memory_check:
+        moved = " and ".join(f"--{name.replace('_', '-')}" for name in OFFLOADS if options[name])
+        raise UsageError(
+            f"this run does not fit: {moved} needs {_gib(found_plan.host)} of the host's memory per process, "
+            f"{_gib(host)} free: leave it out, or use a smaller batch or model (--no-memory-check tries it)"
+        )
     if check.needed > check.available and config.memory_check:
         raise UsageError(_Refusal(check, plan, options, settings, config, shared, newest is not None).line())
     return check
@@ -164,7 +175,7 @@ class _Refusal:
         if self.resumed:
             fixed |= {"batch_size", "seq_len", "optimizer", "fp8_params", "lora_rank"}
         if self.check.device.type != "cuda":
-            fixed |= {"optimizer_offload", "activation_offload"}
+            fixed.update(OFFLOADS)
         if fsdp or te_adam:
             fixed.add("optimizer_offload")
         if fsdp or self.settings.command != "finetune":

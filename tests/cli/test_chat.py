@@ -73,9 +73,23 @@ def test_a_chat_answers_as_generate_does(
     code, out, err = chat("hi", "again", options=("--system", "be brief"))
     assert code == 0 and "parameters, recipe bf16, cpu" in err and "/help" in err
     assert chat("hi", "again", options=("--system", "be brief"), terminal=False) == (0, out, "")
-    monkeypatch.setattr("sys.stdin", iter(["hi\n", "again\n"]))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nagain\n"))
     assert main(["generate", "--model", str(folder), *FIXED, "--chat", "--system", "be brief"]) == 0
     assert capsys.readouterr().out == out
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # Python's in UTF-8 locales, and in those without
+@pytest.mark.parametrize("command", [["chat"], ["generate", "--chat"]])
+def test_bytes_that_are_not_utf_8_are_one_line(
+    command: list[str], errors: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hi\nhi \xff\n"), "utf-8", errors))
+    assert main([*command, "--model", str(folder), *FIXED]) == 2
+    wrong = "is not UTF-8 text (character 4): convert it to UTF-8\n"
+    assert capsys.readouterr().err == f"te-models: a line of standard input {wrong}"
+    for option in ("--system", "--prompt")[: len(command)]:
+        assert main([*command, option, "hi \udcff", "--model", str(folder), *FIXED]) == 2
+        assert capsys.readouterr().err == f"te-models: {option} {wrong}"
 
 
 def test_ctrl_c_stops_an_answer(chat: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from te_models.data.chat_template import PLAIN
 from te_models.data.encoding import Encoded, Fit, encode_documents, fit_records
-from te_models.data.formats import Document, row_document
+from te_models.data.formats import THOUGHTS, Document, row_document
 from te_models.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from te_models.errors import DataError
 
@@ -181,6 +181,20 @@ def test_a_template_that_leaves_out_tool_calls_is_refused(template: str) -> None
     encode(tokenizer, CONVERSATIONS["several turns"])
     with pytest.raises(DataError, match="a.jsonl:1: the chat template does not write the tool calls of message 2: giv"):
         encode(tokenizer, CONVERSATIONS["tool calls"])
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+@pytest.mark.parametrize("template", [MARKED, PREFIXED])
+def test_a_template_that_leaves_out_the_last_reasoning_is_refused(template: str, name: str) -> None:
+    tokenizer, thinking = ByteTokenizer(), {**REPLY, name: "2 and 3 are 5"}
+    tokenizer.set_chat_template(template)
+    encode(tokenizer, {"messages": [USER, thinking, USER, REPLY]})  # which many templates leave out
+    with pytest.raises(DataError, match="a.jsonl:1: the chat template does not write the reasoning of message 2: give"):
+        encode(tokenizer, {"messages": [USER, thinking]})
+    tokenizer.set_chat_template()
+    ids, counted = encode(tokenizer, {"messages": [USER, thinking]})[0]
+    said = tokenizer.decode(i for i, learned in zip(ids, counted, strict=True) if learned)
+    assert said == "<think>\n2 and 3 are 5\n</think>\n\nIt is 5."
 
 
 def test_an_empty_answer_that_a_template_does_not_mark_is_one_line() -> None:

@@ -296,6 +296,12 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "a record among texts": (
         {"a.jsonl": [*TEXTS, PAIRS[0]]}, [], "a.jsonl:25: a record with an answer, where the first record",
     ),
+    "a text among records": (
+        {"a.jsonl": [*PAIRS, TEXTS[0]]}, [], "a.jsonl:25: a text, where the first record of the data has an answer",
+    ),
+    "a text among records of another file": (
+        {"a.jsonl": PAIRS, "b.jsonl": TEXTS}, ["--data", "."], "b.jsonl:1: a text, where the first record",
+    ),
     "text files among records": (
         {"a.jsonl": PAIRS, "notes.txt": b"notes"}, ["--data", "."],
         "notes.txt: a text file among records of the format",
@@ -304,12 +310,26 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "an unknown packing": ({"a.jsonl": PAIRS}, ["--packing", "dense"], "unknown packing 'dense'"),
     "an unknown way to truncate": ({"a.jsonl": PAIRS}, ["--truncate", "answer"], "unknown truncate 'answer'"),
     "nothing fits": ({"a.jsonl": TALKS}, ["--seq-len", "8"], "24 of 24 records are longer than seq_len=8"),
+    "answers that are too long": (
+        {"a.jsonl": [{"prompt": f"{n}?", "completion": "long" * 9} for n in range(24)]}, ["--truncate", "prompt"],
+        "longer than seq_len=32 (even without what comes before the first answer, the longest has 40 tokens) and are "
+        "left out: raise --seq-len\n",
+    ),
+    "half an answer": (
+        {"a.jsonl": [{"messages": [*TALKS[0]["messages"][:1], {"role": "assistant", "content": "x", "weight": 0.5}]}]},
+        [], "a.jsonl:1: message 2 of 'messages' has the weight '0.5': an answer counts in full (1) or not (0)",
+    ),
     "no answers": (
         {"a.jsonl": [{"messages": [{"role": "user", "content": f"{n}"}]} for n in range(9)]}, [],
         "no record is left: 9 of 9 records have no answer to learn",
     ),
     "one record": ({"a.jsonl": PAIRS[:1]}, [], "1 document cannot be split"),
-    "a weight of nothing": ({"a.jsonl": PAIRS}, ["--data", "a.jsonl:0"], "a.jsonl:0: a weight of 0 leaves all of it"),
+    **{
+        f"a weight of {weight}": (
+            {"a.jsonl": PAIRS}, ["--data", f"a.jsonl:{weight}"], f"the weight {shown} is out of range: give above 0",
+        )
+        for weight, shown in {"0": "0", "-1": "-1", "1e9": "1e+09", "nan": "nan", "inf": "inf", "1001": "1001"}.items()
+    },
     "a share of all": ({"a.jsonl": PAIRS}, ["--eval-split", "1"], "eval_split=1.0 is out of range"),
     "a share beside evaluation data": (
         {"a.jsonl": PAIRS}, ["--eval-split", "0.1", "--eval-data", "a.jsonl"], "eval_data replaces it: give one",
@@ -375,8 +395,9 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
 
 
 STREAMED_MESSAGES = {  # where the data is not read as a whole before the run
-    "nothing fits": "a.jsonl: no record fits seq_len=8",
-    "no answers": "a.jsonl: no record fits seq_len=32 (0 are longer, 8 have no answer to learn)",
+    "nothing fits": "a.jsonl: no record is left: 23 of 23 records are longer than seq_len=8",
+    "no answers": "a.jsonl: no record is left: 8 of 8 records have no answer to learn",
+    "answers that are too long": "a.jsonl: no record is left: 23 of 23 records are longer than seq_len=32 (even",
     "one record": "a.jsonl: none of its documents is reserved for evaluation",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import warnings
@@ -394,7 +395,7 @@ def test_the_command_line_continues_and_talks(
     prompt = words.chat_template().render(MESSAGES[1])
     answer = "".join(stream_text(model, words, words.encode(prompt), 6))
     assert run(capsys, *at, "--chat", "--system", "be brief", "--prompt", "hi") == answer + "\n"
-    monkeypatch.setattr("sys.stdin", iter(["hi\n", "again\n"]))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nagain\n"))
     both = run(capsys, *at, "--chat", "--system", "be brief")
     talk = [*MESSAGES[1], dict(role="assistant", content=answer), dict(role="user", content="again")]
     second = "".join(stream_text(model, words, words.encode(words.chat_template().render(talk)), 6))

@@ -72,6 +72,13 @@ def test_a_run_that_does_not_fit_names_the_smallest_change(there: Any) -> None:
         check(settings(batch_size=8, seq_len=2048))
 
 
+def gpu_with(monkeypatch: pytest.MonkeyPatch, gib: float, host: float = 10**4) -> None:
+    """Runs find a GPU with so much free memory, on a host with `host` GiB."""
+    free = {"cuda": gib, "cpu": host}
+    monkeypatch.setattr(preflight, "available_memory", lambda device: int(free[device.type] * 2**30))
+    monkeypatch.setattr(preflight, "choose_device", lambda device: torch.device("cuda"))
+
+
 GATED_8B = dict(preset="gated-8b", batch_size=8, seq_len=2048)
 
 
@@ -95,8 +102,7 @@ def test_what_a_refusal_suggests_can_be_done(
     given: dict[str, Any], options: dict[str, Any], gib: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On GPUs: with the flags of the line the run fits, and nothing that it would refuse is among them."""
-    monkeypatch.setattr(preflight, "available_memory", lambda device: int(gib * 2**30))
-    monkeypatch.setattr(preflight, "choose_device", lambda device: torch.device("cuda"))
+    gpu_with(monkeypatch, gib)
     monkeypatch.setattr(preflight, "saved_choices", lambda newest: {})
     monkeypatch.setattr(preflight, "resumed_options", lambda settings, saved: {**settings.build, "recipe": "current"})
     world, newest = options.get("world", 1), tmp_path if options.get("resumed") else None
@@ -121,6 +127,31 @@ def test_what_a_refusal_suggests_can_be_done(
             assert not any(flag in line for flag in those), line
     if "beta2" in said and "--optimizer-options" in line:
         assert "beta2=0.99,stochastic_rounding=true" in line
+
+
+def test_memory_of_the_host_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masters and moments of 8 billion parameters take 12 bytes each there, of every process."""
+    own = run_settings("pretrain", {"recipe": "current", **GATED_8B, "optimizer_offload": True})
+    gpu_with(monkeypatch, 500, 130)
+    plan = check(own).plan
+    assert plan.host == 12 * plan.config.num_parameters
+    gpu_with(monkeypatch, 500, 40)
+    with pytest.raises(UsageError, match=r"--optimizer-offload needs \d+.\d GiB of .* 40.0 GiB free: leave it out"):
+        check(own)
+    assert check(dataclasses.replace(own, train=dataclasses.replace(own.train, memory_check=False))).plan == plan
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    gpu_with(monkeypatch, 500, 130)
+    with pytest.raises(UsageError, match="32.5 GiB free"):
+        check(own)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    own = run_settings("pretrain", {"recipe": "current", **GATED_8B, "batch_size": 1, "seq_len": 512})
+    lines = []
+    for host in (130, 40):
+        gpu_with(monkeypatch, 35, host)
+        with pytest.raises(UsageError) as refused:
+            check(own)
+        lines.append(str(refused.value))
+    assert "--optimizer-offload" in lines[0] and "--optimizer-offload" not in lines[1]
 
 
 def test_options_of_the_optimizer_count(there: Any) -> None:
