@@ -213,6 +213,17 @@ def journeys() -> str:
 
 
 @table
+def readme_journeys() -> str:
+    """Count the journeys in a sentence."""
+    one, two = (len(load(name)["journeys"]) for name in ("journeys_h200", "journeys_h200_x2"))
+    return prose(
+        f"On H200s, {one} journeys of a user on one GPU and {two} on two [end as they should](docs/results/runs.md): "
+        "every recipe, saves, kills, resumes, odd lengths, LoRA, FSDP2, tensor parallelism. Blackwell's recipes have "
+        "run only on the emulated engine. Nothing has run on more than two GPUs."
+    )
+
+
+@table
 def soak() -> str:
     """A long run that is killed three times."""
     result = load("soak_h200")
