@@ -84,6 +84,7 @@ class CausalLM(Decoder):
         for name, module in self.named_modules():
             if not isinstance(module, self.te.Linear):
                 continue
+            name = name.removesuffix(".base_layer")  # of a linear with adapters
             if name == "lm_head":
                 layer, inside = "head", self._head_in_fp8
                 reason = f"lm_head = {self.recipe.lm_head!r}"

@@ -66,10 +66,11 @@ def training_options(learning_rate: str, lora: bool) -> Decorator:
         data_option("--packing", metavar="NAME", help=DATA_HELP["packing"]),
         data_option("--chat-template", metavar="FILE", help=DATA_HELP["chat_template"]),
         data_option("--streaming/--no-streaming", default=None, help=DATA_HELP["streaming"]),
-        data_option("--data-workers", default=2, help=DATA_HELP["num_workers"]),
+        data_option("--data-workers", type=click.IntRange(min=0), default=2, help=DATA_HELP["num_workers"]),
         option("--log", metavar="NAMES", group="Evaluation and checkpoints",
                help="Send metrics also to tensorboard, wandb or trackio: one or more names, separated by commas."),
-        data_option("--sample-tokens", default=200, help="Length of the sample printed at the end; 0: no sample."),
+        data_option("--sample-tokens", type=click.IntRange(min=0), default=200,
+                    help="Length of the sample printed at the end; 0: no sample."),
     )  # fmt: skip
 
 

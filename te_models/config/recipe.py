@@ -67,6 +67,8 @@ SCHEMES: dict[str, Scheme] = {
     ),
 }  # fmt: skip
 
+FP8_WEIGHTS = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")  # can have them
+
 # A history takes 20 bytes per row and linear layer; FP32's exponent allows no larger margin.
 LARGEST = dict(amax_history_len=65536, margin=100)
 # Fields of te-models in every recipe: layers that stay out of FP8.

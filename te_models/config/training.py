@@ -12,7 +12,10 @@ from te_models.errors import ConfigError, NamedFields, documented, field_values,
 PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp")
 SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
 REDUCE_DTYPES = ("float32", "bfloat16")
-AT_LEAST_ONE = ("steps", "batch_size", "seq_len", "gradient_accumulation", "keep_last", "collective_timeout")
+AT_LEAST_ONE = (
+    "steps", "batch_size", "seq_len", "gradient_accumulation", "eval_batches", "keep_last", "collective_timeout",
+)  # fmt: skip
+MOST = 2**63  # which no option needs, and PyTorch's seeds do not reach
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +75,8 @@ class TrainConfig(NamedFields):
         values = field_values(self)
         for f in fields(self):
             value, least = values[f.name], 1 if f.name in AT_LEAST_ONE else 0
-            if isinstance(f.default, (int, float)) and not least <= value < math.inf:
-                raise ConfigError(f"{f.name}={value} is out of range: give {least} or more")
+            if isinstance(f.default, (int, float)) and not least <= value < MOST:
+                raise ConfigError(f"{f.name}={value} is out of range: give {least} or more, below 2**63")
         for name, choices in dict(parallel=PARALLEL, reduce_dtype=REDUCE_DTYPES, schedule=SCHEDULES).items():
             if values[name] not in choices:
                 raise unknown(name, values[name], choices)

@@ -137,8 +137,13 @@ class TokenDataset:
         return self._in_order.num_windows
 
     def windows_in(self, epochs: float) -> int:
-        """Return the windows in the first epochs, over all ranks; a last epoch in part counts in part."""
-        whole = sum(self._shuffled(epoch).num_windows for epoch in range(int(epochs)))
+        """Return the windows in the first epochs, over all ranks; a last epoch in part counts in part.
+
+        Records are packed otherwise in each epoch: after 16, epochs count as their mean.
+        """
+        packed = min(int(epochs), 16)
+        whole = sum(self._shuffled(epoch).num_windows for epoch in range(packed))
+        whole += round(whole / max(1, packed) * (int(epochs) - packed))
         rest = epochs - int(epochs)
         return whole + (math.ceil(rest * self._shuffled(int(epochs)).num_windows - 1e-9) if rest else 0)
 

@@ -9,6 +9,7 @@ turns of a conversation as it renders them when more turns follow, which is chec
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -192,9 +193,10 @@ def fit_records(
             keep[i], unanswered = False, unanswered + 1
             continue
         longest = max(longest, length) if over > 0 else longest
-        if over > 0 and truncate == "prompt" and over <= answers[0] and not encoded.counted[start]:
-            if bos is not None and encoded.tokens[start] == bos:
-                encoded.tokens[start + over] = bos
+        begins = bos is not None and encoded.tokens[start] == bos
+        if over > 0 and truncate == "prompt" and over <= answers[0] - begins and not encoded.counted[start]:
+            if begins:
+                encoded.tokens[start + over] = encoded.tokens[start]
             starts[i], lengths[i], cut = start + over, seq_len, cut + 1
         elif over > 0:
             keep[i], too_long = False, too_long + 1
@@ -261,7 +263,7 @@ def _render(template: ChatTemplate, documents: Sequence[Document]) -> list[Rende
                 for turn in turns
             ])  # fmt: skip
         _check_calls(rendered, record["messages"], document)
-        _check_thoughts(rendered, record["messages"], document)
+        _check_thoughts(rendered, record["messages"], template, document)
         found.append(_weighted(rendered, weight, document))
     return found
 
@@ -307,14 +309,22 @@ def _check_calls(rendered: Rendered, messages: Sequence[Mapping[str, Any]], docu
                 )
 
 
-def _check_thoughts(rendered: Rendered, messages: Sequence[Mapping[str, Any]], document: Document) -> None:
-    """Raise DataError if a template leaves out the reasoning of the last turn; of earlier ones many do on purpose."""
-    written = [text.strip() for name in THOUGHTS if isinstance(text := messages[-1].get(name), str) and text.strip()]
-    if written and not any(text in rendered.text for text in written):
-        raise DataError(
-            f"{document.name}: the chat template does not write the reasoning of message {len(messages)}: give "
-            "--chat-template a file that does, or leave that field out"
-        )
+def _check_thoughts(
+    rendered: Rendered, messages: Sequence[Mapping[str, Any]], template: ChatTemplate, document: Document
+) -> None:
+    """Raise DataError if a template does not know the field of some reasoning, or leaves it out of the last turn.
+
+    Many templates leave out that of earlier turns on purpose.
+    """
+    for number, message in enumerate(messages, 1):
+        found = {name: text.strip() for name in THOUGHTS if isinstance(text := message.get(name), str) and text.strip()}
+        known = any(re.search(rf"\b{name}\b", template.source) for name in found)
+        last = number == len(messages)
+        if found and not (known and (not last or any(text in rendered.text for text in found.values()))):
+            raise DataError(
+                f"{document.name}: the chat template does not write the reasoning of message {number} "
+                f"({', '.join(found)}): give --chat-template a file that does, or leave it out"
+            )
 
 
 def _weighted(rendered: Rendered, weights: Sequence[Any], document: Document) -> Rendered:

@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Collection, Iterator
+from fnmatch import fnmatch
 from pathlib import PurePosixPath
 from typing import IO, Any
 
@@ -59,7 +60,7 @@ def find_files(path: str) -> tuple[Any, list[str]]:
         elif os.path.isdir(root):
             files = sorted(walk(root, skip={"__pycache__"}))
         else:
-            files = [root] if os.path.lexists(root) else sorted(f for f in system.glob(root) if not os.path.isdir(f))
+            files = [root] if os.path.lexists(root) else _matching(system, root)
         if not files and os.path.isdir(root):
             raise DataError(f"{path}: there is no text in it; {HELP}")
         if not files:
@@ -184,9 +185,20 @@ def _find(system: Any, root: str) -> list[str]:
     if system.isfile(root):
         return [root]
     if not system.isdir(root):
-        return sorted(file for file in system.glob(root) if system.isfile(file))
+        return _matching(system, root)
     below = {file: PurePosixPath(file.removeprefix(root).lstrip("/")).parts for file in system.find(root)}
     return sorted(file for file, parts in below.items() if not any(p[0] == "." or p == "__pycache__" for p in parts))
+
+
+def _matching(system: Any, pattern: str) -> list[str]:
+    """Return the files that match a glob, sorted; hidden ones only where the glob names them."""
+    named = [part for part in PurePosixPath(pattern).parts if part.startswith(".")]
+
+    def shown(file: str) -> bool:
+        hidden = (part for part in PurePosixPath(file).parts if part.startswith("."))
+        return all(any(fnmatch(part, name) for name in named) for part in hidden)
+
+    return sorted(file for file in system.glob(pattern) if shown(file) and system.isfile(file))
 
 
 def _without_descriptions(files: list[str]) -> list[str]:

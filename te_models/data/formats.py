@@ -1,6 +1,6 @@
 """Rows of five common formats, recognized by their content, to documents to train on.
 
-* messages (OpenAI): `messages`, a list of {"role", "content"}; perhaps `tools`
+* messages (OpenAI): `messages`, a list of {"role", "content"}; perhaps `tools`, or `functions`, their older form
 * ShareGPT: `conversations`, a list of {"from", "value"}; perhaps `system` and `tools`
 * Alpaca: `instruction` and `output`; perhaps `input`, `system` and `history`
 * prompt/completion: `prompt` and `completion`, two texts or two lists of messages
@@ -22,7 +22,7 @@ from te_models.errors import DataError
 MESSAGES, SHAREGPT, ALPACA, PAIRS, TEXT = "messages (OpenAI)", "ShareGPT", "Alpaca", "prompt/completion", "text"
 ROW_COLUMNS = (
     "messages", "conversations", "conversation", "tools", "instruction", "input", "output", "system", "history",
-    "prompt", "completion", "text",
+    "prompt", "completion", "text", "functions",
 )  # fmt: skip
 ROLES = {  # of a turn, in any of the formats -> OpenAI's
     "system": "system", "developer": "developer", "user": "user", "human": "user", "assistant": "assistant",
@@ -30,6 +30,7 @@ ROLES = {  # of a turn, in any of the formats -> OpenAI's
     "function": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
 _LISTS = ("messages", "conversations", "conversation")
+_AROUND = ("data", "records", "rows", "examples", "instances", "train")  # usual names of a list of all records
 _ASKED = ("prompt", "instruction", "question", "query", "input")
 _ANSWERED = ("completion", "answer", "response", "output", "reply")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of a turn; templates know it by one of these names
@@ -103,11 +104,13 @@ def row_document(row: Mapping[str, Any], columns: Mapping[str, str], place: str,
         raise DataError(unrecognized(row, place))
     if kind == TEXT:
         return Document(_text(renamed, "text", place), None, place, source)
-    if kind == PAIRS and not isinstance(_parsed(renamed["prompt"]), list):
+    if kind == PAIRS and not _has_turns(renamed["prompt"], columns):
         return Document(_answer(renamed, "completion", place), _text(renamed, "prompt", place), place, source)
     messages = [_unlearned_if_empty(message) for message in _conversation(renamed, kind, columns, place)]
     variables: dict[str, Any] = {"messages": messages}
-    tools = _parsed(renamed.get("tools"))
+    tools, older = _parsed(renamed.get("tools")), _parsed(renamed.get("functions"))
+    if not tools and isinstance(older, list):
+        tools = [{"type": "function", "function": function} for function in older]
     if tools:
         if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise DataError(f"{place}: 'tools' is not a list of JSON schemas: give OpenAI's form, or leave it out")
@@ -136,7 +139,8 @@ def unrecognized(row: Mapping[str, Any], place: str) -> str:
         name = "messages" if isinstance(_parsed(row["chosen"]), list) else "completion"
         return f"{place}: a preference (chosen, rejected): to train on the better answers give --columns {name}=chosen"
     for name, value in row.items():
-        if len(row) == 1 and isinstance(value, list) and value and isinstance(value[0], dict):
+        alone = len(row) == 1 or name in _AROUND
+        if alone and isinstance(value, list) and value and isinstance(value[0], dict):
             return f"{place}: one object around the records: write the list {name!r} alone, as a JSON array or as JSONL"
     for name in _LISTS:
         if name in row:
@@ -229,7 +233,7 @@ def _message(turn: Any, columns: Mapping[str, str], place: str) -> dict[str, Any
         raise DataError(f"{place} has the role {str(role)[:60]!r}: use one of {', '.join(ROLES)}")
     if kept.get("weight", 1) not in (0, 1):
         raise DataError(f"{place} has the weight {str(kept['weight'])[:60]!r}: an answer counts in full (1) or not (0)")
-    calls = _tool_calls(kept.pop("tool_calls", None), place)
+    calls = _tool_calls(kept.pop("tool_calls", None) or turn.get("function_call"), place)
     content = turn.get(found[1])
     if role.lower() == "function_call":
         calls, content = calls or _called(content, place), ""
@@ -302,6 +306,14 @@ def _parsed(value: Any) -> Any:
     return value
 
 
+def _has_turns(prompt: Any, columns: Mapping[str, str]) -> bool:
+    """Return whether a prompt is a list of messages, perhaps written as JSON, rather than a text."""
+    turns = _parsed(prompt)
+    roles = {"role", "from", *(yours for yours, name in columns.items() if name == "role")}
+    written = isinstance(turns, list) and all(isinstance(turn, dict) and roles & turn.keys() for turn in turns)
+    return written if isinstance(prompt, str) else isinstance(turns, list)
+
+
 def _answer(row: Mapping[str, Any], name: str, place: str) -> str:
     """Return the text of an answer; one that is null is empty, as in a message."""
     return "" if row[name] is None else _text(row, name, place)
@@ -339,9 +351,13 @@ def _kind(value: Any) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value of an Arrow table without the empty fields that its schema gave to objects inside it."""
+    """Return a value of an Arrow table without the empty fields that its schema gave to objects inside it.
+
+    Those with the text of a turn stay: there null is an empty answer.
+    """
     if isinstance(value, dict):
-        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+        kept = {name: inner for name, inner in value.items() if inner is not None or name in ("content", "value")}
+        return {name: without_nulls(inner) for name, inner in kept.items()}
     return (
         [without_nulls(inner) for inner in value]
         if isinstance(value, Sequence) and not isinstance(value, str | bytes)

@@ -47,7 +47,7 @@ from te_models.data.rows import FileRange
 from te_models.data.sources import Source
 from te_models.data.tokenizer import Tokenizer
 from te_models.distributed.control import Ranks
-from te_models.errors import DataError, DataUnavailable, UsageError
+from te_models.errors import DataError, DataUnavailable, UsageError, plural
 
 MAX_LANES = 64
 LANE_BYTES = 2**30  # limit of the text in all lanes of one process, which bounds their number where chunks are large
@@ -140,8 +140,10 @@ class StreamingDataset:
 
     def describe(self) -> str:
         """Describe the corpus: one line, and one for each remark."""
-        chunks, size = self.chunks, f"{int(self.chunks.sizes.sum()) / 2**20:,.1f} MiB of {self.chunks.format}"
-        line = f"{size} in {len(chunks.files):,} files, streamed in {self.num_lanes} lanes from {chunks.source}"
+        chunks, size = self.chunks, int(self.chunks.sizes.sum())
+        shown = f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"
+        files, lanes = plural(len(chunks.files), "file"), plural(self.num_lanes, "lane")
+        line = f"{shown} of {chunks.format} in {files}, streamed in {lanes} from {chunks.source}"
         return "\n".join([line, *self.remarks])
 
     def sample(self) -> tuple[int, Fit, float]:

@@ -203,6 +203,9 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
 def _tokenizer_in(folder: Path) -> Tokenizer:
     """Load the tokenizer in a folder."""
     file = folder / "tokenizer.json"
+    base = (read_json_object(folder / "adapter_config.json") or {}).get("base_model_name_or_path")
+    if not os.path.lexists(file) and isinstance(base, str):  # adapters that peft has saved
+        return load_tokenizer(base)
     if not os.path.lexists(file) and (converted := convert_tokenizer(folder)) is not None:
         return HuggingFaceTokenizer(converted[0], file, converted[1])
     if not os.path.lexists(file) and (folder / "config.json").is_file():

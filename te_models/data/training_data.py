@@ -216,7 +216,10 @@ class _Opening:
             found = sample.held_out(num_tokens)
         else:
             found = [document for source in sources for document in load_documents(source.path, self.columns)]
-        refuse_mixture(found, self.records(self.sources) and self.records(self.evaluated))
+        for document in found:
+            if document.is_record and self.records(self.sources) is False:
+                raise DataError(f"{document.name}: a record with an answer cannot be evaluated when training on texts")
+        refuse_mixture(found, self.records(self.evaluated))
         return found
 
     def _template(self) -> list[str]:
@@ -240,14 +243,11 @@ class _Opening:
 
     def _evaluation(self, encoded: Encoded) -> TokenDataset:
         """Return the dataset to evaluate on, whose remarks describe it."""
-        held = TokenDataset(
-            encoded,
-            self.tokenizer,
-            self.config.seq_len,
-            **self.share,
-            shuffle=False,
-            truncate=self.settings.truncate,
-        )
+        options: dict[str, Any] = dict(**self.share, shuffle=False, truncate=self.settings.truncate)
+        try:
+            held = TokenDataset(encoded, self.tokenizer, self.config.seq_len, **options)
+        except DataError as error:
+            raise DataError(f"evaluation data: {error}") from None
         origin = f"from {' and '.join(self.settings.eval_data)}" if self.settings.eval_data else "held out"
         documents = plural(held.num_documents, "record" if held.whole else "document")
         held.remarks = [
@@ -267,9 +267,10 @@ class _Opening:
         step = self.config.batch_size * self.world_size * self.config.gradient_accumulation
         if windows >= step:
             return []
+        takes, has = plural(step, "window"), f"{windows:,}" if windows else "none"
         return [
-            f"too little data for a batch: a step takes {plural(step, 'window')} and an epoch has {windows:,}, so a "
-            "window comes more than once per step: lower --batch-size or --gradient-accumulation, or give more data"
+            f"too little data for a batch: a step takes {takes} and an epoch has {has}, so windows come more than once "
+            "per step: lower --batch-size or --gradient-accumulation, or give more data"
         ]
 
 
@@ -306,4 +307,5 @@ def _counted(encoded: Encoded) -> list[str]:
     if encoded.counted is None:
         return []
     counted = sum(int(np.count_nonzero(part)) for part in encoded.parts(encoded.counted))
-    return [f"the loss counts {plural(counted, 'token')}, {counted / encoded.num_tokens:.0%} of those of the records"]
+    counted -= int(np.count_nonzero(encoded.counted[encoded.starts]))  # nothing comes before the first token
+    return [f"the loss counts {plural(counted, 'token')}, {counted / encoded.num_tokens:.0%} of all"]

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_models.config.recipe import Recipe
+from te_models.config.recipe import FP8_WEIGHTS, Recipe
 from te_models.distributed.dtensor import from_shard, local, shard_of, write_shard
 from te_models.fp8.fsdp_gather import FP8Shard, amax_group, reduce_amax_over
 from te_models.fp8.scaling_state import delayed_states, make_state
 
 E4M3_MAX = 448.0
-SCHEMES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")
 # One scale per weight, which all ranks can share; blocks with scales would have to fit the rows of each rank.
-SHARDED_SCHEMES = SCHEMES[:2]
+SHARDED_SCHEMES = FP8_WEIGHTS[:2]
 # The fields of a recipe that decide how a weight is quantized.
 WEIGHT_FIELDS = ("use_power_2_scales", "use_f32_scales", "w_block_scaling_dim", "enable_2d_quantization")
 # Transformer Engine's attribute with the values that a weight was made from.
@@ -35,7 +34,7 @@ _PARTS = ("data", "scale_inv", "rowwise_data", "rowwise_scale_inv", "columnwise_
 
 def check_recipe(recipe: Recipe) -> None:
     """Raise a ValueError if weights cannot be stored in the format of this recipe."""
-    if recipe.scheme not in SCHEMES:
+    if recipe.scheme not in FP8_WEIGHTS:
         raise ValueError(
             f"fp8_params=True needs an FP8 recipe, and {recipe.name!r} is {recipe.scheme!r}: choose recipe='current', "
             "'blockwise', 'delayed' or 'mxfp8', or leave fp8_params out"

@@ -238,6 +238,8 @@ def check_shape(
     if shapes[0] != shapes[1]:
         given = ", ".join(f"{name}={after[name]!r}" for name in changed)
         raise UsageError(f"the weights in {folder} do not fit {given}: a model that has weights keeps their shape")
+    if (more := wanted.vocab_size - config.vocab_size) > 0:
+        warnings.warn(f"vocab_size={wanted.vocab_size} adds {more:,} tokens to the model, rows of zeros", stacklevel=2)
 
 
 @torch.no_grad()

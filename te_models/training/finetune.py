@@ -73,7 +73,7 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         model = _build(settings, shared, newest)
         _check_model(model, words, config)
         adapters = _adapters(settings, model)
-        start = starting_step(folder, resume, config)
+        start = starting_step(folder, resume, settings)
         about = summary(model, dataset, config, start, shared.describe(), settings.command, memory)
         for part in (*_notes(settings, folder, resume), about):
             console.print(part, highlight=False)
@@ -92,11 +92,12 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
             trainer.callbacks = [*sent, *callbacks]
             result = trainer.run(resume=resume)
         stack.close()  # its processes need no memory while samples are drawn
+        written = {}
+        if adapters is not None and shared.ranks.first and not result.interrupted:
+            written = _save_adapters(settings, adapters, folder, words)
         curve = draw_run(result, settings, folder, model, config.tokens_per_step) if shared.ranks.first else ""
-        print_outcome(console, result, settings, folder, curve)
+        print_outcome(console, result, settings, folder, {"loss curve": curve, **written})
         if not result.interrupted:
-            if adapters is not None and shared.ranks.first:
-                _save_adapters(console, settings, adapters, folder, words)
             _show_samples(console, sampler, folder, words)
         return result
 
@@ -171,21 +172,24 @@ def _adapters(settings: RunSettings, model: CausalLM) -> LoraRun | None:
     return LoraRun(model, settings.lora, resolved_path(settings.model))
 
 
-def _save_adapters(console: Console, settings: RunSettings, adapters: LoraRun, folder: Path, words: Tokenizer) -> None:
-    """Save the adapters in the folder adapter/ and, with --merge, the model that has them in its weights in merged/."""
+def _save_adapters(settings: RunSettings, adapters: LoraRun, folder: Path, words: Tokenizer) -> dict[str, str]:
+    """Save the adapters in the folder adapter/ and, with --merge, the model that has them in its weights in merged/.
+
+    Returns what was written, and where.
+    """
     from te_models.training.lora_run import load_merged  # noqa: PLC0415  needs peft
 
     tensors, documents = adapters.content(live=False)
     save_folder(folder / "adapter", tensors, {**documents, **words.files()})
-    console.print(f" adapters   {folder / 'adapter'}", highlight=False)
+    written = {"adapters": str(folder / "adapter")}
     if settings.lora is None or not settings.lora.merge:
-        return
+        return written
     model = adapters.model
     options: dict[str, Any] = dict(recipe=model.recipe, engine="emulated", device="cpu", dtype=model.dtype)
     merged = load_merged(folder / "adapter", base=settings.model, **options)  # into weights that FP8 has not rounded
     tensors, documents = model_content(merged, merged.origin)
     save_folder(folder / "merged", tensors, {**documents, **words.files()})
-    console.print(f" merged     {folder / 'merged'}", highlight=False)
+    return {**written, "merged": str(folder / "merged")}
 
 
 def _notes(settings: RunSettings, folder: Path, resume: bool) -> list[str]:

@@ -115,6 +115,8 @@ def check_launch(config: TrainConfig) -> None:
             f"--parallel {kind} stores the optimizer's state on the device: leave out --optimizer-offload, or choose "
             "--parallel ddp"
         )
+    if config.sequence_parallel and kind not in ("tp", "fsdp+tp"):
+        raise UsageError("--sequence-parallel is only for --parallel tp and fsdp+tp")
     if size and kind != "fsdp+tp":
         raise UsageError("--tensor-parallel-size is only for --parallel fsdp+tp; tp uses all processes")
 

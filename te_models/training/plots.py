@@ -37,7 +37,7 @@ def plot_run(
     steps = [row["step"] for row in rows]
     loss = [row["loss"] for row in rows]
     points = [(0, first_eval_loss)] * math.isfinite(first_eval_loss)
-    points += [(row["step"], row["eval_loss"]) for row in rows if "eval_loss" in row]
+    points += [(row["step"], row["eval_loss"]) for row in rows if math.isfinite(row.get("eval_loss", math.nan))]
     _draw_loss(top, steps, loss, points)
     rate.plot(steps, [row["learning_rate"] for row in rows], color=RATE, linewidth=1.5)
     rate.set_title("learning rate", loc="left", fontsize=9, color=MUTED)

@@ -13,11 +13,11 @@ import torch
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import get_preset
-from te_models.config.recipe import Recipe, get_recipe, recipe_fields
+from te_models.config.recipe import FP8_WEIGHTS, Recipe, get_recipe, recipe_fields
 from te_models.config.training import TrainConfig
 from te_models.device.choice import choose_device
 from te_models.errors import UsageError
-from te_models.fp8.primary_weights import SCHEMES, SHARDED_SCHEMES
+from te_models.fp8.primary_weights import SHARDED_SCHEMES
 from te_models.optim import resolve_options
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.smallest_change import Change, smallest_change
@@ -181,7 +181,7 @@ class _Refusal:
         if fsdp or self.settings.command != "finetune":
             fixed.add("lora_rank")  # adapters need the whole model on each process
         replicated = not fsdp and self.shared.ranks.world > 1 and not lora
-        if scheme not in (SHARDED_SCHEMES if fsdp else SCHEMES) or te_adam or replicated:
+        if scheme not in (SHARDED_SCHEMES if fsdp else FP8_WEIGHTS) or te_adam or replicated:
             fixed.add("fp8_params")
         return fixed
 

@@ -187,7 +187,9 @@ def table_of(rows: Mapping[str, str], title: str | None = None) -> Table:
     return table
 
 
-def print_outcome(console: Console, result: Result, settings: RunSettings, folder: Path, curve: str) -> None:
+def print_outcome(
+    console: Console, result: Result, settings: RunSettings, folder: Path, written: Mapping[str, str]
+) -> None:
     """Print the losses before and after, the speed, and the files written; after Ctrl-C, how to continue."""
     if result.interrupted:
         again = shlex.join(["te-models", settings.command, "--resume", str(folder)])
@@ -200,8 +202,9 @@ def print_outcome(console: Console, result: Result, settings: RunSettings, folde
         "eval loss before": f"{result.first_eval_loss:.4f} nats per token",
         "eval loss after": f"{result.eval_loss:.4f} ({abs(change):.4f} {'lower' if change >= 0 else 'higher'})",
         "perplexity": f"{_exp(result.first_eval_loss)} before, {_exp(result.eval_loss)} after",
-        "speed": f"{result.tokens_per_second:,.0f} tokens/s",
     }
+    if math.isfinite(result.tokens_per_second):  # not of a run that only had to write files
+        rows["speed"] = f"{result.tokens_per_second:,.0f} tokens/s"
     if result.peak_memory is not None:
         rows["peak memory"] = f"{result.peak_memory / 2**30:.2f} GiB"
     if result.stopped_early:
@@ -216,7 +219,7 @@ def print_outcome(console: Console, result: Result, settings: RunSettings, folde
         "checkpoint": str(result.checkpoint),
         "metrics": str(folder / "metrics.jsonl"),
         "settings": str(folder / RUN_FILE),
-        "loss curve": curve,
+        **written,
     }
     console.print(table_of(rows), highlight=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import get_recipe, recipe_fields
-from te_models.config.training import TrainConfig
 from te_models.errors import CheckpointError, UsageError, plural
 from te_models.files.atomic import readable
 from te_models.interop.hub import DTYPES
@@ -49,8 +49,7 @@ def resumed_options(settings: RunSettings, saved: Mapping[str, Any]) -> dict[str
     options |= {**saved, **given}
     if "recipe" in settings.given:
         options["recipe"] = settings.recipe
-        if "fp8_params" not in given:
-            options.pop("fp8_params", None)  # another recipe may have no such weights
+        options["fp8_params"] = settings.build.get("fp8_params", False)  # another recipe may have no such weights
     return options
 
 
@@ -78,11 +77,11 @@ def saved_choices(newest: Path) -> dict[str, Any]:
     return {"recipe": read_recipe(saved), **dtype, "fp8_params": fp8_params, **run}
 
 
-def starting_step(folder: Path, resume: bool, config: TrainConfig) -> int:
+def starting_step(folder: Path, resume: bool, settings: RunSettings) -> int:
     """Return the step of the checkpoint to resume from, 0 for a new run.
 
     Raises:
-        ValueError: a new run would overwrite an old one, or there is no step left to take.
+        ValueError: a new run would overwrite an old one, or there is no step left to take and no file to write.
     """
     newest = Checkpoints(folder / "checkpoints").latest()
     if newest is None:
@@ -90,6 +89,14 @@ def starting_step(folder: Path, resume: bool, config: TrainConfig) -> int:
     step = int(newest.name.removeprefix("step-"))
     if not resume:
         raise UsageError(f"{folder} already holds a run of {plural(step, 'step')}: add --resume or give another --out")
-    if step >= config.steps:
-        raise UsageError(f"{folder} has already reached step {step}: give more than --steps {config.steps}")
+    steps = settings.train.steps
+    if step > steps or (step == steps and not _lacks(folder, settings)):
+        raise UsageError(f"{folder} has already reached step {step}: give more than --steps {steps}")
     return step
+
+
+def _lacks(folder: Path, settings: RunSettings) -> bool:
+    """Return whether a finished run lacks a file that its end writes, or a merged model that is asked for only now."""
+    lora = settings.lora
+    names = ["loss.png"] + ["adapter"] * (lora is not None) + ["merged"] * (lora is not None and lora.merge)
+    return any(not os.path.lexists(folder / name) for name in names)

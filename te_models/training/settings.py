@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from te_models.config.data import split_names, split_weight
 from te_models.config.model import config_fields
 from te_models.config.presets import PRESETS
-from te_models.config.recipe import Recipe, get_recipe, recipe_fields, recipe_from_dict
+from te_models.config.recipe import FP8_WEIGHTS, Recipe, get_recipe, recipe_fields, recipe_from_dict
 from te_models.config.shipped import no_weights
 from te_models.config.toml import read_toml
 from te_models.config.training import TrainConfig
@@ -230,10 +231,10 @@ def changed_settings(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict
     changed = {name: (then.get(name), now) for name, now in given.items() if then.get(name) != now and name != "out"}
     for name in FIXED:
         if name in changed:
-            flag = f"--{name.replace('_', '-')}"
+            flag, before = f"--{name.replace('_', '-')}", repr(then[name]) if name in then else "not set"
             raise UsageError(
-                f"a resumed run keeps its {name}: it is {then.get(name)!r}, not {given[name]!r}; leave out {flag}, or "
-                "start a new run"
+                f"a resumed run keeps its {name}: it is {before}, not {given[name]!r}: leave out {flag}, or start "
+                "a new run"
             )
     return changed
 
@@ -253,12 +254,20 @@ def _over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     flat = dict(saved)
     gone: set[str] = {"epochs"} if "steps" in given else set()
     if "recipe" in given:
-        gone |= {"recipe", "fp8_params"}  # another recipe may have no FP8 weights
+        gone.add("recipe")
+        if flat.get("fp8_params") and not given.get("fp8_params") and not _keeps_fp8_weights(given["recipe"]):
+            gone.add("fp8_params")
+            warnings.warn(f"recipe {given['recipe']!r} has no FP8 weights: the run goes on without", stacklevel=2)
     if {"preset", "model"} & given.keys():
         gone |= {"preset", "model", *config_fields()}
     if given.get("lora") and not flat.get("lora") and flat.get("learning_rate") == LEARNING_RATE["finetune"]:
         gone.add("learning_rate")  # the default for all weights; adapters have another
     return {name: value for name, value in flat.items() if name not in gone} | dict(given)
+
+
+def _keeps_fp8_weights(recipe: Any) -> bool:
+    """Return whether weights can be in FP8 alone under a recipe."""
+    return recipe == "auto" or get_recipe(recipe).scheme in FP8_WEIGHTS  # of auto, the engine says so
 
 
 def _lora(command: str, flat: Mapping[str, Any]) -> LoraSettings | None:

@@ -113,6 +113,14 @@ def test_parquet_rows(tmp_path: Path, columns: dict[str, list], expected: list[t
     ]
 
 
+def test_globs_match_hidden_files_only_by_name(tmp_path: Path) -> None:
+    for name in ("a.txt", ".b.txt", "deep/c.txt", "deep/.d.txt", ".e/f.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for pattern, names in (("**/*.txt", ["a.txt", "deep/c.txt"]), (".b*", [".b.txt"]), (".e/*", [".e/f.txt"])):
+        assert [document.text for document in load_documents(tmp_path / pattern)] == names, pattern
+
+
 def test_folder_is_read_sorted_without_hidden_and_binary_files(tmp_path: Path) -> None:
     files = {
         "b.txt": b"2",

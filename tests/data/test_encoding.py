@@ -185,12 +185,20 @@ def test_a_template_that_leaves_out_tool_calls_is_refused(template: str) -> None
 
 @pytest.mark.parametrize("name", THOUGHTS)
 @pytest.mark.parametrize("template", [MARKED, PREFIXED])
-def test_a_template_that_leaves_out_the_last_reasoning_is_refused(template: str, name: str) -> None:
+def test_a_template_that_leaves_out_reasoning_is_refused(template: str, name: str) -> None:
     tokenizer, thinking = ByteTokenizer(), {**REPLY, name: "2 and 3 are 5"}
     tokenizer.set_chat_template(template)
-    encode(tokenizer, {"messages": [USER, thinking, USER, REPLY]})  # which many templates leave out
-    with pytest.raises(DataError, match="a.jsonl:1: the chat template does not write the reasoning of message 2: give"):
+    says = rf"a.jsonl:1: the chat template does not write the reasoning of message 2 \({name}\): give --chat-template"
+    for messages in ([USER, thinking], [USER, thinking, USER], [USER, thinking, USER, REPLY]):
+        with pytest.raises(DataError, match=says):
+            encode(tokenizer, {"messages": messages})
+    tokenizer.set_chat_template("{# message." + name + " #}" + template)  # it knows the field
+    encode(tokenizer, {"messages": [USER, thinking, USER, REPLY]})  # and may leave out earlier thoughts
+    with pytest.raises(DataError, match=says):
         encode(tokenizer, {"messages": [USER, thinking]})
+    tokenizer.set_chat_template("{# enable_" + name + " #}" + template)
+    with pytest.raises(DataError, match=says):
+        encode(tokenizer, {"messages": [USER, thinking, USER, REPLY]})
     tokenizer.set_chat_template()
     ids, counted = encode(tokenizer, {"messages": [USER, thinking]})[0]
     said = tokenizer.decode(i for i, learned in zip(ids, counted, strict=True) if learned)

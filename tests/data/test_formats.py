@@ -116,6 +116,34 @@ ROWS: dict[str, tuple[Row, str, Any]] = {
             {"role": "tool", "content": "2", "tool_call_id": "1", "name": "f"},
         ],
     ),
+    "OpenAI's older calls": (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+                {"role": "function", "name": "f", "content": "2"},
+                REPLY,
+            ],
+            "functions": [{"name": "f"}],
+        },
+        MESSAGES,
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "content": "2", "name": "f"},
+                REPLY,
+            ],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+        },
+    ),
+    "a prompt that looks like JSON": ({"prompt": "[3, 1]", "completion": "[1, 3]"}, PAIRS, ("[3, 1]", "[1, 3]")),
+    "a prompt that looks like JSON of objects": (
+        {"prompt": '[{"id": 1}]', "completion": '{"id": 2}'}, PAIRS, ('[{"id": 1}]', '{"id": 2}')
+    ),
+    "messages in cells": (
+        {"prompt": json.dumps([USER]), "completion": json.dumps([REPLY])}, PAIRS, TALK,
+    ),
     "fields that an Arrow schema fills": (
         {"messages": [{**USER, "tool_calls": None, "name": None}, {**REPLY, "weight": 0}]},
         MESSAGES,

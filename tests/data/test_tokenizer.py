@@ -168,6 +168,11 @@ def test_hugging_face_tokenizer_comes_back(folder: Path, tmp_path: Path) -> None
     assert ids(load_tokenizer(tmp_path)) == ids(first)
 
 
+def test_adapters_without_a_tokenizer_have_that_of_their_model(folder: Path, tmp_path: Path) -> None:
+    write(tmp_path, "adapter_config.json", {"base_model_name_or_path": str(folder)})
+    assert load_tokenizer(tmp_path).documents() == load_tokenizer(folder).documents()
+
+
 def test_vocabulary_with_holes_counts_to_its_highest_id(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 99}, unk_token="a")).save(str(tmp_path / "t.json"))

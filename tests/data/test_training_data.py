@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import itertools
 import json
@@ -19,6 +20,8 @@ from te_models.cli.commands import main
 from te_models.config.data import DataConfig, DataOptions
 from te_models.data import rows as rows_module
 from te_models.data.dataset import TokenDataset
+from te_models.data.encoding import encode_documents, fit_records
+from te_models.data.formats import Document
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.data.training_data import steps_of
@@ -337,7 +340,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "no evaluation data": ({"a.jsonl": PAIRS}, ["--eval-data", "e.jsonl"], "e.jsonl: no such file"),
     "evaluation data that does not fit": (
         {"a.jsonl": PAIRS, "e.jsonl": [{"prompt": "p" * 99, "completion": "c"}]}, ["--eval-data", "e.jsonl"],
-        "1 of 1 record is longer than seq_len=32",
+        "evaluation data: no record is left: 1 of 1 record is longer than seq_len=32",
     ),
     "semicolons": (
         {"a.csv": b"prompt;completion\n1;2\n"}, ["--data", "a.csv"],
@@ -390,6 +393,18 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
         {"a.jsonl": TALKS, "bad.jinja": b"{{ raise_exception('no') }}"}, ["--chat-template", "bad.jinja"],
         "a.jsonl:1: the chat template refuses this record: no",
     ),
+    "a chat to evaluate on, of texts": (
+        {"a.jsonl": TEXTS, "e.jsonl": TALKS}, ["--eval-data", "e.jsonl"],
+        "e.jsonl:1: a record with an answer cannot be evaluated when training on texts",
+    ),
+    "a seed beyond all": ({"a.jsonl": PAIRS}, ["--seed", str(2**70)], "is out of range: give 0 or more, below 2**63"),
+    "an object around the records, and its version": (
+        {"a.json": json.dumps({"version": 1, "data": PAIRS}).encode()}, ["--data", "a.json"],
+        "one object around the records: write the list 'data' alone",
+    ),
+    "half of a pair of processes": (
+        {"a.jsonl": PAIRS}, ["--sequence-parallel"], "--sequence-parallel is only for --parallel tp and fsdp+tp",
+    ),
     "epochs and steps": ({"a.jsonl": PAIRS}, ["--steps", "3", "--epochs", "1"], "give one of them"),
 }  # fmt: skip
 
@@ -426,6 +441,12 @@ EMPTY: dict[str, Any] = {
     "pairs": [{"prompt": f"{n}?", "completion": ("", " ", None, f"<{n}>")[n % 4]} for n in range(40)],
     "a pair of nothing": [{"prompt": "", "completion": f"<{n}>" if n % 4 == 3 else ""} for n in range(40)],
     "Alpaca": [{"instruction": f"{n}?", "output": ("", " ", None, f"<{n}>")[n % 4]} for n in range(40)],
+    "messages in Parquet": [
+        {"messages": [
+            {"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": (None, None, None, f"<{n}>")[n % 4]},
+        ]}
+        for n in range(40)
+    ],
     "messages": [
         {"messages": [
             {"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": ("", "\n", None, f"<{n}>")[n % 4]},
@@ -442,7 +463,7 @@ EMPTY: dict[str, Any] = {
 def test_empty_answers_are_not_learned(case: str, streaming: bool, packing: str, tmp_path: Path) -> None:
     """30 of 40 records have none; the tokens that the loss counts are 10 answers and their ends."""
     path, config, tokenizer = (
-        write(tmp_path, "a.jsonl", EMPTY[case]),
+        write(tmp_path, "a.parquet" if "Parquet" in case else "a.jsonl", EMPTY[case]),
         TrainConfig(seq_len=96, batch_size=1),
         ByteTokenizer(),
     )
@@ -452,6 +473,45 @@ def test_empty_answers_are_not_learned(case: str, streaming: bool, packing: str,
     for batch in [*evaluation, *(next(dataset) for _ in range(20))]:
         learned = batch["labels"][batch["labels"] != IGNORED].tolist()
         assert learned.count(tokenizer.eos_token_id) == tokenizer.decode(learned).count(">") > 0
+
+
+def test_the_first_token_of_a_record_is_not_counted(tmp_path: Path) -> None:
+    """Of four tokens with no prompt before them, three are predicted."""
+    path = write(tmp_path, "a.jsonl", [{"prompt": "", "completion": f"a{n}c"} for n in range(10)])
+    for packing in ("documents", "none"):
+        config = TrainConfig(seq_len=8, batch_size=1)
+        dataset, _ = open_data(path, ByteTokenizer(), config, packing=packing, eval_split=0.1)
+        assert isinstance(dataset, TokenDataset)
+        windows = [next(dataset)["labels"][:, 1:] for _ in range(dataset.windows_in(1))]
+        assert sum(int((labels != IGNORED).sum()) for labels in windows) == 27
+        assert "the loss counts 27 tokens, 75% of all" in dataset.describe()
+
+
+def test_an_evaluation_has_a_batch() -> None:
+    with pytest.raises(ValueError, match="eval_batches=0 is out of range: give 1 or more"):
+        TrainConfig(eval_batches=0)
+
+
+def test_many_epochs_are_counted_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.jsonl", PAIRS)
+    dataset, _ = open_data(path, ByteTokenizer(), TrainConfig(seq_len=32, batch_size=1))
+    assert isinstance(dataset, TokenDataset)
+    sixteen = dataset.windows_in(16)
+    assert sixteen == sum(dataset._shuffled(epoch).num_windows for epoch in range(16))
+    assert dataset.windows_in(1e12) == sixteen * 10**12 // 16
+
+
+def test_a_record_that_is_cut_keeps_a_token_of_its_prompt(tmp_path: Path) -> None:
+    """And the bos token before it: four tokens of prompt are cut to one, and not to none."""
+    encoded = encode_documents([Document("abc", "0123")], ByteTokenizer())
+    tokens = encoded.tokens.copy()
+    tokens[0] = bos = 256
+    for seq_len, kept in ((8, 1), (6, 1), (5, 0)):  # bos, a token of the prompt, three of the answer and its end
+        found, fitted, _ = fit_records(dataclasses.replace(encoded, tokens=tokens.copy()), seq_len, "prompt", bos)
+        assert len(found) == kept
+        if kept:
+            (ids,) = fitted.parts(fitted.tokens)
+            assert ids[0] == bos and len(ids) == seq_len
 
 
 def test_an_empty_list_of_paths_is_not_the_default() -> None:

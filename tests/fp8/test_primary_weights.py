@@ -10,9 +10,9 @@ from bits import assert_same_bits
 from fewer import every
 
 from te_models import CausalLM
-from te_models.config.recipe import get_recipe
+from te_models.config.recipe import FP8_WEIGHTS, get_recipe
 from te_models.errors import CheckpointError
-from te_models.fp8.primary_weights import SCHEMES, is_quantized, plain, quantized_weights
+from te_models.fp8.primary_weights import is_quantized, plain, quantized_weights
 from te_models.fp8.scaling_state import fp8_state
 from te_models.optim import build_optimizer
 from te_models.saving.folder import load_folder, save_folder
@@ -257,7 +257,7 @@ def test_a_swap_that_needs_other_codes_is_refused() -> None:
 
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
 def test_fp8_weights_need_an_fp8_recipe(recipe: str) -> None:
-    assert get_recipe(recipe).scheme not in SCHEMES
+    assert get_recipe(recipe).scheme not in FP8_WEIGHTS
     with pytest.raises(ValueError, match="fp8_params=True needs an FP8 recipe"):
         build(recipe)
 

@@ -143,6 +143,16 @@ def test_a_gate_starts_as_the_identity_and_trains(
     )
 
 
+def test_a_larger_vocabulary_is_said(theirs: Callable[..., Pair]) -> None:
+    _, folder = theirs("llama3")
+    plain = load(folder)
+    with pytest.warns(UserWarning, match=r"vocab_size=\d+ adds 7 tokens to the model, rows of zeros"):
+        larger = load(folder, vocab_size=plain.config.vocab_size + 7)
+    assert not larger.embed_tokens.weight[-7:].any() and larger.embed_tokens.weight[:-7].equal(
+        plain.embed_tokens.weight
+    )
+
+
 @pytest.mark.parametrize("case", ["qwen3", "llama2"])
 def test_a_gate_added_to_a_model_round_trips(case: str, theirs: Callable[..., Pair], tmp_path: Path) -> None:
     model = load(theirs(case)[1], attention_gate="elementwise")

@@ -133,7 +133,7 @@ def test_the_evaluation_before_the_first_step_may_be_the_best(
     assert (result.step, result.best_step, result.stopped_early) == (3, 0, True)
     assert not (tmp_path / "best").exists()
     out = io.StringIO()
-    print_outcome(Console(file=out, width=200), result, RunSettings(train=run.config), tmp_path, "")
+    print_outcome(Console(file=out, width=200), result, RunSettings(train=run.config), tmp_path, {})
     assert "1.0000, before the first step: training made the model worse" in out.getvalue()
 
 

@@ -119,6 +119,38 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [*flags.split(), "--learning-rate", "0.05", "--lora", "4", "--eval-every", "0"]
 
 
+def test_a_run_that_was_killed_at_its_end_is_finished(
+    start: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise MemoryError("not enough to merge")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("te_models.training.lora_run.load_merged", fail)
+        assert main([*start, "--merge", "--out", "run"]) == 1
+    assert (Path("run/adapter").is_dir(), Path("run/merged").is_dir()) == (True, False)
+    assert main(["finetune", "--resume", "run"]) == 0
+    assert "run/merged" in capsys.readouterr().out and len(losses(Path("run"))) == 3
+    assert {path.name for path in Path("run").iterdir()} > {"adapter", "merged", "loss.png"}
+    assert main(["finetune", "--resume", "run"]) == 2
+    assert "run has already reached step 3: give more than --steps 3" in capsys.readouterr().err
+
+
+def test_a_finished_run_can_be_merged(start: list[str], capsys: Any) -> None:
+    assert main([*start, "--out", "run"]) == 0
+    assert main(["finetune", "--resume", "run"]) == 2
+    assert main(["finetune", "--resume", "run", "--merge"]) == 0
+    assert Path("run/merged").is_dir() and len(losses(Path("run"))) == 3
+
+
+def test_the_head_can_have_adapters(start: list[str], capsys: Any) -> None:
+    CausalLM.from_preset("gated-nano", device="cpu", tie_word_embeddings=False, **TINY).save_pretrained("base")
+    assert main([*start, "--lora-targets", "lm_head,q_proj", "--out", "run"]) == 0
+    model = load_lora(CausalLM.from_pretrained("base", device="cpu"), "run/adapter")
+    rows = model.base_model.model.plan().rows
+    assert [(row.layer, row.module) for row in rows][-2:] == [("3", "mlp.down_proj"), ("head", "lm_head")]
+
+
 @pytest.mark.parametrize("choices", every(2, [["--recipe", "current", "--fp8-params"], ["--recipe", "bf16"]]))
 def test_from_the_command_line_to_a_merged_model(choices: list[str], start: list[str], capsys: Any) -> None:
     assert main([*start, *choices, "--merge", "--out", "run"]) == 0

@@ -65,15 +65,19 @@ def choices(model: CausalLM) -> tuple[Any, ...]:
 
 
 @pytest.mark.filterwarnings("default:.* was trained under recipe")
+@pytest.mark.filterwarnings("default")
 def test_a_resumed_run_keeps_the_choices_of_its_checkpoint(run: Any, capsys: pytest.CaptureFixture) -> None:
     first = run("--steps", "1", *CHOSEN)
     assert (first.recipe.name, first.fp8_params, first.activation_checkpointing) == ("current", True, "selective")
     resumed = run("--steps", "2", "--resume")  # the only run there is
     assert choices(resumed) == choices(first)
-    other = run("--steps", "3", "--resume", "--out", "runs/gated-nano-current", "--recipe", "bf16",
-                "--activation-checkpointing", "none")  # fmt: skip
-    assert (other.recipe.name, other.fp8_params, other.activation_checkpointing) == ("bf16", False, "none")
+    again = ("--resume", "--out", "runs/gated-nano-current", "--recipe")
+    other = run("--steps", "3", *again, "delayed", "--activation-checkpointing", "none")
+    assert (other.recipe.name, other.fp8_params, other.activation_checkpointing) == ("delayed", True, "none")
     assert "was trained under recipe 'current'; it goes on with" in capsys.readouterr().err
+    other = run("--steps", "4", *again, "bf16")
+    assert (other.recipe.name, other.fp8_params) == ("bf16", False)
+    assert "recipe 'bf16' has no FP8 weights: the run goes on without" in capsys.readouterr().err
 
 
 def test_a_checkpoint_from_before_they_were_saved_has_its_recipe_and_dtype() -> None:

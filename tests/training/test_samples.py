@@ -143,7 +143,7 @@ def test_samples_change_nothing_of_a_run(model: CausalLM) -> None:
 def test_the_end_says_that_a_run_stopped_early(early: bool, tmp_path: Path) -> None:
     out, settings = io.StringIO(), RunSettings(train=TrainConfig(steps=8, patience=2))
     result = Result(step=3, first_eval_loss=1.0, eval_loss=3.0, best_eval_loss=2.0, best_step=1, stopped_early=early)
-    print_outcome(Console(file=out, width=200), result, settings, tmp_path, "")
+    print_outcome(Console(file=out, width=200), result, settings, tmp_path, {})
     assert ("at step 3 of 8: no lower eval loss in 2 evaluations" in out.getvalue()) == early
 
 

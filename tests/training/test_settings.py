@@ -68,8 +68,12 @@ def test_a_file_gives_what_the_command_does_not(tmp_path: Path) -> None:
 def test_another_recipe_or_shape_replaces_that_of_the_file_as_a_whole(tmp_path: Path) -> None:
     file = write(tmp_path / "run.toml", WHOLE + "[model]\nfp8_params = true\n")
     assert run_settings("pretrain", {}, file).build["fp8_params"] is True
-    settings = run_settings("pretrain", {"recipe": "current", "preset": "gated-124m"}, file)
-    assert (settings.recipe, settings.preset, settings.build) == ("current", "gated-124m", {})
+    for recipe in ("current", "mxfp8", "auto"):
+        settings = run_settings("pretrain", {"recipe": recipe, "preset": "gated-124m"}, file)
+        assert (settings.recipe, settings.preset, settings.build) == (recipe, "gated-124m", {"fp8_params": True})
+    for recipe in ("bf16", "nvfp4"):
+        with pytest.warns(UserWarning, match=f"recipe '{recipe}' has no FP8 weights: the run goes on without"):
+            assert run_settings("pretrain", {"recipe": recipe, "preset": "gated-124m"}, file).build == {}
 
 
 @pytest.mark.parametrize(
