@@ -44,7 +44,7 @@ def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: An
     with te.region_lock(model, recipe.quantized), te.outside_autocast() as outer:
         if not model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             _refuse_training_in_evaluation(model)
-        if outer is not None and repr(outer) != repr(te_recipe):
+        if outer is not None and outer != te_recipe:
             warnings.warn(
                 f"the model runs under its own recipe {recipe.name!r}, not under the {type(outer).__name__} of the "
                 "autocast around it: leave that out, or call model.set_recipe",

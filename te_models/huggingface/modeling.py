@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
@@ -32,7 +31,7 @@ from te_models.interop.hf import is_hugging_face
 from te_models.interop.hub import local_folder, split_options
 from te_models.model.inputs import check_inputs, check_tokens
 from te_models.model.rope import context_before_long_angles
-from te_models.model.targets import IGNORED, nan_if, valid_targets
+from te_models.model.targets import IGNORED, nan_if, shifted, valid_targets
 from te_models.saving.pretrained import WRAPPED
 
 OUTPUTS = ("use_cache", "output_hidden_states", "return_dict")  # fields of the config that say what forward returns
@@ -137,7 +136,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
                 the one before it begins a new document, outside of which attention sees nothing.
             past_key_values: a cache, which is extended.
             inputs_embeds: [B, S, D] instead of input_ids.
-            labels: int64 [B, S], not shifted; -100 is not counted.
+            labels: int64 [B, S], not shifted; -100 is not counted, nor is what padding would predict.
             use_cache: return a cache; by default in evaluation without labels, if the config says so.
             logits_to_keep: compute the logits of this many of the newest positions (0: of all), or of these positions.
             output_hidden_states: return the embeddings, the outputs of all blocks but the last, and the norm's.
@@ -169,7 +168,10 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             self._weights_pass = False
         if isinstance(logits_to_keep, Tensor):
             logits = logits[:, logits_to_keep]
-        loss = self._loss(logits, labels, shift_labels, num_items_in_batch) if wants_loss else None
+        if labels is not None and shift_labels is None:
+            mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+            shift_labels = shifted(labels, None if mask is None else mask[:, -labels.shape[1] :].to(labels.device))
+        loss = None if shift_labels is None else self._loss(logits, shift_labels, num_items_in_batch)
         output = CausalLMOutputWithPast(loss, logits, past_key_values, tuple(hidden) if hidden else None)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
@@ -231,14 +233,9 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         real = mask[:, -seq:] if mask is not None and mask.dim() == 2 and seq > 1 else None
         return dict(cache=view, attention_mask=real)
 
-    def _loss(
-        self, logits: Tensor, labels: Tensor | None, shifted: Tensor | None, count: Tensor | int | None
-    ) -> Tensor:
-        """Return the cross-entropy of logits [B, S, V], FP32 scalar; the other arguments as in `forward`."""
-        if shifted is None:
-            assert labels is not None
-            shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        targets, invalid = valid_targets(shifted.flatten().to(logits.device), self.model.config.vocab_size)
+    def _loss(self, logits: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:
+        """Return the cross-entropy of logits [B, S, V] for targets [B, S], an FP32 scalar; `count` as in `forward`."""
+        targets, invalid = valid_targets(targets.flatten().to(logits.device), self.model.config.vocab_size)
         loss = nan_if(self.model.kernels.cross_entropy(logits.flatten(0, 1), targets), invalid)
         return loss if count is None else loss * (targets != IGNORED).sum() / count
 

@@ -35,7 +35,7 @@ def _read_rope(theirs: Values) -> dict[str, Any]:
     if kinds and kinds[-1] != "default":
         found["rope_scaling"] = {"rope_type": kinds[-1], **values}
     elif values:
-        raise ConfigError(f"rope_scaling with {', '.join(values)} but no rope_type is not supported")
+        raise ConfigError(f"rope_scaling with {', '.join(values)} needs a rope_type other than default, such as linear")
     return found
 
 

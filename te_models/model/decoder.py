@@ -298,7 +298,7 @@ class Decoder(nn.Module):
         recompute = self._recompute(tokens.device, is_first_microbatch)
         passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
         context = forward_context(self.config, tokens, *passed, self.dtype)
-        wanted = (labels, attention_mask, return_logits, logits_to_keep)
+        wanted = (labels, attention_mask, document_ids, return_logits, logits_to_keep)
         with forward_pass(self, self.te, self.recipe, self.te_recipe):
             evaluated = not self.training
             output = self._decode(tokens, context, *wanted)
@@ -346,6 +346,7 @@ class Decoder(nn.Module):
         context: ForwardContext,
         labels: Tensor | None,
         attention_mask: Tensor | None,
+        document_ids: Tensor | None,
         return_logits: bool,
         logits_to_keep: int | None,
     ) -> Output:
@@ -356,7 +357,7 @@ class Decoder(nn.Module):
             count = seq if logits_to_keep is None else min(logits_to_keep, seq)
             logits = self._logits(self._newest(h, context, count), context)
             return Output(None, logits[: batch * count].unflatten(0, (batch, count)))
-        targets, invalid = next_token_targets(labels, attention_mask, self.config.vocab_size)
+        targets, invalid = next_token_targets(labels, attention_mask, self.config.vocab_size, document_ids)
         if not return_logits and self._head_is_fused:
             return Output(nan_if(self._fused_loss(h, targets), invalid), None)
         logits = self._logits(h, context)[: batch * seq]

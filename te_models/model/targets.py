@@ -11,16 +11,20 @@ from te_models.errors import UsageError
 IGNORED = -100  # label of tokens that the loss does not count: Hugging Face's and PyTorch's convention
 
 
-def next_token_targets(labels: Tensor, attention_mask: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor | None]:
+def next_token_targets(
+    labels: Tensor, attention_mask: Tensor | None, vocab_size: int, document_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Return the target of each position, and on a GPU, or in a traced graph, whether a label is invalid.
 
-    Shifting the labels saves a copy of the logits. A position of padding predicts nothing. On a GPU invalid labels are
-    ignored and flagged, since reading their values would synchronize and kernels must not use them as indices.
+    Shifting the labels saves a copy of the logits. A position of padding predicts nothing, nor does the last one of a
+    document. On a GPU invalid labels are ignored and flagged, since reading their values would synchronize and kernels
+    must not use them as indices.
 
     Args:
         labels: int64 [B, S], not shifted; -100 is not counted.
         attention_mask: [B, S], 0 at padding; None: no padding.
         vocab_size: labels must be below it.
+        document_ids: int [B, S], the document that each token belongs to; None: a row is one.
 
     Returns:
         int64 [B * S] with -100 where there is no target; a bool scalar on the device, None if labels were checked.
@@ -28,10 +32,17 @@ def next_token_targets(labels: Tensor, attention_mask: Tensor | None, vocab_size
     Raises:
         UsageError: on a CPU, a label is neither -100 nor in the vocabulary.
     """
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return valid_targets(shifted(labels, attention_mask, document_ids).flatten(), vocab_size)
+
+
+def shifted(labels: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None = None) -> Tensor:
+    """Return the target of each position, int64 [B, S], -100 where there is none; arguments as above."""
+    targets = labels[:, 1:]
+    if document_ids is not None:
+        targets = targets.masked_fill(document_ids[:, 1:] != document_ids[:, :-1], IGNORED)
     if attention_mask is not None:
-        targets = targets.masked_fill(attention_mask == 0, IGNORED)
-    return valid_targets(targets.flatten(), vocab_size)
+        targets = targets.masked_fill(attention_mask[:, :-1] == 0, IGNORED)
+    return F.pad(targets, (0, 1), value=IGNORED)
 
 
 def valid_targets(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:

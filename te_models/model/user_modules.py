@@ -6,6 +6,7 @@ as a pickle. These three functions are for other modules: te.LayerNormMLP, te.Tr
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MethodType, ModuleType
@@ -47,7 +48,7 @@ def checkpoint(
         kwargs: its keyword arguments.
 
     Raises:
-        UsageError: an unknown mode, or a function under delayed scaling whose modules are not known.
+        UsageError: an unknown mode, or a function under delayed scaling that uses te layers which are not known.
     """
     if mode not in ("none", "full"):
         raise unknown("mode", mode, ("none", "full"))
@@ -66,6 +67,8 @@ def checkpoint(
             "checkpoint under delayed scaling must know whose scales to restore: pass modules=[...], the modules with "
             "te layers that the function uses"
         )
+    if te_recipe is not None and te_recipe.delayed():
+        function = _refusing_others(function, owner, te)
     return Recompute("full", te, te_recipe, layers=1).recomputed(owner, function, *args, restore_random=True, **kwargs)
 
 
@@ -90,9 +93,37 @@ def load_fp8_state(
         recipe: the recipe of delayed scaling that the module will run under.
 
     Raises:
-        ValueError: a name or a shape does not fit; nothing has been written.
+        ValueError: a name or a shape does not fit, or the recipe has no such state; nothing has been written.
     """
-    scaling_state.load_fp8_state(module, tensors, get_recipe(recipe).build(_engine(module)))
+    chosen = get_recipe(recipe)
+    if tensors and not chosen.stateful:
+        raise UsageError(f"recipe {chosen.name!r} keeps no scales: load them under one of delayed scaling")
+    scaling_state.load_fp8_state(module, tensors, chosen.build(_engine(module)))
+
+
+def _refusing_others(function: Callable[..., Any], owner: nn.Module, te: ModuleType) -> Callable[..., Any]:
+    """Return `function` with an error if an FP8 layer outside `owner` runs in it: nothing would restore its scales."""
+    known, thread = {id(module) for module in owner.modules()}, threading.get_ident()
+
+    def check(module: nn.Module, args: Any) -> None:
+        mine = threading.get_ident() == thread and hasattr(module, "fp8_meta")
+        if mine and id(module) not in known and te.FP8GlobalStateManager.is_fp8_enabled():
+            raise UsageError(
+                f"checkpoint under delayed scaling would not restore the scales of a te.{type(module).__name__}, which "
+                "is in none of the modules that it knows: pass modules=[...] with all that the function uses, and hold "
+                "layers in nn.ModuleList rather than in a list"
+            )
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal thread
+        thread = threading.get_ident()  # backward runs in another
+        hook = nn.modules.module.register_module_forward_pre_hook(check)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            hook.remove()
+
+    return watched
 
 
 def _owner(function: Callable[..., Any], modules: Iterable[nn.Module]) -> nn.Module:

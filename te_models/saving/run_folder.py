@@ -78,10 +78,11 @@ class Checkpoints:
 
         Raises:
             UsageError: an argument cannot be saved exactly.
-            SaveError: this save failed, or background saves keep failing; earlier checkpoints are intact.
+            SaveError: this save failed, or background saves keep failing (a save with `blocking` is always tried);
+                earlier checkpoints are intact.
         """
         self._join()
-        if self._failed_saves >= MAX_FAILED_SAVES:
+        if self._failed_saves >= MAX_FAILED_SAVES and not blocking:
             self.wait()
         content = prepare(tensors, documents)
         path = self.root / f"step-{step:08d}"
@@ -186,9 +187,12 @@ class Checkpoints:
             self._retrying(path, lambda: self._commit(path, content))
             self._error, self._failed_saves = None, 0
         except BaseException as error:
-            # Logged here, for a run that ends without another save.
-            logging.getLogger(__name__).warning("%s; the next save tries again", error)
-            self._error, self._failed_saves = error, self._failed_saves + 1
+            self._note_failure(error)
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Remember that a save failed; logged here, for a run that ends without another one."""
+        logging.getLogger(__name__).warning("%s; the next save tries again", error)
+        self._error, self._failed_saves = error, self._failed_saves + 1
 
     def _retrying(self, path: Path, save: Callable[[], None]) -> None:
         """Run `save`, again after each of `retry_pauses` if it fails."""

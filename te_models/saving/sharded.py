@@ -31,7 +31,7 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state, shard
 from te_models.saving.folder import Content, finish_folder, prepare, record, refuse_strangers, write_index
-from te_models.saving.run_folder import Checkpoints
+from te_models.saving.run_folder import MAX_FAILED_SAVES, Checkpoints
 
 _OPTIMIZER = re.compile(r"optimizer\.(masters|state)\.(\d+)")
 Plan = dict[str, dict[str, int]]  # group -> tensor name -> number of the file; process `number % world` writes it
@@ -66,16 +66,25 @@ class ShardedCheckpoints(Checkpoints):
         blocking: bool = True,
         copy_later: bool = False,
     ) -> Path:
-        """Save as `Checkpoints.save` does, from all processes at once.
+        """Save as `Checkpoints.save` does, from all processes at once, which wait for it; `copy_later` changes nothing.
+
+        With `blocking=False` a save that fails is logged, and the next save tries again, as there.
 
         Raises:
-            UsageError: an argument cannot be saved exactly, or `blocking` is False.
+            UsageError: an argument cannot be saved exactly.
             SaveError: it failed on some process; earlier checkpoints are intact. All processes raise the same error.
         """
-        if not blocking or copy_later:
-            raise UsageError("several processes save together: blocking=False is for one")
+        if self._failed_saves >= MAX_FAILED_SAVES and not blocking:
+            self.wait()
         path = self.root / f"step-{step:08d}"
-        self._retrying(path, lambda: self._save(path, tensors, documents))
+        try:
+            self._retrying(path, lambda: self._save(path, tensors, documents))
+        except SaveError as error:
+            if blocking:
+                raise
+            self._note_failure(error)
+        else:
+            self._error, self._failed_saves = None, 0
         return path
 
     def _save(self, path: Path, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]) -> None:

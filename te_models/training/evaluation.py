@@ -11,16 +11,15 @@ from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
 from te_models.fp8.region import evaluating
+from te_models.model.targets import IGNORED, shifted
 
 Batch = dict[str, Tensor]  # "input_ids" and "labels", int64 [B, S], perhaps "document_ids"
 
 
 def count_targets(batch: Batch) -> int:
-    """Return the number of tokens whose loss counts: labels other than -100 that are not predicted from padding."""
-    counted = batch["labels"][:, 1:] != -100
-    if "attention_mask" in batch:
-        counted &= batch["attention_mask"][:, :-1] != 0
-    return int(counted.sum())
+    """Return the number of tokens whose loss counts: those that padding or another document would predict do not."""
+    targets = shifted(batch["labels"], batch.get("attention_mask"), batch.get("document_ids"))
+    return int((targets != IGNORED).sum())
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

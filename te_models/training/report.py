@@ -22,6 +22,7 @@ from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer
 from te_models.errors import DataError, plural
+from te_models.saving.run_folder import Checkpoints
 from te_models.training.cuda_graph import step_obstacle
 from te_models.training.metrics import read_metrics
 from te_models.training.plots import plot_run, try_drawing
@@ -211,7 +212,8 @@ def print_outcome(
         patience = plural(settings.train.patience, "evaluation")
         rows["stopped early"] = f"at step {result.step} of {settings.train.steps}: no lower eval loss in {patience}"
     if result.best_step not in (0, result.step):
-        kept = f", saved in {folder / 'best'}" if settings.train.keep_best else ""
+        saved = Checkpoints(folder / "best" / "checkpoints").latest()
+        kept = f", saved in {folder / 'best'}" if saved and saved.name == f"step-{result.best_step:08d}" else ""
         rows["best eval loss"] = f"{result.best_eval_loss:.4f} at step {result.best_step}{kept}"
     elif change < 0:
         rows["best eval loss"] = f"{result.first_eval_loss:.4f}, before the first step: training made the model worse"

@@ -217,8 +217,7 @@ class Trainer(NamedFields):
             only = first and row["step"] == config.steps  # with a single evaluation there is no best one to choose
             if config.keep_best and config.eval_every and not only:
                 tensors, documents = self._model_content()
-                blocking = self.parallel.ranks.world > 1
-                self.best.save(row["step"], tensors, {**documents, **self.documents}, blocking=blocking)
+                self.best.save(row["step"], tensors, {**documents, **self.documents}, blocking=False)
         else:
             result.evaluations_since_best += 1
             if config.patience and result.evaluations_since_best >= config.patience and row["step"] < config.steps:
@@ -228,7 +227,7 @@ class Trainer(NamedFields):
 
     @contextlib.contextmanager
     def _background_saves(self) -> Iterator[None]:
-        """Wait for the save under way when the run ends. A failed save ends a run that went well otherwise."""
+        """Wait for the saves under way when the run ends. If the last checkpoint failed, so did the run."""
         try:
             yield
         except BaseException:
@@ -237,7 +236,8 @@ class Trainer(NamedFields):
                     checkpoints.wait()
             raise
         self.checkpoints.wait()
-        self.best.wait()
+        with contextlib.suppress(SaveError):  # logged too; the last checkpoint is there
+            self.best.wait()
 
     def steps(self, batches: Iterator[Batch]) -> Iterator[Row]:
         """Take steps until the run ends; yield the metrics of each, with the evaluation loss where one is due.
@@ -372,9 +372,7 @@ class Trainer(NamedFields):
 
         With `blocking=False` a single process writes it in the background; several processes always save together.
         """
-        later = not blocking and self.parallel.ranks.world == 1
-        options = dict(blocking=False, copy_later=True) if later else {}
-        folder = self.checkpoints.save(self.result.step, *self._content(), **options)
+        folder = self.checkpoints.save(self.result.step, *self._content(), blocking=blocking, copy_later=not blocking)
         self.result.checkpoint = str(folder)
         for callback in self.callbacks:
             callback.on_save(self, folder)

@@ -18,6 +18,7 @@ from fewer import every
 from torch import Tensor, nn
 
 from te_models import CausalLM
+from te_models.config.recipe import get_recipe
 from te_models.errors import EngineError, UsageError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.generation.generate import stream
@@ -237,6 +238,21 @@ def test_an_autocast_around_the_model_has_no_effect(recipe: str, engine: str, ch
             assert_same_bits(f"gradient of {name}", a.grad, b.grad)
     if recipe == "delayed":
         assert_same_state("under the outer autocast", other, state(one))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "field"),
+    [("delayed", dict(amax_compute_algo="most_recent")), ("current", dict(use_power_2_scales=True))],
+)
+def test_an_autocast_that_differs_in_a_field_is_a_warning(recipe: str, field: dict[str, Any]) -> None:
+    model = build(recipe)
+    outer = get_recipe(recipe, **field).build(model.te)
+    assert outer != model.te_recipe
+    with (
+        model.te.autocast(enabled=True, recipe=outer),
+        pytest.warns(UserWarning, match=f"runs under its own recipe '{recipe}'"),
+    ):
+        model(tokens(model))
 
 
 def test_an_autocast_with_the_same_recipe_or_none_is_no_warning() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from bits import assert_same_bits
 from judge import transformers
 from places import PLACE
@@ -134,6 +135,17 @@ def test_a_forward_pass_is_that_of_transformers(case: str, call: str, pair: Call
     torch.testing.assert_close(ours.logits[real], theirs.logits[real], **CLOSE)
     if "labels" in options and call != "padding in the loss":
         torch.testing.assert_close(ours.loss, theirs.loss, **CLOSE)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_predicts_nothing(side: str, pair: Callable[..., Any]) -> None:
+    """transformers counts the first token of a row after padding, from logits that mean nothing."""
+    models, mask = pair("llama"), MASK if side == "left" else MASK.flip(-1)
+    rows = [row[real.bool()] for row, real in zip(IDS, mask, strict=True)]
+    sums = [F.cross_entropy(models.theirs(row[None]).logits[0, :-1], row[1:], reduction="sum") for row in rows]
+    labels = IDS.masked_fill(mask == 0, -100)
+    expected = sum(sums) / sum(len(row) - 1 for row in rows)
+    torch.testing.assert_close(models.ours(IDS, attention_mask=mask, labels=labels).loss, expected, **CLOSE)
 
 
 def test_the_loss_of_vectors_and_of_a_continued_cache_are_those_of_transformers(pair: Callable[..., Any]) -> None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from te_models import CausalLM, ModelConfig
 from te_models.model.targets import IGNORED, invalid_label, nan_if, next_token_targets
+from te_models.training.evaluation import count_targets
 
 SHAPE = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
 
@@ -33,6 +34,17 @@ def test_padding_changes_no_loss(side: str, return_logits: bool, model: CausalLM
     alone = [F.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum") for row in rows]
     loss = model(ids, labels=labels, attention_mask=mask, return_logits=return_logits).loss
     torch.testing.assert_close(loss, sum(alone) / (8 + 3), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("return_logits", [True, False])
+@torch.no_grad()
+def test_a_document_does_not_predict_the_next(return_logits: bool, model: CausalLM) -> None:
+    parts = [torch.randint(0, 64, (length,)) for length in (5, 1, 6)]
+    ids, documents = torch.cat(parts)[None], torch.tensor([[0] * 5 + [1] + [2] * 6])
+    alone = [F.cross_entropy(model(part[None]).logits[0, :-1], part[1:], reduction="sum") for part in parts]
+    loss = model(ids, labels=ids, document_ids=documents, return_logits=return_logits).loss
+    torch.testing.assert_close(loss, sum(alone) / (4 + 0 + 5), atol=1e-5, rtol=0)
+    assert count_targets(dict(labels=ids, document_ids=documents)) == 9
 
 
 @pytest.mark.parametrize("label", [-1, -101, 64, 2**40])

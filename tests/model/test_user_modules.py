@@ -160,6 +160,41 @@ def test_mistakes_are_named() -> None:
         pytest.raises(UsageError, match="pass modules="),
     ):
         checkpoint(lambda x: block(x), x)
+    with pytest.raises(UsageError, match="recipe 'current' keeps no scales: load them under one of delayed scaling"):
+        load_fp8_state(block, {"first.scaling_fwd.scale": torch.ones(3)}, recipe="current")
+    load_fp8_state(block, {}, recipe="bf16")
+
+
+class InAList(nn.Module):
+    """Its blocks are in a list, where `modules()` does not find them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known, self.hidden = Mine(), [Mine()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hidden[0](self.known(x))
+
+
+def test_layers_that_are_not_known_are_refused_under_delayed_scaling() -> None:
+    """Their scales would be those of a later pass in the recompute."""
+    block, other, x = InAList(), Mine(), torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
+    calls = (
+        lambda: checkpoint(block, x),
+        lambda: checkpoint(lambda x: other(block(x)), x, modules=[block, *block.hidden]),
+    )
+    for call in calls:
+        with (
+            emulated.autocast(enabled=True, recipe=get_recipe("delayed").build(emulated)),
+            pytest.raises(UsageError, match="would not restore the scales of a te.Linear, .*: pass modules="),
+        ):
+            call()
+    with emulated.autocast(enabled=True, recipe=get_recipe("delayed").build(emulated)):
+        y = checkpoint(lambda x: other(block(x)), x, modules=[block, *block.hidden, other])
+    y.sum().backward()
+    with emulated.autocast(enabled=True, recipe=get_recipe("current").build(emulated)):
+        checkpoint(InAList(), x).sum().backward()
+    assert not nn.modules.module._global_forward_pre_hooks
 
 
 @pytest.mark.gpu

@@ -20,10 +20,13 @@ from bits import assert_same_bits
 from ranks import run_process
 from torch import Tensor
 
+from te_models import CausalLM
+from te_models.distributed.control import Ranks
 from te_models.errors import SaveError
 from te_models.files import atomic
 from te_models.saving.folder import load_folder, save_folder
 from te_models.saving.run_folder import MAX_FAILED_SAVES, Checkpoints
+from te_models.saving.sharded import ShardedCheckpoints
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -385,10 +388,21 @@ def test_a_failed_background_save_surfaces_once(
     assert [step_of(path) for path in run.all()] == [3]
 
 
+def of_one(root: Path) -> Checkpoints:
+    return Checkpoints(root)
+
+
+def of_several(root: Path) -> Checkpoints:
+    """The checkpoints of a job, of which this is the only process."""
+    model = CausalLM.from_preset("gated-nano", device="cpu", hidden_size=96, intermediate_size=96, num_hidden_layers=3)
+    return ShardedCheckpoints(root, ranks=Ranks(), model=model, names=[], fetch=lambda *arguments: arguments[-1])
+
+
+@pytest.mark.parametrize("of", [of_one, of_several])
 def test_one_failed_background_save_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Checkpoints(tmp_path)
+    run = of(tmp_path)
     run.save(1, *content(1))
     with monkeypatch.context() as patch:
         Fault(patch, 3)
@@ -399,8 +413,10 @@ def test_one_failed_background_save_does_not_end_the_run(
     assert [step_of(path) for path in run.all()] == [1, 3]
 
 
-def test_saves_that_keep_failing_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Checkpoints(tmp_path)
+@pytest.mark.parametrize("of", [of_one, of_several])
+def test_saves_that_keep_failing_end_the_run(of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the last one, in the foreground, is tried all the same."""
+    run = of(tmp_path)
     run.save(1, *content(1))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "broken")))
@@ -408,7 +424,14 @@ def test_saves_that_keep_failing_end_the_run(tmp_path: Path, monkeypatch: pytest
             run.save(step, *content(step), blocking=False)
         with pytest.raises(SaveError, match="broken"):
             run.save(9, *content(9), blocking=False)
+        for step in range(10, 10 + MAX_FAILED_SAVES):
+            run.save(step, *content(step), blocking=False)
+        with pytest.raises(SaveError, match="broken"):
+            run.save(20, *content(20))
     assert step_of(run.latest()) == 1
+    run.save(21, *content(21))
+    run.wait()
+    assert step_of(run.latest()) == 21
 
 
 @pytest.mark.parametrize("blocking", [True, False])

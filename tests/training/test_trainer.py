@@ -1,6 +1,7 @@
 """The training loop: it learns, resumes with the same bits, stops at a bad loss, and asks before it overwrites."""
 
 import copy
+import io
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits
+from rich.console import Console
 
 from te_models import CausalLM, list_recipes
 from te_models.config.training import TrainConfig
@@ -29,6 +31,8 @@ from te_models.saving.pretrained import saved_folder
 from te_models.training.evaluation import evaluate
 from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel
+from te_models.training.report import print_outcome
+from te_models.training.settings import RunSettings
 from te_models.training.trainer import Trainer
 
 PRIMARY = ["delayed", "current", "blockwise", "mxfp8"]  # recipes with FP8 primary weights
@@ -222,9 +226,9 @@ def test_a_bad_step_read_late_changes_no_weight(clip: float, tmp_path: Path) -> 
 
 
 def test_a_bad_label_on_a_gpu_ends_the_run_with_the_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def as_on_a_gpu(labels: torch.Tensor, mask: Any, vocab_size: int) -> Any:
+    def as_on_a_gpu(labels: torch.Tensor, mask: Any, vocab_size: int, documents: Any) -> Any:
         invalid = labels >= vocab_size
-        return next_token_targets(labels.masked_fill(invalid, -100), mask, vocab_size)[0], invalid.any()
+        return next_token_targets(labels.masked_fill(invalid, -100), mask, vocab_size, documents)[0], invalid.any()
 
     run = trainer(tmp_path, "bf16", shape=TINY, steps=4, seq_len=16, eval_every=0)
     batches = [next(run.dataset) for _ in range(4)]
@@ -282,6 +286,25 @@ def test_a_background_save_that_fails_is_an_error_of_the_run(tmp_path: Path, mon
     monkeypatch.setattr(run.checkpoints, "_commit", full)
     with pytest.raises(SaveError, match="the disk is full"):
         run.run()
+
+
+def test_a_failed_save_of_the_best_model_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("te_models.training.trainer.SAVE_RETRY_PAUSES", ())
+    run = trainer(tmp_path, "bf16", shape=TINY, steps=3, seq_len=16, eval_every=1, learning_rate=0.01)
+
+    def full(*args: Any) -> None:
+        raise SaveError("the disk is full")
+
+    monkeypatch.setattr(run.best, "_commit", full)
+    monkeypatch.setattr("te_models.saving.run_folder.MAX_FAILED_SAVES", 9)
+    result = run.run()
+    assert result.best_step and "the disk is full" in caplog.text and run.best.latest() is None
+    assert result.checkpoint is not None and Path(result.checkpoint).name == "step-00000003"
+    out = io.StringIO()
+    print_outcome(Console(file=out, width=200), result, RunSettings(train=run.config), tmp_path, {})
+    assert "saved in" not in out.getvalue()
 
 
 @pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow)])
