@@ -66,7 +66,7 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
 
 
 def outcome(run: Trainer, result: Result) -> dict[str, Any]:
-    """Return what tests compare: the curves, and the scales of each rank."""
+    """Return what tests compare: the curves, and the scales and next random number of each rank."""
     reshard(run.model)
     shared = run.parallel
     scales = {n: t.tolist() for n, t in fp8_state(run.model).items()}
@@ -81,6 +81,7 @@ def outcome(run: Trainer, result: Result) -> dict[str, Any]:
         scales=shared.ranks.gather(scales),
         held=shared.ranks.gather(held),
         weights=shared.ranks.gather(digest(run.model)),
+        drawn=shared.ranks.gather(torch.rand(()).item()),
     )
 
 
@@ -113,16 +114,30 @@ def poison_one(run: Trainer, rank: int) -> Trainer:
     return run
 
 
+def enlarge_one(run: Trainer, rank: int) -> Trainer:
+    """Process `rank` alone has recorded the largest backward amaxes when step 2 is saved."""
+
+    def enlarge(row: dict[str, Any]) -> None:
+        if row["step"] == 2 and run.parallel.ranks.rank == rank:
+            for name, history in fp8_state(run.model, ("scaling_bwd",)).items():
+                if name.endswith("amax_history"):
+                    history[0] = 4 * history[-1]
+
+    run.on_step = enlarge
+    return run
+
+
 def run_case(shared: Parallel, root: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
-    """One case; `resume` names the folder whose oldest checkpoint it continues, `stop` and `poison` a rank."""
+    """One case; `resume` names the folder whose oldest checkpoint it continues, `stop`, `poison`, `enlarge` a rank."""
     case = dict(case)
-    source, stop, poison = (case.pop(key, None) for key in ("resume", "stop", "poison"))
+    source, stop, poison, enlarge = (case.pop(key, None) for key in ("resume", "stop", "poison", "enlarge"))
     out = root / name
     if source is not None:
         shared.ranks.from_first(lambda: continue_from(root / source, out))
     run = make_trainer(shared, out, case)
     run = run if stop is None else stop_one(run, stop)
     run = run if poison is None else poison_one(run, poison)
+    run = run if enlarge is None else enlarge_one(run, enlarge)
     try:
         return outcome(run, run.run(resume=source is not None))
     except Diverged as error:

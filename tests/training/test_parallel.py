@@ -58,7 +58,9 @@ RUNS |= {
     "tp-answers": dict(parallel="tp", recipe="bf16", answers=True, gradient_accumulation=3),
 }  # fmt: skip
 SPECIAL = {
-    "saved": dict(parallel="fsdp", recipe="delayed", dtype="bfloat16", steps=4, save_every=2, mode="selective"),
+    "saved": dict(
+        parallel="fsdp", recipe="delayed", dtype="bfloat16", steps=4, save_every=2, mode="selective", enlarge=1
+    ),
     "saved-ddp": dict(parallel="ddp", recipe="delayed", dtype="bfloat16", steps=4, save_every=2),
     "resharded": dict(parallel="fsdp", recipe="delayed"),
     "resharded-full": dict(parallel="fsdp", recipe="delayed", mode="full"),
@@ -190,6 +192,7 @@ def test_resharded_weights_are_quantized_again_in_backward(two: dict[str, Any]) 
 @pytest.mark.parametrize("kind", ["", "-ddp"])
 def test_a_resume_on_as_many_ranks_is_exact(kind: str, two: dict[str, Any], root: Path) -> None:
     assert two[f"resumed{kind}"] == two[f"saved{kind}"]
+    assert len(set(two[f"saved{kind}"]["drawn"])) == 2, "each rank has random numbers of its own"
     whole, resumed = (load_folder(root / f"{n}{kind}" / "checkpoints" / "step-00000004") for n in ("saved", "resumed"))
     for group in ("model", "training", "fp8_state"):
         assert whole.tensors[group].keys() == resumed.tensors[group].keys()

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from bits import assert_same_bits
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from te_models import CausalLM
 from te_models.config.training import TrainConfig
@@ -164,16 +165,36 @@ def test_gradients_of_many_micro_batches_are_summed_in_fp32(tmp_path: Path) -> N
 
 
 def test_unused_parameters_have_no_gradient_sum() -> None:
-    used, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    sums = GradientSums([used, unused])
-    for _ in range(2):  # of the second step as of the first
+    used, once, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+    sums = GradientSums([used, once, unused])
+    for step in (1, 2):  # of the second step as of the first
         with sums.collecting():
-            (2 * used).sum().backward()
+            (2 * used + once if step == 1 else 2 * used).sum().backward()
             sums.last_micro_batch()
             (3 * used).sum().backward()
         assert torch.equal(sums.of(used), torch.full((3,), 5.0)) and sums.of(unused) is None
+        assert (sums.of(once) is None) == (step == 2), "it would decay in a step that does not use it"
 
 
 def test_micro_batches_weigh_as_many_tokens_as_they_count() -> None:
     assert Parallel().loss_weights([1, 63, 0], torch.device("cpu")) == [1 / 64, 63 / 64, 0.0]
     assert Parallel().loss_weights([0], torch.device("cpu")) == [0.0]
+
+
+def test_padded_micro_batches_are_one_batch_without_padding(tmp_path: Path) -> None:
+    """Each text alone has no padding to leave out; the two micro-batches count 12 and 5 tokens."""
+    model, texts = build(), [torch.randint(0, SHAPE["vocab_size"], (length,)) for length in (12, 2, 4, 3)]
+
+    def padded(rows: list[Tensor]) -> Tensor:
+        return pad_sequence(rows, batch_first=True, padding_value=0, padding_side="left")
+
+    batches = []
+    for rows in (texts[:2], texts[2:]):
+        ids, mask = padded(rows), padded([torch.ones_like(row) for row in rows])
+        batches.append(dict(input_ids=ids, labels=ids, attention_mask=mask))
+    logits = torch.cat([model(text[None]).logits[0, :-1] for text in texts])
+    loss = F.cross_entropy(logits, torch.cat([text[1:] for text in texts]))
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients]))
+    row = train(model, Batches(0), tmp_path, gradient_accumulation=2).step(iter(batches))
+    assert (row["loss"], row["grad_norm"]) == pytest.approx((loss.item(), norm.item()), rel=1e-5)

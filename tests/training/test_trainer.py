@@ -69,6 +69,45 @@ def test_the_last_micro_batch_is_known_by_its_place(tmp_path: Path, monkeypatch:
     assert told == [False, False, True]
 
 
+@pytest.mark.parametrize("cached, flags", [(True, [True, False, False]), (False, [None] * 3)])
+def test_micro_batches_use_fp8_weights_again_only_if_asked(
+    cached: bool, flags: list[bool | None], tmp_path: Path
+) -> None:
+    run = trainer(tmp_path, shape=TINY, seq_len=16, gradient_accumulation=3, cache_fp8_weights=cached)
+    told: list[bool | None] = []
+
+    def forward(**batch: Any) -> Any:
+        told.append(batch["is_first_microbatch"])
+        return run.model(**batch)
+
+    run.train_model = forward
+    run.step(iter(run.dataset))
+    assert told == flags
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_speed_counts_the_tokens_of_all_micro_batches(
+    micro_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter((0.5, 0.25, 2.0))
+    monkeypatch.setattr("te_models.training.trainer.elapsed", lambda start, end: next(seconds))
+    result = trainer(
+        tmp_path, "bf16", shape=TINY, steps=3, seq_len=16, eval_every=0, gradient_accumulation=micro_batches
+    ).run()
+    tokens = 2 * 16 * micro_batches
+    found = [row["tokens_per_second"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert found == [2 * tokens, 4 * tokens, tokens / 2] and result.tokens_per_second == 2 * tokens
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_deterministic_algorithms_are_on_for_the_run_alone(chosen: bool, tmp_path: Path) -> None:
+    run = trainer(tmp_path, "bf16", shape=TINY, steps=1, seq_len=16, eval_every=0, deterministic=chosen)
+    found: list[bool] = []
+    run.on_step = lambda row: found.append(torch.are_deterministic_algorithms_enabled())
+    run.run()
+    assert found == [chosen] and not torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_run_in_python_replaces_no_other(tmp_path: Path) -> None:
     """As on the command line. `out` may be a str."""
     done = trainer(str(tmp_path), steps=2, seq_len=16)  # type: ignore[arg-type]
