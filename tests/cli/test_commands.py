@@ -204,14 +204,17 @@ def test_finetune_resume_and_generate(corpus: Path, tmp_path: Path, capsys: pyte
         assert capsys.readouterr().out.startswith("7 green")
 
 
-def test_equal_seeds_give_equal_losses(corpus: Path, tmp_path: Path) -> None:
-    losses = []
+def test_equal_seeds_give_equal_weights_and_losses(corpus: Path, tmp_path: Path) -> None:
+    """The weights are those of the start: the learning rate is 0."""
+    losses, weights = [], []
     for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
-        short = ["--steps", "1", "--sample-tokens", "0", "--eval-batches", "1"]
+        short = ["--steps", "1", "--sample-tokens", "0", "--eval-batches", "1", "--learning-rate", "0"]
         assert main(finetune(tmp_path / name, corpus, "--recipe", "current", "--seed", seed, *short)) == 0
         rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(row)["loss"] for row in rows])
+        weights.append(CausalLM.from_pretrained(tmp_path / name, device="cpu").embed_tokens.weight)
     assert losses[0] == losses[1] != losses[2]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
 @pytest.mark.parametrize(

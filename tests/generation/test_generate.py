@@ -180,6 +180,16 @@ def test_a_seed_is_a_text_and_top_k_1_is_greedy() -> None:
     assert torch.equal(model.generate(PROMPTS, max_new_tokens=8, do_sample=True, top_k=1), greedy)
 
 
+def test_without_a_seed_each_text_is_another() -> None:
+    """24 tokens at a high temperature: two texts are equal once in 250^24. torch's own seed does not matter."""
+    model, options = build(), dict(max_new_tokens=8, do_sample=True, temperature=100.0)
+    texts = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        texts.append(model.generate(PROMPTS, **options))
+    assert not torch.equal(*texts)
+
+
 def test_rows_end_at_their_stop_tokens_and_are_filled_up() -> None:
     model = build()
     free = model.generate(PROMPTS, max_new_tokens=10)[:, 19:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from te_models.optim.galore import GaLore
+from te_models.optim import OPTIMIZERS, resolve_options
 
 
 def reference(
@@ -32,7 +32,9 @@ def test_updates_are_those_of_the_paper() -> None:
     found = {}
     for scale in (1.0, 0.25):
         matrix = torch.nn.Parameter(start.clone())
-        optimizer = GaLore([matrix], lr=1e-2, rank=rank, refresh=2, scale=scale)
+        options = resolve_options("galore", dict(rank=rank, refresh=2, scale=scale))
+        group = dict(params=[matrix], weight_decay=0.1, matrices=True)
+        (optimizer,) = OPTIMIZERS["galore"].build(1e-2, options, [group])
         for gradient in gradients:
             matrix.grad = gradient
             optimizer.step()

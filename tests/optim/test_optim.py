@@ -4,10 +4,10 @@ and that it learns."""
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from te_models.training.trainer import Trainer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    pytest.importorskip("torchao.optim")
+    torchao_optim = pytest.importorskip("torchao.optim")
 
 SHAPE: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
@@ -92,7 +92,7 @@ def bits(tensor: Tensor) -> Tensor:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Trainer]:
     """The finished run of four steps that variants are compared with, one an optimizer."""
 
-    @functools.cache
+    @cache
     def run(optimizer: str, options: str) -> Trainer:
         with torch.compiler.set_stance("force_eager"):
             made = trainer(tmp_path_factory.mktemp("whole"), optimizer, options)
@@ -303,6 +303,43 @@ def test_the_rest_has_its_own_learning_rate() -> None:
 def test_mistakes_are_named(name: str, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_optimizer(name, CausalLM.from_preset("gated-nano", device="cpu", **SHAPE), 1e-3, 0.1, options)
+
+
+ADAM = dict(betas=(0.5, 0.7), eps=0.1)
+ADAM_TEXT = "beta1=0.5,beta2=0.7,eps=0.1"
+MUON = dict(momentum=0.5, nesterov=False, ns_steps=2, adjust_lr_fn="original")
+MUON_TEXT = "momentum=0.5,nesterov=false,ns_steps=2,adjust_lr=original"
+
+
+@pytest.mark.parametrize(
+    "name, options, matrices, reference, error",
+    [
+        ("adamw", ADAM_TEXT, False, partial(torch.optim.AdamW, **ADAM), 1e-5),
+        ("adamw8bit", ADAM_TEXT, False, partial(torchao_optim.AdamW8bit, **ADAM), 1e-5),
+        ("adamwfp8", ADAM_TEXT, False, partial(torchao_optim.AdamWFp8, **ADAM), 1e-5),
+        ("muon", MUON_TEXT, True, partial(torch.optim.Muon, **MUON), 1e-5),
+        ("muon", f"{ADAM_TEXT},rest=adamwfp8", False, partial(torchao_optim.AdamWFp8, **ADAM), 1e-5),
+        ("muon8bit", MUON_TEXT, True, partial(torch.optim.Muon, **MUON), 0.02),  # its momentum is rounded
+        ("muon8bit", f"{ADAM_TEXT},rest=adamw8bit", False, partial(torchao_optim.AdamW8bit, **ADAM), 1e-5),
+        ("galore", f"{ADAM_TEXT},rank=64", True, partial(torch.optim.AdamW, **ADAM), 1e-5),  # of full rank
+        ("galore", ADAM_TEXT, False, partial(torch.optim.AdamW, **ADAM), 1e-5),
+    ],
+)
+def test_options_reach_the_update(
+    name: str, options: str, matrices: bool, reference: Any, error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three updates are those of torch or torchao with the same options, none of them a default."""
+    monkeypatch.setattr(muon8bit, "product_dtype", lambda device: torch.bfloat16)
+    start = torch.randn(64, 64)  # large enough for moments in 8 bits
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    group = dict(params=[ours], weight_decay=0.01, matrices=matrices)
+    (optimizer,) = OPTIMIZERS[name].build(0.02, resolve_options(name, options), [group])
+    other = reference([theirs], lr=0.02, weight_decay=0.01)
+    for _ in range(3):
+        ours.grad = torch.randn_like(start)
+        theirs.grad = ours.grad.clone()
+        optimizer.step(), other.step()
+    assert (ours - theirs).norm() <= error * (theirs - start).norm()
 
 
 def test_options_come_from_text_or_a_dict() -> None:

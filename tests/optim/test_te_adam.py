@@ -27,8 +27,9 @@ class FusedAdam:
     """State as FusedAdam.initialize_state makes it (section 12 of Transformer Engine's behavior); it never steps."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], *, exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype, **_: Any
+        self, groups: list[dict[str, Any]], *, exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype, **options: Any
     ):
+        self.options = options
         self.param_groups, self.state = groups, {}
         self.dtypes = exp_avg_dtype, exp_avg_sq_dtype
 
@@ -41,10 +42,10 @@ class FusedAdam:
         )
 
 
-def build(moments: str) -> TEAdam:
+def build(moments: str, **given: float) -> TEAdam:
     parameters = [nn.Parameter(torch.ones(8, 4, dtype=torch.bfloat16)), nn.Parameter(torch.ones(4))]
     group = dict(params=[Part(p, "hidden") for p in parameters], weight_decay=0.1)
-    options = resolve_options("te-adam", dict(moments=moments))
+    options = resolve_options("te-adam", dict(moments=moments, **given))
     engine: Any = SimpleNamespace(FusedAdam=FusedAdam)
     return TEAdam(engine, {"optimizer": "te-adam", **options}, [group], 1e-3, options)
 
@@ -104,6 +105,11 @@ def test_crafted_state_is_refused_before_anything_is_written(moments: str, damag
     assert "\n" not in str(caught.value)
     tensors, document = flatten_state(saved(optimizer))
     assert document == before[1] and all(torch.equal(before[0][name], t) for name, t in tensors.items())
+
+
+def test_options_reach_fused_adam() -> None:
+    options = build("bf16", beta1=0.5, beta2=0.7, eps=0.1).inner.options
+    assert options["betas"] == (0.5, 0.7) and options["eps"] == 0.1
 
 
 @pytest.mark.parametrize("moments", MOMENTS)

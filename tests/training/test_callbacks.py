@@ -31,9 +31,10 @@ def trainer(out: Path, recipe: str = "bf16", **fields: Any) -> Trainer:
     model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **TINY)
     config = TrainConfig(**{**dict(steps=8, batch_size=1, seq_len=16, warmup_steps=1, eval_every=1), **fields})
     words = load_tokenizer(None)
+    words.set_chat_template()
     data = TokenDataset(TEXT[:15], words, config.seq_len, batch_size=1, seed=config.seed)
     held_out = TokenDataset(TEXT[15:], words, config.seq_len, batch_size=2, seed=0, shuffle=False)
-    return Trainer(model, data, held_out.eval_batches(1), config, out)
+    return Trainer(model, data, held_out.eval_batches(1), config, out, words.files())
 
 
 def evaluating(run: Trainer, losses: list[float], monkeypatch: pytest.MonkeyPatch) -> Trainer:
@@ -160,6 +161,9 @@ def test_the_best_model_is_that_of_its_step(tmp_path: Path, monkeypatch: pytest.
     best = CausalLM.from_pretrained(tmp_path / "best", device="cpu")
     assert torch.equal(best.embed_tokens.weight, weights[2]) and not torch.equal(weights[2], weights[4])
     assert best.recipe.name == "delayed" and fp8_state(best)
+    words = load_tokenizer(None)
+    words.set_chat_template()
+    assert load_tokenizer(tmp_path / "best").files() == load_tokenizer(tmp_path).files() == words.files()
     assert torch.equal(CausalLM.from_pretrained(tmp_path, device="cpu").embed_tokens.weight, weights[4])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from bits import assert_same_bits
 from fewer import every
 from graph_tape import pretend_cuda
@@ -81,6 +82,21 @@ def test_adapters_start_at_zero_and_only_they_train(build: Any, recipe: str) -> 
     for name, p in adapted.named_parameters():
         if ".lora_" not in name:
             assert torch.equal(p, frozen[name.removeprefix("base_model.model.").replace("base_layer.", "")]), name
+
+
+def test_dropout_is_applied_to_the_input_of_the_adapter_in_training(build: Any) -> None:
+    adapted = add_lora(build("bf16", dtype=torch.float32), r=4, lora_alpha=8, lora_dropout=0.5)
+    layer = next(module for module in adapted.modules() if isinstance(module, LoraLinear))
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    torch.nn.init.normal_(b)
+    x = torch.randn(8, layer.in_features, device=b.device)
+    for training in (True, False):
+        layer.train(training)
+        torch.manual_seed(3)
+        found = layer(x)
+        torch.manual_seed(3)
+        expected = layer.base_layer(x) + F.linear(F.linear(F.dropout(x, 0.5, training), a), b) * 8 / 4
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

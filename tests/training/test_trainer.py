@@ -346,6 +346,26 @@ def test_a_failed_save_of_the_best_model_does_not_end_the_run(
     assert "saved in" not in out.getvalue()
 
 
+@pytest.mark.parametrize("place", ["checkpoints", "best"])
+def test_a_save_that_fails_once_is_tried_again(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("te_models.training.trainer.SAVE_RETRY_PAUSES", (0.01,))
+    run = trainer(tmp_path, "bf16", shape=TINY, steps=2, seq_len=16, eval_every=1, learning_rate=1e-2)
+    checkpoints, failures = getattr(run, place), [SaveError("the disk is full")]
+    commit = checkpoints._commit
+
+    def full_at_first(*args: Any) -> None:
+        if failures:
+            raise failures.pop()
+        commit(*args)
+
+    monkeypatch.setattr(checkpoints, "_commit", full_at_first)
+    assert run.run().step == 2
+    assert caplog.messages.count("the disk is full; trying again in 0.01 s") == 1
+    assert checkpoints.latest().name == "step-00000002"
+
+
 @pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_ends_cleanly(sent: int, code: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "te_models", "pretrain", "--preset", "gated-nano", "--hidden-size", "64"]
