@@ -3,6 +3,7 @@
 import importlib.metadata
 import multiprocessing.forkserver
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -16,6 +17,8 @@ import te_models.engine.emulated as emulated
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):  # which the cache of compiled kernels does not tell apart
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"inductor-{capability}"))
 hypothesis.settings.register_profile("busy", deadline=None, max_examples=50)  # a busy machine is no failure
 hypothesis.settings.load_profile("busy")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the whole suite needs it: let it import while the first tests run
