@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from te_models.engine.emulated import numerics
+from te_models.model.targets import shifted
 
 FORBIDDEN = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 # What these hold is garbage until it is written to.
@@ -113,7 +114,7 @@ def pretend_cuda(patch: Any) -> list[Tape]:
     # On a processor labels are checked at once, on a GPU without waiting for it.
     patch.setattr(
         "te_models.model.decoder.next_token_targets",
-        lambda labels, mask, size: (torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).flatten(), None),
+        lambda labels, mask, size, documents: (shifted(labels, mask, documents).flatten(), None),
     )
     patch.setattr("te_models.model.inputs.invalid_token", lambda ids, size: None)  # ids are checked likewise
     # On a processor the emulated engine looks for NaN before it decodes; this is what it does on a GPU.
