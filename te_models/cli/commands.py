@@ -84,6 +84,7 @@ def _plain_warnings() -> Iterator[None]:
         logging.getLogger(library).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.showwarning = show
+        warnings.filterwarnings("ignore", message=r"\s*Dynamo ")  # of torch.compile, for its developers
         yield
 
 
