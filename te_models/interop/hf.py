@@ -226,11 +226,8 @@ def check_shape(
     changed = [name for name in overrides if before[name] != after[name]]
     if not changed:
         return
-    allowed = dict(
-        attention_gate=wanted.attention_gate,
-        attention_gate_activation=wanted.attention_gate_activation,
-        vocab_size=max(config.vocab_size, wanted.vocab_size),
-    )
+    allowed = {name: after[name] for name in ("attention_gate", "attention_gate_activation")}
+    allowed["vocab_size"] = max(config.vocab_size, wanted.vocab_size)
     shapes = [
         {name: tuple(p.shape) for name, p in build(shape, device="meta", engine="emulated").named_parameters()}
         for shape in (dataclasses.replace(config, **allowed), wanted)
