@@ -76,7 +76,8 @@ class TrainConfig(NamedFields):
         for f in fields(self):
             value, least = values[f.name], 1 if f.name in AT_LEAST_ONE else 0
             if isinstance(f.default, (int, float)) and not least <= value < MOST:
-                raise ConfigError(f"{f.name}={value} is out of range: give {least} or more, below 2**63")
+                limit = "less than 2**63" if value >= MOST else f"{least} or more"
+                raise ConfigError(f"{f.name}={value} is out of range: give {limit}")
         for name, choices in dict(parallel=PARALLEL, reduce_dtype=REDUCE_DTYPES, schedule=SCHEDULES).items():
             if values[name] not in choices:
                 raise unknown(name, values[name], choices)

@@ -216,9 +216,9 @@ class _Opening:
             found = sample.held_out(num_tokens)
         else:
             found = [document for source in sources for document in load_documents(source.path, self.columns)]
-        for document in found:
-            if document.is_record and self.records(self.sources) is False:
-                raise DataError(f"{document.name}: a record with an answer cannot be evaluated when training on texts")
+        record = next((document for document in found if document.is_record), None)
+        if record is not None and self.records(self.sources) is False:
+            raise DataError(f"{record.name}: a record with an answer cannot be evaluated when training on texts")
         refuse_mixture(found, self.records(self.evaluated))
         return found
 

@@ -103,20 +103,20 @@ def load_fp8_state(
 
 def _refusing_others(function: Callable[..., Any], owner: nn.Module, te: ModuleType) -> Callable[..., Any]:
     """Return `function` with an error if an FP8 layer outside `owner` runs in it: nothing would restore its scales."""
-    known, thread = {id(module) for module in owner.modules()}, threading.get_ident()
-
-    def check(module: nn.Module, args: Any) -> None:
-        mine = threading.get_ident() == thread and hasattr(module, "fp8_meta")
-        if mine and id(module) not in known and te.FP8GlobalStateManager.is_fp8_enabled():
-            raise UsageError(
-                f"checkpoint under delayed scaling would not restore the scales of a te.{type(module).__name__}, which "
-                "is in none of the modules that it knows: pass modules=[...] with all that the function uses, and hold "
-                "layers in nn.ModuleList rather than in a list"
-            )
+    known = {id(module) for module in owner.modules()}
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        nonlocal thread
-        thread = threading.get_ident()  # backward runs in another
+        thread = threading.get_ident()  # hooks see the modules of all threads
+
+        def check(module: nn.Module, args: Any) -> None:
+            mine = threading.get_ident() == thread and hasattr(module, "fp8_meta")
+            if mine and id(module) not in known and te.FP8GlobalStateManager.is_fp8_enabled():
+                raise UsageError(
+                    f"checkpoint under delayed scaling would not restore the scales of a te.{type(module).__name__}, "
+                    "which is in none of the modules that it knows: pass modules=[...] with all that the function "
+                    "uses, and hold layers in nn.ModuleList rather than in a list"
+                )
+
         hook = nn.modules.module.register_module_forward_pre_hook(check)
         try:
             return function(*args, **kwargs)

@@ -397,7 +397,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
         {"a.jsonl": TEXTS, "e.jsonl": TALKS}, ["--eval-data", "e.jsonl"],
         "e.jsonl:1: a record with an answer cannot be evaluated when training on texts",
     ),
-    "a seed beyond all": ({"a.jsonl": PAIRS}, ["--seed", str(2**70)], "is out of range: give 0 or more, below 2**63"),
+    "a seed beyond all": ({"a.jsonl": PAIRS}, ["--seed", str(2**70)], "is out of range: give less than 2**63"),
     "an object around the records, and its version": (
         {"a.json": json.dumps({"version": 1, "data": PAIRS}).encode()}, ["--data", "a.json"],
         "one object around the records: write the list 'data' alone",
