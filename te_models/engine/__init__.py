@@ -79,9 +79,8 @@ def check_support(te: ModuleType, engine: str, recipe: Recipe) -> None:
 def _fails_here(recipe: Recipe) -> str:
     """Return why a recipe fails on this GPU although Transformer Engine's check says that it runs; empty if it does.
 
-    On compute capability 12, is_nvfp4_available() is True, and users report (TransformerEngine issues 2255 and 2956)
-    that the kernels of the random Hadamard transform and of stochastic rounding, which need hardware of 10.x, fail
-    there. Without both, NVFP4 ran.
+    That is NVFP4 on compute capability 12, with the random Hadamard transform or with stochastic rounding (section 1.3
+    of docs/internals/transformer_engine.md).
     """
     needed = [name for name in ("disable_rht", "disable_stochastic_rounding") if not recipe.fields.get(name)]
     if recipe.scheme != "NVFP4BlockScaling" or not needed or torch.cuda.get_device_capability()[0] < 12:

@@ -67,7 +67,10 @@ def run_choices(model: CausalLM) -> dict[str, Any]:
 
 
 def saved_choices(newest: Path) -> dict[str, Any]:
-    """Return the recipe, dtype, engine, kind of weights and recompute mode of a checkpoint, as keywords of CausalLM."""
+    """Return the recipe, dtype, engine, kind of weights and recompute mode of a checkpoint, as keywords of CausalLM.
+
+    The engine is the one that ran, where it is known, and not the one that was asked for.
+    """
     with offering_older(newest):
         saved = load_folder(newest, ["recipe"], optional=["config", "run"])
     fp8_params = any(readable(newest).glob("fp8_weights*"))  # checkpoints before "run" was part of them
