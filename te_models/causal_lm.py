@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import get_preset
+from te_models.config.recipe import unknown_option
 from te_models.data.tokenizer import Tokenizer
 from te_models.errors import unknown
 from te_models.files.formats import parse_size
@@ -65,7 +66,7 @@ class CausalLM(Decoder):
 
     def __repr__(self) -> str:
         """Show recipe, engine, and each linear's precision; identical layers share a line."""
-        recipe = f"{self.recipe.name} ({self.recipe.scheme}, {self.recipe.formats})"
+        recipe = f"{self.recipe.name} ({self.recipe.scheme}, {self.recipe.formats}{self._chosen('; ')})"
         dtype = str(self.dtype).removeprefix("torch.")
         head = f"{type(self).__name__}({self.num_parameters():,} parameters in {dtype}, recipe={recipe}, "
         lines = [f"{head}engine={self.engine}, device={self.device})"]
@@ -98,7 +99,8 @@ class CausalLM(Decoder):
             gemm = f"{module.in_features} -> {module.out_features}"
             rows.append(PlanRow(layer, short, gemm, precision, self.engine, reason))
         weights = ", FP8 primary weights" if self.fp8_params else ""
-        title = f"recipe {self.recipe.name}{weights}, engine {self.engine} ({self.engine_reason})"
+        recipe = f"recipe {self.recipe.name}{self._chosen(', ')}{weights}"
+        title = f"{recipe}, engine {self.engine} ({self.engine_reason})"
         obstacles = {"attention": self.config.attention_obstacles, "MLP": self.config.mlp_obstacles}
         notes = [
             f"{what}: separate kernels, since the fused ones do not compute {', '.join(names)}"
@@ -116,6 +118,10 @@ class CausalLM(Decoder):
         own |= dict(activation_checkpointing=self.activation_checkpointing, activation_offload=self.activation_offload)
         own |= dict(fp8_params=self.fp8_params)
         return plan_memory(self.config, self.recipe, **{**own, **options})
+
+    def _chosen(self, separator: str) -> str:
+        """Return why recipe="auto" chose the recipe, after a separator; empty if the recipe was given."""
+        return f"{separator}auto: {self.recipe_reason}" if self.recipe_reason else ""
 
     def _reason(self, layer: int) -> str:
         """Return the reason for this layer's precision."""
@@ -243,7 +249,7 @@ class CausalLM(Decoder):
             options: keywords of the model, fields of its config and of its recipe, mixed.
 
         Raises:
-            ValueError: an unknown name or keyword (the nearest one is named), or values that do not fit.
+            UsageError: an unknown name or keyword (the nearest one is named), or values that do not fit.
         """
         shape, rest = _split(options)
         return (build or cls)(get_preset(name, **shape), **rest)
@@ -254,7 +260,8 @@ class CausalLM(Decoder):
     ) -> CausalLM:
         """Load a model from `folder`, in our format or Hugging Face's, or from the Hugging Face hub by name.
 
-        The model keeps its own recipe (BF16 for one of Hugging Face) unless `recipe=` names another. `attention_gate=`
+        A folder of ours keeps its recipe, and a model of Hugging Face gets that of recipe="auto", as a new model does,
+        unless `recipe=` names another. `attention_gate=`
         adds a gate to an ungated model: zero weights, which halve the output of attention, and a doubled o_proj, so
         that no output changes and the gate trains from there. Keywords of transformers are accepted, or refused with
         the reason.
@@ -273,7 +280,7 @@ def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     config, known = config_fields(), get_type_hints(ModelOptions)
     for name in options:
         if name not in known:
-            raise unknown("keyword", name, known, "te_models.model.options.ModelOptions")
+            raise unknown_option("keyword", name, known, "te_models.model.options.ModelOptions")
     shape = {name: value for name, value in options.items() if name in config}
     return shape, {name: value for name, value in options.items() if name not in config}
 

@@ -96,18 +96,22 @@ class LostPeer(TeModelsError, RuntimeError):
     """Another process of the run died or no longer answers."""
 
 
-def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "") -> UsageError:
+def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "", advice: str = "") -> UsageError:
     """Return the error for a `given` name that is not among `choices`; it names the nearest valid one.
 
-    `listed` says where more than MANY choices are listed, so that the line stays short.
+    `listed` says where more than MANY choices are listed, so that the line stays short. `advice` takes the place of
+    the nearest name and of the choices.
     """
+    noun, of, owner = kind.partition(" of ")
+    line = f"unknown {noun} {given!r}{of}{owner}: "
+    if advice:
+        return UsageError(line + advice)
     names = sorted(choices)
     near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
     near = near or [name for name in names if _initials(name) == str(given).lower()]
     hint = f"did you mean {near[0]!r}? " if near else ""
     rest = f"{listed} lists all {len(names)}" if listed and len(names) > MANY else f"choose one of {', '.join(names)}"
-    noun, of, owner = kind.partition(" of ")
-    return UsageError(f"unknown {noun} {given!r}{of}{owner}: {hint}{rest}")
+    return UsageError(f"{line}{hint}{rest}")
 
 
 def plural(number: int, noun: str, nouns: str = "") -> str:

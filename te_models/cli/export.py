@@ -8,7 +8,7 @@ import click
 
 from te_models.cli.options import (
     Command,
-    build_model,
+    build_trained_model,
     model_options,
     one_source_option,
     option,
@@ -41,7 +41,7 @@ def export(
 
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
-    built = build_model(preset, model, options)
+    built = build_trained_model(preset, model, options)
     calibration = None
     if data is not None:
         read = read_batches(built, data, tokenizer or model, batches, seq_len, columns)

@@ -70,6 +70,7 @@ class TokenDataset:
         weights: how often each document occurs per epoch, on average; None: once.
         truncate: records longer than seq_len are left out ("drop") or their prompts cut from the left ("prompt").
         sources: describes where the documents come from; None: their sources.
+        limit: the largest seq_len that the model allows, for advice; None: not known.
         rank: number of this process.
         world_size: number of processes that share the data.
 
@@ -91,6 +92,7 @@ class TokenDataset:
         weights: NDArray[np.float64] | None = None,
         truncate: str = "drop",
         sources: Sequence[str] | None = None,
+        limit: int | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -106,7 +108,7 @@ class TokenDataset:
         self._sources = list(sources or [])
         self.whole = packing == "none" or (packing == "documents" and bool(documents.records.any()))
         if self.whole:
-            documents = self._fitted(documents, tokenizer, truncate)
+            documents = self._fitted(documents, tokenizer, truncate, limit)
         self._encoded = documents
         self._pad = end_of_text(tokenizer) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         if shuffle and not self.whole and self.num_tokens < seq_len:
@@ -151,7 +153,8 @@ class TokenDataset:
         """Describe the corpus: one line, and one for each remark."""
         documents = plural(self.num_documents, "record" if self.whole else "document")
         windows = self.windows_in(1)
-        size = f"{documents}, {plural(self.num_tokens, 'token')} in {plural(windows, 'window')}"
+        cut = " in" if self.weights is None else "; with the weights, an epoch is"
+        size = f"{documents}, {plural(self.num_tokens, 'token')}{cut} {plural(windows, 'window')}"
         if self.whole and windows:
             size += f" with {self._shuffled(0).padding():.1%} padding"
         line = f"{size}, from {' and '.join(self._sources)}" if self._sources else size
@@ -209,14 +212,15 @@ class TokenDataset:
         self.seed, self._cached = state["seed"], (-1, self._in_order)
         self._epoch, self._position = state["epoch"], state["position"]
 
-    def _fitted(self, encoded: Encoded, tokenizer: Tokenizer, truncate: str) -> Encoded:
+    def _fitted(self, encoded: Encoded, tokenizer: Tokenizer, truncate: str, limit: int | None) -> Encoded:
         """Return the documents without records that do not fit, and say so in the remarks."""
         kept, fitted, fit = fit_records(encoded, self.seq_len, truncate, tokenizer.bos_token_id)
+        how = (self.seq_len, truncate, limit)
         if not len(kept):
-            raise DataError(f"no record is left: {'; '.join(fit.describe(len(encoded), self.seq_len, truncate))}")
+            raise DataError(f"no record is left: {'; '.join(fit.describe(len(encoded), *how))}")
         if self.weights is not None:
             self.weights = self.weights[kept]
-        self.remarks += fit.describe(int(encoded.records.sum()), self.seq_len, truncate)
+        self.remarks += fit.describe(int(encoded.records.sum()), *how)
         return fitted
 
     def _hash_data(self) -> int:

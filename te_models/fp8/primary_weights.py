@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from te_models.config.recipe import FP8_WEIGHTS, Recipe
 from te_models.distributed.dtensor import from_shard, local, shard_of, write_shard
+from te_models.errors import UsageError
 from te_models.fp8.fsdp_gather import FP8Shard, amax_group, reduce_amax_over
 from te_models.fp8.scaling_state import delayed_states, make_state
 
@@ -33,9 +34,9 @@ _PARTS = ("data", "scale_inv", "rowwise_data", "rowwise_scale_inv", "columnwise_
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise a ValueError if weights cannot be stored in the format of this recipe."""
+    """Raise a UsageError if weights cannot be stored in the format of this recipe."""
     if recipe.scheme not in FP8_WEIGHTS:
-        raise ValueError(
+        raise UsageError(
             f"fp8_params=True needs an FP8 recipe, and {recipe.name!r} is {recipe.scheme!r}: choose recipe='current', "
             "'blockwise', 'delayed' or 'mxfp8', or leave fp8_params out"
         )
@@ -256,10 +257,10 @@ def make_shards(model: nn.Module, linear: type[nn.Module], recipe: Recipe, built
         group: the processes that share each weight, over which current scaling takes its amax.
 
     Raises:
-        ValueError: if the recipe gives blocks their own scales, or a weight's rows cannot be divided evenly.
+        UsageError: if the recipe gives blocks their own scales, or a weight's rows cannot be divided evenly.
     """
     if recipe.scheme not in SHARDED_SCHEMES:
-        raise ValueError(
+        raise UsageError(
             f"sharded FP8 primary weights need one scale per weight, which recipe {recipe.name!r} does not have: "
             "choose recipe='delayed' or 'current', or leave fp8_params out"
         )
@@ -268,7 +269,7 @@ def make_shards(model: nn.Module, linear: type[nn.Module], recipe: Recipe, built
             continue
         weight: Any = module.weight
         if len(weight) % weight.device_mesh.size():
-            raise ValueError(
+            raise UsageError(
                 f"the {len(weight)} rows of {name}.weight cannot be divided evenly among {weight.device_mesh.size()} "
                 "processes, as FP8 primary weights have to be: change the number of processes, or leave fp8_params out"
             )

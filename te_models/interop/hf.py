@@ -43,6 +43,7 @@ from te_models.interop.model_card import CARD, model_card, user_card
 from te_models.interop.quantized import CONFIG_KEYS, MODELOPT_FILE, StoredWeights, open_weights, read_scheme
 from te_models.interop.stored_weights import keep_stored_weights
 from te_models.model.decoder import Decoder
+from te_models.model.options import SKETCH
 
 Model = TypeVar("Model", bound=Decoder)
 
@@ -161,7 +162,7 @@ def open_folder(build: Callable[..., Decoder], folder: Path) -> OpenFolder:
     try:
         family = family_of(document)
         config = family.read(document)
-        sketch: Decoder = build(config, device="meta", engine="emulated")
+        sketch: Decoder = build(config, **SKETCH)
     except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}/config.json: {first_line(error)}") from None
     places = tensor_places(family, config, {name: p.shape for name, p in sketch.named_parameters()})
@@ -229,7 +230,7 @@ def check_shape(
     allowed = {name: after[name] for name in ("attention_gate", "attention_gate_activation")}
     allowed["vocab_size"] = max(config.vocab_size, wanted.vocab_size)
     shapes = [
-        {name: tuple(p.shape) for name, p in build(shape, device="meta", engine="emulated").named_parameters()}
+        {name: tuple(p.shape) for name, p in build(shape, **SKETCH).named_parameters()}
         for shape in (dataclasses.replace(config, **allowed), wanted)
     ]
     if shapes[0] != shapes[1]:

@@ -22,12 +22,12 @@ from typing_extensions import Unpack
 
 from te_models.config.model import ModelConfig
 from te_models.config.options import RecipeOptions
-from te_models.config.recipe import Recipe, get_recipe
+from te_models.config.recipe import AUTO, Recipe
 from te_models.config.recompute_modes import check_mode, offload_allows_fused
 from te_models.device.choice import choose_device
 from te_models.device.measured import once
 from te_models.engine import check_support, engine_module, get_engine
-from te_models.errors import ConfigError, UsageError
+from te_models.errors import UsageError
 from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, quantize_weights_alike, relink
 from te_models.fp8.region import forward_pass, fp8_layers, preserve_scales_in_backward
 from te_models.fp8.scaling_state import convert_scales, fp8_state, load_fp8_state
@@ -39,7 +39,7 @@ from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.inputs import check_inputs, check_tokens, known_ids, refuse_one_graph
 from te_models.model.kv_cache import Cache
 from te_models.model.offload import HostMemory, Offload
-from te_models.model.recipe_fit import check_sizes
+from te_models.model.recipe_fit import check_layers, check_sizes, choose_recipe
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
 from te_models.model.targets import nan_if, next_token_targets
 from te_models.model.te_modules import linear, norm_options, pad_rows
@@ -61,7 +61,8 @@ class Decoder(nn.Module):
 
     Args:
         config: the shape.
-        recipe: a name (`list_recipes()`), the path of a TOML file, a Recipe, or a Transformer Engine recipe object.
+        recipe: a name (`list_recipes()`), the path of a TOML file, a Recipe, or a Transformer Engine recipe object;
+            "auto": FP8 where it saves time (te_models.model.recipe_fit.auto_recipe), which is logged with the reason.
         engine: "auto" (native where there are a CUDA device and Transformer Engine, else emulated), "native" or
             "emulated".
         device: the device of the parameters; None is the first CUDA device if there is one, else the CPU.
@@ -84,14 +85,14 @@ class Decoder(nn.Module):
         recipe_options: any field of the recipe, such as `amax_history_len=16` or `num_layers_at_end_in_bf16=2`.
 
     Raises:
-        ValueError: an unknown name or field, or a request that this machine cannot satisfy, with the reason.
+        UsageError: an unknown name or field, or a request that this machine cannot satisfy, with the reason.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         *,
-        recipe: str | Path | Recipe | Any = "bf16",
+        recipe: str | Path | Recipe | Any = AUTO,
         engine: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -115,9 +116,11 @@ class Decoder(nn.Module):
         self.activation_offload, self.host_memory = activation_offload, HostMemory()
         device = choose_device(device)
         _, self.engine, self.engine_reason = get_engine(engine, device)
-        self.recipe = self._checked(get_recipe(recipe, **recipe_options))
-        self.te_recipe = self.recipe.build(self.te)
         self.fp8_params = fp8_params
+        place: dict[str, Any] = dict(engine=engine, device=device, dtype=dtype, fp8_params=fp8_params)
+        chosen, self.recipe_reason = choose_recipe(recipe, recipe_options, self.local_config, **place)
+        self.recipe = self._checked(chosen)
+        self.te_recipe = self.recipe.build(self.te)
         if fp8_params:
             check_recipe(self.recipe)
         self.compile_mode = compile_mode(compile)
@@ -415,9 +418,12 @@ class Decoder(nn.Module):
         """Change the recipe of the live model. Weights and gradients stay; the next forward runs under the new recipe.
 
         Between two stateful recipes the scales and histories are converted; otherwise they start afresh. FP8 primary
-        weights are left unchanged, so a recipe that needs another kind of FP8 raises a ValueError.
+        weights are left unchanged, so a recipe that needs another kind of FP8 raises a UsageError.
         """
-        new = self._checked(get_recipe(recipe, **recipe_options))
+        place: dict[str, Any] = dict(engine=self.engine, device=target_device(self), dtype=self.dtype)
+        place["fp8_params"] = self.fp8_params
+        chosen, reason = choose_recipe(recipe, recipe_options, self.local_config, **place)
+        new = self._checked(chosen)
         if self.fp8_params:
             self._check_weights_fit(new)
         old, keep = self.recipe, {}
@@ -426,7 +432,7 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, self.te.Linear):
                 self.te.reset_fp8_state(module)
-        self.recipe, self.te_recipe = new, new.build(self.te)
+        self.recipe, self.te_recipe, self.recipe_reason = new, new.build(self.te), reason
         relink(self, self.te_recipe)
         if keep:
             self.take_fp8_state(keep, old)
@@ -450,7 +456,7 @@ class Decoder(nn.Module):
     def _check_weights_fit(self, new: Recipe) -> None:
         """Refuse a recipe whose format the FP8 primary weights do not have."""
         if not (self.recipe.edges == new.edges and quantize_weights_alike(self.recipe, new)):
-            raise ValueError(
+            raise UsageError(
                 f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and {new.name!r} "
                 "needs others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"
             )
@@ -458,13 +464,7 @@ class Decoder(nn.Module):
     def _checked(self, recipe: Recipe) -> Recipe:
         """Return the recipe, if this model can run it here."""
         check_support(self.te, self.engine, recipe)
-        edges = recipe.num_layers_at_start_in_bf16 + recipe.num_layers_at_end_in_bf16
-        if recipe.quantized and edges >= self.config.num_hidden_layers:
-            raise ConfigError(
-                f"recipe {recipe.name!r} keeps {edges} layers in BF16 and the model has "
-                f"{self.config.num_hidden_layers}: nothing would run in FP8; lower num_layers_at_start_in_bf16 or "
-                "num_layers_at_end_in_bf16"
-            )
+        check_layers(self.config, recipe)
         self.tp.check_recipe(recipe)
         check_sizes(self.local_config, recipe, self.tp.each)
         return recipe

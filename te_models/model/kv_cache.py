@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from te_models.config.model import ModelConfig
+from te_models.errors import UsageError
 
 # The number of slots is a multiple of this, as kernels with a mask require of its rows.
 SLOTS = 16
@@ -48,7 +49,7 @@ class KVCache:
             self.buffer = torch.zeros(shape, device=device, dtype=dtype)
         except torch.OutOfMemoryError:
             size = torch.Size(shape).numel() * dtype.itemsize / 2**30
-            raise ValueError(
+            raise UsageError(
                 f"a KV cache for {batch} rows of {max_length} positions takes {size:.2f} GiB, which {device} does not "
                 "have free: lower the batch or max_new_tokens"
             ) from None
@@ -81,7 +82,7 @@ class KVCache:
         `real` bool [B, S] is False at padding; None: there is none. Call it once per forward, before `append`.
         """
         if self.length + seq > self.max_length:
-            raise ValueError(
+            raise UsageError(
                 f"the KV cache has room for {self.max_length} positions, not {self.length + seq}: make it longer"
             )
         new = self.real.new_ones(len(self.counts), seq) if real is None else real

@@ -32,6 +32,7 @@ from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.distributed.collectives import all_gather, all_reduce
 from te_models.distributed.dtensor import filling, whole
+from te_models.errors import UsageError
 from te_models.fp8.primary_weights import is_quantized, write_weight
 
 # Module -> the sections of its rows, each of which is divided between the ranks (column-parallel); None: its columns
@@ -54,9 +55,9 @@ class TensorParallel:
 
     def __post_init__(self) -> None:
         if self.mesh is None and self.sequence:
-            raise ValueError("sequence_parallel=True divides the tokens between the ranks of tp_mesh: give tp_mesh")
+            raise UsageError("sequence_parallel=True divides the tokens between the ranks of tp_mesh: give tp_mesh")
         if self.mesh is not None and self.mesh.ndim != 1:
-            raise ValueError(f"tp_mesh has {self.mesh.ndim} dimensions: give the one of tensor parallelism, mesh['tp']")
+            raise UsageError(f"tp_mesh has {self.mesh.ndim} dimensions: give the one of tensor parallelism, mesh['tp']")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         return self
@@ -91,14 +92,14 @@ class TensorParallel:
         """Return the config of one rank's share of the heads and of the MLP's channels.
 
         Raises:
-            ValueError: they cannot be divided evenly between the ranks.
+            UsageError: they cannot be divided evenly between the ranks.
         """
         if self.size == 1:
             return config
         if config.qk_norm_scope == "all_heads":
-            raise ValueError("qk_norm_scope='all_heads' needs the heads of all ranks: build the model without tp_mesh")
+            raise UsageError("qk_norm_scope='all_heads' needs the heads of all ranks: build the model without tp_mesh")
         if self.sequence and (config.attention_output_bias or config.mlp_bias):
-            raise ValueError(
+            raise UsageError(
                 "sequence_parallel=True supports no attention_output_bias or mlp_bias: use sequence_parallel=False"
             )
         counts: dict[str, Any] = {
@@ -110,7 +111,7 @@ class TensorParallel:
         for name, count in counts.items():
             if count % self.size:
                 fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-                raise ValueError(f"{name}={count} cannot be divided between {self.size} ranks: use {fits}")
+                raise UsageError(f"{name}={count} cannot be divided between {self.size} ranks: use {fits}")
         return dataclasses.replace(config, **{name: count // self.size for name, count in counts.items()})
 
     @property
@@ -121,7 +122,7 @@ class TensorParallel:
     def check_recipe(self, recipe: Recipe) -> None:
         """Raise if the ranks could not read each other's FP8 data under this recipe."""
         if self.scatters and recipe.stateful and not recipe.fields.get("reduce_amax", True):
-            raise ValueError(
+            raise UsageError(
                 f"recipe {recipe.name!r} has reduce_amax=False, and sequence parallelism needs the same scales on all "
                 "ranks: use reduce_amax=True or sequence_parallel=False"
             )
@@ -191,7 +192,7 @@ class TensorParallel:
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
         states = all_gather(state.to(device)[None], self.group)
         if not bool((states == states[0]).all()):
-            raise ValueError(
+            raise UsageError(
                 "the tensor-parallel ranks have different random states: call torch.manual_seed with one seed on all"
             )
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
-from te_models.config.recipe import Recipe
+from te_models.config.recipe import AUTO, Recipe
 from te_models.errors import CheckpointError
 from te_models.files.formats import read_json
 from te_models.fp8.primary_weights import drop_initial_values
@@ -111,7 +111,7 @@ def load_merged(
         base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not base:
         raise CheckpointError(f"{folder / ADAPTERS} does not name the model that the adapters are for")
-    if options.get("recipe") is None and (folder / "recipe.json").is_file():
+    if options.get("recipe") in (None, AUTO) and (folder / "recipe.json").is_file():
         options["recipe"] = read_recipe(load_folder(folder))  # that of the run, not of the model that it started from
     model = load_lora(CausalLM.from_pretrained(base, build=build, **options), folder).merge_and_unload()
     assert isinstance(model, CausalLM)

@@ -21,6 +21,7 @@ from te_models.errors import UsageError
 from te_models.interop.hf import Place, tensor_places
 from te_models.interop.hf_families import family_for, family_of
 from te_models.model.decoder import Decoder
+from te_models.model.options import SKETCH
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def module_of(place: Place) -> str:
 
 def adaptable_modules(model: CausalLM) -> Modules:
     """Return the names of the modules of `model` in adapters; the model may have adapters already."""
-    sketch = Decoder(model.config, device="meta", engine="emulated")
+    sketch = Decoder(model.config, **SKETCH)
     shapes = {name: parameter.shape for name, parameter in sketch.named_parameters()}
     linears = [name for name, module in sketch.named_modules() if isinstance(module, sketch.te.Linear)]
     if model.config.tie_word_embeddings:

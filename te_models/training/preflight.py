@@ -63,10 +63,7 @@ def check_memory(
     """
     if shared.tp is not None:
         return None  # the plan knows no split layers
-    found = _model(settings, newest)
-    if found is None:
-        return None
-    shape, recipe, options = found
+    shape, recipe, options = _model(settings, newest)
     device = torch.device(shared.device or choose_device(settings.build.get("device")))
     own = resolve_options(config.optimizer, config.optimizer_options)
     options |= dict(
@@ -119,8 +116,8 @@ def available_memory(device: torch.device) -> int:
     return max(0, free)
 
 
-def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Recipe, dict[str, Any]] | None:
-    """Return shape, recipe and other keywords of plan_memory; None if only loading the model can tell."""
+def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Recipe, dict[str, Any]]:
+    """Return shape, recipe and other keywords of plan_memory."""
     build: dict[str, Any] = {**settings.build, "recipe": settings.recipe}
     if newest is not None:
         build = resumed_options(settings, saved_choices(newest))
@@ -131,8 +128,6 @@ def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Rec
     else:
         trained = newest if settings.lora is None else None  # a checkpoint of adapters has no model
         saved = read_shape(trained or settings.model or "", {} if trained else fields)
-        if saved is None:
-            return None
         shape, dtype = saved.config, saved.dtype
     recipe = get_recipe(build["recipe"], **{name: build[name] for name in recipe_fields() if name in build})
     names = ("activation_checkpointing", "activation_offload", "fp8_params", "compile")

@@ -471,7 +471,7 @@ class Trainer(NamedFields):
         own = [first_bad_module(self.model, batch) for batch in micro_batches]  # all: every rank must take part
         where = next(filter(None, sum(self.parallel.ranks.gather(own), [])), None)
         place = f"the first layer with such values is {where}" if where else "every forward value is finite"
-        return (
-            f"step {step}: the {what} is {value}; {place}. The weights are those of the step before: try a lower "
-            "--learning-rate, --recipe current, or more BF16 layers"
-        )
+        advice, recipe = "try a lower --learning-rate", self.model.recipe
+        if recipe.quantized:
+            advice += f", --recipe {'bf16' if recipe.name == 'current' else 'current'}, or more BF16 layers"
+        return f"step {step}: the {what} is {value}; {place}. The weights are those of the step before: {advice}"

@@ -148,6 +148,9 @@ def test_sources_with_weights_occur_as_often_as_they_say(tmp_path: Path) -> None
     assert len(counts) == 48 and {counts[f"p{n} c{n}".encode()] for n in range(24)} == {3}
     assert sum(counts.values()) == 24 * 4
     assert f"{a}: prompt/completion in JSONL, 3 times per epoch" in dataset.describe()
+    line = dataset.describe().splitlines()[0]  # its records and tokens are those of the files, its windows not
+    size = f"48 records, {dataset.num_tokens:,} tokens; with the weights, an epoch is {dataset.windows_in(1)} windows"
+    assert line.startswith(size)
     streamed, _ = open_data([f"{a}:3", b], ByteTokenizer(), config, eval_data=evaluation, streaming=True, num_workers=0)
     assert isinstance(streamed, StreamingDataset)
     order = Counter(streamed.order(0).tolist())

@@ -205,8 +205,15 @@ def test_a_micro_batch_without_a_label_counts_for_nothing(tmp_path: Path) -> Non
     assert output.loss == 0 and all(p.grad is None or (p.grad == 0).all() for p in run.model.parameters())
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-def test_a_bad_value_stops_the_run_and_names_step_and_layer(recipe: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "advice"),
+    [
+        ("bf16", "try a lower --learning-rate"),
+        ("current", "try a lower --learning-rate, --recipe bf16, or more BF16 layers"),
+        ("delayed", "try a lower --learning-rate, --recipe current, or more BF16 layers"),
+    ],
+)
+def test_a_bad_value_stops_the_run_and_names_step_and_layer(recipe: str, advice: str, tmp_path: Path) -> None:
     run = trainer(tmp_path, recipe)
 
     def poison(row: dict[str, Any]) -> None:
@@ -215,8 +222,11 @@ def test_a_bad_value_stops_the_run_and_names_step_and_layer(recipe: str, tmp_pat
                 run.model.layers[2].mlp.down_proj.weight[0, 0] = math.nan
 
     run.on_step = poison
-    with pytest.raises(Diverged, match=r"step 4: the loss is nan; the first layer.* is layers\.2\.mlp\.down_proj\."):
+    with pytest.raises(
+        Diverged, match=r"step 4: the loss is nan; the first layer.* is layers\.2\.mlp\.down_proj\."
+    ) as stop:
         run.run()
+    assert str(stop.value).endswith(f": {advice}")
     assert losses(tmp_path) and len(losses(tmp_path)) == 3
 
 
