@@ -134,7 +134,9 @@ class _AttentionCore(torch.autograd.Function):
         spans: Any,
     ) -> Tensor:
         """Return [B*S, A*H] of qkvg [N, Q]; rotates q and k in place."""
-        qkvg = qkvg.detach()  # autograd refuses in-place changes to a view that another function returned
+        # The operations need contiguous channels. Detached: autograd refuses in-place changes to a view that another
+        # function returned.
+        qkvg = qkvg.detach().contiguous()
         q, k, v, logits = heads.split(qkvg[:rows], batch)
         if cos is not None and sin is not None:
             ops.rotate(q, q, cos, sin, False)
@@ -158,7 +160,7 @@ class _AttentionCore(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of qkvg, made in one buffer."""
-        (dy,) = grads
+        dy = grads[0].contiguous()  # that of a sum, for example, is one number with strides of 0
         batch, rows, heads, ops, target, spans = ctx.setting
         qkvg, cos, sin, out, *tensors = ctx.saved_tensors
         plain, tensors = iter(ctx.plain), iter(tensors)

@@ -304,4 +304,5 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
-        return all_reduce(grad.float(), ctx.tp.group).to(grad.dtype), None
+        # A copy even in FP32: autograd may give `grad`, which the collective would overwrite, to other nodes too.
+        return all_reduce(grad.to(torch.float32, copy=True), ctx.tp.group).to(grad.dtype), None

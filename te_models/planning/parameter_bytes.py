@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from te_models.config.chunk_sizes import FP32
 from te_models.config.layout import FUSED, linear_sizes
 from te_models.config.model import ModelConfig
+from te_models.config.owners import share_out
 
 
 class Parameter(NamedTuple):
@@ -71,16 +72,35 @@ def _galore(p: Parameter, options: Options = DEFAULTS) -> float:
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Bytes per element: `state` of the optimizer, and `master` for the FP32 copy of a parameter that is not FP32."""
+    """Bytes per element: `state` of the optimizer, and `master` for the FP32 copy of a parameter that is not FP32.
+
+    `elementwise`: under FSDP2 it updates shards; else each parameter has an owner with its whole master and state
+    (te_models.optim.parameter_owners).
+    """
 
     state: State
     description: str
     master: int = 4
+    elementwise: bool = False
 
     def of(self, parameters: list[Parameter], dtype_bytes: int, options: Options = DEFAULTS) -> int:
         """Return the bytes of state, and of the FP32 masters if there are any, of `parameters`."""
         master = self.master if has_masters(options) and dtype_bytes < FP32 else 0
         return round(sum(p.numel * (self.state(p, options) + master) for p in parameters))
+
+    def per_gpu(self, parameters: list[Parameter], dtype_bytes: int, options: Options = DEFAULTS, gpus: int = 1) -> int:
+        """Return the bytes of state and masters on that of `gpus` GPUs, among which FSDP2 shares them, that has most.
+
+        An owner has whole masters even of FP32 parameters, of which FSDP2 leaves it a shard.
+        """
+        if gpus == 1 or self.elementwise:
+            return self.of(parameters, dtype_bytes, options) // gpus
+        master = FP32 if has_masters(options) else dtype_bytes
+        owned = [0.0] * gpus
+        tensors = [p._replace(count=1) for p in parameters for _ in range(p.count)]
+        for tensor, owner in zip(tensors, share_out([t.numel for t in tensors], gpus), strict=True):
+            owned[owner] += tensor.numel * (self.state(tensor, options) + master)
+        return round(max(owned))
 
 
 def has_masters(options: Options) -> bool:
@@ -90,7 +110,7 @@ def has_masters(options: Options) -> bool:
 
 # One row per optimizer, under the names of `--optimizer`.
 OPTIMIZERS: dict[str, OptimizerBytes] = {
-    "adamw": OptimizerBytes(_adamw, "two FP32 moments"),
+    "adamw": OptimizerBytes(_adamw, "two FP32 moments", elementwise=True),
     "adamw8bit": OptimizerBytes(_adamw_blocks, "two 8-bit moments, one FP32 scale per 256 elements"),
     "adamwfp8": OptimizerBytes(_adamw_blocks, "two FP8 moments, one FP32 scale per 256 elements"),
     "te-adam": OptimizerBytes(_te_adam, "two BF16 moments; masters as the 16 bits that BF16 lacks", master=2),

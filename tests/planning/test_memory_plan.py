@@ -396,6 +396,25 @@ def test_gpus_share_weights_gradients_and_optimizer() -> None:
     assert four.moments[0].fp8_weight_copies < one.moments[0].fp8_weight_copies  # made again for each backward
 
 
+@pytest.mark.parametrize("dtype_bytes", [2, 4])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
+def test_the_owner_of_a_large_table_has_it_whole(optimizer: str, dtype_bytes: int) -> None:
+    """By hand, for an embedding that is larger than everything else together, so that its owner has nothing else."""
+    shape = dict(vocab_size=151936, hidden_size=8192, intermediate_size=1024, num_hidden_layers=2, head_dim=64)
+    config = get_preset("gated-nano", num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True, **shape)
+    plan = plan_memory(
+        config, get_recipe("delayed"), batch_size=8, seq_len=64, gpus=8, optimizer=optimizer, dtype_bytes=dtype_bytes
+    )
+    table, parameters = 151936 * 8192, plan.config.num_parameters
+    assert parameters < 1.2 * table
+    moments = {"muon": 8, "adamw8bit": 2 * (1 + 4 / 256)}[optimizer]
+    assert plan.moments[2].optimizer == round(table * (4 + moments)) == plan.optimizers()[optimizer]
+    buffers = 3 * 2**27  # sent, received and put in place
+    assert plan.moments[2].gradients == -(-parameters // 8) * dtype_bytes + 4 * table + buffers
+    adamw = replace(plan, training=replace(plan.training, optimizer="adamw"))
+    assert adamw.moments[2].optimizer == pytest.approx((8 + 4 * (dtype_bytes == 2)) * parameters / 8, rel=1e-6)
+
+
 def test_a_model_plans_with_its_own_settings() -> None:
     model = CausalLM.from_preset("gated-nano", recipe="current", device="meta", activation_checkpointing="full")
     plan = model.plan_memory(batch_size=2, seq_len=128, optimizer="muon8bit")
