@@ -29,10 +29,11 @@ def calibrate(
         raise UsageError("calibration has no batches: give those of the first step, with labels")
     weights = [1 / len(batches)] * len(batches) if weights is None else weights
     found, device = Measurement(modules, model.device), model.device
+    whole = model.head_in_fp8  # else the head and its loss run in chunks, which only a head in BF16 does
     random = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with _in_bf16(model), found.running(), random, torch.enable_grad():
         for batch, weight in zip(batches, weights, strict=True):
-            loss = model(**{name: value.to(device) for name, value in batch.items()}, return_logits=False).loss
+            loss = model(**{name: value.to(device) for name, value in batch.items()}, return_logits=whole).loss
             if loss is None:
                 raise UsageError("a batch to calibrate on needs labels: gradients have scales too")
             found.backward(loss * weight)
