@@ -130,7 +130,6 @@ def test_nothing_but_scales_changes() -> None:
     parameters[0].grad = torch.ones_like(parameters[0])
     weights, recipe, before = [p.detach().clone() for p in parameters], model.recipe, torch.get_rng_state()
 
-
     def draw(*given: Any) -> None:
         torch.rand(1)
 
