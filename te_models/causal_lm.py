@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -24,6 +24,7 @@ from te_models.generation.options import GenerationOptions
 from te_models.interop.hf import Origin
 from te_models.interop.hub import local_folder, push_folder, split_options
 from te_models.kernels.sdpa import attention_kernel
+from te_models.model.calibration import calibrate
 from te_models.model.decoder import Decoder
 from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, PushOptions
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
@@ -87,7 +88,7 @@ class CausalLM(Decoder):
                 continue
             name = name.removesuffix(".base_layer")  # of a linear with adapters
             if name == "lm_head":
-                layer, inside = "head", self._head_in_fp8
+                layer, inside = "head", self.head_in_fp8
                 reason = f"lm_head = {self.recipe.lm_head!r}"
             else:
                 layer = name.split(".")[1]
@@ -141,6 +142,22 @@ class CausalLM(Decoder):
     def generation_values(self) -> Mapping[str, Any]:
         """The values of generation_config.json in the folder that the model came from."""
         return self.origin.generation or {}
+
+    def calibrate(self, *batches: Mapping[str, Tensor], weights: Sequence[Tensor | float] | None = None) -> None:
+        """Measure the first scales of recipe "delayed", with one forward and backward in BF16 that change nothing else.
+
+        Transformer Engine begins with scales of 1, under which most gradients of the first steps are zero in FP8. Call
+        this before the first step, and after `set_recipe`, as `Trainer` and `GraphedStep` do: linears that have scales
+        keep them, and under other recipes nothing happens. Every process of the model's `amax_group` has to call it.
+
+        Args:
+            batches: the micro-batches of the first step: tensors of `forward`, "labels" among them.
+            weights: the factors of their losses in that step; None: 1 / len(batches) each.
+
+        Raises:
+            UsageError: no batch, or one without labels.
+        """
+        calibrate(self, batches, weights)
 
     def generate(
         self,

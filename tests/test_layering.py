@@ -36,7 +36,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"dispatch", "gated_attention_triton"},
     ],
     "engine": [{"__init__", "emulated", "native"}],
-    "fp8": [{"fsdp_gather", "scaling_state"}, {"extra_state", "primary_weights"}, {"region"}],
+    "fp8": [{"fsdp_gather", "scaling_state"}, {"extra_state", "primary_weights"}, {"calibration", "region"}],
     "model": [
         {"kv_cache", "offload", "options", "recipe_fit", "rope", "targets", "te_modules", "tensor_parallel"},
         {"inputs", "recompute"},
@@ -44,6 +44,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"attention", "mlp"},
         {"block"},
         {"decoder", "user_modules"},
+        {"calibration"},
     ],
     "interop": [
         {"hf_parts", "hf_places", "model_card"},

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
 
 TRAIN_GROUPS = {  # heading of the help -> fields of TrainConfig; the others are everyday options
-    "Training": ("gradient_accumulation", "cache_fp8_weights", "cuda_graph", "memory_check", "deterministic"),
+    "Training": (
+        "gradient_accumulation", "cache_fp8_weights", "calibrate", "cuda_graph", "memory_check", "deterministic",
+    ),
     "Optimizer": (
         "optimizer", "optimizer_options", "optimizer_offload", "schedule", "final_learning_rate", "warmup_steps",
         "decay_steps", "weight_decay", "clip_grad_norm",

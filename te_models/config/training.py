@@ -35,6 +35,9 @@ class TrainConfig(NamedFields):
     seq_len: int = documented(256, "Tokens per sequence.")
     gradient_accumulation: int = documented(1, "Micro-batches per step.")
     cache_fp8_weights: bool = documented(True, "Quantize the weights once per step instead of once per micro-batch.")
+    calibrate: bool = documented(
+        True, "Measure the first scales of recipe delayed on the first step's batch; else they are 1, as in TE."
+    )
     cuda_graph: bool = documented(True, "Replay forward and backward as one CUDA graph where they can be captured.")
     memory_check: bool = documented(True, "Refuse a run that the memory plan says does not fit.")
     deterministic: bool = documented(False, "Give the same bits in every run on the same GPU; slower.")

@@ -123,9 +123,14 @@ def convert_scales(model: nn.Module, old: Recipe, new: Recipe) -> None:
 
 
 def _largest(recipe: Recipe, direction: str) -> float:
-    """Return the value that an amax is scaled to: 448 in E4M3, 57344 in E5M2, divided by 2^margin."""
+    """Return the value that an amax is scaled to."""
+    return fp8_max(recipe, direction) * 2.0 ** -recipe.fields.get("margin", 0)
+
+
+def fp8_max(recipe: Recipe, direction: str) -> float:
+    """Return the largest number of a direction's format: 448 in E4M3, 57344 in E5M2."""
     wide = direction == "scaling_bwd" and recipe.fields.get("fp8_format", "HYBRID") == "HYBRID"
-    return (57344.0 if wide else 448.0) * 2.0 ** -recipe.fields.get("margin", 0)
+    return 57344.0 if wide else 448.0
 
 
 @contextlib.contextmanager

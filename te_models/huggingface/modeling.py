@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,10 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None if shift_labels is None else self._loss(logits, shift_labels, num_items_in_batch)
         output = CausalLMOutputWithPast(loss, logits, past_key_values, tuple(hidden) if hidden else None)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    def calibrate(self, *batches: Mapping[str, Tensor], weights: Sequence[Tensor | float] | None = None) -> None:
+        """Measure the first scales of recipe "delayed" before a Trainer runs; see CausalLM.calibrate."""
+        self.model.calibrate(*batches, weights=weights)
 
     @property
     def base_model(self) -> Backbone:

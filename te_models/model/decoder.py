@@ -139,7 +139,7 @@ class Decoder(nn.Module):
                 block = Block(self.local_config, layer, self.te, self.tp, **factory)
             self.layers.append(block)
         self.norm = self.te.RMSNorm(config.hidden_size, **norm_options(config), **factory)
-        with self._weights(in_fp8=self._head_in_fp8 and not config.tie_word_embeddings):
+        with self._weights(in_fp8=self.head_in_fp8 and not config.tie_word_embeddings):
             self.lm_head = linear(self.te, config.hidden_size, config.vocab_size, **factory)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -318,7 +318,7 @@ class Decoder(nn.Module):
         x = self._run(range(fp8.start), x, context)
         with fp8_layers(self.te, self.te_recipe, self.amax_group) if fp8 else contextlib.nullcontext():
             x = self._run(fp8, x, context)
-            if self._head_in_fp8:
+            if self.head_in_fp8:
                 return self._output(x, context, *wanted)
         x = self._run(range(fp8.stop, len(self.layers)), x, context)
         return self._output(x, context, *wanted)
@@ -370,10 +370,11 @@ class Decoder(nn.Module):
     @property
     def _head_is_fused(self) -> bool:
         """Return whether head and loss can run as one operation: a plain BF16 head can, an FP8 or adapted one not."""
-        return not self._head_in_fp8 and type(self.lm_head) is self.te.Linear
+        return not self.head_in_fp8 and type(self.lm_head) is self.te.Linear
 
     @property
-    def _head_in_fp8(self) -> bool:
+    def head_in_fp8(self) -> bool:
+        """Return whether the output head runs in FP8."""
         return self.recipe.quantized and self.recipe.lm_head == "fp8"
 
     def _logits(self, h: Tensor, context: ForwardContext) -> Tensor:

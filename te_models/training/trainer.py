@@ -14,6 +14,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from te_models.causal_lm import CausalLM
+from te_models.config.recipe import Recipe
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
@@ -142,6 +144,7 @@ class Trainer(NamedFields):
         self.optimizer = build_optimizer(config.optimizer, self.model, *chosen, *shared)
         self.train_model = parallel.wrap(self.model, self.gradients)
         self.graphed = self._graphed()
+        self.calibrated: Recipe | None = None  # the recipe for which the model is known to have scales
         # Read the loss of a step once the next one is queued: only if the device itself can skip a bad step's update.
         self.ahead = self.model.device.type == "cuda" and self.optimizer.can_skip
         self.seconds: deque[float] = deque(maxlen=RECENT)  # per step
@@ -185,11 +188,13 @@ class Trainer(NamedFields):
         metrics = MetricsLog(self.out / "metrics.jsonl" if first else None, after_step=self.result.step)
         exact = deterministic() if self.config.deterministic else contextlib.nullcontext()
         with exact, contextlib.closing(metrics), self._background_saves(), stop_signals() as self.stop_requested:
+            batches = iter(self.dataset)
             if not self.result.step:
+                batches = self._calibrated(batches)
                 self.result.first_eval_loss = self.result.eval_loss = self._evaluate()
             if self.model.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.model.device)
-            for row in self.steps(iter(self.dataset)):
+            for row in self.steps(batches):
                 metrics.write(row)
                 self.on_step(row)
                 for callback in self.callbacks:
@@ -290,6 +295,22 @@ class Trainer(NamedFields):
         queued.end = timestamp(device)
         return queued
 
+    def _calibrated(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return `batches` once the first step's micro-batches have given the model the scales that it needs."""
+        first = list(islice(batches, self.config.gradient_accumulation))
+        self._calibrate(first, self._loss_weights(first))
+        return chain(first, batches)
+
+    def _calibrate(self, micro_batches: list[Batch], weights: Sequence[Tensor | float]) -> None:
+        """Give the model scales from the micro-batches of a step, if it has none for its recipe."""
+        if self.config.calibrate and self.calibrated is not self.model.recipe:
+            self.model.train()
+            self.model.calibrate(*(to_device(batch, self.model.device) for batch in micro_batches), weights=weights)
+            self.calibrated = self.model.recipe
+
+    def _loss_weights(self, micro_batches: list[Batch]) -> Sequence[Tensor | float]:
+        return self.parallel.loss_weights([count_targets(batch) for batch in micro_batches], self.model.device)
+
     def _follow_recipe(self) -> None:
         """Make a new CUDA graph of the step if a callback has changed the model's recipe."""
         if self.graphed is not None and self.graphed.recipe is not self.model.recipe:
@@ -300,7 +321,8 @@ class Trainer(NamedFields):
         """Compute the gradients of the mean loss per counted token of the step; return this process's part of it."""
         self.model.train()
         device, last = self.model.device, len(micro_batches) - 1
-        weights = self.parallel.loss_weights([count_targets(batch) for batch in micro_batches], device)
+        weights = self._loss_weights(micro_batches)
+        self._calibrate(micro_batches, weights)
         self._follow_recipe()
         if self.graphed is not None:
             return self.graphed(weight=weights[0], **to_device(micro_batches[0], device))
@@ -353,7 +375,7 @@ class Trainer(NamedFields):
         if reason := step_obstacle(self.model, self.config, self.parallel.kind):
             log.info("no CUDA graph of the step: %s", reason)
             return None
-        return GraphedStep(self.model)
+        return GraphedStep(self.model, calibrate=False)  # the Trainer has
 
     def _evaluate(self) -> float:
         return evaluate(self.model, self.eval_batches, self.parallel.sum)
