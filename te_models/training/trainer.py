@@ -182,6 +182,7 @@ class Trainer(NamedFields):
         torch.manual_seed(self.config.seed + self.parallel.data_rank)
         if resume:
             self.restore()
+            self.parallel.ranks.gather(None)  # whoever reads slowly is not taken for dead by the first collective
         first = self.parallel.ranks.first
         if first and self.run_file:
             replace_text(self.out / RUN_FILE, self.run_file)

@@ -117,10 +117,29 @@ def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any
     return outcome(run, run.run(resume=resume))
 
 
-def start(root: Path, world: int, cases: dict[str, Any], name: str) -> dict[str, Any]:
-    """Run the cases in `world` processes, and return their results."""
-    run_ranks(partial(run_cases, cases, name), root, world, backend=None)
-    return json.loads((root / f"{name}.json").read_text())
+class Outcomes(dict[str, Any]):
+    """What became of each case. A test that asks for one that failed fails with what the ranks said."""
+
+    def __getitem__(self, name: str) -> Any:
+        found = super().__getitem__(name)
+        return pytest.fail(f"case {name}: {found}", pytrace=False) if isinstance(found, str) else found
+
+
+def start(root: Path, world: int, cases: dict[str, Any]) -> Outcomes:
+    """Run the cases in `world` processes. After a failure new processes run the cases that were not reached."""
+    found = Outcomes()
+    while left := {name: case for name, case in cases.items() if name not in found}:
+        failure = ""
+        try:
+            run_ranks(partial(run_cases, left), root, world, backend=None)
+        except pytest.fail.Exception as error:
+            failure = str(error)
+        for name in left:
+            written = root / f"{name}.json"
+            found[name] = json.loads(written.read_text()) if written.exists() else failure
+            if not written.exists():
+                break
+    return found
 
 
 def assert_close(
@@ -144,7 +163,7 @@ def one(root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two(root: Path, one: dict[str, Any]) -> dict[str, Any]:
-    return start(root, 2, {**RUNS, **SPECIAL, **FIRST, **RESUMED}, "two")
+    return start(root, 2, {**RUNS, **SPECIAL, **FIRST, **RESUMED})
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -190,7 +209,7 @@ def test_replicas_stay_the_same(name: str, two: dict[str, Any]) -> None:
 def test_stochastic_rounding_is_the_same_on_all_replicas(tmp_path: Path) -> None:
     """Though each process has random numbers of its own, for dropout."""
     rounded = dict(optimizer="adamw8bit", optimizer_options="stochastic_rounding=true", dtype="bfloat16")
-    found = start(tmp_path, 2, {"rounded": dict(parallel="ddp", recipe="bf16", **rounded)}, "rounded")["rounded"]
+    found = start(tmp_path, 2, {"rounded": dict(parallel="ddp", recipe="bf16", **rounded)})["rounded"]
     assert len(set(found["weights"])) == 1 and len(found["weights"]) == 2
 
 
@@ -241,9 +260,19 @@ def test_two_processes_go_on_where_one_stopped(two: dict[str, Any], one: dict[st
 @pytest.mark.slow
 def test_four_processes_too(root: Path, one: dict[str, Any]) -> None:
     """Most of the processes have no row of a small parameter; they also resume a run of one process."""
-    for found in start(root, 4, FOUR, "four-processes").values():
+    four = start(root, 4, FOUR)
+    for found in (four[name] for name in FOUR):
         assert_close(found, one, "delayed")
         assert all(scales == found["scales"][0] for scales in found["scales"])
+
+
+@pytest.mark.slow
+def test_a_case_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    short = dict(parallel="ddp", steps=1, eval_every=0)
+    found = start(tmp_path, 2, {"first": short, "wrong": dict(short, optimizer="none"), "last": short})
+    assert found["first"]["losses"] == found["last"]["losses"]
+    with pytest.raises(pytest.fail.Exception, match="(?s)case wrong: rank . of 2.*unknown optimizer 'none'"):
+        found["wrong"]
 
 
 def test_a_checkpoint_of_two_is_a_model_folder(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
