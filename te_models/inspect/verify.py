@@ -21,7 +21,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
-from te_models.config.layer import LayerSpec
+from te_models.config.layer import LinearSpec
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.fp8.scaling_state import frozen_fp8_state
@@ -203,12 +203,12 @@ def verify(model: CausalLM, batch_size: int, seq_len: int, plan: PrecisionPlan |
 
 
 def sample_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
-    """Return `config` with one layer of each kind per precision, which is enough to verify an untrained model."""
+    """Return `config` with one layer of all with the same GEMMs in one precision: enough for an untrained model."""
     count = config.num_hidden_layers
     inside = recipe.fp8_layers(count) or range(count)
-    first: dict[LayerSpec, int] = {}  # a layer of each kind between those that the recipe keeps in BF16
+    first: dict[tuple[LinearSpec, ...], int] = {}  # one layer of all that have the same GEMMs
     for depth in inside:
-        first.setdefault(config.layers[depth], depth)
+        first.setdefault(tuple(config.layers[depth].linears.values()), depth)
     return config.with_layers([*range(inside.start), *first.values(), *range(inside.stop, count)])
 
 

@@ -222,7 +222,7 @@ def test_two_ranks_train_as_one(number: int, case: tuple[str, str, bool, dict[st
 
 def test_each_rank_has_its_share_of_the_weights(results: Path) -> None:
     found = load(results, "others")
-    divided = ("qkvg_proj.weight", "gate_up_proj.weight", "o_proj.weight", "down_proj.weight")
+    divided = ("qkvg_proj.weight", "qkvg_proj.bias", "gate_up_proj.weight", "o_proj.weight", "down_proj.weight")
     assert {name for name, split in found[0]["marks"].items() if split} == {
         name for name in found[0]["marks"] if name.endswith(divided)
     }
@@ -268,7 +268,7 @@ def test_indivisible_shapes_are_refused(results: Path) -> None:
     assert (
         found["all heads"] == "qk_norm_scope='all_heads' needs the heads of all ranks: build the model without tp_mesh"
     )
-    assert found["output bias"].endswith("attention_output_bias or mlp_bias: use sequence_parallel=False")
+    assert found["output bias"].endswith("supports no attention_output_bias: use sequence_parallel=False")
 
 
 def test_sequence_parallelism_needs_ranks() -> None:
