@@ -88,7 +88,7 @@ class CausalLM(Decoder):
                 continue
             name = name.removesuffix(".base_layer")  # of a linear with adapters
             if name == "lm_head":
-                layer, inside = "head", self.head_in_fp8
+                layer, inside = "head", self.recipe.head_in_fp8
                 reason = f"lm_head = {self.recipe.lm_head!r}"
             else:
                 layer = name.split(".")[1]
@@ -102,10 +102,13 @@ class CausalLM(Decoder):
         weights = ", FP8 primary weights" if self.fp8_params else ""
         recipe = f"recipe {self.recipe.name}{self._chosen(', ')}{weights}"
         title = f"{recipe}, engine {self.engine} ({self.engine_reason})"
-        obstacles = {"attention": self.config.attention_obstacles, "MLP": self.config.mlp_obstacles}
+        obstacles: dict[str, list[str]] = {}
+        for part in self.config.parts:
+            known = obstacles.setdefault(part.title, [])
+            known += [name for name in part.obstacles if name not in known]
         notes = [
-            f"{what}: separate kernels, since the fused ones do not compute {', '.join(names)}"
-            for what, names in obstacles.items()
+            f"{title}: separate kernels, since the fused ones do not compute {', '.join(names)}"
+            for title, names in obstacles.items()
             if names
         ]
         return PrecisionPlan(title, tuple(rows), tuple(notes))

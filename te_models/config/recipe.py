@@ -182,6 +182,19 @@ class Recipe:
         """Return whether scales and amax histories persist over steps."""
         return SCHEMES[self.scheme].stateful
 
+    def fp8_layers(self, layers: int) -> range:
+        """Return the numbers of the layers, of `layers` in all, that run below BF16."""
+        return self.inner_layers(layers) if self.quantized else range(0)
+
+    def inner_layers(self, layers: int) -> range:
+        """Return the numbers of the layers, of `layers` in all, that the recipe does not keep in BF16."""
+        return range(self.num_layers_at_start_in_bf16, layers - self.num_layers_at_end_in_bf16)
+
+    @property
+    def head_in_fp8(self) -> bool:
+        """Return whether the output head runs below BF16."""
+        return self.quantized and self.lm_head == "fp8"
+
     @property
     def row_alignment(self) -> int:
         """Alignment of the number of tokens of a GEMM."""

@@ -229,11 +229,11 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
                 usual = place - torch.where(started, place, 0).cummax(-1).values
                 if not traced and torch.equal(positions, usual):
                     return dict(document_ids=documents) if bool(documents[:, -1].any()) else {}
-                view = CacheView(self.model.local_config, None, None, positions, tokens.device, documents)
+                view = CacheView(self.model.config, None, None, positions, tokens.device, documents)
                 return dict(cache=view)
             if not traced and torch.equal(positions.where(mask.bool(), 0), (mask.cumsum(-1) - 1).where(mask.bool(), 0)):
                 return plain
-        view = CacheView(self.model.local_config, past, mask, positions, tokens.device)
+        view = CacheView(self.model.config, past, mask, positions, tokens.device)
         real = mask[:, -seq:] if mask is not None and mask.dim() == 2 and seq > 1 else None
         return dict(cache=view, attention_mask=real)
 
@@ -261,7 +261,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
         transformers derives the arguments that `generate` accepts from these names.
         """
-        original, seen = context_before_long_angles(self.model.config), 0
+        original, seen = context_before_long_angles(self.model.config.rope), 0
         if past_key_values is not None and original is not None:
             seen = past_key_values.get_seq_length()
         if original is not None and 0 < seen <= original < input_ids.shape[1]:

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from te_models.config.layout import row_ranges
 from te_models.config.model import ModelConfig
 from te_models.distributed.dtensor import local, write_shard
 from te_models.errors import CheckpointError, UsageError, field_values
@@ -37,7 +36,7 @@ from te_models.files.formats import (
 )
 from te_models.fp8.primary_weights import plain, write_weight
 from te_models.interop.hf_families import Family, family_for, family_of
-from te_models.interop.hf_places import TOP, Rows
+from te_models.interop.hf_places import TOP
 from te_models.interop.hub import saved_dtype
 from te_models.interop.model_card import CARD, model_card, user_card
 from te_models.interop.quantized import CONFIG_KEYS, MODELOPT_FILE, StoredWeights, open_weights, read_scheme
@@ -253,26 +252,29 @@ def double_output_projections(model: nn.Module) -> None:
 
 def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Place]:
     """Return their tensor's name -> its place in ours, in their order; `shapes` are those of our parameters."""
-    blocks = row_ranges(config)
-    heads, groups_of_heads = config.num_attention_heads, config.num_key_value_heads
-    units = {None: 1, "num_attention_heads": heads, "num_key_value_heads": groups_of_heads}
-    tables = {name: Rows(module) for name, module in TOP.items()}
-    for layer in range(config.num_hidden_layers):
-        for name, rows in family.layer.items():
-            if rows.blocks and not any(blocks.get(block, (0, 0))[1] for block in rows.blocks):
-                continue  # a model without a gate
-            table = dataclasses.replace(rows, module=f"layers.{layer}.{rows.module}")
-            tables[f"model.layers.{layer}.{name}"] = table
-    found = {}
-    for theirs, rows in tables.items():
+    found: dict[str, Place] = {}
+
+    def place(theirs: str, module: str, blocks: list[tuple[int, int]], groups: int) -> None:
+        """Note the place of their weight and bias: these blocks of rows (none: all), which alternate `groups` times."""
         for kind in ("weight", "bias"):
-            ours = f"{rows.module}.{kind}"
-            if ours not in shapes or (theirs == "lm_head" and config.tie_word_embeddings):
-                continue
-            ranges = [blocks[block] for block in rows.blocks] or [(0, shapes[ours][0])]
-            groups = units[rows.per]
-            shape = (sum(count for _, count in ranges), *shapes[ours][1:])
-            found[f"{theirs}.{kind}"] = Place(ours, tuple((start, n // groups) for start, n in ranges), groups, shape)
+            ours = f"{module}.{kind}"
+            if ours in shapes:
+                ranges = blocks or [(0, shapes[ours][0])]
+                shape = (sum(rows for _, rows in ranges), *shapes[ours][1:])
+                found[f"{theirs}.{kind}"] = Place(ours, tuple((at, n // groups) for at, n in ranges), groups, shape)
+
+    for theirs, module in TOP.items():
+        if theirs != "lm_head" or not config.tie_word_embeddings:
+            place(theirs, module, [], 1)
+    for depth, layer in enumerate(config.layers):
+        counts = {name: count for part in layer.parts for name, count in part.divided.items()}
+        for name, rows in family.layer.items():
+            ranges = layer.linears[rows.module].row_ranges if rows.blocks and rows.module in layer.linears else {}
+            blocks = [ranges.get(block, (0, 0)) for block in rows.blocks]
+            if rows.blocks and not any(used for _, used in blocks):
+                continue  # a model without a gate, or a layer of another kind
+            groups = 1 if rows.per is None else counts[rows.per]
+            place(f"model.layers.{depth}.{name}", f"layers.{depth}.{rows.module}", blocks, groups)
     return found
 
 

@@ -29,7 +29,7 @@ def calibrate(
         raise UsageError("calibration has no batches: give those of the first step, with labels")
     weights = [1 / len(batches)] * len(batches) if weights is None else weights
     found, device = Measurement(modules, model.device), model.device
-    whole = model.head_in_fp8  # else the head and its loss run in chunks, which only a head in BF16 does
+    whole = model.recipe.head_in_fp8  # else the head and its loss run in chunks, which only a head in BF16 does
     random = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with _in_bf16(model), found.running(), random, torch.enable_grad():
         for batch, weight in zip(batches, weights, strict=True):
@@ -42,7 +42,9 @@ def calibrate(
 
 def _fp8_linears(model: Decoder) -> list[nn.Module]:
     """Return the te.Linear modules that the model's recipe runs in FP8."""
-    parts = [*(model.layers[layer] for layer in model.fp8_layers), *([model.lm_head] if model.head_in_fp8 else [])]
+    parts = [model.layers[layer] for layer in model.fp8_layers]
+    if model.recipe.head_in_fp8:
+        parts.append(model.lm_head)
     return [module for part in parts for module in part.modules() if isinstance(module, model.te.Linear)]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from te_models.config.layer import LayerSpec
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import AUTO, SCHEMES, Recipe, get_recipe
 from te_models.engine import get_engine
@@ -52,6 +53,7 @@ def auto_recipe(
     engine: str = "auto",
     device: torch.device | str | None = None,
     *,
+    layers: tuple[LayerSpec, ...] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     fp8_params: bool = False,
     **fields: Any,
@@ -65,7 +67,8 @@ def auto_recipe(
     in FP8.
 
     Args:
-        config: the shape, of one rank's heads and channels under tensor parallelism.
+        config: the shape.
+        layers: one rank's share of the layers; None: all of them.
         engine: as in `get_engine`, as is `device`.
         dtype: of the parameters.
         fp8_params: whether weights are stored in FP8, which saves memory at any size.
@@ -89,7 +92,7 @@ def auto_recipe(
             recipe = get_recipe(candidate, **fields)
             try:
                 check_layers(config, recipe)
-                check_sizes(config, recipe)
+                check_sizes(layers or config.layers, config.vocab_size, recipe)
             except ConfigError as error:
                 reason = str(error)
                 continue
@@ -107,21 +110,24 @@ def check_layers(config: ModelConfig, recipe: Recipe) -> None:
         )
 
 
-def check_sizes(config: ModelConfig, recipe: Recipe, each: str = "") -> None:
+def check_sizes(layers: tuple[LayerSpec, ...], vocab_size: int, recipe: Recipe, each: str = "") -> None:
     """Require every feature dimension of an FP8 GEMM to be a multiple of the recipe's alignment.
 
     Args:
-        config: the config of one rank's heads and channels.
+        layers: one rank's share of the layers.
+        vocab_size: outputs of the head.
         recipe: the recipe.
         each: appended to a size in messages, to say that it is per rank.
 
     Raises:
         ConfigError: a size is not; the message names it.
     """
-    sizes = dict(hidden_size=config.hidden_size, intermediate_size=config.intermediate_size)
-    sizes |= {"num_attention_heads * head_dim": config.q_size, "q, k, v and gate": config.qkvg_size}
+    sizes: dict[str, int] = {}
+    for layer in layers:
+        for part in layer.parts:
+            sizes |= part.features
     if recipe.lm_head == "fp8":
-        sizes["vocab_size"] = config.vocab_size
+        sizes["vocab_size"] = vocab_size
     for name, size in sizes.items():
         if size % recipe.feature_alignment:
             raise ConfigError(

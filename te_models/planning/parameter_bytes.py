@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from te_models.config.chunk_sizes import FP32
-from te_models.config.layout import FUSED, linear_sizes
 from te_models.config.model import ModelConfig
 from te_models.config.owners import share_out
 
@@ -17,8 +17,7 @@ from te_models.config.owners import share_out
 class Parameter(NamedTuple):
     """`count` matrices or vectors of one shape; a fused weight counts as its parts.
 
-    `kind` is "matrix" (a block's, which Muon and GaLore update), "gate" (headwise), "table" (embedding, head) or
-    "vector".
+    `kind` is the te_models.config.layer.Role of its rows, or "table" for embedding and head.
     """
 
     kind: str
@@ -57,13 +56,13 @@ def _rest(p: Parameter, options: Options) -> float:
 
 def _muon(momentum: float) -> State:
     """Return the bytes of Muon (Jordan et al. 2024): one momentum for the matrices of blocks, AdamW for the rest."""
-    return lambda p, options=DEFAULTS: momentum if p.kind == "matrix" else _rest(p, options)
+    return lambda p, options=DEFAULTS: momentum if p.kind == "hidden" else _rest(p, options)
 
 
 def _galore(p: Parameter, options: Options = DEFAULTS) -> float:
     """Return the bytes of GaLore (Zhao et al. 2024, arXiv 2403.03507): AdamW on a low rank, FP32 projectors."""
     rank = options.get("rank", 128)
-    if p.kind != "matrix":
+    if p.kind != "hidden":
         return _rest(p, options)
     if min(p.shape) <= rank:
         return _adamw(p)
@@ -126,23 +125,22 @@ def trained_parameters(config: ModelConfig, lora_rank: int) -> list[Parameter]:
     """Return every parameter of a CausalLM; with `lora_rank`, the A and B of adapters on all linears of blocks."""
     if not lora_rank:
         return model_parameters(config)
-    sizes, layers = linear_sizes(config).values(), config.num_hidden_layers
-    return [Parameter("vector", (lora_rank, size), layers) for pair in sizes for size in pair]
+    return [
+        Parameter("vector", shape, count)
+        for layer, count in Counter(config.layers).items()
+        for linear in layer.linears.values()
+        for shape in ((lora_rank, linear.inputs), (lora_rank, linear.outputs))
+    ]
 
 
 def model_parameters(config: ModelConfig) -> list[Parameter]:
     """Return every parameter of a CausalLM; vectors (norms and biases) as one."""
-    d, layers = config.hidden_size, config.num_hidden_layers
-    gate = "gate" if config.attention_gate == "headwise" else "matrix"
-    found = [
-        Parameter("table", (config.vocab_size, d), 1 if config.tie_word_embeddings else 2),
-        *(
-            Parameter(gate if section.name == "g" else "matrix", (section.stored, d), layers if section.stored else 0)
-            for sections in FUSED.values()
-            for section in sections(config)
-        ),
-        Parameter("matrix", (d, config.q_size), layers),
-        Parameter("matrix", (d, config.intermediate_size), layers),
-    ]
+    tables = 1 if config.tie_word_embeddings else 2
+    found = [Parameter("table", (config.vocab_size, config.hidden_size), tables)]
+    for layer, count in Counter(config.layers).items():
+        for linear in layer.linears.values():
+            for section in linear.sections:
+                if section.stored:
+                    found.append(Parameter(section.role, (section.stored, linear.inputs), count))
     total = config.num_parameters + config.num_padding_parameters
     return [*found, Parameter("vector", (total - sum(p.numel for p in found),), 1)]

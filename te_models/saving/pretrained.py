@@ -357,8 +357,9 @@ def with_gate_rows(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[s
     """Return the tensors of an ungated model with the gate's rows, zeros, after those of q, k and v."""
     grown = dict(tensors)
     for name, tensor in tensors.items():
-        if ".qkvg_proj." in name:
-            grown[name] = torch.cat((tensor, tensor.new_zeros(config.gate_size, *tensor.shape[1:])))
+        linear = config.linears.get(name.rpartition(".")[0])
+        if linear is not None and "g" in linear.row_ranges:
+            grown[name] = torch.cat((tensor, tensor.new_zeros(linear.outputs - len(tensor), *tensor.shape[1:])))
     return grown
 
 

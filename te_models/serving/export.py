@@ -78,9 +78,7 @@ def export(
 
 def quantized_modules(model: Decoder) -> dict[str, nn.Module]:
     """Return name -> te.Linear of the layers that an export quantizes: those that the recipe does not keep in BF16."""
-    recipe = model.recipe
-    layers = range(recipe.num_layers_at_start_in_bf16, len(model.layers) - recipe.num_layers_at_end_in_bf16)
-    inside = tuple(f"layers.{layer}." for layer in layers)
+    inside = tuple(f"layers.{layer}." for layer in model.recipe.inner_layers(len(model.layers)))
     return {name: m for name, m in model.named_modules() if name.startswith(inside) and isinstance(m, model.te.Linear)}
 
 

@@ -21,7 +21,6 @@ from te_models.data.tokenizer import ByteTokenizer, load_tokenizer
 from te_models.fp8.scaling_state import fp8_state
 from te_models.generation.sampling import sample
 from te_models.generation.text import stream_text
-from te_models.model.kv_cache import KVCache
 
 pytest.importorskip("transformers")
 with warnings.catch_warnings():
@@ -79,7 +78,7 @@ def test_the_cache_remembers_which_keys_are_padding(window: int | None) -> None:
     ids, mask = torch.randint(0, 256, (2, 12)), torch.ones(2, 12, dtype=torch.long)
     mask[0, :7] = 0
     whole = model(ids, attention_mask=mask).logits
-    cache = KVCache(model.config, 2, 12, model.device, model.dtype)
+    cache = model.new_cache(2, 12)
     parts = [model(ids[:, :9], cache=cache, attention_mask=mask[:, :9]).logits]
     parts += [model(ids[:, i : i + 1], cache=cache).logits for i in range(9, 12)]
     torch.testing.assert_close(torch.cat(parts, dim=1)[mask.bool()], whole[mask.bool()], atol=1e-5, rtol=0)

@@ -132,8 +132,7 @@ def test_a_gate_starts_as_the_identity_and_trains(
         optimizer.zero_grad()
         losses[-1].backward()
         optimizer.step()
-    start = gated.config.q_size + 2 * gated.config.kv_size
-    rows = gated.config.gate_size if gate == "elementwise" else gated.config.num_attention_heads
+    start, rows = gated.config.linears["layers.0.self_attn.qkvg_proj"].row_ranges["g"]
     moved = gated.layers[1].self_attn.qkvg_proj.weight[start : start + rows].abs().amax(dim=1)
     assert (moved > 0).all() and losses[-1] < losses[0], "every gate has left its start"
     plain.save_pretrained(tmp_path / "own")

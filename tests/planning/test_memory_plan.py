@@ -13,6 +13,7 @@ import te_models.optim as optim
 from benchmarks.planned_memory import planned_and_measured
 from te_models import CausalLM, get_recipe, list_presets, list_recipes
 from te_models.cli import main
+from te_models.config.attention import AttentionSpec
 from te_models.config.chunk_sizes import HEAD_CHUNK, head_rows
 from te_models.config.presets import get_preset
 from te_models.config.recipe import recipe_from_dict
@@ -274,8 +275,10 @@ def test_attention_is_one_operation_where_the_kernels_say_so(seq_len: int, field
     config = get_preset("gated-350m", **fields)
     for dtype in (torch.bfloat16, torch.float32):
         training = Training(batch_size=1, seq_len=seq_len, dtype_bytes=dtype.itemsize)
-        found = Tape(config, get_recipe("bf16"), training).fuses(0)
-        assert found == can_fuse(config, seq_len, torch.device("cuda"), dtype)
+        attention = config.layers[0].mixer
+        assert isinstance(attention, AttentionSpec)
+        found = attention.fuses(Tape(config, get_recipe("bf16"), training))
+        assert found == can_fuse(attention, seq_len, torch.device("cuda"), dtype)
 
 
 @pytest.mark.parametrize("name", list_presets())
@@ -285,12 +288,12 @@ def test_parameters_are_the_models(name: str) -> None:
     assert sum(p.numel for p in found) == sum(p.numel() for p in model.parameters())
     tables = {id(model.embed_tokens.weight), id(model.lm_head.weight)}
     matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)
-    assert sum(p.numel for p in found if p.kind in ("matrix", "gate")) == matrices
+    assert sum(p.numel for p in found if p.kind in ("hidden", "gate")) == matrices
 
 
 def test_optimizers_a_parameter() -> None:
     """By hand, for a matrix of a block, without the master's 4 bytes."""
-    matrix, table = Parameter("matrix", (1024, 512), 3), Parameter("table", (1024, 512), 1)
+    matrix, table = Parameter("hidden", (1024, 512), 3), Parameter("table", (1024, 512), 1)
     state = {name: optimizer.state(matrix) for name, optimizer in OPTIMIZERS.items()}
     assert state == {
         "adamw": 8, "adamw8bit": 2.03125, "adamwfp8": 2.03125, "te-adam": 4, "muon": 4, "muon8bit": 1.03125,
@@ -313,7 +316,7 @@ def test_torchao_keeps_as_much(name: str) -> None:
             if hasattr(buffer, "codes")
             else buffer.nbytes
         )
-        kept = OPTIMIZERS[name.lower()].state(Parameter("matrix", shape, 1)) * weight.numel()
+        kept = OPTIMIZERS[name.lower()].state(Parameter("hidden", shape, 1)) * weight.numel()
         assert 2 * size == kept, shape
 
 
