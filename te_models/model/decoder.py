@@ -413,10 +413,8 @@ class Decoder(nn.Module):
         """
         slots = slots_for(max_length)
         try:
-            states = [
-                self._block(layer).mixer.new_state(batch, slots, self.device, self.dtype)
-                for layer in range(len(self.specs))
-            ]
+            mixers = [self._block(layer).mixer for layer in range(len(self.specs))]
+            states = [mixer.new_state(batch, slots, self.device, self.dtype) for mixer in mixers]
         except torch.OutOfMemoryError:
             size = sum(spec.mixer.state_bytes(batch, slots, self.dtype.itemsize) for spec in self.specs) / 2**30
             raise OutOfMemory(

@@ -88,7 +88,7 @@ def test_scales_and_histories_are_those_of_a_step_with_these_amaxes(name: str) -
     for forward in (True, False):
         emulated.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=forward)
     assert_same(state(model), state(other))
-    assert len(state(model)) == 4 * (4 * len(model.fp8_layers) + model.head_in_fp8)
+    assert len(state(model)) == 4 * (4 * len(model.fp8_layers) + model.recipe.head_in_fp8)
 
 
 @pytest.mark.parametrize(
