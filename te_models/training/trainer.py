@@ -30,6 +30,7 @@ from te_models.files.atomic import replace_text
 from te_models.files.formats import flatten_state, render_json
 from te_models.files.lock import locked
 from te_models.fp8.primary_weights import drop_initial_values
+from te_models.fp8.region import saving
 from te_models.model.inputs import invalid_token
 from te_models.model.targets import invalid_label
 from te_models.optim import build_optimizer
@@ -372,7 +373,9 @@ class Trainer(NamedFields):
 
         With `blocking=False` a single process writes it in the background; several processes always save together.
         """
-        folder = self.checkpoints.save(self.result.step, *self._content(), blocking=blocking, copy_later=not blocking)
+        how = dict(blocking=blocking, copy_later=not blocking)
+        with saving(self.model):
+            folder = self.checkpoints.save(self.result.step, *self._content(), **how)
         self.result.checkpoint = str(folder)
         for callback in self.callbacks:
             callback.on_save(self, folder)
