@@ -212,11 +212,9 @@ class Trainer(NamedFields):
         """Save the model after the best evaluation so far, and end a run that no longer improves."""
         result, config = self.result, self.config
         (loss, *_) = self.parallel.ranks.gather(row["eval_loss"])  # all processes decide by the same number
-        first = not result.best_step
         if loss < min(result.best_eval_loss, result.first_eval_loss):  # the second may be a NaN
             result.best_eval_loss, result.best_step, result.evaluations_since_best = loss, row["step"], 0
-            only = first and row["step"] == config.steps  # with a single evaluation there is no best one to choose
-            if config.keep_best and config.eval_every and not only:
+            if config.keep_best:
                 tensors, documents = self._model_content()
                 self.best.save(row["step"], tensors, {**documents, **self.documents}, blocking=False)
         else:
