@@ -41,7 +41,7 @@ def export(
 
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
-    built = build_model(preset, model, options)
+    built = build_model(preset, model, options, merge=True)
     calibration = None
     if data is not None:
         read = read_batches(built, data, tokenizer or model, batches, seq_len, columns)

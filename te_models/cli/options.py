@@ -288,8 +288,11 @@ def _number(name: str, value: Any) -> Any:
     return next((choice for choice in check if str(choice) == value), value) if isinstance(check, tuple) else value
 
 
-def build_model(preset: str | None, model: str | None, options: Mapping[str, Any]) -> CausalLM:
-    """Build the model that the options describe: keywords of CausalLM, and fields of recipe and config, or None."""
+def build_model(preset: str | None, model: str | None, options: Mapping[str, Any], merge: bool = False) -> CausalLM:
+    """Build the model that the options describe: keywords of CausalLM, and fields of recipe and config, or None.
+
+    A run with adapters gives the model with them in it, as it was trained; with `merge`, in its weights.
+    """
     from te_models.causal_lm import CausalLM  # noqa: PLC0415  imports torch
     from te_models.saving.pretrained import adapter_folder  # noqa: PLC0415
 
@@ -300,9 +303,9 @@ def build_model(preset: str | None, model: str | None, options: Mapping[str, Any
         return CausalLM.from_preset(preset, **given)
     assert model is not None
     if (adapters := adapter_folder(model)) is not None:
-        from te_models.training.lora_run import load_merged  # noqa: PLC0415  needs peft
+        from te_models.training.lora_run import load_adapted, load_merged  # noqa: PLC0415  needs peft
 
-        return load_merged(adapters, **given)
+        return (load_merged if merge else load_adapted)(adapters, **given)
     return CausalLM.from_pretrained(model, **given)
 
 

@@ -45,6 +45,6 @@ def parity(
     from te_models.serving.parity import parity as run  # noqa: PLC0415  imports torch
     from te_models.serving.text import read_batches  # noqa: PLC0415
 
-    built = build_model(preset, model, options)
+    built = build_model(preset, model, options, merge=True)
     read = read_batches(built, data, tokenizer or model, batches, seq_len, columns)
     show(run(built, built.origin, exports, read), as_json)

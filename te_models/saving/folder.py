@@ -167,9 +167,9 @@ def load_folder(
 ) -> Folder:
     """Read and check a folder that `save_folder` wrote, or one of Hugging Face.
 
-    The size of every file that is there is checked, and the hash of the bytes that are returned. Tensors are read into memory; where
-    they would fill a quarter of the memory that this process may use, files are mapped instead, copy-on-write, and
-    must not be truncated during the load.
+    The size of every file that is there is checked, and the hash of the bytes that are returned. Tensors are read into
+    memory; where they would fill a quarter of the memory that this process may use, files are mapped instead,
+    copy-on-write, and must not be truncated during the load.
 
     Args:
         path: the folder.
