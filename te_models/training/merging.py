@@ -20,7 +20,8 @@ from te_models.training.result import Result
 from te_models.training.resume import run_choices
 from te_models.training.settings import RunSettings
 
-WORTH_SAYING = 0.05  # of the gain; both losses are shown in any case
+LEAST_GAIN = 0.01  # nats per token: losses of one model computed in BF16 and in FP32 may differ by as much
+LEAST_SHARE = 0.05  # of the gain; both losses are shown in any case
 
 
 def save_adapters(
@@ -63,8 +64,8 @@ def merged_loss(loss: float, trained: float, before: float, dtype: str) -> str:
     The gain is `before` - `trained`, the losses of the model without and with adapters.
     """
     said = f"{loss:.4f} in {dtype}, {trained:.4f} with adapters"
-    lost = (loss - trained) / (before - trained) if trained < before else 0.0
-    if lost < WORTH_SAYING:
+    gain, lost = before - trained, loss - trained
+    if not (gain >= LEAST_GAIN and lost >= LEAST_SHARE * gain):
         return said
-    said += f": small updates vanished in the rounding of the weights, and {100 * lost:.0f} % of the gain with them"
+    said += f": updates vanish in the rounding of the weights, and {100 * lost / gain:.0f} % of the gain with them"
     return f"{said}; " + ("use the adapters" if dtype == "float32" else "--merge-dtype float32 keeps more of it")
