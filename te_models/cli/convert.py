@@ -41,7 +41,7 @@ def convert(
     found = None if te_checkpoint is None else read_te_checkpoint(te_checkpoint)
     if preset is not None and found is not None:
         given["recipe"] = options["recipe"] or found.recipe(get_preset(preset).num_hidden_layers)
-    built = build_model(preset, model, given)
+    built = build_model(preset, model, given, merge=True)
     if found is not None:
         load_te_checkpoint(built, found)
     built.save_pretrained(out, format=format)

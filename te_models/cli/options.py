@@ -294,8 +294,11 @@ def _number(name: str, value: Any) -> Any:
     return next((choice for choice in check if str(choice) == value), value) if isinstance(check, tuple) else value
 
 
-def build_model(preset: str | None, model: str | None, options: Mapping[str, Any]) -> CausalLM:
-    """Build the model that the options describe: keywords of CausalLM, and fields of recipe and config, or None."""
+def build_model(preset: str | None, model: str | None, options: Mapping[str, Any], merge: bool = False) -> CausalLM:
+    """Build the model that the options describe: keywords of CausalLM, and fields of recipe and config, or None.
+
+    A run with adapters gives the model with them in it, as it was trained; with `merge`, in its weights.
+    """
     from te_models.causal_lm import CausalLM  # noqa: PLC0415  imports torch
     from te_models.saving.pretrained import adapter_folder  # noqa: PLC0415
 
@@ -306,14 +309,14 @@ def build_model(preset: str | None, model: str | None, options: Mapping[str, Any
         return CausalLM.from_preset(preset, **given)
     assert model is not None
     if (adapters := adapter_folder(model)) is not None:
-        from te_models.training.lora_run import load_merged  # noqa: PLC0415  needs peft
+        from te_models.training.lora_run import load_adapted, load_merged  # noqa: PLC0415  needs peft
 
-        return load_merged(adapters, **given)
+        return (load_merged if merge else load_adapted)(adapters, **given)
     return CausalLM.from_pretrained(model, **given)
 
 
 def build_trained_model(preset: str | None, model: str | None, options: Mapping[str, Any]) -> CausalLM:
-    """Build a model as `build_model` does, to be served: under BF16 if it has no recipe of its own.
+    """Build a model to be served, with the adapters of a run in its weights: under BF16 if it has no recipe of its own.
 
     The recipe decides which layers are quantized, which should not depend on this machine.
     """
@@ -322,7 +325,7 @@ def build_trained_model(preset: str | None, model: str | None, options: Mapping[
     if options["recipe"] in (None, AUTO):
         new = model is None or (adapter_folder(model) is None and read_shape(model).recipe is None)
         options = {**options, "recipe": "bf16" if new else AUTO}
-    return build_model(preset, model, options)
+    return build_model(preset, model, options, merge=True)
 
 
 def console(width: int = 140) -> Console:

@@ -53,6 +53,9 @@ def training_options(learning_rate: str, lora: bool) -> Decorator:
                help="Probability with which an adapter's input is dropped."),
         lora_option("--merge/--no-merge", default=False, group="LoRA",
                help="At the end, also save the model with the adapters in its weights, in the folder merged/."),
+        lora_option("--merge-dtype", metavar="DTYPE", group="LoRA",
+               help="Dtype of these weights: bfloat16, float16 or float32, in which no small update vanishes; default: "
+               "the model's."),
         build_options,
         tokenizer_option,
         memory_options(group="Training"),

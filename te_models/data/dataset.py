@@ -232,7 +232,7 @@ class TokenDataset:
             digest.update(np.ascontiguousarray(part).data)
         digest.update(np.ascontiguousarray(encoded.lengths).data)
         digest.update(np.ascontiguousarray(encoded.prompts).data)
-        if self.whole and encoded.counted is not None:
+        if encoded.counted is not None:
             for part in encoded.parts(encoded.counted):
                 digest.update(np.ascontiguousarray(part).data)
         if self.weights is not None:

@@ -23,6 +23,7 @@ from te_models.causal_lm import CausalLM
 from te_models.errors import UsageError
 from te_models.files.formats import list_some, parse_size
 from te_models.fp8.extra_state import EXTRA
+from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
 from te_models.huggingface.cache import CacheView
 from te_models.huggingface.config import TEModelsConfig
@@ -368,7 +369,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             raise UsageError("variant= and distributed_checkpoint= are not supported: leave them out")
         if is_main_process:
             generation, size = self.generation_config.to_diff_dict(), parse_size(max_shard_size)
-            save_model(self.model, self.config.model_config(), generation, Path(save_directory), state_dict, size)
+            with saving(self.model):
+                save_model(self.model, self.config.model_config(), generation, Path(save_directory), state_dict, size)
         if push_to_hub:
             self.push_to_hub(**options, token=token)
 

@@ -444,9 +444,8 @@ class Decoder(nn.Module):
         new = self._checked(chosen)
         if self.fp8_params:
             self._check_weights_fit(new)
-        old, keep = self.recipe, {}
-        if new.stateful and old.stateful:
-            keep = {name: tensor.clone() for name, tensor in fp8_state(self).items()}
+        old = self.recipe
+        keep = self.copied_fp8_state() if new.stateful else {}
         for module in self.modules():
             if isinstance(module, self.te.Linear):
                 self.te.reset_fp8_state(module)
@@ -454,6 +453,14 @@ class Decoder(nn.Module):
         relink(self, self.te_recipe)
         if keep:
             self.take_fp8_state(keep, old)
+
+    def copied_fp8_state(self) -> dict[str, Tensor]:
+        """Return a copy of every scale and amax history, as `fp8_state` names them; every save takes them from here.
+
+        Forward passes change the live tensors, evaluations for a moment too: those of other threads wait.
+        """
+        with self.te.region_lock(self, self.recipe.quantized):
+            return {name: tensor.clone() for name, tensor in fp8_state(self).items()} if self.recipe.stateful else {}
 
     def take_fp8_state(self, state: dict[str, Tensor], old: Recipe) -> int:
         """Load the scales and histories that `fp8_state` returned under the recipe `old`; return how many were used.

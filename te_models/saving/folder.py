@@ -97,6 +97,8 @@ class _Source:
             raise CheckpointError(f"{self.folder} holds no file {file[:80]!r}")
         try:
             found, size = path.stat() if self.links else path.lstat(), self.files[file].size
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.folder} is incomplete: it lacks {file}, which was saved") from None
         except OSError as error:  # a loop of links
             if not path.is_symlink():
                 raise
@@ -165,9 +167,9 @@ def load_folder(
 ) -> Folder:
     """Read and check a folder that `save_folder` wrote, or one of Hugging Face.
 
-    The size of every file is checked, and the hash of the bytes that are returned. Tensors are read into memory; where
-    they would fill a quarter of the memory that this process may use, files are mapped instead, copy-on-write, and
-    must not be truncated during the load.
+    The size of every file that is there is checked, and the hash of the bytes that are returned. Tensors are read into
+    memory; where they would fill a quarter of the memory that this process may use, files are mapped instead,
+    copy-on-write, and must not be truncated during the load.
 
     Args:
         path: the folder.
@@ -328,7 +330,7 @@ def _load(source: _Source, names: Iterable[str] | None, optional: Iterable[str])
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise CheckpointError(f"{source.folder} holds no {name!r}{hint}")
     for file, entry in source.files.items():
-        if entry.size is not None:
+        if entry.size is not None and os.path.lexists(source.folder / file):  # one that is not wanted may be gone
             source.locate(file)
     return Folder(
         path=source.folder,

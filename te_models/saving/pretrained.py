@@ -31,7 +31,8 @@ from te_models.fp8.primary_weights import (
     quantized_weights,
     write_weight,
 )
-from te_models.fp8.scaling_state import check_fp8_state, fp8_state
+from te_models.fp8.region import saving
+from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.hf import (
     Origin,
     check_shape,
@@ -80,8 +81,8 @@ def model_content(
     """
     own = weights(model, masters)
     tensors = {"model": own if parts else gather_state(own, model.config, model.tp)}
-    if state := fp8_state(model) if model.recipe.stateful else {}:
-        tensors["fp8_state"] = {name: tensor.clone() for name, tensor in state.items()}  # the next forward writes to it
+    if state := model.copied_fp8_state():
+        tensors["fp8_state"] = state
     if quantized := quantized_weights(model):
         tensors["fp8_weights"] = quantized
     dtype = str(model.dtype).removeprefix("torch.")
@@ -116,15 +117,16 @@ def write_pretrained(
     """
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
-    tensors, documents = model_content(model, origin)
-    if model.tp.rank == 0:
-        tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
-        if format == "hf":
-            write_hugging_face(model, origin, folder, tensors["model"], tokenizer, max_shard_bytes, name=name)
-        else:
-            tensors["model"] |= extra_states(model)
-            save_folder(folder, tensors, documents | tokenizer, max_shard_bytes=max_shard_bytes)
-    model.tp.wait()
+    with saving(model):
+        tensors, documents = model_content(model, origin)
+        if model.tp.rank == 0:
+            tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
+            if format == "hf":
+                write_hugging_face(model, origin, folder, tensors["model"], tokenizer, max_shard_bytes, name=name)
+            else:
+                tensors["model"] |= extra_states(tensors.get("fp8_state", {}))
+                save_folder(folder, tensors, documents | tokenizer, max_shard_bytes=max_shard_bytes)
+        model.tp.wait()
 
 
 def read_pretrained(

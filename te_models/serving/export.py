@@ -19,7 +19,7 @@ from te_models.distributed.dtensor import local
 from te_models.errors import UsageError, unknown
 from te_models.files.formats import list_some
 from te_models.fp8.primary_weights import quantized_weights
-from te_models.fp8.scaling_state import fp8_state
+from te_models.fp8.region import saving
 from te_models.interop.hf import Origin, Place, tokenizer_files, write_hugging_face
 from te_models.interop.quantized import BLOCK, E4M3
 from te_models.interop.stored_weights import collapse, spread
@@ -66,12 +66,13 @@ def export(
         raise UsageError("a sharded model cannot be exported: save it, and export the saved folder")
     if any(".lora_" in name for name, _ in model.named_parameters()):
         raise UsageError("the model has LoRA adapters: export what adapted.merge_and_unload() returns")
-    writer = _Writer(model, format, calibration)
-    parameters = gather_state(weights(model), model.config, model.tp)
-    if model.tp.rank == 0:
-        tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
-        write_hugging_face(model, origin, folder, parameters, tokenizer, quantize=writer.quantize)
-    model.tp.wait()
+    with saving(model):
+        writer = _Writer(model, format, calibration)
+        parameters = gather_state(weights(model), model.config, model.tp)
+        if model.tp.rank == 0:
+            tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
+            write_hugging_face(model, origin, folder, parameters, tokenizer, quantize=writer.quantize)
+        model.tp.wait()
     notes = (*writer.notes, *_size_notes(format, writer.shapes))
     return Export(Path(folder), format, tuple(writer.quantized), tuple(writer.ignored), notes)
 
@@ -234,12 +235,12 @@ def _input_scales(
 
 def trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Return the scales of the inputs of `modules` that delayed scaling has learned, FP32 [] each."""
-    state = fp8_state(model)
+    state = model.copied_fp8_state()
     found = {}
     for name in modules:
         scale, history = (state.get(f"{name}.scaling_fwd.{part}") for part in ("scale", "amax_history"))
         if scale is not None and history is not None and (bool(history[:, 0].any()) or bool(scale[0] != 1)):
-            found[name] = scale[0].detach().cpu().clone()
+            found[name] = scale[0].cpu()
     return found
 
 

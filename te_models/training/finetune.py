@@ -24,8 +24,7 @@ from te_models.errors import UsageError
 from te_models.generation.options import GenerationOptions
 from te_models.model.recipe_fit import auto_recipe
 from te_models.optim import resolve_options
-from te_models.saving.folder import save_folder
-from te_models.saving.pretrained import model_content, read_shape
+from te_models.saving.pretrained import read_shape
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.evaluation import Batch
 from te_models.training.launch import choose_parallel, parallel, restarts
@@ -96,7 +95,9 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         stack.close()  # its processes need no memory while samples are drawn
         written = {}
         if adapters is not None and shared.ranks.first and not result.interrupted:
-            written = _save_adapters(settings, adapters, folder, words)
+            from te_models.training.merging import save_adapters  # noqa: PLC0415  needs peft
+
+            written = save_adapters(settings, adapters, folder, words, eval_batches, result)
         curve = draw_run(result, settings, folder, model, config.tokens_per_step) if shared.ranks.first else ""
         print_outcome(console, result, settings, folder, {"loss curve": curve, **written})
         if not result.interrupted:
@@ -181,26 +182,6 @@ def _adapters(settings: RunSettings, model: CausalLM) -> LoraRun | None:
 
     torch.manual_seed(settings.train.seed)
     return LoraRun(model, settings.lora, resolved_path(settings.model))
-
-
-def _save_adapters(settings: RunSettings, adapters: LoraRun, folder: Path, words: Tokenizer) -> dict[str, str]:
-    """Save the adapters in the folder adapter/ and, with --merge, the model that has them in its weights in merged/.
-
-    Returns what was written, and where.
-    """
-    from te_models.training.lora_run import load_merged  # noqa: PLC0415  needs peft
-
-    tensors, documents = adapters.content(live=False)
-    save_folder(folder / "adapter", tensors, {**documents, **words.files()})
-    written = {"adapters": str(folder / "adapter")}
-    if settings.lora is None or not settings.lora.merge:
-        return written
-    model = adapters.model
-    options: dict[str, Any] = dict(recipe=model.recipe, engine="emulated", device="cpu", dtype=model.dtype)
-    merged = load_merged(folder / "adapter", base=settings.model, **options)  # into weights that FP8 has not rounded
-    tensors, documents = model_content(merged, merged.origin)
-    save_folder(folder / "merged", tensors, {**documents, **words.files()})
-    return {**written, "merged": str(folder / "merged")}
 
 
 def _notes(settings: RunSettings, folder: Path, newest: Path | None, model: CausalLM) -> list[str]:

@@ -102,7 +102,10 @@ def starting_step(folder: Path, resume: bool, settings: RunSettings) -> int:
 
 
 def _lacks(folder: Path, settings: RunSettings) -> bool:
-    """Return whether a finished run lacks a file that its end writes, or a merged model that is asked for only now."""
+    """Return whether a finished run lacks a file that its end writes, or a merged model that is asked for only now.
+
+    One in another dtype than before counts as lacking.
+    """
     lora = settings.lora
     names = ["loss.png"] + ["adapter"] * (lora is not None) + ["merged"] * (lora is not None and lora.merge)
-    return any(not os.path.lexists(folder / name) for name in names)
+    return "merge_dtype" in settings.given or any(not os.path.lexists(folder / name) for name in names)

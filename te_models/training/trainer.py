@@ -32,6 +32,7 @@ from te_models.files.atomic import replace_text
 from te_models.files.formats import flatten_state, render_json
 from te_models.files.lock import locked
 from te_models.fp8.primary_weights import drop_initial_values
+from te_models.fp8.region import saving
 from te_models.model.inputs import invalid_token
 from te_models.model.targets import invalid_label
 from te_models.optim import build_optimizer
@@ -217,11 +218,9 @@ class Trainer(NamedFields):
         """Save the model after the best evaluation so far, and end a run that no longer improves."""
         result, config = self.result, self.config
         (loss, *_) = self.parallel.ranks.gather(row["eval_loss"])  # all processes decide by the same number
-        first = not result.best_step
         if loss < min(result.best_eval_loss, result.first_eval_loss):  # the second may be a NaN
             result.best_eval_loss, result.best_step, result.evaluations_since_best = loss, row["step"], 0
-            only = first and row["step"] == config.steps  # with a single evaluation there is no best one to choose
-            if config.keep_best and config.eval_every and not only:
+            if config.keep_best:
                 tensors, documents = self._model_content()
                 self.best.save(row["step"], tensors, {**documents, **self.documents}, blocking=False)
         else:
@@ -395,7 +394,9 @@ class Trainer(NamedFields):
 
         With `blocking=False` a single process writes it in the background; several processes always save together.
         """
-        folder = self.checkpoints.save(self.result.step, *self._content(), blocking=blocking, copy_later=not blocking)
+        how = dict(blocking=blocking, copy_later=not blocking)
+        with saving(self.model):
+            folder = self.checkpoints.save(self.result.step, *self._content(), **how)
         self.result.checkpoint = str(folder)
         for callback in self.callbacks:
             callback.on_save(self, folder)
