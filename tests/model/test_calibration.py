@@ -234,6 +234,14 @@ def test_documents_and_masks_are_taken_too() -> None:
     assert any(not torch.equal(tensor, state(other)[name]) for name, tensor in state(model).items())
 
 
+def test_blocks_are_recomputed_to_save_memory() -> None:
+    model, calls = build(), []
+    for layer in (1, 2):
+        model.layers[layer].mlp.register_forward_hook(lambda *given, layer=layer: calls.append(layer))
+    model.calibrate(batch())
+    assert calls == [1, 2, 2, 1]
+
+
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize(("preset", "rows", "length"), [("gated-124m", 64, 512), ("llama-3.1-8b", 1, 8192)])
 def test_calibration_fits_where_the_step_does(preset: str, rows: int, length: int, mode: str) -> None:

@@ -396,3 +396,19 @@ def test_a_delayed_adapter_continues_with_the_same_bits(build: Any, tmp_path: Pa
 def test_a_misspelled_field_is_named(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=f"unknown field '{name}' of LoraConfig.*{message}"):
         add_lora(CausalLM.from_preset("gated-nano", recipe="bf16", device="cpu"), **{name: 8})
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_frozen_linears_are_calibrated(mode: str, build: Any) -> None:
+    """New adapters compute zero, so operands are those of the model without them. Their dropout uses up no numbers."""
+    plain, model = build("delayed"), build("delayed", activation_checkpointing=mode)
+    adapted = add_lora(model, r=4, lora_dropout=0.5)
+    before = torch.get_rng_state()
+    plain.train().calibrate(dict(input_ids=tokens(plain), labels=tokens(plain)))
+    adapted.train().calibrate(dict(input_ids=tokens(plain), labels=tokens(plain)))
+    assert torch.equal(torch.get_rng_state(), before) and all(p.grad is None for p in model.parameters())
+    found = {name.replace(".base_layer", ""): tensor for name, tensor in fp8_state(model).items()}
+    assert found
+    last_bits = 0 if model.device.type == "cpu" else 2.0**-6  # cuDNN's attention adds in any order
+    for name, tensor in fp8_state(plain).items():
+        torch.testing.assert_close(found[name], tensor, rtol=last_bits, atol=0)
