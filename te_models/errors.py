@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+SAID = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 MANY = 20  # choices, in the line about an unknown one
 LONGEST = 1000  # characters of a message
 _CONTROLS = dict.fromkeys([*range(32), *range(127, 160), 0x2028, 0x2029], " ")
@@ -115,6 +116,16 @@ def plural(number: int, noun: str, nouns: str = "") -> str:
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
+def mistyped(value: object, kind: type) -> str:
+    """Return what a value of this kind is, such as "a whole number", if `value` is none; else an empty text.
+
+    An int is a float too, and a bool no number. A kind that has no name here takes any value.
+    """
+    allowed = (int, float) if kind is float else kind
+    good = isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
+    return "" if good or kind not in SAID else SAID[kind]
+
+
 def _initials(name: str) -> str:
     """Return "lr" for "learning_rate"."""
     return "".join(word[:1] for word in name.split("_"))
@@ -141,8 +152,10 @@ class NamedFields:
 
     def __new__(cls, *values: Any, **fields: Any) -> Any:
         """Raise a ValueError for a keyword that is not a field; the dataclass's own `__init__` does the rest."""
-        known = [name for name, field in cls.__dict__["__dataclass_fields__"].items() if field.init]
-        for name in fields:
+        parameters = inspect.signature(cls.__init__).parameters  # of a subclass perhaps its own
+        known = list(parameters)[1:]
+        takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+        for name in () if takes_any else fields:
             if name not in known:
                 raise unknown(f"field of {cls.__name__}", name, known, f"help(te_models.{cls.__name__})")
         return super().__new__(cls)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from operator import index
 
 import torch
 from torch import Tensor
@@ -148,8 +149,14 @@ def pad_id(model: Decoder, stops: Tensor | None) -> int:
 
 def _rows(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
     """Return one or several prompts as lists of ids."""
-    one = [prompt for prompt in prompts if isinstance(prompt, int)]
-    return [one] if one else [list(prompt) for prompt in prompts if not isinstance(prompt, int)]
+    try:
+        rows = list(prompts)
+        one = bool(rows) and isinstance(rows[0], int)
+        return [list(map(index, row)) for row in ([rows] if one else rows)]
+    except TypeError:  # of a text, in place of its tokens
+        raise UsageError(
+            "the prompts are no lists of token ids: give tokenizer.encode_prompt(text), or a text to stream_text"
+        ) from None
 
 
 def _kept(ids: Tensor, mask: Tensor | None) -> Tensor:
