@@ -8,7 +8,10 @@ and the tokenizer of another.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +53,8 @@ def convert_tokenizer(folder: Path) -> tuple[Any, dict[str, str]] | None:
                 _check_class(transformers, name)
             options = dict(trust_remote_code=False, local_files_only=True)
             maker: Any = getattr(transformers, kind)
-            made = maker.from_pretrained(folder, **options)
+            with _without_cache():
+                made = maker.from_pretrained(folder, **options)
             if wanted is not None and made.encode(PROBE, add_special_tokens=False) != wanted:
                 raise ValueError("the result has other ids than the sentencepiece library")
             tokens = dict(bos_token=made.bos_token, eos_token=made.eos_token, pad_token=made.pad_token)
@@ -64,6 +68,19 @@ def convert_tokenizer(folder: Path) -> tuple[Any, dict[str, str]] | None:
         f"{folder} has {sources[0].name} and no tokenizer.json, and transformers cannot convert it ({reasons[0]}): "
         "give --tokenizer the path of a tokenizer.json"
     )
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Keep tiktoken in the block from its cache, which gives a path the content that it had at first."""
+    before = os.environ.get("TIKTOKEN_CACHE_DIR")
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""
+    try:
+        yield
+    finally:
+        os.environ.pop("TIKTOKEN_CACHE_DIR")
+        if before is not None:
+            os.environ["TIKTOKEN_CACHE_DIR"] = before
 
 
 def _check_class(transformers: Any, name: str) -> None:
