@@ -27,7 +27,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"smallest_change"},
     ],
     "files": [{"atomic", "lock"}, {"formats"}],
-    "distributed": [{"collectives", "control", "dtensor"}],
+    "distributed": [{"collectives", "control", "dtensor", "environment"}],
     "device": [{"choice", "cuda_capture", "cudnn", "determinism", "measured"}, {"cpu_matmul"}],
     "kernels": [
         {"early_save", "elementwise", "embedding_triton", "fp8_triton", "lm_head_triton", "sdpa"}
@@ -46,7 +46,7 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"decoder", "user_modules"},
     ],
     "interop": [
-        {"hf_parts", "hf_places", "model_card"},
+        {"hf_parts", "hf_places", "model_card", "origin"},
         {"hf_families", "hub", "quantized", "te_extra_state"},
         {"stored_weights"},
         {"hf", "te_checkpoint"},

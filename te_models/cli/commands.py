@@ -69,7 +69,8 @@ def _fail(error: BaseException | None, message: str, code: int = 2) -> int:
 
 def _say(message: str) -> None:
     """Print one line on standard error."""
-    rank = f" [rank {os.environ['RANK']}]" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+    several = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
+    rank = f" [rank {os.environ['RANK']}]" if several else ""
     click.echo(f"te-models{rank}: {' '.join(message.split())}", err=True)
 
 

@@ -142,7 +142,7 @@ def stop_ids(model: Decoder, eos_token_id: int | Iterable[int] | str | None) -> 
 def pad_id(model: Decoder, stops: Tensor | None) -> int:
     """Return the id that pads rows: the model's pad token, else the first stop token, else 0."""
     own = model.pad_token_id
-    if own is not None and own < model.config.vocab_size:
+    if own is not None and 0 <= own < model.config.vocab_size:
         return own
     return int(stops[0]) if stops is not None and len(stops) else 0
 
