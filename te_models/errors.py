@@ -18,14 +18,33 @@ if TYPE_CHECKING:
 SAID = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 MANY = 20  # choices, in the line about an unknown one
 LONGEST = 1000  # characters of a message
-_CONTROLS = dict.fromkeys([*range(32), *range(127, 160), 0x2028, 0x2029], " ")
+_DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))  # which reorder the text around
+_CONTROLS = dict.fromkeys([*range(32), *range(127, 160), 0x2028, 0x2029, *_DIRECTIONS], " ")
+_OBEYED = {**dict.fromkeys(_CONTROLS, "\ufffd"), ord("\r"): None, ord("\n"): "\n", ord("\t"): "\t"}
+
+
+def one_line(message: str) -> str:
+    """Return a message as one line that no terminal obeys and every stream can write.
+
+    Control characters, and those that change the direction of text, become spaces, half surrogate pairs their numbers,
+    and of more than LONGEST characters the middle is left out.
+    """
+    line = message.translate(_CONTROLS).encode(errors="backslashreplace").decode()
+    return f"{line[: LONGEST // 2]} ... {line[-(LONGEST // 2 - 5) :]}" if len(line) > LONGEST else line
+
+
+def for_terminal(text: str) -> str:
+    """Return `text` with U+FFFD for characters that a terminal would obey, but for line feeds and tabs.
+
+    These are control characters, and those that change the direction of the text around them.
+    """
+    return text.translate(_OBEYED)
 
 
 class TeModelsError(Exception):
     """Base of every error that te-models raises on purpose. Its message is one line: what is wrong and what to do.
 
-    A message may show a name or a value from a file: control characters become spaces, so that it stays one line and no
-    terminal obeys it, half surrogate pairs their numbers, and of more than LONGEST characters the middle is left out.
+    A message may show a name or a value from a file, so `one_line` makes it safe to print.
 
     Attributes:
         exit_code: the exit code of the command line. 2 means that the request or its input is wrong, 1 that the run
@@ -35,10 +54,7 @@ class TeModelsError(Exception):
     exit_code = 1
 
     def __init__(self, message: str = "", *others: Any) -> None:
-        line = str(message).translate(_CONTROLS).encode(errors="backslashreplace").decode()
-        if len(line) > LONGEST:
-            line = f"{line[: LONGEST // 2]} ... {line[-(LONGEST // 2 - 5) :]}"
-        super().__init__(line, *others)
+        super().__init__(one_line(str(message)), *others)
 
 
 class UsageError(TeModelsError, ValueError):

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from te_models.cli.options import chained, option
-from te_models.errors import UsageError
+from te_models.errors import UsageError, for_terminal
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_strings", "seed")
 
@@ -63,7 +63,5 @@ def _decoded(text: str, place: str) -> str:
 
 
 def show_piece(piece: str) -> None:
-    """Print a piece of an answer; on a terminal, without control characters, which it would obey."""
-    from te_models.generation.text import for_terminal  # noqa: PLC0415  imports torch
-
+    """Print a piece of an answer; to a terminal, as `for_terminal`, and to a file or a pipe as it is."""
     click.echo(for_terminal(piece) if sys.stdout.isatty() else piece, nl=False)
