@@ -17,6 +17,7 @@ from typing import Any
 
 from te_models.data.json_files import read_file, read_json_object
 from te_models.errors import DataError, needs
+from te_models.files.atomic import first_line
 from te_models.interop.hf import tokenizer_files
 
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
@@ -98,7 +99,11 @@ def _check_class(transformers: Any, name: str) -> None:
 def _sentencepiece_ids(path: Path) -> list[int] | None:
     """Return the ids of PROBE in a SentencePiece model; None for other files, and without the library.
 
-    transformers needs the library too, and says so.
+    transformers needs the library too, and says so. What the library refuses may make tokenizers, which would read it
+    next, end the process.
+
+    Raises:
+        DataError: the model is damaged.
     """
     if path.name not in SENTENCEPIECE:
         return None
@@ -106,5 +111,9 @@ def _sentencepiece_ids(path: Path) -> list[int] | None:
         from sentencepiece import SentencePieceProcessor  # noqa: PLC0415
 
         return SentencePieceProcessor(model_file=str(path)).encode(PROBE)
-    except (ImportError, OSError, RuntimeError):  # the last: it is no SentencePiece model but one of tiktoken
+    except (ImportError, OSError):
         return None
+    except RuntimeError as error:
+        if "ParseFromArray" in str(error) or "could not parse ModelProto" in str(error):
+            return None  # no SentencePiece model but one of tiktoken
+        raise DataError(f"{path}: a damaged SentencePiece model ({first_line(error)}): get it again") from None

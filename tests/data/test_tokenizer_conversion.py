@@ -113,6 +113,19 @@ def test_a_tiktoken_file_is_converted(tmp_path: Path) -> None:
         assert ours.decode(ours.encode(text)) == text
 
 
+def test_a_sentencepiece_model_with_a_false_size_is_not_converted(tmp_path: Path) -> None:
+    """The library refuses it, and the tokenizers library would reserve the memory that it asks for."""
+    sentencepiece_model(tmp_path, "tokenizer.model")
+    model_pb2 = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    model = model_pb2.ModelProto()
+    model.ParseFromString((tmp_path / "tokenizer.model").read_bytes())
+    model.normalizer_spec.precompiled_charsmap = (2**32 - 4).to_bytes(4, "little") + bytes(8)
+    (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
+    write_json(tmp_path, "config.json", {"model_type": "llama"})
+    with pytest.raises(DataError, match="tokenizer.model: a damaged SentencePiece model"):
+        load_tokenizer(tmp_path)
+
+
 def damaged(name: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         (folder / name).write_bytes(b"\x08\xff\xfe nothing\n")
