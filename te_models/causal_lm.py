@@ -21,8 +21,8 @@ from te_models.errors import unknown
 from te_models.files.formats import parse_size
 from te_models.generation.generate import Prompts, generate, stream
 from te_models.generation.options import GenerationOptions
-from te_models.interop.hf import Origin
 from te_models.interop.hub import local_folder, push_folder, split_options
+from te_models.interop.origin import Origin
 from te_models.kernels.sdpa import attention_kernel
 from te_models.model.calibration import calibrate
 from te_models.model.decoder import Decoder

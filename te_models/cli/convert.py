@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from te_models.cli.options import Command, build_model, option, out_option
+from te_models.cli.options import Command, build_model, option, out_option, show_line
 from te_models.config.presets import get_preset
 from te_models.errors import unknown
 
@@ -45,4 +45,4 @@ def convert(
     if found is not None:
         load_te_checkpoint(built, found)
     built.save_pretrained(out, format=format)
-    click.echo(f"{out}: {built.config.num_parameters:,} parameters in {str(built.dtype).removeprefix('torch.')}")
+    show_line(f"{out}: {built.config.num_parameters:,} parameters in {str(built.dtype).removeprefix('torch.')}")

@@ -18,6 +18,7 @@ from te_models.cli.options import (
     one_source_option,
     option,
     show,
+    show_line,
     tokenizer_option,
 )
 from te_models.config.data import DATA_HELP, DataConfig, split_names
@@ -93,5 +94,5 @@ def evaluate(
         )  # fmt: skip
     show(found, as_json)
     for row in found.refused:
-        click.echo(f"te-models: recipe {row.recipe} was not run: {row.note}", err=True)
+        show_line(f"te-models: recipe {row.recipe} was not run: {row.note}", err=True)
     return 2 if found.refused else 0

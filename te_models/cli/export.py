@@ -13,6 +13,7 @@ from te_models.cli.options import (
     one_source_option,
     option,
     out_option,
+    show_line,
     tokenizer_option,
 )
 from te_models.config.data import DATA_HELP
@@ -47,6 +48,6 @@ def export(
         read = read_batches(built, data, tokenizer or model, batches, seq_len, columns)
         calibration = [batch["input_ids"] for batch in read]
     result = built.export(out, format=format, calibration=calibration)
-    click.echo(f"{out}: {format}, {len(result.quantized)} linears quantized, {len(result.ignored)} not")
+    show_line(f"{out}: {format}, {len(result.quantized)} linears quantized, {len(result.ignored)} not")
     for note in result.notes:
-        click.echo(f"note: {note}")
+        show_line(f"note: {note}")

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
-from rich.console import Console
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import AUTO, FIELD_HELP, list_recipes, recipe_fields
 from te_models.config.training import TrainConfig
-from te_models.errors import OutOfMemory, UsageError
+from te_models.errors import OutOfMemory, UsageError, for_terminal
 from te_models.files.atomic import first_line
-from te_models.planning.printable import Printable
+from te_models.planning.printable import Printable, Terminal
 
 if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
@@ -328,12 +327,14 @@ def build_trained_model(preset: str | None, model: str | None, options: Mapping[
     return build_model(preset, model, options, merge=True)
 
 
-def console(width: int = 140) -> Console:
-    """Return a console of the terminal's width, or of this one where the output is not a terminal.
+def console(width: int = 140) -> Terminal:
+    """Return a console of the terminal's width, or of this one where the output is not a terminal."""
+    return Terminal(width=None if sys.stdout.isatty() else width)
 
-    Markup and emoji codes are off, since names and paths may contain them.
-    """
-    return Console(width=None if sys.stdout.isatty() else width, markup=False, emoji=False)
+
+def show_line(text: str, err: bool = False) -> None:
+    """Print a line that may name what others named."""
+    click.echo(for_terminal(text), err=err)
 
 
 def show(result: Printable, as_json: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from te_models.errors import ConfigError, NamedFields, documented, field_values, unknown
+from te_models.errors import ConfigError, NamedFields, documented, field_values, mistyped, unknown
 
 PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp")
 SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
@@ -78,6 +78,8 @@ class TrainConfig(NamedFields):
         values = field_values(self)
         for f in fields(self):
             value, least = values[f.name], 1 if f.name in AT_LEAST_ONE else 0
+            if f.name != "optimizer_options" and (wanted := mistyped(value, type(f.default))):
+                raise ConfigError(f"{f.name}={value!r} is of a wrong type: give {wanted}")
             if isinstance(f.default, (int, float)) and not least <= value < MOST:
                 limit = "less than 2**63" if value >= MOST else f"{least} or more"
                 raise ConfigError(f"{f.name}={value} is out of range: give {limit}")

@@ -61,6 +61,8 @@ def check_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     not negative. Nothing is written.
     """
     modules = dict(model.named_modules())
+    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()):
+        raise CheckpointError("the FP8 state is no dict of names and tensors: give what fp8_state returned")
     for name, value in tensors.items():
         owner, direction, part = (name.rsplit(".", 2) + ["", ""])[:3]
         if not hasattr(modules.get(owner), "fp8_meta"):

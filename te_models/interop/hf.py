@@ -39,6 +39,7 @@ from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.interop.hf_places import TOP
 from te_models.interop.hub import saved_dtype
 from te_models.interop.model_card import CARD, model_card, user_card
+from te_models.interop.origin import Origin
 from te_models.interop.quantized import CONFIG_KEYS, MODELOPT_FILE, StoredWeights, open_weights, read_scheme
 from te_models.interop.stored_weights import keep_stored_weights
 from te_models.model.decoder import Decoder
@@ -71,20 +72,6 @@ REPLACEABLE = (
 Quantize = Callable[
     [Mapping[str, "Place"], Mapping[str, Tensor], Mapping[str, Any]], tuple[dict[str, Tensor], dict[str, Any]]
 ]
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Origin of a model: its folder, and config.json and generation_config.json if they were Hugging Face's."""
-
-    folder: Path | None = None
-    config: Mapping[str, Any] | None = None
-    generation: Mapping[str, Any] | None = None
-
-    def documents(self) -> dict[str, Any]:
-        """Return the documents to save with the model so that it can be written back unchanged."""
-        found = {"hf_config": self.config, "generation_config": self.generation}
-        return {name: document for name, document in found.items() if document is not None}
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.distributed.environment import number
 from te_models.errors import CheckpointError, UsageError
 from te_models.files.atomic import first_line, readable, replacing_folder, write_file
 from te_models.files.formats import (
@@ -385,7 +386,7 @@ def _memory_share() -> int:
     memory, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdecimal():
         memory = min(memory, int(text))
-    return memory // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return memory // 4 // max(1, number("LOCAL_WORLD_SIZE", 1))
 
 
 def _source(folder: Path, require_manifest: bool) -> _Source:

@@ -34,7 +34,6 @@ from te_models.fp8.primary_weights import (
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.hf import (
-    Origin,
     check_shape,
     check_sizes,
     config_dtype,
@@ -47,6 +46,7 @@ from te_models.interop.hf import (
 )
 from te_models.interop.hf_families import family_of
 from te_models.interop.hub import local_folder, saved_dtype
+from te_models.interop.origin import Origin
 from te_models.interop.quantized import CONFIG_KEYS, read_scheme
 from te_models.interop.te_checkpoint import TECheckpoint, read_te_checkpoint, te_files
 from te_models.model.decoder import Decoder

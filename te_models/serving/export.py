@@ -20,7 +20,8 @@ from te_models.errors import UsageError, unknown
 from te_models.files.formats import list_some
 from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.region import saving
-from te_models.interop.hf import Origin, Place, tokenizer_files, write_hugging_face
+from te_models.interop.hf import Place, tokenizer_files, write_hugging_face
+from te_models.interop.origin import Origin
 from te_models.interop.quantized import BLOCK, E4M3
 from te_models.interop.stored_weights import collapse, spread
 from te_models.model.decoder import Decoder

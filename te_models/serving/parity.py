@@ -21,8 +21,8 @@ from rich.text import Text
 from torch import Tensor
 
 from te_models.errors import UsageError, plural
-from te_models.interop.hf import Origin
 from te_models.interop.hub import local_folder
+from te_models.interop.origin import Origin
 from te_models.model.decoder import Decoder
 from te_models.model.targets import IGNORED
 from te_models.planning.printable import Printable

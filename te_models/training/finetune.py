@@ -24,6 +24,7 @@ from te_models.errors import UsageError
 from te_models.generation.options import GenerationOptions
 from te_models.model.recipe_fit import auto_recipe
 from te_models.optim import resolve_options
+from te_models.planning.printable import Terminal
 from te_models.saving.pretrained import read_shape
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.evaluation import Batch
@@ -59,7 +60,7 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
     loggers = check_loggers(settings.log)
     with parallel(config, settings.build.get("device")) as shared, contextlib.ExitStack() as stack:
         shared.frozen = settings.lora is not None
-        console = Console(markup=False, emoji=False, quiet=not shared.ranks.first)
+        console = Terminal(quiet=not shared.ranks.first)
         settings = settings if resume else _with_recipe(settings, console)
         folder, newest = _place(settings, shared, resume)
         resume = newest is not None

@@ -16,6 +16,7 @@ from te_models.config.presets import get_preset
 from te_models.config.recipe import FP8_WEIGHTS, Recipe, get_recipe, recipe_fields
 from te_models.config.training import TrainConfig
 from te_models.device.choice import choose_device
+from te_models.distributed.environment import number
 from te_models.errors import UsageError
 from te_models.fp8.primary_weights import SHARDED_SCHEMES
 from te_models.optim import resolve_options
@@ -79,7 +80,7 @@ def check_memory(
     if device.type != "cuda":  # what is moved to the host stays in the same memory
         options |= dict.fromkeys(OFFLOADS, False)
 
-    host = available_memory(torch.device("cpu")) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    host = available_memory(torch.device("cpu")) // max(1, number("LOCAL_WORLD_SIZE", 1))
 
     def plan(**changes: Any) -> MemoryPlan:
         found = plan_memory(shape, recipe, **{**options, **changes})

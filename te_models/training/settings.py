@@ -22,7 +22,7 @@ from te_models.config.recipe import FP8_WEIGHTS, Recipe, get_recipe, recipe_fiel
 from te_models.config.shipped import no_weights
 from te_models.config.toml import read_toml
 from te_models.config.training import TrainConfig
-from te_models.errors import ConfigError, NamedFields, UsageError, unknown
+from te_models.errors import ConfigError, NamedFields, UsageError, mistyped, unknown
 
 RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
@@ -58,7 +58,6 @@ FIXED = (
     "lora_alpha", "lora_dropout",
 )  # fmt: skip
 PATHS = ("model", "data", "eval_data", "chat_template", "tokenizer")  # settings that may be paths
-SAID = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +310,7 @@ def _recipe_values(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _checked(path: Path, name: str, value: Any) -> Any:
     """Return the value of a setting; a ConfigError if it is of a wrong type."""
     kind = SETTINGS[name]
-    allowed: Any = (int, float) if kind is float else (str, Mapping) if name == "optimizer_options" else kind
-    if kind is not object and (not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool)):
-        raise ConfigError(f"{path}: {name} = {value!r}: give {SAID[kind]}")
+    options = name == "optimizer_options" and isinstance(value, Mapping)
+    if not options and (wanted := mistyped(value, kind)):
+        raise ConfigError(f"{path}: {name} = {value!r}: give {wanted}")
     return value

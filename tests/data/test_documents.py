@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import te_models.data.rows as rows_module
 from te_models.data.corpus_chunks import ChunkReader, find_chunks
 from te_models.data.documents import Document, load_documents, split_documents
 from te_models.data.tokenizer import ByteTokenizer
-from te_models.errors import DataError
+from te_models.errors import DataError, UsageError
 
 
 @given(st.sets(st.text("abc"), min_size=2, max_size=40), st.floats(0.01, 0.99), st.integers(0, 99), st.randoms())
@@ -254,6 +255,13 @@ def test_unreadable_data_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(ValueError, match=r"b: cannot be read \(.*\): check it and its permissions"):
         load_documents(tmp_path)
+
+
+@pytest.mark.parametrize("url", ["data:text/plain,hi", "data:,x", "data:", "https://[::1"])
+def test_a_url_that_holds_no_files_is_one_line(url: str) -> None:
+    with pytest.raises((DataError, UsageError), match=re.escape(url[:5])) as caught:
+        load_documents(url)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_empty_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from judge import AutoModelForCausalLM
 from safetensors.torch import save_file
 
 from te_models import CausalLM, get_preset
+from te_models.errors import CheckpointError
 from te_models.interop.hf_families import FAMILIES, family_for, family_of
 
 
@@ -109,6 +111,37 @@ def test_text_ends_as_generation_config_says(theirs: Callable[..., Pair], tmp_pa
     expected = judge.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
     assert torch.equal(load(tmp_path).generate(ids, attention_mask=mask, max_new_tokens=12), expected)
     assert (expected[:, 13:] == 3).any()
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "is a JSON list, not an object"),
+        (3, "is a JSON int, not an object"),
+        ("x", "is a JSON str, not an object"),
+        ({"eos_token_id": "x"}, "eos_token_id is x"),
+        ({"eos_token_id": [1, [2]]}, "eos_token_id is "),
+        ({"eos_token_id": {"a": 1}}, "eos_token_id is "),
+        ({"eos_token_id": True}, "eos_token_id is True"),
+        ({"eos_token_id": 2**70}, "eos_token_id is "),
+        ({"pad_token_id": [1]}, "pad_token_id is "),
+        ({"pad_token_id": 1.5}, "pad_token_id is 1.5"),
+    ],
+)
+def test_a_damaged_generation_config_is_one_line(
+    document: object, message: str, theirs: Callable[..., Pair], tmp_path: Path
+) -> None:
+    load(theirs("llama2")[1]).save_pretrained(tmp_path, format="hf")
+    (tmp_path / "generation_config.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match="generation_config.json:? .*" + re.escape(message)) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_negative_ids_of_generation_config_are_no_tokens(theirs: Callable[..., Pair], tmp_path: Path) -> None:
+    load(theirs("llama2")[1]).save_pretrained(tmp_path, format="hf")
+    (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=None, pad_token_id=-1)))
+    assert int(load(tmp_path).generate([[1], [2, 3]], max_new_tokens=2).min()) >= 0
 
 
 @pytest.mark.parametrize(

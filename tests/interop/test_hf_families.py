@@ -16,8 +16,8 @@ from judge import AutoModelForCausalLM, transformers
 from torch import Tensor
 
 from te_models import CausalLM, ModelConfig, get_preset, list_presets
-from te_models.interop.hf import Origin
 from te_models.interop.hf_families import FAMILIES, family_for
+from te_models.interop.origin import Origin
 
 Pair = tuple[Any, Path]
 TOLERANCE = 2e-5  # of FP32 rounding, relative to the size of the logits
