@@ -18,7 +18,7 @@ from torch import Tensor
 
 from te_models import CausalLM, ModelConfig
 from te_models.cli import main
-from te_models.errors import UsageError
+from te_models.errors import CheckpointError, UsageError
 from te_models.optim import build_optimizer
 from te_models.serving.formats import FORMATS
 
@@ -385,6 +385,15 @@ def test_a_model_is_served_with_the_weights_it_trained_with(
         served: Any = back.layers[1].get_submodule(name).weight
         # NVFP4 has two factors, whose product is rounded in another order.
         torch.testing.assert_close(served.detach(), trained, rtol=3e-7 if format == "nvfp4" else 0, atol=0)
+
+
+def test_a_divisor_that_makes_scales_infinite_is_refused(tmp_path: Path) -> None:
+    build("bf16", steps=0).export(tmp_path / "out", format="nvfp4")
+    stored = tensors_of(tmp_path / "out")
+    stored["model.layers.1.mlp.down_proj.weight_global_scale"].fill_(1e-42)
+    save_file(stored, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="down_proj.weight_global_scale has a scale that is .* not finite"):
+        CausalLM.from_pretrained(tmp_path / "out", device="cpu")
 
 
 def test_bf16_is_the_plain_folder(tmp_path: Path) -> None:
