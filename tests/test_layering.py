@@ -13,8 +13,8 @@ COMMANDS = (
 ORDER = {  # packages, lowest first, each with its modules, lowest first; modules of one set do not import each other
     "errors": [{"errors"}],
     "config": [
-        {"chunk_sizes", "data", "layout", "options", "recompute_modes", "toml", "training"},
-        {"recipe"},
+        {"chunk_sizes", "data", "layout", "options", "recompute_modes", "shares", "toml"},
+        {"recipe", "training"},
         {"model"},
         {"presets"},
         {"shipped"},
@@ -155,6 +155,7 @@ NO_TORCH = {
     "config.presets",
     "config.recipe",
     "config.recompute_modes",
+    "config.shares",
     "config.shipped",
     "config.toml",
     "config.training",
