@@ -121,3 +121,45 @@ def test_a_weight_that_no_format_holds_is_refused(value: float, tmp_path: Path) 
         with pytest.raises(UsageError, match="layers.1.mlp.down_proj.weight has values that are not finite") as found:
             model.export(tmp_path / "out", format=format)
         assert "\n" not in str(found.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [Options(), Options("Float8BlockScaling", power_of_2=True)], ids=str)
+@pytest.mark.parametrize("shape", [(200, 256), (256, 200), (200, 200), (100, 256), (256, 256)])
+def test_blocks_of_a_size_that_is_no_multiple_of_128(shape: tuple[int, int], options: Options) -> None:
+    """Blocks along a dimension that is not a multiple share the scale of the largest; others have their own."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight[:128, :128] *= 64  # the first block
+    parts = encode_blocks(weight, options)
+    scale = parts["weight_scale_inv"]
+    assert scale.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
+    for i, j in itertools.product(range(scale.shape[0]), range(scale.shape[1])):
+        rows = slice(None) if shape[0] % 128 else slice(128 * i, 128 * i + 128)
+        columns = slice(None) if shape[1] % 128 else slice(128 * j, 128 * j + 128)
+        multiplier = 448 / weight[rows, columns].abs().max().double()
+        if options.power_of_2:
+            multiplier = torch.exp2(multiplier.log2().floor())
+        torch.testing.assert_close(scale[i, j].double(), 1 / multiplier, rtol=3e-7, atol=0)
+    error = (decoded("fp8-block", parts, shape) - weight).abs()
+    assert (error <= bound("fp8-block", weight.double(), weight.abs().max().item())).all()
+
+
+@pytest.mark.parametrize(
+    ("format", "scheme"), [("mxfp8", "MXFP8BlockScaling"), ("nvfp4", "NVFP4BlockScaling"), ("fp8-channel", "none")]
+)
+def test_rows_that_fill_no_block_have_no_padding(format: str, scheme: str) -> None:
+    weight = torch.randn(37, 64, generator=torch.Generator().manual_seed(0))
+    parts = encode(format, weight, Options(scheme))
+    assert all(len(tensor) == 37 for tensor in parts.values() if tensor.dim() > 1)
+    padded = encode(format, torch.cat([weight, torch.zeros(27, 64)]), Options(scheme))
+    assert torch.equal(decoded(format, parts, (37, 64)), decoded(format, padded, (64, 64))[:37])
+
+
+def test_a_block_scale_of_nvfp4_that_rounds_to_zero_is_an_eighth() -> None:
+    """As in compressed-tensors: the block's values are zeros, and nothing divides by zero."""
+    weight = torch.ones(1, 64)
+    weight[:, 16:32] *= 2.0**-17  # 2^-17 / 6 * 2688 = 2^-8.2, which E4M3 holds
+    weight[:, 32:48] *= 2.0**-20  # 2^-11.2, less than half of its smallest number
+    weight[:, 48:] = 0
+    parts = encode("nvfp4", weight, Options())
+    assert parts["weight_scale"].float().tolist() == [[448.0, 2.0**-8, 0.125, 0.125]]
+    assert (decoded("nvfp4", parts, (1, 64))[:, 32:] == 0).all()
