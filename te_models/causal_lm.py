@@ -251,8 +251,8 @@ class CausalLM(Decoder):
             the names of the quantized modules and of the others, and notes on limits of the format.
 
         Raises:
-            UsageError: an unknown format, sizes that it does not allow, no scales for fp8-tensor, or an architecture
-                that Hugging Face does not have.
+            UsageError: an unknown format, sizes that it does not allow, no scales for fp8-tensor, weights that are not
+                finite, or an architecture that Hugging Face does not have.
             SaveError: writing failed; the previous content is intact.
         """
         return export(self, self.origin, folder, format, calibration)

@@ -66,6 +66,7 @@ NO_TORCH = {
     "config.layers",
     "config.mlp",
     "config.rope",
+    "config.shares",
     "config.model",
     "config.options",
     "config.presets",

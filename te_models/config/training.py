@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from te_models.config.shares import share_of
 from te_models.errors import ConfigError, NamedFields, documented, field_values, mistyped, unknown
 
 PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp")
@@ -112,4 +113,4 @@ class TrainConfig(NamedFields):
 
     def _count(self, steps: float) -> int:
         """Return a number of steps that may be given as a share of all of them; a share is at least one step."""
-        return math.ceil(steps * self.steps) if steps < 1 else round(steps)
+        return math.ceil(share_of(steps, self.steps)) if steps < 1 else round(steps)

@@ -18,12 +18,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from te_models.config.shares import share_of
 from te_models.data.encoding import Encoded, encode_documents, fit_records
 from te_models.data.formats import Document
 from te_models.data.packing import CutEpoch, Epoch, RecordEpoch, check_windows, repeats, stack_windows
@@ -145,9 +147,9 @@ class TokenDataset:
         """
         packed = min(int(epochs), 16)
         whole = sum(self._shuffled(epoch).num_windows for epoch in range(packed))
-        whole += round(whole / max(1, packed) * (int(epochs) - packed))
-        rest = epochs - int(epochs)
-        return whole + (math.ceil(rest * self._shuffled(int(epochs)).num_windows - 1e-9) if rest else 0)
+        whole += round(Fraction(whole * (int(epochs) - packed), max(1, packed)))
+        rest = share_of(epochs, 1) % 1
+        return whole + (math.ceil(rest * self._shuffled(int(epochs)).num_windows) if rest else 0)
 
     def describe(self) -> str:
         """Describe the corpus: one line, and one for each remark."""
@@ -184,9 +186,9 @@ class TokenDataset:
         """
         count = min(max_batches, math.ceil(self.num_windows / (self.batch_size * self.world_size)))
         total = count * self.world_size * self.batch_size
-        stride = max(1.0, self.num_windows / max(1, total))
+        spread = max(self.num_windows, total)
         firsts = [(number * self.world_size + self.rank) * self.batch_size for number in range(count)]
-        places = [[int((first + i) * stride) for i in range(self.batch_size)] for first in firsts]
+        places = [[(first + i) * spread // total for i in range(self.batch_size)] for first in firsts]
         blank = self._blank()
         return [
             stack_windows([self._in_order.window(place) if place < self.num_windows else blank for place in batch])

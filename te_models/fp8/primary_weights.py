@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from te_models.config.recipe import FP8_WEIGHTS, Recipe
 from te_models.distributed.dtensor import from_shard, local, shard_of, write_shard
+from te_models.engine.emulated.numerics import FLT_MAX, scale_from_amax
 from te_models.errors import UsageError
 from te_models.fp8.fsdp_gather import FP8Shard, amax_group, reduce_amax_over
 from te_models.fp8.scaling_state import delayed_states, make_state
@@ -106,7 +107,7 @@ def write_weight(parameter: Any, value: Tensor, for_master: bool = True) -> None
             tensor.zero_()  # the padding of block scales would otherwise be uninitialized
     quantizer = fp8._quantizer
     if _delayed(quantizer) and (amax := value.abs().amax().float()) > 0:
-        quantizer.scale.fill_(E4M3_MAX / amax.item())
+        quantizer.scale.copy_(scale_from_amax(amax, E4M3_MAX))
         quantizer.amax.zero_()
     fp8.quantize_(shard_of(value, parameter).to(fp8.device))
     if for_master:
@@ -206,7 +207,7 @@ def set_scale(parameter: Any, inverse: Tensor) -> None:
     """Make `inverse`, a positive FP32 number, the inverse scale of an FP8 weight's next cast under delayed scaling."""
     quantizer = quantized(parameter)._quantizer
     if _delayed(quantizer):
-        quantizer.scale.fill_(1.0 / inverse.item())
+        quantizer.scale.copy_(inverse.reciprocal().clamp(max=FLT_MAX))
         quantizer.amax.zero_()
 
 

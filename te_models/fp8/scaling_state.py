@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.recipe import Recipe
+from te_models.engine.emulated.numerics import FLT_MAX
 from te_models.errors import CheckpointError
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
@@ -121,7 +122,7 @@ def convert_scales(model: nn.Module, old: Recipe, new: Recipe) -> None:
         if name.endswith(".scale"):
             direction = name.split(".")[-2]
             seen = (scale != 1) | (live[name.removesuffix("scale") + "amax_history"].amax(0) > 0)
-            scale.mul_(torch.where(seen, _largest(new, direction) / _largest(old, direction), 1.0))
+            scale.mul_(torch.where(seen, _largest(new, direction) / _largest(old, direction), 1.0)).clamp_(max=FLT_MAX)
 
 
 def _largest(recipe: Recipe, direction: str) -> float:

@@ -152,7 +152,8 @@ def _rows(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
     try:
         rows = list(prompts)
         one = bool(rows) and isinstance(rows[0], int)
-        return [list(map(index, row)) for row in ([rows] if one else rows)]
+        nested: list[Any] = [rows] if one else rows
+        return [list(map(index, row)) for row in nested]
     except TypeError:  # of a text, in place of its tokens
         raise UsageError(
             "the prompts are no lists of token ids: give tokenizer.encode_prompt(text), or a text to stream_text"

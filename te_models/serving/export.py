@@ -28,8 +28,10 @@ from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.folder import read_listed
 from te_models.saving.pretrained import weights
-from te_models.serving.formats import E4M3_MAX, FORMATS, Format, Options, Parts, encode_blocks, static_scale
+from te_models.serving.formats import E4M3_MAX, FORMATS, TINY, Format, Options, Parts, encode_blocks, static_scale
 
+# E4M3 with the largest power of two for a scale rounds this to 2^128, which is infinite in FP32.
+TOO_LARGE = 31 * 2.0**123
 # Without data, NVFP4's divisor comes from random tokens, with this much room for larger inputs.
 RANDOM_TOKENS, HEADROOM = (4, 256), 4.0
 
@@ -137,6 +139,11 @@ class _Writer:
 
     def _encoded(self, names: list[str], places: Mapping[str, Place], parameter: Tensor) -> dict[str, Tensor]:
         """Return the stored tensors of their weights `names`, which together are one of our parameters."""
+        if not parameter.abs().amax().float() < TOO_LARGE:
+            raise UsageError(
+                f"{names[0]} has values that are not finite, or so large that {self.name} would round them to "
+                "infinity: export a checkpoint from before the run diverged"
+            )
         ours = places[names[0]].name
         static = {self.format.static: self.inputs[ours.removesuffix(".weight")]} if self.format.static else {}
         shared = self._shared_parts(ours, names, places, parameter)
@@ -216,7 +223,7 @@ def _input_scales(
     trained = trained_scales(model, modules)
     if trained.keys() == modules.keys():
         if format.static == "input_scale":
-            return {name: scale.reciprocal() for name, scale in trained.items()}, []
+            return {name: scale.reciprocal().clamp(min=TINY) for name, scale in trained.items()}, []
         largest = E4M3_MAX * 2.0 ** -model.recipe.fields.get("margin", 0)
         return {name: static_scale(format, largest / scale.item()) for name, scale in trained.items()}, []
     if format.static == "input_scale":

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.engine.emulated.numerics import scale_from_amax
 from te_models.errors import UsageError, needs
 from te_models.fp8.primary_weights import E4M3_MAX, is_quantized, plain, restore_weight, saved_weight, write_weight
 from te_models.fp8.scaling_state import weight_scale
@@ -122,8 +123,10 @@ class LoraLinear(nn.Module, LoraLayer):
             self._before_merge = saved_weight(weight)
             self._scale_before_merge = None if scale is None else scale.clone()
         write_weight(weight, merged, for_master=False)
-        if scale is not None and (amax := merged.abs().amax()) > 0:
-            scale.copy_(E4M3_MAX / amax)  # the sum may exceed what the scale of the last training step allows
+        if scale is not None and (amax := merged.abs().amax().float()) > 0:
+            scale.copy_(
+                scale_from_amax(amax, E4M3_MAX)
+            )  # the sum may exceed what the scale of the last training step allows
         self.merged_adapters += names
 
     @torch.no_grad()

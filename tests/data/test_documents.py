@@ -1,10 +1,12 @@
 """Documents: the same files in memory and streamed, errors that name the place, and the split."""
 
 import gzip
+import itertools
 import os
 import re
 import time
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,17 @@ def test_split_tells_prompts_apart() -> None:
     documents = [Document("b"), Document("b", prompt=""), Document("b", prompt="a"), Document("b", prompt="None")]
     training, evaluation = split_documents(documents, 0.5)
     assert (len(training), len(evaluation)) == (2, 2)
+
+
+def test_the_share_of_evaluation_is_the_decimal_number_that_was_written() -> None:
+    """57.5 of 100 documents are 58, to even; FP64 has 57.49999999999999. Likewise for lines of one document."""
+    for thousandths, count in itertools.product(range(5, 1000, 5), (100, 200)):
+        share = Fraction(f"0.{thousandths:03}")
+        evaluated = split_documents([Document(str(number)) for number in range(count)], float(share))[1]
+        assert len(evaluated) == min(max(1, round(share * count)), count - 1), share
+        lines = share * count
+        if lines.denominator == 1 and lines < count:
+            assert len(split_documents([Document("\n" * count)], float(share))[1][0].text) == lines
 
 
 def test_split_of_one_document_cuts_it_at_a_line() -> None:

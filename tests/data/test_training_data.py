@@ -203,6 +203,14 @@ def test_epochs_as_steps(epochs: float, steps: int, tmp_path: Path) -> None:
             steps_of(streamed, config)
 
 
+def test_a_part_of_an_epoch_is_the_decimal_number_that_was_written(tmp_path: Path) -> None:
+    path, other = write(tmp_path, "a.txt", b"x" * 799), write(tmp_path, "b.txt", b"y" * 9)
+    dataset, _ = open_data(path, ByteTokenizer(), TrainConfig(seq_len=8, batch_size=1), eval_data=other)
+    assert isinstance(dataset, TokenDataset) and dataset.num_windows == 100
+    for hundredths in range(1, 1000):
+        assert dataset.windows_in(float(f"{hundredths / 100:.2f}")) == hundredths
+
+
 def test_columns(tmp_path: Path) -> None:
     path = write(tmp_path, "a.csv", [{"question": f"q{n} ", "answer": f"a{n}"} for n in range(9)])
     columns = "prompt=question,completion=answer"

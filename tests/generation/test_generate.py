@@ -171,6 +171,14 @@ def test_sampling_follows_the_distribution_of_transformers(options: dict, judge:
     torch.testing.assert_close(share, expected, atol=0.01, rtol=0)
 
 
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
+def test_min_p_of_1_leaves_the_likeliest_tokens(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.999, 3.0, -1.0]]).expand(500, -1)
+    drawn = sample(logits, torch.Generator().manual_seed(0), temperature=temperature, min_p=1.0)
+    assert set(drawn.tolist()) == {1, 3}, "a tie is drawn from"
+    assert set(sample(logits, torch.Generator().manual_seed(0), min_p=0.0).tolist()) == {0, 1, 2, 3, 4}
+
+
 def test_a_seed_is_a_text_and_top_k_1_is_greedy() -> None:
     model = build()
     runs = [model.generate(PROMPTS, max_new_tokens=8, do_sample=True, seed=seed) for seed in (3, 3, 4)]

@@ -20,6 +20,7 @@ from te_models.config.recipe import recipe_from_dict
 from te_models.engine.emulated.recipe import DelayedScaling
 from te_models.files.formats import flatten_state
 from te_models.fp8.primary_weights import is_quantized, quantized_weights
+from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels.gated_attention import can_fuse
 from te_models.planning.memory_estimate import Memory, _standing, _walk, saved_bytes
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
@@ -473,3 +474,46 @@ def test_a_recipe_without_a_history_length_has_that_of_the_engine() -> None:
     shape, bare = get_preset("gated-nano"), recipe_from_dict({"scheme": "DelayedScaling"})
     whole = bare.replace(amax_history_len=DelayedScaling().amax_history_len)
     assert plan_memory(shape, bare).peak.total == plan_memory(shape, whole).peak.total
+
+
+@pytest.mark.parametrize(
+    ("options", "a_parameter", "a_parameter_of_the_chunk"),
+    [
+        ({}, 2, 2),  # BF16 gradients, and the chunk's in FP32
+        (dict(dtype_bytes=4), 4, 0),
+        (dict(gradient_accumulation=2), 4, 0),
+        (dict(optimizer_options=dict(stochastic_rounding=True)), 2, 0),
+        (dict(optimizer_options=dict(stochastic_rounding=True), gradient_accumulation=2), 4, 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["gated-nano", "llama-3.1-8b"])
+def test_the_update_widens_the_gradients_of_at_most_2_to_28_parameters(
+    name: str, options: dict[str, Any], a_parameter: int, a_parameter_of_the_chunk: int
+) -> None:
+    config = get_preset(name)
+    own = dict(optimizer="adamw8bit", batch_size=1, seq_len=64)
+    *_, update = plan_memory(config, get_recipe("bf16"), **own | options).moments
+    count = config.num_parameters
+    assert update.gradients == count * a_parameter + min(count, 2**28) * a_parameter_of_the_chunk
+
+
+@pytest.mark.parametrize("head", [{}, dict(lm_head="fp8", num_layers_at_end_in_bf16=0)], ids=str)
+def test_the_state_of_delayed_scaling_is_the_models(head: dict[str, Any]) -> None:
+    """Every scale and every row of every history, to the byte."""
+    options = dict(**SHAPE, recipe="delayed", amax_history_len=5, engine="emulated", device="cpu", **head)
+    model = CausalLM.from_preset("gated-nano", **options)
+    ids = torch.randint(0, 288, (1, 32))
+    model(ids, labels=ids).loss.backward()
+    plan = model.plan_memory(batch_size=1, seq_len=32)
+    own = _standing(plan.config, plan.recipe, plan.training).fp8_weight_copies
+    assert own == sum(tensor.nbytes for tensor in fp8_state(model).values())
+
+
+def test_five_percent_of_a_gpu_stay_free() -> None:
+    plan = nano()
+    gigabytes = plan.peak.total / 0.95 / 10**9
+    assert plan.fits(gigabytes * (1 + 1e-9)) and not plan.fits(gigabytes * (1 - 1e-9))
+    batch = plan.training.batch_size
+    assert plan.largest_batch(gigabytes * (1 + 1e-9)) == batch
+    assert plan.largest_batch(gigabytes * (1 - 1e-9)) == batch - 1

@@ -19,7 +19,7 @@ from te_models import CausalLM
 from te_models.engine import get_engine
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized, plain, saved_weight
-from te_models.fp8.scaling_state import fp8_state
+from te_models.fp8.scaling_state import fp8_state, weight_scale
 from te_models.saving.folder import load_folder, save_folder
 
 for package in ("peft", "accelerate", "transformers"):
@@ -124,6 +124,19 @@ def test_merge_is_the_same_model_and_unmerge_undoes_it(build: Any, dtype: torch.
     merged = adapted.merge_and_unload()
     assert isinstance(merged, CausalLM) and {n for n, _ in merged.named_parameters()} == set(weights)
     torch.testing.assert_close(merged(ids).logits.float(), tuned, atol=tolerance, rtol=0)
+
+
+def test_a_merge_of_tiny_weights_leaves_a_finite_scale(build: Any) -> None:
+    adapted = add_lora(build("delayed", dtype=torch.float32), r=4, lora_alpha=8, target_modules=["down_proj"])
+    train(adapted, tokens(adapted), 1)
+    layers = [m for m in adapted.modules() if isinstance(m, LoraLinear)]
+    with torch.no_grad():
+        for layer in layers:
+            layer.lora_B["default"].weight.zero_()
+            layer.base_layer.weight.mul_(1e-37)
+    adapted.merge_adapter()
+    scales = [scale for layer in layers if (scale := weight_scale(layer.base_layer)) is not None]
+    assert scales and all(scale.item() == torch.finfo(torch.float32).max for scale in scales)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
