@@ -1,8 +1,8 @@
 """The elementwise parts of gated_attention.py in Triton: each tensor is read once and written once, in any layout.
 
 A program handles a few heads of one token. Its tiles have `width` channels, the power of two from a head's own on, and
-strides are multiplied by 64-bit numbers, since a tensor may have more than 2**31 elements. Tested against the plain operations through Triton's interpreter on a CPU
-(TRITON_INTERPRET=1).
+strides are multiplied by 64-bit numbers, since a tensor may have more than 2**31 elements. Tested against the plain
+operations through Triton's interpreter on a CPU (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
