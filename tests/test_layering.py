@@ -60,11 +60,11 @@ ORDER = {  # packages, lowest first, each with its modules, lowest first; module
         {"__init__"},
     ],
     "data": [
-        {"files", "formats", "json_files", "template_process"},
+        {"files", "formats", "json_files", "own_batches", "template_process"},
         {"chat_template", "rows", "tokenizer_conversion"},
         {"documents", "tokenizer"},
         {"encoding", "python_docstrings", "sources"},
-        {"packing"},
+        {"own_records", "packing"},
         {"corpus_chunks", "dataset"},
         {"streaming"},
         {"training_data"},
