@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from typing_extensions import TypedDict
 
@@ -77,7 +78,7 @@ DATA_HELP = {field.name: field.metadata["help"] for field in fields(DataConfig)}
 class DataOptions(TypedDict, total=False):
     """The fields of DataConfig, which documents them, except `data`."""
 
-    eval_data: Sequence[str]
+    eval_data: str | Iterable[Any]
     eval_split: float | None
     columns: str
     truncate: str

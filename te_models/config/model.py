@@ -206,8 +206,9 @@ class ModelConfig(NamedFields):
         return dataclasses.replace(self, num_hidden_layers=len(depths), **own)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, resolved, as plain JSON values."""
-        plain = {name: copy.deepcopy(value) for name, value in field_values(self).items()}
+        """Return all fields, resolved, as plain JSON values; those that a subclass adds are not saved with a model."""
+        values = field_values(self)
+        plain = {name: copy.deepcopy(values[name]) for name in config_fields()}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
     @classmethod
@@ -233,7 +234,7 @@ def config_fields() -> Mapping[str, Any]:
 def _check_types(config: ModelConfig) -> None:
     """Require positive ints for sizes, positive floats for rates and bools for flags, also from a hand-written file."""
     values = field_values(config)
-    for f in fields(config):
+    for f in fields(ModelConfig):  # those of a subclass are its own to check
         value, kind = values[f.name], str(f.type)
         if value is None and (f.default is None):
             continue

@@ -10,7 +10,7 @@ from typing import Any
 
 from te_models.config.data import MAX_WEIGHT, split_weight
 from te_models.data.files import file_format, find_files, open_bytes, readable_errors, text_bytes
-from te_models.data.formats import TEXT, misspelled, recognize, rename, row_document
+from te_models.data.formats import TEXT, Document, misspelled, recognize, rename, row_document
 from te_models.data.rows import TEXT as TEXT_FILE
 from te_models.data.rows import FileRange, file_ranges, first_row
 from te_models.errors import DataError, UsageError
@@ -27,6 +27,7 @@ class Source:
         system: the fsspec file system that they are in.
         format: its format, recognized by its first record: a key of te_models.data.formats, or "text files".
         talks: True if the first record is a conversation, which needs a chat template.
+        documents: those of records in memory; None: they are in the files.
     """
 
     path: str
@@ -35,6 +36,7 @@ class Source:
     system: Any
     format: str
     talks: bool
+    documents: Sequence[Document] | None = None
 
     @property
     def is_text(self) -> bool:
@@ -44,7 +46,7 @@ class Source:
     def describe(self) -> str:
         """Return path, format and weight in a few words."""
         files = " and ".join(sorted({file_format(file) for file in self.files}))
-        kind = self.format if self.format == "text files" else f"{self.format} in {files}"
+        kind = f"{self.format} in {files}" if files and self.format != "text files" else self.format
         weight = "" if self.weight == 1 else f", {self.weight:g} times per epoch"
         first = ", by the first record" if len(self.files) > 1 and self.format != "text files" else ""
         return f"{self.path}: {kind}{first}{weight}"

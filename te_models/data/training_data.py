@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,28 @@ from te_models.data.encoding import Encoded, encode_documents, fit_records
 from te_models.data.files import COMPRESSIONS
 from te_models.data.formats import Document
 from te_models.data.json_files import read_file
+from te_models.data.own_records import Formatting, is_records, read_records
 from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, python_docstrings
 from te_models.data.sources import Source, open_sources
 from te_models.data.streaming import StreamingDataset
-from te_models.data.tokenizer import Tokenizer
+from te_models.data.tokenizer import Tokenizer, load_tokenizer
 from te_models.distributed.control import Ranks
 from te_models.errors import DataError, UsageError, plural
 
+OWN, OWN_EVALUATION = "the data in memory", "the evaluation data in memory"
 STREAMED_BYTES = 2**30  # larger corpora are streamed by default
 EVAL_SPLIT = 0.05  # of the documents in memory
 STREAMED_EVAL_SPLIT = 0.01
 
-Data = str | os.PathLike[str] | Sequence[str] | DataConfig | None
+Data = str | os.PathLike[str] | Sequence[str] | DataConfig | Iterable[Any] | None
 
 
 def open_data(
     data: Data,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | str | os.PathLike[str],
     config: TrainConfig,
     *,
+    formatting: Formatting | None = None,
     rank: int = 0,
     world_size: int = 1,
     ranks: Ranks | None = None,
@@ -50,15 +53,18 @@ def open_data(
 
     Args:
         data: a file, folder, glob, URL or Hub dataset, several of them, each with an optional weight ("a.jsonl:3"), or
-            a DataConfig; "python-docstrings": functions and docstrings of Python's standard library; None: Python's own
-            documentation and sources.
-        tokenizer: encodes the text. If there are conversations and it has no chat template, it gets a plain one, which
-            it saves (`Tokenizer.set_chat_template`).
+            a DataConfig; records in memory: a list, a datasets.Dataset, or another iterable of dicts or lists of
+            messages; "python-docstrings": functions and docstrings of Python's standard library; None:
+            Python's own documentation and sources.
+        tokenizer: encodes the text; or what `load_tokenizer` takes. If there are conversations and it has no chat
+            template, it gets a plain one, which it saves (`Tokenizer.set_chat_template`).
         config: seq_len, batch_size, gradient_accumulation, seed and eval_batches.
+        formatting: makes of each record in memory, and of each of `eval_data` there, a text, a list of messages, or a
+            dict with the fields of a format, such as prompt and completion.
         rank: number of this process among those that share the data; the processes of one replica have the same.
         world_size: number of ranks that share the data.
         ranks: the processes that exchange positions of a streamed corpus when a checkpoint is saved.
-        options: fields of DataConfig, unless `data` is a DataConfig.
+        options: fields of DataConfig, unless `data` is a DataConfig; `eval_data` may be records too.
 
     Returns:
         this rank's dataset of training batches, and its evaluation batches.
@@ -67,13 +73,25 @@ def open_data(
         UsageError: an argument is out of range, or options contradict each other or the data.
         DataError: the data cannot be read, is of no known format, or is too short.
     """
-    settings = data if isinstance(data, DataConfig) else DataConfig(data=_paths(data), **_tuples(options))
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer = load_tokenizer(tokenizer)
+    eval_data = options.pop("eval_data", ())
+    own = {name: given for name, given in ((OWN, data), (OWN_EVALUATION, eval_data)) if is_records(given)}
+    if formatting is not None and not own:
+        raise UsageError("formatting is for records in memory: give a list or a datasets.Dataset, or for files columns")
+    if isinstance(data, DataConfig):
+        settings = data
+    else:
+        paths = (OWN,) if OWN in own else _paths(data)
+        eval_paths = (OWN_EVALUATION,) if OWN_EVALUATION in own else _paths(eval_data)
+        settings = DataConfig(data=paths, eval_data=eval_paths, **options)
     if not (data is None or isinstance(data, DataConfig) or settings.data):
         raise UsageError("no data in the list: give a path, or None for Python's own documentation and sources")
     columns = parse_columns(settings.columns)
     built_in = settings.data in ((), (PYTHON_DOCSTRINGS,))
-    sources = [] if built_in else open_sources(settings.data, columns)
-    evaluated = open_sources(settings.eval_data, columns, required=False)
+    opened = {name: [read_records(given, columns, formatting, name)] for name, given in own.items()}
+    sources = [] if built_in else opened.get(OWN) or open_sources(settings.data, columns)
+    evaluated = opened.get(OWN_EVALUATION) or open_sources(settings.eval_data, columns, required=False)
     records = settings.data == (PYTHON_DOCSTRINGS,) or not all(source.is_text for source in sources)
     packing = settings.packing or ("documents" if records else "stream")
     if packing == "stream" and records:
@@ -83,8 +101,8 @@ def open_data(
     streaming = settings.streaming
     if streaming is None:
         streaming = not built_in and _must_stream(sources)
-    if streaming and built_in:
-        raise UsageError("--streaming needs --data PATH: Python's own documentation and sources are read into memory")
+    if streaming and (built_in or OWN in own):
+        raise UsageError("--streaming needs --data PATH: built-in data and records in memory are there as a whole")
     settings = dataclasses.replace(settings, packing=packing)
     opening = _Opening(settings, sources, evaluated, columns, tokenizer, config, rank, world_size, ranks)
     return opening.streamed() if streaming else opening.in_memory()
@@ -202,9 +220,12 @@ class _Opening:
                 python_docstrings() if self.settings.data == (PYTHON_DOCSTRINGS,) else (load_documents(None), [])
             )
             return documents, np.ones(len(documents)), held_out or built_in
-        parts = [load_documents(source.path, self.columns) for source in self.sources]
+        parts = [self._documents(source) for source in self.sources]
         weights = np.concatenate([np.full(len(p), s.weight) for p, s in zip(parts, self.sources, strict=True)])
         return [document for part in parts for document in part], weights, held_out
+
+    def _documents(self, source: Source) -> Sequence[Document]:
+        return load_documents(source.path, self.columns) if source.documents is None else source.documents
 
     def _load_evaluation(self, num_tokens: int | None) -> list[Document]:
         """Return the documents of --eval-data; of much data about `num_tokens` tokens, from everywhere in it."""
@@ -215,7 +236,7 @@ class _Opening:
             )
             found = sample.held_out(num_tokens)
         else:
-            found = [document for source in sources for document in load_documents(source.path, self.columns)]
+            found = [document for source in sources for document in self._documents(source)]
         record = next((document for document in found if document.is_record), None)
         if record is not None and self.records(self.sources) is False:
             raise DataError(f"{record.name}: a record with an answer cannot be evaluated when training on texts")
@@ -278,11 +299,6 @@ def _paths(data: str | os.PathLike[str] | Sequence[str] | None) -> tuple[str, ..
     if data is None:
         return ()
     return (os.fspath(data),) if isinstance(data, str | os.PathLike) else tuple(map(os.fspath, data))
-
-
-def _tuples(options: DataOptions) -> dict[str, Any]:
-    """Return the options with a single path to evaluate on as a tuple of one."""
-    return {**options, "eval_data": _paths(options.get("eval_data", ()))}
 
 
 def read_template(path: str) -> str:

@@ -12,7 +12,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -25,6 +25,7 @@ from te_models.causal_lm import CausalLM
 from te_models.config.recipe import Recipe
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
+from te_models.data.own_batches import OwnBatches, checked_batch
 from te_models.data.streaming import StreamingDataset
 from te_models.device.determinism import deterministic
 from te_models.errors import Diverged, NamedFields, OutputInUse, SaveError, UsageError, plural
@@ -110,9 +111,10 @@ class Trainer(NamedFields):
 
     Args:
         model: the model to train; modified in place.
-        dataset: yields this process's share of each micro-batch.
-        eval_batches: this process's batches to evaluate on.
-        config: the run's options.
+        dataset: what `open_data` returns; or batches of your own, this process's share of each micro-batch: a list, a
+            DataLoader, a generator (te_models.data.own_batches).
+        eval_batches: this process's batches to evaluate on; None: no evaluation.
+        config: the run's options. Of batches of your own it does not set the size.
         out: the run's folder, for metrics.jsonl and checkpoints; a str will do.
         documents: other JSON values for each checkpoint, such as the tokenizer's (`Tokenizer.documents`).
         run_file: the content of run.toml, which is written when the run starts; empty: not written.
@@ -126,8 +128,8 @@ class Trainer(NamedFields):
     """
 
     model: CausalLM
-    dataset: TokenDataset | StreamingDataset
-    eval_batches: list[Batch]
+    dataset: TokenDataset | StreamingDataset | Iterable[Mapping[str, Tensor]]
+    eval_batches: Iterable[Mapping[str, Tensor]] | None
     config: TrainConfig
     out: Path
     documents: dict[str, Any] = field(default_factory=dict)
@@ -139,6 +141,12 @@ class Trainer(NamedFields):
 
     def __post_init__(self) -> None:
         config, parallel, self.out = self.config, self.parallel, Path(self.out)
+        own = not isinstance(self.dataset, TokenDataset | StreamingDataset)
+        self.data = OwnBatches(self.dataset, config.seed, parallel.ranks) if own else self.dataset
+        evaluated = () if self.eval_batches is None else self.eval_batches
+        self.evaluation = [checked_batch(batch, f"evaluation batch {n}") for n, batch in enumerate(evaluated, 1)]
+        if config.patience and self.eval_batches is None:
+            raise UsageError(f"patience={config.patience} counts evaluations: give eval_batches too")
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
         chosen = (config.learning_rate, config.weight_decay, config.optimizer_options, config.optimizer_offload)
         shared = (parallel.owners(), self.gradients, parallel.norm)
@@ -148,7 +156,7 @@ class Trainer(NamedFields):
         self.calibrated: Recipe | None = None  # the recipe for which the model is known to have scales
         # Read the loss of a step once the next one is queued: only if the device itself can skip a bad step's update.
         self.ahead = self.model.device.type == "cuda" and self.optimizer.can_skip
-        self.seconds: deque[float] = deque(maxlen=RECENT)  # per step
+        self.speeds: deque[float] = deque(maxlen=RECENT)  # tokens per second of each step
         self.checkpoints = self._checkpoints(self.out / "checkpoints", self.config.keep_last)
         self.best = self._checkpoints(self.out / "best" / "checkpoints", keep_last=1)
         # Serializing a tokenizer takes about a second: do it once.
@@ -190,9 +198,10 @@ class Trainer(NamedFields):
         metrics = MetricsLog(self.out / "metrics.jsonl" if first else None, after_step=self.result.step)
         exact = deterministic() if self.config.deterministic else contextlib.nullcontext()
         with exact, contextlib.closing(metrics), self._background_saves(), stop_signals() as self.stop_requested:
-            batches = iter(self.dataset)
+            batches = iter(self.data)
             if not self.result.step:
                 batches = self._calibrated(batches)
+            if not self.result.step and self.eval_batches is not None:
                 self.result.first_eval_loss = self.result.eval_loss = self._evaluate()
             if self.model.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.model.device)
@@ -358,15 +367,17 @@ class Trainer(NamedFields):
         self._check(queued)
         row, step, result = queued.row, queued.step, self.result
         seconds = elapsed(queued.start, queued.end)
-        self.seconds.append(seconds)
+        tokens = self.parallel.data_world * sum(batch["input_ids"].numel() for batch in queued.micro_batches)
+        self.speeds.append(tokens / seconds)
         result.step, result.loss = step, row["loss"]
-        result.tokens_per_second = self.config.tokens_per_step / statistics.median(self.seconds)
+        result.tokens_per_second = statistics.median(self.speeds)
         if self.model.device.type == "cuda":
             result.peak_memory = torch.cuda.max_memory_allocated(self.model.device)
-        row["tokens_per_second"] = self.config.tokens_per_step / seconds
-        if self._due(self.config.eval_every, step) or step == self.config.steps:
+        row["tokens_per_second"] = self.speeds[-1]
+        due = self._due(self.config.eval_every, step) or step == self.config.steps
+        if due and self.eval_batches is not None:
             row["eval_loss"] = result.eval_loss = self._evaluate()
-        if self.config.save_every and len(self.seconds) == 1 and self.parallel.ranks.world == 1:
+        if self.config.save_every and len(self.speeds) == 1 and self.parallel.ranks.world == 1:
             self.checkpoints.reserve(*self._content())
         return row
 
@@ -378,7 +389,7 @@ class Trainer(NamedFields):
         return GraphedStep(self.model, calibrate=False)  # the Trainer has
 
     def _evaluate(self) -> float:
-        return evaluate(self.model, self.eval_batches, self.parallel.sum)
+        return evaluate(self.model, self.evaluation, self.parallel.sum)
 
     def _checkpoints(self, folder: Path, keep_last: int) -> Checkpoints:
         """Return a writer of checkpoints of this run in `folder`."""
@@ -415,7 +426,7 @@ class Trainer(NamedFields):
         cuda = self.model.device.type == "cuda"
         state = {
             "optimizer": self.optimizer.state_dict(),
-            "dataset": self.dataset.state_dict(),
+            "dataset": self.data.state_dict(),
             "rng": self._all_random_states(torch.get_rng_state()),
             "cuda_rng": self._all_random_states(torch.cuda.get_rng_state(self.model.device)) if cuda else None,
             "result": asdict(self.result),
@@ -444,8 +455,8 @@ class Trainer(NamedFields):
             cuda = check_random_state(state["cuda_rng"], rank, torch.Generator(device), f"{newest}: cuda_rng")
         check_result(state["result"], asdict(self.result))
         self._refuse_to_wait_on(state["result"])
-        check_data_position(state["dataset"], self.dataset.state_dict())
-        self.dataset.load_state_dict(state["dataset"])  # the last that may refuse, before it changes anything
+        check_data_position(state["dataset"], self.data.state_dict())
+        self.data.load_state_dict(state["dataset"])  # the last that may refuse, before it changes anything
         found.write()
         self.optimizer.load_state_dict(optimizer)
         drop_initial_values(self.model)

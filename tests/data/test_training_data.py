@@ -547,3 +547,92 @@ def test_every_step_has_a_counted_label(tmp_path: Path) -> None:
         )
         for batch in [*evaluation, *(next(dataset) for _ in range(80))]:
             assert int((batch["labels"][:, 1:] != IGNORED).sum()) >= 3
+
+
+OWN = {"messages": TALKS, "pairs": PAIRS, "alpaca": ALPACA, "sharegpt": SHAREGPT, "text": TEXTS}
+
+
+def same_data(one: tuple, other: tuple) -> bool:
+    """Whether two datasets give the same batches, and are evaluated on the same ones."""
+    found = []
+    for data, evaluated in (one, other):
+        start = data.state_dict()
+        found.append([*itertools.islice(data, 5), *evaluated])
+        data.load_state_dict(start)
+    first, second = found
+    return len(first) == len(second) and all(
+        torch.equal(a[name], b[name]) for a, b in zip(first, second, strict=True) for name in a
+    )
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_records_in_memory_are_those_of_a_file(kind: str, tmp_path: Path) -> None:
+    rows, words = OWN[kind], ByteTokenizer()
+    wanted = open_data(write(tmp_path, "a.jsonl", rows), words, CONFIG)
+    for data in (rows, tuple(rows), iter(rows), (row for row in rows)):
+        assert same_data(open_data(data, ByteTokenizer(), CONFIG), wanted)
+    dataset = open_data(rows, ByteTokenizer(), CONFIG)[0]
+    assert dataset.describe().splitlines()[1].startswith("the data in memory: "), dataset.describe()
+    held = write(tmp_path, "held.jsonl", rows[:4])
+    by_file = open_data(rows, ByteTokenizer(), CONFIG, eval_data=held)
+    assert same_data(open_data(rows, ByteTokenizer(), CONFIG, eval_data=rows[:4]), by_file)
+    assert same_data(open_data(write(tmp_path, "b.jsonl", rows), words, CONFIG, eval_data=rows[:4]), by_file)
+
+
+def test_a_dataset_of_the_datasets_library_is_records(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    for rows in (TALKS, PAIRS, TEXTS):
+        wanted = open_data(write(tmp_path, "a.jsonl", rows), ByteTokenizer(), CONFIG)
+        assert same_data(open_data(datasets.Dataset.from_list(rows), ByteTokenizer(), CONFIG), wanted)
+    with pytest.raises(UsageError, match="one split of a DatasetDict"):
+        open_data(datasets.DatasetDict(train=datasets.Dataset.from_list(TEXTS)), ByteTokenizer(), CONFIG)
+
+
+ROWS = [{"q": f"p{n} ", "a": f"c{n}"} for n in range(24)]
+FORMATTED: dict[str, tuple] = {
+    "pairs": (lambda row: {"prompt": row["q"], "completion": row["a"]}, PAIRS),
+    "text": (lambda row: row["q"] + row["a"], [{"text": row["q"] + row["a"]} for row in ROWS]),
+    "messages": (
+        lambda row: [{"role": "user", "content": row["q"]}, {"role": "assistant", "content": row["a"]}],
+        [{"messages": [dict(role="user", content=r["q"]), dict(role="assistant", content=r["a"])]} for r in ROWS],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATTED)
+def test_a_function_makes_records(kind: str) -> None:
+    formatting, rows = FORMATTED[kind]
+    config = dataclasses.replace(CONFIG, seq_len=48)
+    wanted = open_data(rows, ByteTokenizer(), config, eval_data=rows[:3])
+    found = open_data(ROWS, ByteTokenizer(), config, formatting=formatting, eval_data=ROWS[:3])
+    assert same_data(found, wanted)
+    assert same_data(open_data(ROWS, ByteTokenizer(), config, columns="prompt=q,completion=a", eval_data=PAIRS[:3]),
+                     open_data(PAIRS, ByteTokenizer(), config, eval_data=PAIRS[:3]))  # fmt: skip
+
+
+def test_a_tokenizer_may_be_a_name(tmp_path: Path) -> None:
+    ByteTokenizer().save(tmp_path)
+    for name in (tmp_path, str(tmp_path)):
+        assert same_data(open_data(PAIRS, name, CONFIG), open_data(PAIRS, ByteTokenizer(), CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        ([3, 4], {}, "record 1 is a int: give a dict"),
+        (iter(["text"]), {}, "record 1 is a str: give a dict"),
+        (iter([]), {}, "the data in memory has no record"),
+        ([{"question": "a"}], {}, "record 1: has 'question', but needs one of the formats"),
+        ([*PAIRS, {"prompt": 3, "completion": "x"}], {}, "record 25: 'prompt' is a number"),
+        (PAIRS[0], {}, "the data in memory is a dict: give a list of records"),
+        (ROWS, dict(formatting=lambda row: 3), "record 1: formatting returned a int: return a text"),
+        ("a.jsonl", dict(formatting=str), "formatting is for records in memory"),
+        (ROWS, dict(columns="prompt=qq,completion=a"), "did you mean .q."),
+        (PAIRS, dict(streaming=True), "--streaming needs --data PATH"),
+        ([PAIRS[0], TEXTS[0]], {}, "text"),
+    ],
+)
+def test_a_mistake_in_records_is_one_line(data: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((DataError, UsageError), match=message) as caught:
+        open_data(data, ByteTokenizer(), CONFIG, **options)
+    assert "\n" not in str(caught.value)

@@ -67,7 +67,7 @@ def live_state(trainer: Trainer) -> dict[str, Tensor]:
     """Copies of everything that a restore may write."""
     state = [
         dict(trainer.model.state_dict()), fp8_state(trainer.model), trainer.optimizer.state_dict(),
-        trainer.dataset.state_dict(), torch.get_rng_state(), trainer.result.step,
+        trainer.data.state_dict(), torch.get_rng_state(), trainer.result.step,
     ]  # fmt: skip
     tensors, document = flatten_state(state)
     return {name: t.clone() for name, t in tensors.items()} | {"document": torch.tensor(list(str(document).encode()))}

@@ -1,0 +1,138 @@
+"""Batches that a program makes itself, in a list, DataLoader or generator, as an endless dataset with a position."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.distributed.control import Ranks
+from te_models.errors import DataError, UsageError, plural
+
+REQUIRED = ("input_ids", "labels")
+OPTIONAL = ("attention_mask", "document_ids")
+
+
+class OwnBatches:
+    """An endless iterator over batches of the user's own, which begin anew when they end, with exact resume.
+
+    The position is the number of batches so far in the epoch, and a resumed run draws and drops as many. PyTorch's
+    random numbers in the data, such as the order of a shuffling DataLoader, have a state of their own that `seed` and
+    the epoch begin. Whether the data gives the batches of the saved run again is checked with the last one. An
+    iterator, such as a generator, has one pass and cannot be resumed.
+
+    Args:
+        batches: dicts of REQUIRED and perhaps OPTIONAL tensors [B, S], this process's share of each micro-batch.
+        seed: of the randomness of PyTorch in the data.
+        ranks: the processes of the run, of which the first one's batch is compared.
+
+    Raises:
+        UsageError: `batches` cannot be iterated over.
+    """
+
+    def __init__(self, batches: Iterable[Mapping[str, Tensor]], seed: int, ranks: Ranks) -> None:
+        if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str):
+            kind = type(batches).__name__
+            raise UsageError(f"the dataset is a {kind}: give what open_data returns, or a list of batches")
+        self.batches, self.seed, self.ranks = batches, seed, ranks
+        self.once = isinstance(batches, Iterator)
+        self._epoch, self._position, self._digest = 0, 0, 0  # the batches so far of this epoch, and the last one
+        self._random = torch.get_rng_state()
+        self._begin()
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, Tensor]:
+        """Return the next batch.
+
+        Raises:
+            DataError: there is none, or it is not a batch.
+        """
+        with self._own_random():
+            found = next(self._iterator, None)
+        if found is None:
+            if self.once:
+                raise DataError(
+                    f"the data ended after {plural(self._position, 'batch', 'batches')}: lower steps, or give a list "
+                    "or another object that can be iterated over again"
+                )
+            if not self._position:
+                raise DataError("the data has no batch: give at least one")
+            self._epoch, self._position = self._epoch + 1, 0
+            self._begin()
+            return next(self)
+        self._position += 1
+        batch = checked_batch(found, f"batch {self._position}")
+        self._digest = _digest(batch)
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position."""
+        return {"epoch": self._epoch, "batches": self._position, "last_batch": self._digest}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue after the batch that was the last when `state` was taken.
+
+        Raises:
+            UsageError: the data has one pass, or does not give that batch again.
+        """
+        if self.once:
+            raise UsageError(
+                f"the data is a {type(self.batches).__name__}, which has one pass, so the run cannot be resumed: give "
+                "a list or another object that can be iterated over again"
+            )
+        self._epoch, self._position = state["epoch"], 0
+        self._begin()
+        while self._position < state["batches"] and self._epoch == state["epoch"]:
+            next(self)
+        same = self._epoch == state["epoch"] and (not self._position or self._digest == state["last_batch"])
+        if not all(self.ranks.gather(same or not self.ranks.first)):
+            raise UsageError(
+                "the data gives other batches than in the saved run: draw its random numbers from PyTorch or from a "
+                "seed that begins anew with each iteration, or start a new run"
+            )
+
+    def _begin(self) -> None:
+        """Begin the epoch."""
+        self._random = torch.Generator().manual_seed(self.seed * 2**20 + self._epoch).get_state()
+        with self._own_random():
+            self._iterator = iter(self.batches)
+
+    @contextlib.contextmanager
+    def _own_random(self) -> Iterator[None]:
+        """Exchange PyTorch's random state in the block for that of the data."""
+        before = torch.get_rng_state()
+        torch.set_rng_state(self._random)
+        try:
+            yield
+        finally:
+            self._random = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+
+def checked_batch(batch: Any, place: str) -> dict[str, Tensor]:
+    """Return a batch as a dict; a DataError that names its `place` unless it is one of tensors [B, S]."""
+    if not isinstance(batch, Mapping):
+        raise DataError(f"{place} is a {type(batch).__name__}: give a dict of {' and '.join(REQUIRED)}")
+    for name in (*REQUIRED, *batch):
+        if name not in batch:
+            raise DataError(f"{place} has no {name!r}: give an int64 tensor [B, S]; labels may be the input_ids")
+        if name not in (*REQUIRED, *OPTIONAL):
+            raise DataError(f"{place} has {str(name)[:60]!r}: leave it out; known are {', '.join(REQUIRED + OPTIONAL)}")
+        if not isinstance(batch[name], Tensor) or batch[name].shape != batch["input_ids"].shape:
+            raise DataError(f"{place}: {name} is no tensor of the shape of input_ids: give an int64 tensor [B, S]")
+    return dict(batch)
+
+
+def _digest(batch: Mapping[str, Tensor]) -> int:
+    """Return a hash of a batch, below 2^48, which is exact in a JSON double."""
+    digest = hashlib.blake2b(digest_size=6)
+    for name in sorted(batch):
+        digest.update(f"{name} {list(batch[name].shape)}".encode())
+        digest.update(batch[name].detach().cpu().contiguous().numpy().data)
+    return int.from_bytes(digest.digest(), "big")
