@@ -76,18 +76,18 @@ class GatedAttention(nn.Module):
         q, k, v, g = qkvg.split(self.rows, dim=-1)
         if config.qk_norm_scope == "all_heads":
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())  # not saving all of qkvg
-        q, k, v = (rearrange(t, "b s (a h) -> b s a h", h=config.head_dim) for t in (q, k, v))
+        q, k, v = (t.unflatten(-1, (-1, config.head_dim)) for t in (q, k, v))
         if config.qk_norm and config.qk_norm_scope == "head":
             q, k = (self.tp.norm(norm, t, partial=True) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
         if config.has_rope(self.layer):
             q, k = (self._rotated(t, context) for t in (q, k))
         if context.query_scale is not None:
             q = q * context.query_scale[..., None, None]
-        q, k, v = (rearrange(t, "b s a h -> b a s h") for t in (q, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, S, H]
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
         mask = context.masks[config.window(self.layer)]
-        out = rearrange(self._attention(q, k, v, mask), "b a s h -> (b s) a h")
+        out = self._attention(q, k, v, mask).transpose(1, 2).flatten(0, 1)
         out = self._gated(out, g.flatten(0, 1), context)
         return out if context.real is None else out * context.real
 
