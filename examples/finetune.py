@@ -19,7 +19,7 @@ def main() -> None:
     options.add_argument("--model", default="gated-nano", help="a folder, a name on the Hub, or a shipped model")
     options.add_argument("--data", help="file, folder, glob, URL or Hub dataset; default: Python's docs")
     options.add_argument(
-        "--recipe", default="current", help="bf16, delayed, current, blockwise, mxfp8, nvfp4, FILE.toml"
+        "--recipe", help="bf16, delayed, current (the default), blockwise, mxfp8, nvfp4, FILE.toml or auto"
     )
     options.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="a field of the recipe")
     options.add_argument("--recompute", default="none", help="none, selective, full, or N for every N-th block")
@@ -37,8 +37,9 @@ def main() -> None:
     fields: dict[str, Any] = dict(pair.split("=", 1) for pair in arguments.option)
     for name, value in fields.items():
         fields[name] = json.loads(value) if value in ("true", "false") or value.isdecimal() else value
+    source, recipe = (arguments.out, "auto") if arguments.resume else (arguments.model, "current")  # auto: its own
     model = CausalLM.from_pretrained(
-        arguments.model, recipe=arguments.recipe, activation_checkpointing=arguments.recompute, **fields
+        source, recipe=arguments.recipe or recipe, activation_checkpointing=arguments.recompute, **fields
     )
     print(model)
 

@@ -14,7 +14,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("model", help="a folder, or a name on the Hugging Face hub")
     options.add_argument("--prompt", action="append", help="may be given several times")
-    options.add_argument("--recipe", default="bf16", help="bf16, delayed, current, blockwise, mxfp8, nvfp4, FILE.toml")
+    options.add_argument("--recipe", default="auto", help="bf16, delayed, current, ..., FILE.toml, or auto")
     options.add_argument("--chat", action="store_true", help="apply the tokenizer's chat template to each prompt")
     options.add_argument("--max-new-tokens", type=int, default=64)
     arguments = options.parse_args()

@@ -18,7 +18,7 @@ from te_models import CausalLM
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("model", help="a folder, or a name on the Hugging Face hub")
-    options.add_argument("--recipe", default="bf16", help="bf16, delayed, current, blockwise, mxfp8, nvfp4, FILE.toml")
+    options.add_argument("--recipe", default="auto", help="bf16, delayed, current, ..., FILE.toml, or auto")
     options.add_argument("--engine", default="auto", help="auto, native or emulated")
     options.add_argument("--attention-gate", help="elementwise or headwise: for a model that has no gate")
     options.add_argument("--out", help="save it here, for transformers")

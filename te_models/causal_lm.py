@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -15,14 +15,16 @@ from typing_extensions import Unpack
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import get_preset
+from te_models.config.recipe import unknown_option
 from te_models.data.tokenizer import Tokenizer
 from te_models.errors import unknown
 from te_models.files.formats import parse_size
 from te_models.generation.generate import Prompts, generate, stream
 from te_models.generation.options import GenerationOptions
-from te_models.interop.hf import Origin
 from te_models.interop.hub import local_folder, push_folder, split_options
+from te_models.interop.origin import Origin
 from te_models.kernels.sdpa import attention_kernel
+from te_models.model.calibration import calibrate
 from te_models.model.decoder import Decoder
 from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, PushOptions
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
@@ -65,7 +67,7 @@ class CausalLM(Decoder):
 
     def __repr__(self) -> str:
         """Show recipe, engine, and each linear's precision; identical layers share a line."""
-        recipe = f"{self.recipe.name} ({self.recipe.scheme}, {self.recipe.formats})"
+        recipe = f"{self.recipe.name} ({self.recipe.scheme}, {self.recipe.formats}{self._chosen('; ')})"
         dtype = str(self.dtype).removeprefix("torch.")
         head = f"{type(self).__name__}({self.num_parameters():,} parameters in {dtype}, recipe={recipe}, "
         lines = [f"{head}engine={self.engine}, device={self.device})"]
@@ -86,7 +88,7 @@ class CausalLM(Decoder):
                 continue
             name = name.removesuffix(".base_layer")  # of a linear with adapters
             if name == "lm_head":
-                layer, inside = "head", self._head_in_fp8
+                layer, inside = "head", self.recipe.head_in_fp8
                 reason = f"lm_head = {self.recipe.lm_head!r}"
             else:
                 layer = name.split(".")[1]
@@ -98,11 +100,15 @@ class CausalLM(Decoder):
             gemm = f"{module.in_features} -> {module.out_features}"
             rows.append(PlanRow(layer, short, gemm, precision, self.engine, reason))
         weights = ", FP8 primary weights" if self.fp8_params else ""
-        title = f"recipe {self.recipe.name}{weights}, engine {self.engine} ({self.engine_reason})"
-        obstacles = {"attention": self.config.attention_obstacles, "MLP": self.config.mlp_obstacles}
+        recipe = f"recipe {self.recipe.name}{self._chosen(', ')}{weights}"
+        title = f"{recipe}, engine {self.engine} ({self.engine_reason})"
+        obstacles: dict[str, list[str]] = {}
+        for part in self.config.parts:
+            known = obstacles.setdefault(part.title, [])
+            known += [name for name in part.obstacles if name not in known]
         notes = [
-            f"{what}: separate kernels, since the fused ones do not compute {', '.join(names)}"
-            for what, names in obstacles.items()
+            f"{title}: separate kernels, since the fused ones do not compute {', '.join(names)}"
+            for title, names in obstacles.items()
             if names
         ]
         return PrecisionPlan(title, tuple(rows), tuple(notes))
@@ -116,6 +122,10 @@ class CausalLM(Decoder):
         own |= dict(activation_checkpointing=self.activation_checkpointing, activation_offload=self.activation_offload)
         own |= dict(fp8_params=self.fp8_params)
         return plan_memory(self.config, self.recipe, **{**own, **options})
+
+    def _chosen(self, separator: str) -> str:
+        """Return why recipe="auto" chose the recipe, after a separator; empty if the recipe was given."""
+        return f"{separator}auto: {self.recipe_reason}" if self.recipe_reason else ""
 
     def _reason(self, layer: int) -> str:
         """Return the reason for this layer's precision."""
@@ -135,6 +145,22 @@ class CausalLM(Decoder):
     def generation_values(self) -> Mapping[str, Any]:
         """The values of generation_config.json in the folder that the model came from."""
         return self.origin.generation or {}
+
+    def calibrate(self, *batches: Mapping[str, Tensor], weights: Sequence[Tensor | float] | None = None) -> None:
+        """Measure the first scales of recipe "delayed", with one forward and backward in BF16 that change nothing else.
+
+        Transformer Engine begins with scales of 1, under which most gradients of the first steps are zero in FP8. Call
+        this before the first step, and after `set_recipe`, as `Trainer` and `GraphedStep` do: linears that have scales
+        keep them, and under other recipes nothing happens. Every process of the model's `amax_group` has to call it.
+
+        Args:
+            batches: the micro-batches of the first step: tensors of `forward`, "labels" among them.
+            weights: the factors of their losses in that step; None: 1 / len(batches) each.
+
+        Raises:
+            UsageError: no batch, or one without labels.
+        """
+        calibrate(self, batches, weights)
 
     def generate(
         self,
@@ -225,8 +251,8 @@ class CausalLM(Decoder):
             the names of the quantized modules and of the others, and notes on limits of the format.
 
         Raises:
-            UsageError: an unknown format, sizes that it does not allow, no scales for fp8-tensor, or an architecture
-                that Hugging Face does not have.
+            UsageError: an unknown format, sizes that it does not allow, no scales for fp8-tensor, weights that are not
+                finite, or an architecture that Hugging Face does not have.
             SaveError: writing failed; the previous content is intact.
         """
         return export(self, self.origin, folder, format, calibration)
@@ -243,7 +269,7 @@ class CausalLM(Decoder):
             options: keywords of the model, fields of its config and of its recipe, mixed.
 
         Raises:
-            ValueError: an unknown name or keyword (the nearest one is named), or values that do not fit.
+            UsageError: an unknown name or keyword (the nearest one is named), or values that do not fit.
         """
         shape, rest = _split(options)
         return (build or cls)(get_preset(name, **shape), **rest)
@@ -254,7 +280,8 @@ class CausalLM(Decoder):
     ) -> CausalLM:
         """Load a model from `folder`, in our format or Hugging Face's, or from the Hugging Face hub by name.
 
-        The model keeps its own recipe (BF16 for one of Hugging Face) unless `recipe=` names another. `attention_gate=`
+        A folder of ours keeps its recipe, and a model of Hugging Face gets that of recipe="auto", as a new model does,
+        unless `recipe=` names another. `attention_gate=`
         adds a gate to an ungated model: zero weights, which halve the output of attention, and a doubled o_proj, so
         that no output changes and the gate trains from there. Keywords of transformers are accepted, or refused with
         the reason.
@@ -273,7 +300,7 @@ def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     config, known = config_fields(), get_type_hints(ModelOptions)
     for name in options:
         if name not in known:
-            raise unknown("keyword", name, known, "te_models.model.options.ModelOptions")
+            raise unknown_option("keyword", name, known, "te_models.model.options.ModelOptions")
     shape = {name: value for name, value in options.items() if name in config}
     return shape, {name: value for name, value in options.items() if name not in config}
 

@@ -15,16 +15,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+SAID = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 MANY = 20  # choices, in the line about an unknown one
 LONGEST = 1000  # characters of a message
-_CONTROLS = dict.fromkeys([*range(32), *range(127, 160), 0x2028, 0x2029], " ")
+_DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))  # which reorder the text around
+_CONTROLS = dict.fromkeys([*range(32), *range(127, 160), 0x2028, 0x2029, *_DIRECTIONS], " ")
+_OBEYED = {**dict.fromkeys(_CONTROLS, "\ufffd"), ord("\r"): None, ord("\n"): "\n", ord("\t"): "\t"}
+
+
+def one_line(message: str) -> str:
+    """Return a message as one line that no terminal obeys and every stream can write.
+
+    Control characters, and those that change the direction of text, become spaces, half surrogate pairs their numbers,
+    and of more than LONGEST characters the middle is left out.
+    """
+    line = message.translate(_CONTROLS).encode(errors="backslashreplace").decode()
+    return f"{line[: LONGEST // 2]} ... {line[-(LONGEST // 2 - 5) :]}" if len(line) > LONGEST else line
+
+
+def for_terminal(text: str) -> str:
+    """Return `text` with U+FFFD for characters that a terminal would obey, but for line feeds and tabs.
+
+    These are control characters, and those that change the direction of the text around them.
+    """
+    return text.translate(_OBEYED)
 
 
 class TeModelsError(Exception):
     """Base of every error that te-models raises on purpose. Its message is one line: what is wrong and what to do.
 
-    A message may show a name or a value from a file: control characters become spaces, so that it stays one line and no
-    terminal obeys it, half surrogate pairs their numbers, and of more than LONGEST characters the middle is left out.
+    A message may show a name or a value from a file, so `one_line` makes it safe to print.
 
     Attributes:
         exit_code: the exit code of the command line. 2 means that the request or its input is wrong, 1 that the run
@@ -34,10 +54,7 @@ class TeModelsError(Exception):
     exit_code = 1
 
     def __init__(self, message: str = "", *others: Any) -> None:
-        line = str(message).translate(_CONTROLS).encode(errors="backslashreplace").decode()
-        if len(line) > LONGEST:
-            line = f"{line[: LONGEST // 2]} ... {line[-(LONGEST // 2 - 5) :]}"
-        super().__init__(line, *others)
+        super().__init__(one_line(str(message)), *others)
 
 
 class UsageError(TeModelsError, ValueError):
@@ -96,23 +113,37 @@ class LostPeer(TeModelsError, RuntimeError):
     """Another process of the run died or no longer answers."""
 
 
-def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "") -> UsageError:
+def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "", advice: str = "") -> UsageError:
     """Return the error for a `given` name that is not among `choices`; it names the nearest valid one.
 
-    `listed` says where more than MANY choices are listed, so that the line stays short.
+    `listed` says where more than MANY choices are listed, so that the line stays short. `advice` takes the place of
+    the nearest name and of the choices.
     """
+    noun, of, owner = kind.partition(" of ")
+    line = f"unknown {noun} {given!r}{of}{owner}: "
+    if advice:
+        return UsageError(line + advice)
     names = sorted(choices)
     near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
     near = near or [name for name in names if _initials(name) == str(given).lower()]
     hint = f"did you mean {near[0]!r}? " if near else ""
     rest = f"{listed} lists all {len(names)}" if listed and len(names) > MANY else f"choose one of {', '.join(names)}"
-    noun, of, owner = kind.partition(" of ")
-    return UsageError(f"unknown {noun} {given!r}{of}{owner}: {hint}{rest}")
+    return UsageError(f"{line}{hint}{rest}")
 
 
 def plural(number: int, noun: str, nouns: str = "") -> str:
     """Return "1 record" or "2,000 records"; `nouns` is a plural that is not formed with s."""
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+
+
+def mistyped(value: object, kind: type) -> str:
+    """Return what a value of this kind is, such as "a whole number", if `value` is none; else an empty text.
+
+    An int is a float too, and a bool no number. A kind that has no name here takes any value.
+    """
+    allowed = (int, float) if kind is float else kind
+    good = isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
+    return "" if good or kind not in SAID else SAID[kind]
 
 
 def _initials(name: str) -> str:
@@ -141,8 +172,10 @@ class NamedFields:
 
     def __new__(cls, *values: Any, **fields: Any) -> Any:
         """Raise a ValueError for a keyword that is not a field; the dataclass's own `__init__` does the rest."""
-        known = [name for name, field in cls.__dict__["__dataclass_fields__"].items() if field.init]
-        for name in fields:
+        parameters = inspect.signature(cls.__init__).parameters  # of a subclass perhaps its own
+        known = list(parameters)[1:]
+        takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+        for name in () if takes_any else fields:
             if name not in known:
                 raise unknown(f"field of {cls.__name__}", name, known, f"help(te_models.{cls.__name__})")
         return super().__new__(cls)

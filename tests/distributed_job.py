@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,12 +152,16 @@ def continue_from(source: Path, out: Path) -> None:
         shutil.rmtree(later)
 
 
-def run_cases(cases: dict[str, dict[str, Any]], name: str, rank: int, folder: str) -> None:
-    """Run the cases one after the other, and write their results to NAME.json; for run_ranks without a backend."""
+def run_cases(cases: dict[str, dict[str, Any]], rank: int, folder: str) -> None:
+    """Run the cases one after the other, and write the outcome of each to CASE.json; for run_ranks without a backend.
+
+    They go on once it is written: a rank that fails fails in the first case without a file.
+    """
     offload.SMALL = 0  # tiny tensors are moved too
     gradients.BUCKET = master.UPDATE_CHUNK = 5000  # several of tiny models too; a single process has one of each
     root = Path(folder)
-    with parallel(TrainConfig(parallel="ddp"), "cpu") as shared:
-        results = {name: run_case(shared, root, name, case) for name, case in cases.items()}
-        if shared.ranks.first:
-            (root / f"{name}.json").write_text(json.dumps(results))
+    # A rank that dies ends the job at once; the time is for ranks that wait for a processor.
+    with parallel(TrainConfig(parallel="ddp", collective_timeout=600), "cpu") as shared:
+        for name, case in cases.items():
+            text = json.dumps(run_case(shared, root, name, case))
+            shared.ranks.from_first(partial((root / f"{name}.json").write_text, text))

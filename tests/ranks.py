@@ -32,21 +32,20 @@ def run_ranks(
 ) -> None:
     """Run `function(rank, folder)` in each of `ranks` processes, which share a process group.
 
-    Without a backend the function makes the group itself, from the variables that torchrun sets. `exact` emulates
-    tensor cores in FP8 products, which takes most of a tiny model's time. If a rank fails, the test fails with the
-    traceback of the one that failed first, as that rank saw it.
+    Without a backend the function makes the group itself, from the variables that torchrun sets, and in the store that
+    this process serves, as torchrun does. `exact` emulates tensor cores in FP8 products, which takes most of a tiny
+    model's time. If a rank fails, the test fails with the traceback of the one that failed first, as that rank saw it.
     """
-    if backend is None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            (folder / "port").write_text(str(probe.getsockname()[1]))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if backend is None else None
+    arguments = (function, str(folder), ranks, backend, store.port if store else 0, exact)
     try:
-        mp.start_processes(
-            _run, (function, str(folder), ranks, backend, exact), nprocs=ranks, start_method="forkserver"
-        )
+        mp.start_processes(_run, arguments, nprocs=ranks, start_method="forkserver")
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         failures = sorted(folder.glob("failure-*"), key=lambda path: path.stat().st_mtime_ns)
-        pytest.fail(failures[0].read_text() if failures else str(error), pytrace=False)
+        said = failures[0].read_text() if failures else str(error)
+        for path in failures:
+            path.unlink()
+        pytest.fail(said, pytrace=False)
 
 
 def run_process(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -58,13 +57,14 @@ def run_process(command: list[str], **options: Any) -> subprocess.CompletedProce
 
 
 def _run(
-    rank: int, function: Callable[[int, str], Any], folder: str, ranks: int, backend: str | None, exact: bool
+    rank: int, function: Callable[[int, str], Any], folder: str, ranks: int, backend: str | None, port: int, exact: bool
 ) -> None:
     torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = socket.if_indextoname(1)  # the loopback: no name of a host is looked up
     if backend == "nccl":
         torch.cuda.set_device(rank)
     if backend is None:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": Path(folder, "port").read_text()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     else:
         dist.init_process_group(backend, init_method=f"file://{folder}/init", rank=rank, world_size=ranks)

@@ -116,17 +116,14 @@ def test_swap_recipes(run: Any, model: Path, corpus: Path, tmp_path: Path) -> No
 
 
 def test_finetune(run: Any, model: Path, corpus: Path, tmp_path: Path) -> None:
-    args = ["--model", model, "--data", corpus, *SIZES, "--recipe", "delayed", "--option", "amax_history_len=4"]
-    args += ["--recompute", "full", "--out"]
-    out = run("finetune.py", *args, tmp_path / "whole", "--steps", 12)
+    args = ["--model", model, "--data", corpus, *SIZES, "--recompute", "full", "--out", tmp_path / "whole"]
+    own = ["--recipe", "delayed", "--option", "amax_history_len=4"]  # which a resumed run keeps
+    out = run("finetune.py", *args, *own, "--steps", 12)
     assert "eval loss" in out and "recipe=delayed" in out and len(printed_losses(out)) == 12
     saved = CausalLM.from_pretrained(tmp_path / "whole", device="cpu")
     assert saved.recipe.fields["amax_history_len"] == 4
     shutil.rmtree(tmp_path / "whole/checkpoints/step-00000012")
-    assert (
-        printed_losses(run("finetune.py", *args, tmp_path / "whole", "--steps", 12, "--resume"))
-        == printed_losses(out)[10:]
-    )
+    assert printed_losses(run("finetune.py", *args, "--steps", 12, "--resume")) == printed_losses(out)[10:]
 
 
 @pytest.mark.slow

@@ -7,11 +7,14 @@ import typing
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import te_models
 from te_models import CausalLM, ModelConfig, TrainConfig, plan
 from te_models.config.data import DataConfig
+from te_models.errors import UsageError
 from te_models.generation.options import GenerationOptions, Settings
 
 ROOT = Path(__file__).parent.parent
@@ -55,6 +58,48 @@ def test_examples_and_guides_need_no_other_module() -> None:
 def test_a_misspelled_keyword_names_the_nearest(call: typing.Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+TOKENS = torch.tensor([[1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: tiny().generate("a text"), "encode_prompt"),
+        (lambda: tiny().generate(["a text"]), "encode_prompt"),
+        (lambda: tiny().generate(None), "encode_prompt"),
+        (lambda: tiny().generate([1], temperature=0.7), "do_sample=True"),
+        (lambda: tiny().generate([1], top_k=5), "do_sample=True"),
+        (lambda: tiny().generate([1], temperature="0.7", do_sample=True), "give a number"),
+        (lambda: tiny().generate([1], top_k=2.5, do_sample=True), "give a whole number"),
+        (lambda: TrainConfig(learning_rate="1e-3"), "learning_rate='1e-3' is of a wrong type: give a number"),
+        (lambda: TrainConfig(steps=10.5), "steps=10.5 is of a wrong type: give a whole number"),
+        (lambda: TrainConfig(weight_decay=None), "give a number"),
+        (lambda: TrainConfig(cuda_graph="yes"), "give true or false"),
+        (lambda: TrainConfig(batch_size=True), "give a whole number"),
+        (lambda: DataConfig(eval_split="0.1"), "give a number"),
+        (lambda: DataConfig(num_workers=1.5), "give a whole number"),
+        (lambda: tiny()(TOKENS, document_ids=torch.ones(1, 3)), "document_ids is of torch.float32"),
+    ],
+)
+def test_a_value_of_a_wrong_type_gets_one_line(call: typing.Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+def test_prompts_may_be_of_any_whole_numbers() -> None:
+    model = tiny()
+    wanted = model.generate([[1, 2, 3]], max_new_tokens=2)
+    for prompts in ([1, 2, 3], [np.array([1, 2, 3])], [TOKENS[0]], TOKENS, ((1, 2, 3),)):
+        assert torch.equal(model.generate(prompts, max_new_tokens=2), wanted)
+    assert torch.equal(model.generate(TOKENS, max_new_tokens=2, temperature=1.0, top_p=1), wanted)
+
+
+def test_a_layer_that_only_transformer_engine_has_is_refused_in_a_line() -> None:
+    with pytest.raises(AttributeError, match=r"no te\.LayerNormMLP: both engines have .* te\.Linear and te\.RMSNorm"):
+        tiny().te.LayerNormMLP  # noqa: B018
 
 
 def test_options_are_the_fields_of_settings() -> None:

@@ -13,7 +13,7 @@ import click
 
 from te_models.cli.options import Command, build_model, model_options, option, tokenizer_option
 from te_models.cli.sampling import input_line, sampling_options, show_piece, take_sampling, utf8_text
-from te_models.errors import TeModelsError, UsageError, plural
+from te_models.errors import TeModelsError, UsageError, for_terminal, plural
 
 if TYPE_CHECKING:
     from te_models.generation.conversation import Conversation
@@ -143,7 +143,8 @@ class Session:
         elif command == "/system":
             _note(talk.system or "no system message")
         elif command == "/history":
-            click.echo("\n".join(f"{m['role']}: {m['content']}" for m in talk.messages) or "nothing yet")
+            show_piece("\n".join(f"{m['role']}: {m['content']}" for m in talk.messages) or "nothing yet")
+            click.echo()
         elif command == "/save" and argument:
             with Path(argument).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": talk.messages}, ensure_ascii=False) + "\n")
@@ -178,4 +179,4 @@ def _variable(text: str) -> tuple[str, Any]:
 
 def _note(text: str) -> None:
     """Print a note that is not part of the conversation, dimmed, on standard error, so that answers can be piped."""
-    click.secho(text, dim=True, err=True)
+    click.secho(for_terminal(text), dim=True, err=True)

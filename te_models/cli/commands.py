@@ -30,7 +30,7 @@ from te_models.cli.parity import parity
 from te_models.cli.plan import plan
 from te_models.cli.pretrain import pretrain
 from te_models.cli.verify import verify
-from te_models.errors import TeModelsError
+from te_models.errors import TeModelsError, one_line
 
 # torchao, which peft and lm-evaluation-harness import, logs its missing kernels and its use of torch's registry.
 QUIET = ("torchao", "torch.utils._pytree")
@@ -69,8 +69,9 @@ def _fail(error: BaseException | None, message: str, code: int = 2) -> int:
 
 def _say(message: str) -> None:
     """Print one line on standard error."""
-    rank = f" [rank {os.environ['RANK']}]" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-    click.echo(f"te-models{rank}: {' '.join(message.split())}", err=True)
+    several = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
+    rank = f" [rank {os.environ['RANK']}]" if several else ""
+    click.echo(one_line(f"te-models{rank}: {' '.join(message.split())}"), err=True)
 
 
 @contextlib.contextmanager

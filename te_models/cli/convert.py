@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from te_models.cli.options import Command, build_model, option, out_option
+from te_models.cli.options import Command, build_model, option, out_option, show_line
 from te_models.config.presets import get_preset
 from te_models.errors import unknown
 
@@ -41,8 +41,8 @@ def convert(
     found = None if te_checkpoint is None else read_te_checkpoint(te_checkpoint)
     if preset is not None and found is not None:
         given["recipe"] = options["recipe"] or found.recipe(get_preset(preset).num_hidden_layers)
-    built = build_model(preset, model, given)
+    built = build_model(preset, model, given, merge=True)
     if found is not None:
         load_te_checkpoint(built, found)
     built.save_pretrained(out, format=format)
-    click.echo(f"{out}: {built.config.num_parameters:,} parameters in {str(built.dtype).removeprefix('torch.')}")
+    show_line(f"{out}: {built.config.num_parameters:,} parameters in {str(built.dtype).removeprefix('torch.')}")

@@ -18,10 +18,11 @@ from te_models.cli.options import (
     one_source_option,
     option,
     show,
+    show_line,
     tokenizer_option,
 )
 from te_models.config.data import DATA_HELP, DataConfig, split_names
-from te_models.config.recipe import get_recipe
+from te_models.config.recipe import AUTO, get_recipe
 
 if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
@@ -64,7 +65,7 @@ def evaluate(
     if recipes is not None and recipe is not None:
         raise click.UsageError("give --recipe NAME, or several as --recipes NAMES, not both")
     names = [recipe] if recipes is None else split_names(recipes)
-    for name in filter(None, names):
+    for name in {*names} - {None, AUTO}:
         get_recipe(name)  # an unknown name is an error before anything is loaded
     DataConfig(columns=columns, truncate=truncate)  # checks both
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415  imports torch
@@ -93,5 +94,5 @@ def evaluate(
         )  # fmt: skip
     show(found, as_json)
     for row in found.refused:
-        click.echo(f"te-models: recipe {row.recipe} was not run: {row.note}", err=True)
+        show_line(f"te-models: recipe {row.recipe} was not run: {row.note}", err=True)
     return 2 if found.refused else 0

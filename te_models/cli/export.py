@@ -8,11 +8,12 @@ import click
 
 from te_models.cli.options import (
     Command,
-    build_model,
+    build_trained_model,
     model_options,
     one_source_option,
     option,
     out_option,
+    show_line,
     tokenizer_option,
 )
 from te_models.config.data import DATA_HELP
@@ -41,12 +42,12 @@ def export(
 
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
-    built = build_model(preset, model, options)
+    built = build_trained_model(preset, model, options)
     calibration = None
     if data is not None:
         read = read_batches(built, data, tokenizer or model, batches, seq_len, columns)
         calibration = [batch["input_ids"] for batch in read]
     result = built.export(out, format=format, calibration=calibration)
-    click.echo(f"{out}: {format}, {len(result.quantized)} linears quantized, {len(result.ignored)} not")
+    show_line(f"{out}: {format}, {len(result.quantized)} linears quantized, {len(result.ignored)} not")
     for note in result.notes:
-        click.echo(f"note: {note}")
+        show_line(f"note: {note}")

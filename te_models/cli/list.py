@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import click
 from rich.table import Column, Table
@@ -17,12 +18,15 @@ from te_models.config.shipped import list_shipped, shipped_config
 @click.command("list", cls=Command)
 def list_command() -> None:
     """Show presets, the models that ship with te-models, and recipes."""
-    presets = _shapes("presets: shapes, without weights", {name: get_preset(name) for name in PRESETS})
+    presets = _shapes(
+        "presets: shapes, without weights; in brackets, heads of keys and values",
+        {name: get_preset(name) for name in PRESETS},
+    )
     models = _shapes(
         "models that ship with te-models: weights and a tokenizer", {n: shipped_config(n) for n in list_shipped()}
     )
-    columns = ("name", "Transformer Engine class", "native hardware", "description")
-    recipes = Table(*columns, title="recipes", title_justify="left", box=None)
+    whole = (Column(name, no_wrap=True) for name in ("name", "scheme"))
+    recipes = Table(*whole, "native hardware", "description", title="recipes", title_justify="left", box=None)
     for name in list_recipes():
         r = get_recipe(name)
         recipes.add_row(name, r.scheme, r.hardware, r.description)
@@ -34,12 +38,19 @@ def list_command() -> None:
 
 
 def _shapes(title: str, configs: Mapping[str, ModelConfig]) -> Table:
-    """Return a table with a row per shape."""
-    names = ("parameters", "vocabulary", "hidden", "layers", "heads (kv)", "intermediate")
-    numbers = (Column(name, justify="right") for name in names)
-    table = Table("name", *numbers, "gate", title=title, title_justify="left", box=None)
+    """Return a table with a row per shape, of at most 80 columns, so that no terminal cuts a name.
+
+    Beside the number of heads, in brackets, is that of keys and values.
+    """
+    names = ("size", "vocab", "hidden", "layers", "heads", "MLP")
+    numbers = (Column(name, justify="right", no_wrap=True) for name in names)
+    name, gate = (Column(name, no_wrap=True) for name in ("name", "gate"))
+    plain: dict[str, Any] = dict(box=None, pad_edge=False, collapse_padding=True)
+    table = Table(name, *numbers, gate, title=title, title_justify="left", **plain)
     for name, c in configs.items():
-        sizes = (f"{c.num_parameters:,}", f"{c.vocab_size:,}", f"{c.hidden_size}", f"{c.num_hidden_layers}")
+        count = c.num_parameters
+        size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+        sizes = (size, f"{c.vocab_size}", f"{c.hidden_size}", f"{c.num_hidden_layers}")
         heads = f"{c.num_attention_heads} ({c.num_key_value_heads})"
         table.add_row(name, *sizes, heads, f"{c.intermediate_size}", c.attention_gate)
     return table

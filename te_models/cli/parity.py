@@ -8,7 +8,7 @@ import click
 
 from te_models.cli.options import (
     Command,
-    build_model,
+    build_trained_model,
     json_option,
     model_options,
     one_source_option,
@@ -45,6 +45,6 @@ def parity(
     from te_models.serving.parity import parity as run  # noqa: PLC0415  imports torch
     from te_models.serving.text import read_batches  # noqa: PLC0415
 
-    built = build_model(preset, model, options)
+    built = build_trained_model(preset, model, options)
     read = read_batches(built, data, tokenizer or model, batches, seq_len, columns)
     show(run(built, built.origin, exports, read), as_json)

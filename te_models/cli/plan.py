@@ -44,7 +44,7 @@ def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **o
     lora, own = training.pop("lora"), training.pop("optimizer_options")
     if preset is not None:
         options["device"] = options["device"] or "meta"
-    built = build_model(preset, model, options)
+    built = build_model(preset, model, options, merge=True)
     if memory:
         from te_models.optim import resolve_options  # noqa: PLC0415  imports torch
 

@@ -10,16 +10,19 @@ from typing import Any
 import click
 
 from te_models.cli.options import chained, option
-from te_models.errors import UsageError
+from te_models.errors import UsageError, for_terminal
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_strings", "seed")
+
+TEMPERATURE = 0.8  # by default
 
 _option = functools.partial(option, group="Sampling")
 
 sampling_options = chained(
     _option("--max-new-tokens", default=200, help="Maximum number of tokens to generate."),
     _option("--greedy", is_flag=True, help="Take the likeliest token at every step."),
-    _option("--temperature", default=0.8, help="Divisor of the logits: below 1 sharper, above 1 flatter."),
+    _option("--temperature", type=float, show_default=str(TEMPERATURE),
+            help="Divisor of the logits: below 1 sharper, above 1 flatter."),
     _option("--top-k", type=int, help="Sample among the K likeliest tokens."),
     _option("--top-p", type=float, help="Sample from the smallest set of tokens of this probability."),
     _option("--min-p", type=float,
@@ -31,7 +34,10 @@ sampling_options = chained(
 
 def take_sampling(options: dict[str, Any]) -> dict[str, Any]:
     """Remove the options of sampling from `options`; return them as keywords of `stream_text`."""
-    return {name: options.pop(name) for name in SAMPLING} | {"do_sample": not options.pop("greedy")}
+    sampling = {name: options.pop(name) for name in SAMPLING} | {"do_sample": not options.pop("greedy")}
+    if sampling["temperature"] is None:
+        sampling["temperature"] = TEMPERATURE if sampling["do_sample"] else 1.0
+    return sampling
 
 
 def utf8_text(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -57,7 +63,5 @@ def _decoded(text: str, place: str) -> str:
 
 
 def show_piece(piece: str) -> None:
-    """Print a piece of an answer; on a terminal, without control characters, which it would obey."""
-    from te_models.generation.text import for_terminal  # noqa: PLC0415  imports torch
-
+    """Print a piece of an answer; to a terminal, as `for_terminal`, and to a file or a pipe as it is."""
     click.echo(for_terminal(piece) if sys.stdout.isatty() else piece, nl=False)

@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from te_models.cli.options import (
-    RECIPES,
     Decorator,
     build_options,
     chained,
@@ -23,6 +22,7 @@ from te_models.cli.options import (
     memory_options,
     option,
     out_option,
+    recipe_option,
     tokenizer_option,
     train_options,
 )
@@ -42,9 +42,7 @@ def training_options(learning_rate: str, lora: bool) -> Decorator:
         option("--resume", is_flag=False, flag_value="", metavar="[DIR]",
                help="Continue the run in this folder; without DIR that in --out, or the only one of the model."),
         train_options(learning_rate=learning_rate, parallel="auto"),
-        option("--recipe", metavar="NAME|FILE",
-               help=f"Scheme of te.Linear: {RECIPES}, a TOML file, or auto (the default): mxfp8 on Blackwell, current "
-               "on Hopper and Ada, else bf16."),
+        recipe_option,
         lora_option("--lora", type=int, metavar="RANK",
                help="Train low-rank adapters of this rank, such as 16, and freeze the model's weights."),
         lora_option("--lora-targets", metavar="NAMES", group="LoRA",
@@ -55,6 +53,9 @@ def training_options(learning_rate: str, lora: bool) -> Decorator:
                help="Probability with which an adapter's input is dropped."),
         lora_option("--merge/--no-merge", default=False, group="LoRA",
                help="At the end, also save the model with the adapters in its weights, in the folder merged/."),
+        lora_option("--merge-dtype", metavar="DTYPE", group="LoRA",
+               help="Dtype of these weights: bfloat16, float16 or float32, in which no small update vanishes; default: "
+               "the model's."),
         build_options,
         tokenizer_option,
         memory_options(group="Training"),

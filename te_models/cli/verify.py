@@ -25,9 +25,9 @@ def verify(preset: str | None, model: str | None, batch_size: int, seq_len: int,
     if options["recipe"] is None and model is None:
         options["recipe"] = "delayed"
     if preset is None:
-        found = run(build_model(None, model, options), batch_size, seq_len)
+        found = run(build_model(None, model, options, merge=True), batch_size, seq_len)
     else:  # plan the whole model, but run one layer of each precision
-        whole = build_model(preset, model, {**options, "engine": "emulated", "device": "meta"})
+        whole = build_model(preset, model, {**options, "engine": "emulated", "device": "meta"}, merge=True)
         where = {name: options[name] for name in ("engine", "device")}
         sample = CausalLM(sample_config(whole.config, whole.recipe), recipe=whole.recipe, **where)
         found = run(sample, batch_size, seq_len, whole.plan())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from typing_extensions import TypedDict
 
-from te_models.errors import ConfigError, NamedFields, documented, unknown
+from te_models.errors import ConfigError, NamedFields, documented, field_values, mistyped, unknown
 
 PACKINGS = ("stream", "documents", "none")
 TRUNCATIONS = ("drop", "prompt")
@@ -52,6 +52,10 @@ class DataConfig(NamedFields):
     num_workers: int = documented(2, "Processes that encode streamed data ahead.")
 
     def __post_init__(self) -> None:
+        kinds = dict(eval_split=float, columns=str, chat_template=str, streaming=bool, num_workers=int)
+        for name, value in field_values(self).items():
+            if name in kinds and value is not None and (wanted := mistyped(value, kinds[name])):
+                raise ConfigError(f"{name}={value!r} is of a wrong type: give {wanted}")
         if self.packing is not None and self.packing not in PACKINGS:
             raise unknown("packing", self.packing, PACKINGS)
         if self.truncate not in TRUNCATIONS:

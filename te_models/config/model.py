@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, FrozenInstanceError, dataclass, fields
 from typing import Any, get_type_hints
 
-from te_models.config.layout import qkvg_sections, stored_rows
+from te_models.config.layer import LayerSpec, LinearSpec, PartSpec, Section, distinct, named_linears
+from te_models.config.layers import MIXERS, describe_layers
+from te_models.config.rope import Rope, check_rotary_size, checked_scaling, checked_sliding_rope
 from te_models.errors import ConfigError, NamedFields, documented, field_values, unknown
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
 # Field -> its values.
 CHOICES = {
     "attention_gate": ("elementwise", "headwise", "none"),
@@ -20,21 +23,9 @@ CHOICES = {
     "hidden_act": ("silu", "gelu", "gelu_pytorch_tanh", "relu2"),
 }
 
-# Kind of RoPE scaling -> (required, optional) fields beside `rope_type`; te_models.model.rope computes them.
-ROPE_SCALINGS = {
-    "linear": (("factor",), ()),
-    "dynamic": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
-    "yarn": (
-        ("factor",),
-        ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-         "truncate"),
-    ),
-    "longrope": (("short_factor", "long_factor"), ("original_max_position_embeddings", "factor", "attention_factor")),
-}  # fmt: skip
-
 MAX_PARAMETERS = 2**60  # PyTorch counts bytes in 64 bits
 MAX_LAYERS = 10_000  # planning a model loops over its layers
+PER_LAYER = ("no_rope_layers", "layer_types")  # fields with one entry per layer
 
 
 @dataclass(kw_only=True, unsafe_hash=True)  # frozen by __setattr__ below
@@ -134,12 +125,14 @@ class ModelConfig(NamedFields):
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} is odd: rotary embeddings rotate pairs of channels")
-        _check_rotary_size(self.head_dim, self.partial_rotary_factor)
+        check_rotary_size(self.head_dim, self.partial_rotary_factor)
         if self.rope_scaling is not None:
-            object.__setattr__(self, "rope_scaling", _checked_scaling(self.rope_scaling, self.rotary_size // 2))
+            pairs = int(self.head_dim * self.partial_rotary_factor) // 2
+            object.__setattr__(self, "rope_scaling", checked_scaling(self.rope_scaling, pairs))
         if self.sliding_rope is not None:
-            object.__setattr__(self, "sliding_rope", _checked_sliding_rope(self))
-        self._with_sliding_rope = self._sliding()
+            if self.sliding_window is None:
+                raise ConfigError("sliding_rope is the RoPE of layers with a window: give sliding_window")
+            object.__setattr__(self, "sliding_rope", checked_sliding_rope(self.sliding_rope, self.head_dim))
         _check_pairs(self)
         if self.num_parameters > MAX_PARAMETERS:
             raise ConfigError("these sizes make more than 2**60 parameters: choose smaller ones")
@@ -150,105 +143,65 @@ class ModelConfig(NamedFields):
             raise FrozenInstanceError(f"cannot assign to field {name!r}: make another config with dataclasses.replace")
         object.__setattr__(self, name, value)
 
-    @property
-    def q_size(self) -> int:
-        """Channels of all query heads."""
-        return self.num_attention_heads * self.head_dim
+    @functools.cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The layers, from the first to the last; everything outside config asks these, not the fields."""
+        return describe_layers(self)
+
+    @functools.cached_property
+    def linears(self) -> dict[str, LinearSpec]:
+        """Name, such as "layers.0.self_attn.o_proj" -> te.Linear, of all layers in forward order."""
+        return dict(named_linears(self.layers))
+
+    @functools.cached_property
+    def parts(self) -> list[PartSpec]:
+        """The distinct mixers and MLPs of the layers."""
+        return distinct(part for layer in self.layers for part in layer.parts)
 
     @property
-    def kv_size(self) -> int:
-        """Channels of all key (or value) heads."""
-        return self.num_key_value_heads * self.head_dim
+    def head(self) -> LinearSpec:
+        """The te.Linear of the head, which every rank has as a whole."""
+        return LinearSpec("lm_head", self.hidden_size, (Section("logits", self.vocab_size, self.vocab_size, "head"),))
 
-    @property
-    def qkvg_size(self) -> int:
-        """Output channels of the fused projection of queries, keys, values and gate."""
-        return sum(stored_rows(qkvg_sections(self)))
+    @functools.cached_property
+    def rope(self) -> Rope:
+        """The rotary embedding of layers without a window, and of the others too where there is no `sliding_rope`."""
+        return Rope(
+            self.rope_theta, self.head_dim, self.partial_rotary_factor, self.max_position_embeddings,
+            self.rope_interleaved, self.rope_scaling,
+        )  # fmt: skip
 
-    @property
-    def gate_size(self) -> int:
-        """Output rows of the gate: one per channel, one per head (padded to the FP8 alignment), or none."""
-        return qkvg_sections(self)[-1].stored
-
-    @property
-    def rotary_size(self) -> int:
-        """Channels of a head that RoPE rotates."""
-        return int(self.head_dim * self.partial_rotary_factor)
+    @functools.cached_property
+    def window_rope(self) -> Rope:
+        """The rotary embedding of layers with a window."""
+        if self.sliding_rope is None:
+            return self.rope
+        scaling = dict(self.sliding_rope)
+        theta, share = scaling.pop("rope_theta"), scaling.pop("partial_rotary_factor", 1.0)
+        return dataclasses.replace(self.rope, theta=theta, share=share, scaling=scaling or None)
 
     @property
     def longest_sequence(self) -> int:
-        """Positions per row: max_position_embeddings, or the stretched context of RoPE where that is longer.
-
-        The factor of dynamic NTK is relative to max_position_embeddings, that of YaRN and LongRoPE to the original
-        context.
-        """
-        limit, scaling = self.max_position_embeddings, self.rope_scaling or {}
-        if scaling.get("rope_type") not in ("dynamic", "yarn", "longrope"):
-            return limit
-        original = scaling.get("original_max_position_embeddings", limit)
-        return max(limit, int(original * scaling.get("factor", 1)))
-
-    @property
-    def sliding(self) -> ModelConfig:
-        """The config whose RoPE the layers with a window use: this one, or one with `sliding_rope` in its place."""
-        return self._with_sliding_rope or self
-
-    def _sliding(self) -> ModelConfig | None:
-        """Return the config with `sliding_rope` in the place of RoPE; None without one."""
-        if self.sliding_rope is None:
-            return None
-        scaling = dict(self.sliding_rope)
-        own = {"rope_theta": scaling.pop("rope_theta")}
-        own["partial_rotary_factor"] = scaling.pop("partial_rotary_factor", 1.0)
-        return dataclasses.replace(self, sliding_rope=None, rope_scaling=scaling or None, **own)
-
-    @property
-    def attention_obstacles(self) -> tuple[str, ...]:
-        """The fields whose values the fused attention kernels do not support (te_models.kernels.gated_attention)."""
-        partial = any(c.rotary_size != c.head_dim for c in (self, self.sliding))
-        found = {
-            "qk_norm": self.qk_norm,
-            "partial_rotary_factor": partial,
-            "rope_interleaved": self.rope_interleaved,
-            "attention_multiplier": self.attention_multiplier is not None,
-            "attn_logit_softcapping": self.attn_logit_softcapping is not None,
-            "query_scale_beta": self.query_scale_beta is not None,
-            "attention_gate_activation": self.attention_gate != "none" and self.attention_gate_activation != "sigmoid",
-        }
-        return tuple(name for name, given in found.items() if given)
-
-    @property
-    def mlp_obstacles(self) -> tuple[str, ...]:
-        """The fields whose values the fused SwiGLU kernels do not support."""
-        found = {"hidden_act": self.hidden_act != "silu", "mlp_gate": not self.mlp_gate, "mlp_bias": self.mlp_bias}
-        return tuple(name for name, given in found.items() if given)
-
-    def has_rope(self, layer: int) -> bool:
-        """Return whether this layer rotates its queries and keys."""
-        return self.no_rope_layers is None or bool(self.no_rope_layers[layer])
-
-    def window(self, layer: int) -> int | None:
-        """Return the number of keys that a query of this layer sees, itself included; None for all before it."""
-        slides = self.layer_types is None or self.layer_types[layer] == "sliding_attention"
-        return self.sliding_window if slides else None
+        """Positions per row: max_position_embeddings, or the stretched context of RoPE where that is longer."""
+        return self.rope.longest_sequence
 
     @property
     def num_padding_parameters(self) -> int:
-        """Parameters of the rows that pad the headwise gate to the FP8 alignment; nothing reads their output."""
-        rows = sum(section.stored - section.used for section in qkvg_sections(self))
-        return self.num_hidden_layers * rows * (self.hidden_size + self.attention_bias)
+        """Parameters of rows that only pad a weight; nothing reads their output."""
+        return sum(count * layer.num_padding_parameters for layer, count in Counter(self.layers).items())
 
     @property
     def num_parameters(self) -> int:
-        """Parameters that the outputs depend on: those of a published model, without the padding of a headwise gate."""
-        d, q, mlp = self.hidden_size, self.q_size, self.intermediate_size * (2 if self.mlp_gate else 1)
-        rows = sum(section.used for section in qkvg_sections(self))
-        normed = 2 * self.head_dim if self.qk_norm_scope == "head" else q + self.kv_size
-        attention = d * rows + q * d + rows * self.attention_bias + d * self.attention_output_bias
-        hidden = d * mlp + self.intermediate_size * d + (mlp + d) * self.mlp_bias
-        norms = self.qk_norm * normed + d * (4 if self.norm_position == "both" else 2)
-        tables = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
-        return tables + self.num_hidden_layers * (attention + hidden + norms) + d
+        """Parameters that the outputs depend on: those of a published model, without rows of padding."""
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        blocks = sum(count * layer.num_parameters for layer, count in Counter(self.layers).items())
+        return tables + blocks + self.hidden_size
+
+    def with_layers(self, depths: Sequence[int]) -> ModelConfig:
+        """Return the config of a model of these layers of this one, in this order."""
+        own = {name: getattr(self, name) for name in PER_LAYER}
+        own = {name: values and tuple(values[depth] for depth in depths) for name, values in own.items()}
+        return dataclasses.replace(self, num_hidden_layers=len(depths), **own)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, resolved, as plain JSON values."""
@@ -301,7 +254,7 @@ def _check_layers(config: ModelConfig) -> None:
     """Require a number of layers that can be planned, and a known kind for each in fields that name one."""
     if config.num_hidden_layers > MAX_LAYERS:
         raise ConfigError(f"num_hidden_layers={config.num_hidden_layers} is too large: give {MAX_LAYERS} or fewer")
-    per_layer = {"no_rope_layers": (config.no_rope_layers, (0, 1)), "layer_types": (config.layer_types, LAYER_TYPES)}
+    per_layer = {"no_rope_layers": (config.no_rope_layers, (0, 1)), "layer_types": (config.layer_types, tuple(MIXERS))}
     for name, (values, allowed) in per_layer.items():
         if values is None:
             continue
@@ -314,16 +267,6 @@ def _check_layers(config: ModelConfig) -> None:
         raise ConfigError("layer_types asks for sliding_attention: give sliding_window")
 
 
-def _check_rotary_size(head_dim: int, factor: float) -> None:
-    """Require RoPE to rotate pairs of channels."""
-    size = int(head_dim * factor)
-    if size < 2 or size % 2 or size > head_dim:
-        raise ConfigError(
-            f"partial_rotary_factor={factor} rotates {size} of head_dim={head_dim} channels: it must be an even number "
-            "from 2 to head_dim"
-        )
-
-
 def _check_pairs(config: ModelConfig) -> None:
     """Require both of any two fields that only work together."""
     if (config.query_scale_beta is None) != (config.query_scale_length is None):
@@ -334,58 +277,3 @@ def _check_pairs(config: ModelConfig) -> None:
         raise ConfigError(
             f"attention_gate_activation={config.attention_gate_activation!r} without a gate: give attention_gate"
         )
-
-
-def _checked_sliding_rope(config: ModelConfig) -> dict[str, Any]:
-    """Return `sliding_rope` with a base, if needed a share of rotated channels, and a row of ROPE_SCALINGS or none."""
-    scaling = dict(config.sliding_rope or {})
-    if config.sliding_window is None:
-        raise ConfigError("sliding_rope is the RoPE of layers with a window: give sliding_window")
-    own = {name: scaling.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in scaling}
-    if "rope_theta" not in own:
-        raise ConfigError("sliding_rope lacks rope_theta")
-    for name, value in own.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise ConfigError(f"sliding_rope: {name}={value!r} is not a positive number")
-    if own.get("partial_rotary_factor") == 1.0:
-        del own["partial_rotary_factor"]
-    if scaling.get("rope_type", scaling.get("type")) == "default":
-        scaling = {name: value for name, value in scaling.items() if name not in ("rope_type", "type")}
-    share = own.get("partial_rotary_factor", 1.0)
-    _check_rotary_size(config.head_dim, share)
-    pairs = int(config.head_dim * share) // 2
-    return {**own, **(_checked_scaling(scaling, pairs) if scaling else {})}
-
-
-def _checked_scaling(scaling: Mapping[str, Any], pairs: int) -> dict[str, Any]:
-    """Return `rope_scaling` with exactly the fields of its type; a ConfigError names a field that is not supported."""
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
-        raise ConfigError(f"rope_scaling of type {kind!r} is not supported: choose from {', '.join(ROPE_SCALINGS)}")
-    required, optional = ROPE_SCALINGS[kind]
-    known = required + optional
-    given = {name: scaling[name] for name in scaling if name not in ("rope_type", "type") and scaling[name] is not None}
-    given = {name: value for name, value in given.items() if not (name.startswith("mscale") and value == 0)}  # as None
-    for name, value in given.items():
-        if name not in known:
-            raise ConfigError(f"rope_scaling of type {kind!r} with {name}={value!r} is not supported: it takes {known}")
-        _check_scaling_field(name, value, pairs)
-    if missing := [name for name in required if name not in given]:
-        raise ConfigError(f"rope_scaling of type {kind!r} lacks {', '.join(missing)}")
-    return {"rope_type": kind, **{name: given[name] for name in known if name in given}}
-
-
-def _check_scaling_field(name: str, value: Any, pairs: int) -> None:
-    """Require a positive number, a flag for `truncate`, or a list with one number per pair of rotated channels."""
-    if name == "truncate":
-        if not isinstance(value, bool):
-            raise ConfigError(f"rope_scaling: truncate={value!r} is not true or false")
-        return
-    several = name in ("short_factor", "long_factor")
-    if several and (not isinstance(value, (list, tuple)) or len(value) != pairs):
-        raise ConfigError(
-            f"rope_scaling: {name} is not a list of {pairs} numbers, one for each pair of rotated channels"
-        )
-    for number in value if several else (value,):
-        if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < float("inf"):
-            raise ConfigError(f"rope_scaling: {name}={number!r} is not a positive number")

@@ -10,14 +10,14 @@ Transformer Engine ignores unknown fields silently (section 1.1 of docs/internal
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from te_models.config.toml import read_toml
-from te_models.errors import ConfigError, unknown
+from te_models.errors import ConfigError, UsageError, unknown
 
 Check = type | tuple[Any, ...]  # bool, int (any), or the allowed values
 
@@ -67,12 +67,32 @@ SCHEMES: dict[str, Scheme] = {
     ),
 }  # fmt: skip
 
+AUTO = "auto"  # in place of a recipe's name: the model's own, else what te_models.model.recipe_fit chooses
 FP8_WEIGHTS = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")  # can have them
 
 # A history takes 20 bytes per row and linear layer; FP32's exponent allows no larger margin.
 LARGEST = dict(amax_history_len=65536, margin=100)
 # Fields of te-models in every recipe: layers that stay out of FP8.
 EDGES: dict[str, Check] = dict(num_layers_at_start_in_bf16=int, num_layers_at_end_in_bf16=int, lm_head=("bf16", "fp8"))
+
+# What to do with names that Megatron-LM, older releases of Transformer Engine and guides to FP8 use.
+ELSEWHERE = {
+    "fp8": "give recipe='delayed' or another; 'hybrid' and 'e4m3' are fp8_format='HYBRID' and 'E4M3'",
+    "use_fp8": "give recipe='current' or another; recipe='bf16' is without FP8",
+    "enabled": "give recipe='current' or another; recipe='bf16' is without FP8",
+    "fp8_recipe": "give recipe",
+    "fp8_margin": "give margin",
+    "fp8_interval": "leave it out: scales are updated in every step",
+    "interval": "leave it out: scales are updated in every step",
+    "fp8_amax_history_len": "give amax_history_len",
+    "fp8_amax_compute_algo": "give amax_compute_algo",
+    "first_last_layers_bf16": "give num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16, which are 1 by default",
+}
+RECIPES_ELSEWHERE = {
+    "tensorwise": "give 'current'",
+    "hybrid": "give a recipe such as 'delayed', and fp8_format='HYBRID'",
+    "e4m3": "give a recipe such as 'delayed', and fp8_format='E4M3'",
+}
 
 FIELD_HELP = {  # of every field that is a flag of the command line
     "margin": "Bits of headroom: scales are divided by 2**margin.",
@@ -115,8 +135,8 @@ class Recipe:
     name: str
     scheme: str
     fields: Mapping[str, Any] = field(default_factory=dict)
-    num_layers_at_start_in_bf16: int = 0
-    num_layers_at_end_in_bf16: int = 0
+    num_layers_at_start_in_bf16: int = 1  # as in the files in recipes/; a saved recipe gives both
+    num_layers_at_end_in_bf16: int = 1
     lm_head: str = "bf16"
     description: str = ""
     hardware: str = ""
@@ -133,7 +153,7 @@ class Recipe:
         checks = {**SCHEMES[self.scheme].fields, **EDGES}
         for name, value in {**fields, **self.edges}.items():
             if name not in checks:
-                raise unknown(f"field of recipe {self.name!r}", name, checks)
+                raise unknown_option(f"field of recipe {self.name!r}", name, checks)
             _check(name, value, checks[name])
         if self.lm_head == "fp8" and self.num_layers_at_end_in_bf16:
             raise ConfigError("lm_head='fp8' needs num_layers_at_end_in_bf16=0: the FP8 layers are one region")
@@ -161,6 +181,19 @@ class Recipe:
     def stateful(self) -> bool:
         """Return whether scales and amax histories persist over steps."""
         return SCHEMES[self.scheme].stateful
+
+    def fp8_layers(self, layers: int) -> range:
+        """Return the numbers of the layers, of `layers` in all, that run below BF16."""
+        return self.inner_layers(layers) if self.quantized else range(0)
+
+    def inner_layers(self, layers: int) -> range:
+        """Return the numbers of the layers, of `layers` in all, that the recipe does not keep in BF16."""
+        return range(self.num_layers_at_start_in_bf16, layers - self.num_layers_at_end_in_bf16)
+
+    @property
+    def head_in_fp8(self) -> bool:
+        """Return whether the output head runs below BF16."""
+        return self.quantized and self.lm_head == "fp8"
 
     @property
     def row_alignment(self) -> int:
@@ -238,7 +271,18 @@ def get_recipe(recipe: str | Path | Recipe | Any, **overrides: Any) -> Recipe:
         return _from_file(shipped[str(recipe)]).replace(**overrides)
     if str(recipe).endswith(".toml"):
         return _from_file(Path(recipe)).replace(**overrides)
-    raise unknown("recipe", recipe, [*shipped, "the path of a .toml file"])
+    choices = [*shipped, AUTO, "the path of a .toml file"]
+    raise unknown("recipe", recipe, choices, advice=RECIPES_ELSEWHERE.get(str(recipe).lower(), ""))
+
+
+def unknown_option(kind: str, given: str, choices: Iterable[str], listed: str = "") -> UsageError:
+    """Return the error for a field of a recipe or a keyword that does not exist; arguments are those of `unknown`.
+
+    It translates the names in ELSEWHERE, and says which recipes have a field that this one lacks.
+    """
+    owners = [name for name in list_recipes() if given in SCHEMES[get_recipe(name).scheme].fields]
+    advice = f"it is a field of {', '.join(map(repr, owners))}" if owners else ELSEWHERE.get(given, "")
+    return unknown(kind, given, choices, listed, advice)
 
 
 def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
@@ -282,7 +326,7 @@ def _from_object(recipe: Any) -> Recipe:
         values["fp8_format"] = values["fp8_format"].name
     if "backward_override" in values:
         values["backward_override"] = values["backward_override"] or "none"
-    return Recipe(name=scheme, scheme=scheme, fields=values, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1)
+    return Recipe(name=scheme, scheme=scheme, fields=values)
 
 
 def _refuse_other_fields(recipe: Any, taken: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from te_models.errors import ConfigError, NamedFields, documented, field_values, unknown
+from te_models.config.shares import share_of
+from te_models.errors import ConfigError, NamedFields, documented, field_values, mistyped, unknown
 
 PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp")
 SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
@@ -35,6 +36,9 @@ class TrainConfig(NamedFields):
     seq_len: int = documented(256, "Tokens per sequence.")
     gradient_accumulation: int = documented(1, "Micro-batches per step.")
     cache_fp8_weights: bool = documented(True, "Quantize the weights once per step instead of once per micro-batch.")
+    calibrate: bool = documented(
+        True, "Measure the first scales of recipe delayed on the first step's batch; else they are 1, as in TE."
+    )
     cuda_graph: bool = documented(True, "Replay forward and backward as one CUDA graph where they can be captured.")
     memory_check: bool = documented(True, "Refuse a run that the memory plan says does not fit.")
     deterministic: bool = documented(False, "Give the same bits in every run on the same GPU; slower.")
@@ -75,6 +79,8 @@ class TrainConfig(NamedFields):
         values = field_values(self)
         for f in fields(self):
             value, least = values[f.name], 1 if f.name in AT_LEAST_ONE else 0
+            if f.name != "optimizer_options" and (wanted := mistyped(value, type(f.default))):
+                raise ConfigError(f"{f.name}={value!r} is of a wrong type: give {wanted}")
             if isinstance(f.default, (int, float)) and not least <= value < MOST:
                 limit = "less than 2**63" if value >= MOST else f"{least} or more"
                 raise ConfigError(f"{f.name}={value} is out of range: give {limit}")
@@ -107,4 +113,4 @@ class TrainConfig(NamedFields):
 
     def _count(self, steps: float) -> int:
         """Return a number of steps that may be given as a share of all of them; a share is at least one step."""
-        return math.ceil(steps * self.steps) if steps < 1 else round(steps)
+        return math.ceil(share_of(steps, self.steps)) if steps < 1 else round(steps)

@@ -57,6 +57,7 @@ class ChatTemplate:
     """A tokenizer's chat template, which turns messages such as {"role": "user", "content": "..."} into a prompt.
 
     The template runs in a process with bounded time and memory and without this process's environment variables.
+    After a fork each side has one of its own.
 
     Args:
         source: the Jinja template.
@@ -69,20 +70,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         self.source, self.tokens = source, dict(tokens)
         self.marks_answers = _GENERATION.search(source) is not None
-        self._lock = threading.Lock()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "te_models.data.template_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=PACKAGES,  # which `-m` puts first on the path: a random.py beside the data must not run
-            env={"PYTHONPATH": os.pathsep.join(_import_path()), "PYTHONUTF8": "1"},
-            start_new_session=True,  # Ctrl-C is for this process
-        )
-        self._end = weakref.finalize(self, _end, self._process)
-        answer = self._ask({"source": source})
-        if "error" in answer:
-            raise DataError(f"the chat template is not valid Jinja: {answer['error']}")
+        self._process = _Process(source)
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
         """Return the prompt after which the assistant speaks; `variables` are the template's, such as enable_thinking.
@@ -111,7 +99,10 @@ class ChatTemplate:
             DataError: the template takes too much time.
         """
         default = {**self.tokens, "tools": None, "documents": None, "add_generation_prompt": False}
-        answers = self._ask({"contexts": [{**default, **request} for request in requests]})
+        process = self._process
+        if process.owner != os.getpid():  # after a fork, both sides would write to it and read each other's texts
+            process = self._process = _Process(self.source)
+        answers = process.ask({"contexts": [{**default, **request} for request in requests]})
         return [
             answer["error"]
             if "error" in answer
@@ -119,16 +110,36 @@ class ChatTemplate:
             for answer in answers
         ]
 
-    def _ask(self, request: Mapping[str, Any]) -> Any:
-        """Return the answer of the template's process, which ends if it takes too long."""
+
+class _Process:
+    """The process of a template, and a lock for the threads of the process that started it, `owner`."""
+
+    def __init__(self, source: str) -> None:
+        self.owner, self._lock = os.getpid(), threading.Lock()
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "te_models.data.template_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=PACKAGES,  # which `-m` puts first on the path: a random.py beside the data must not run
+            env={"PYTHONPATH": os.pathsep.join(_import_path()), "PYTHONUTF8": "1"},
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+        self._end = weakref.finalize(self, _end, self.popen, self.owner)
+        answer = self.ask({"source": source})
+        if "error" in answer:
+            raise DataError(f"the chat template is not valid Jinja: {answer['error']}")
+
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        """Return the answer to a request; the process ends if it takes too long."""
         try:
             line = json.dumps({**request, "seconds": SECONDS}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise UsageError(f"messages and variables of a chat template must be plain JSON values: {error}") from None
-        stdin, stdout = self._process.stdin, self._process.stdout
+        stdin, stdout = self.popen.stdin, self.popen.stdout
         assert stdin is not None and stdout is not None
         with self._lock:
-            timer = threading.Timer(SECONDS, self._process.kill)
+            timer = threading.Timer(SECONDS, self.popen.kill)
             timer.start()
             try:
                 stdin.write(line)
@@ -172,6 +183,8 @@ def _import_path() -> list[str]:
     return [str(PACKAGES), *(entry for entry in sys.path if entry and Path(entry).resolve() not in (here, PACKAGES))]
 
 
-def _end(process: subprocess.Popen) -> None:
-    process.kill()
-    process.communicate()
+def _end(process: subprocess.Popen, owner: int) -> None:
+    """End a template's process, unless this is a fork of the one that uses it."""
+    if os.getpid() == owner:
+        process.kill()
+        process.communicate()

@@ -18,12 +18,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from te_models.config.shares import share_of
 from te_models.data.encoding import Encoded, encode_documents, fit_records
 from te_models.data.formats import Document
 from te_models.data.packing import CutEpoch, Epoch, RecordEpoch, check_windows, repeats, stack_windows
@@ -70,6 +72,7 @@ class TokenDataset:
         weights: how often each document occurs per epoch, on average; None: once.
         truncate: records longer than seq_len are left out ("drop") or their prompts cut from the left ("prompt").
         sources: describes where the documents come from; None: their sources.
+        limit: the largest seq_len that the model allows, for advice; None: not known.
         rank: number of this process.
         world_size: number of processes that share the data.
 
@@ -91,6 +94,7 @@ class TokenDataset:
         weights: NDArray[np.float64] | None = None,
         truncate: str = "drop",
         sources: Sequence[str] | None = None,
+        limit: int | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -106,7 +110,7 @@ class TokenDataset:
         self._sources = list(sources or [])
         self.whole = packing == "none" or (packing == "documents" and bool(documents.records.any()))
         if self.whole:
-            documents = self._fitted(documents, tokenizer, truncate)
+            documents = self._fitted(documents, tokenizer, truncate, limit)
         self._encoded = documents
         self._pad = end_of_text(tokenizer) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         if shuffle and not self.whole and self.num_tokens < seq_len:
@@ -143,15 +147,16 @@ class TokenDataset:
         """
         packed = min(int(epochs), 16)
         whole = sum(self._shuffled(epoch).num_windows for epoch in range(packed))
-        whole += round(whole / max(1, packed) * (int(epochs) - packed))
-        rest = epochs - int(epochs)
-        return whole + (math.ceil(rest * self._shuffled(int(epochs)).num_windows - 1e-9) if rest else 0)
+        whole += round(Fraction(whole * (int(epochs) - packed), max(1, packed)))
+        rest = share_of(epochs, 1) % 1
+        return whole + (math.ceil(rest * self._shuffled(int(epochs)).num_windows) if rest else 0)
 
     def describe(self) -> str:
         """Describe the corpus: one line, and one for each remark."""
         documents = plural(self.num_documents, "record" if self.whole else "document")
         windows = self.windows_in(1)
-        size = f"{documents}, {plural(self.num_tokens, 'token')} in {plural(windows, 'window')}"
+        cut = " in" if self.weights is None else "; with the weights, an epoch is"
+        size = f"{documents}, {plural(self.num_tokens, 'token')}{cut} {plural(windows, 'window')}"
         if self.whole and windows:
             size += f" with {self._shuffled(0).padding():.1%} padding"
         line = f"{size}, from {' and '.join(self._sources)}" if self._sources else size
@@ -181,9 +186,9 @@ class TokenDataset:
         """
         count = min(max_batches, math.ceil(self.num_windows / (self.batch_size * self.world_size)))
         total = count * self.world_size * self.batch_size
-        stride = max(1.0, self.num_windows / max(1, total))
+        spread = max(self.num_windows, total)
         firsts = [(number * self.world_size + self.rank) * self.batch_size for number in range(count)]
-        places = [[int((first + i) * stride) for i in range(self.batch_size)] for first in firsts]
+        places = [[(first + i) * spread // total for i in range(self.batch_size)] for first in firsts]
         blank = self._blank()
         return [
             stack_windows([self._in_order.window(place) if place < self.num_windows else blank for place in batch])
@@ -209,14 +214,15 @@ class TokenDataset:
         self.seed, self._cached = state["seed"], (-1, self._in_order)
         self._epoch, self._position = state["epoch"], state["position"]
 
-    def _fitted(self, encoded: Encoded, tokenizer: Tokenizer, truncate: str) -> Encoded:
+    def _fitted(self, encoded: Encoded, tokenizer: Tokenizer, truncate: str, limit: int | None) -> Encoded:
         """Return the documents without records that do not fit, and say so in the remarks."""
         kept, fitted, fit = fit_records(encoded, self.seq_len, truncate, tokenizer.bos_token_id)
+        how = (self.seq_len, truncate, limit)
         if not len(kept):
-            raise DataError(f"no record is left: {'; '.join(fit.describe(len(encoded), self.seq_len, truncate))}")
+            raise DataError(f"no record is left: {'; '.join(fit.describe(len(encoded), *how))}")
         if self.weights is not None:
             self.weights = self.weights[kept]
-        self.remarks += fit.describe(int(encoded.records.sum()), self.seq_len, truncate)
+        self.remarks += fit.describe(int(encoded.records.sum()), *how)
         return fitted
 
     def _hash_data(self) -> int:
@@ -228,7 +234,7 @@ class TokenDataset:
             digest.update(np.ascontiguousarray(part).data)
         digest.update(np.ascontiguousarray(encoded.lengths).data)
         digest.update(np.ascontiguousarray(encoded.prompts).data)
-        if self.whole and encoded.counted is not None:
+        if encoded.counted is not None:
             for part in encoded.parts(encoded.counted):
                 digest.update(np.ascontiguousarray(part).data)
         if self.weights is not None:

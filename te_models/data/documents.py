@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from pydoc_data.topics import topics
 import numpy as np
 from numpy.typing import NDArray
 
+from te_models.config.shares import share_of
 from te_models.data.files import HELP, find_files, walk
 from te_models.data.formats import Document
 from te_models.data.rows import file_ranges, read_range
@@ -89,7 +91,7 @@ def in_evaluation(documents: Sequence[Document], eval_fraction: float, seed: int
         raise DataError(
             f"{found} cannot be split into training and evaluation: give at least two different ones, or --eval-data"
         )
-    count = min(max(1, round(eval_fraction * len(distinct))), len(distinct) - 1)
+    count = min(max(1, round(share_of(eval_fraction, len(distinct)))), len(distinct) - 1)
     evaluated = set(distinct[:count])
     return np.array([key in evaluated for key in hashes])
 
@@ -122,7 +124,8 @@ def hash_document(seed: int, document: Document) -> bytes:
 
 def _cut(document: Document, eval_fraction: float) -> tuple[list[Document], list[Document]]:
     """Cut the only document at the last line break before the evaluation's share begins."""
-    at = document.text.rfind("\n", 0, int(len(document.text) * (1 - eval_fraction))) + 1
+    evaluated = math.ceil(share_of(eval_fraction, len(document.text)))
+    at = document.text.rfind("\n", 0, len(document.text) - evaluated) + 1
     if at == 0 or document.is_record:
         raise DataError(
             "the only document cannot be cut into training and evaluation: give more documents, or one with more "

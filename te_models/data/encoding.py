@@ -90,17 +90,22 @@ class Fit(NamedTuple):
             self.unanswered + other.unanswered,
         )
 
-    def describe(self, total: int, seq_len: int, truncate: str) -> list[str]:
-        """Return a line for each kind of record that did not fit as it is, out of `total` records."""
+    def describe(self, total: int, seq_len: int, truncate: str, limit: int | None = None) -> list[str]:
+        """Return a line for each kind of record that did not fit as it is, out of `total` records.
+
+        `limit` is the largest seq_len that the model allows, if that is known.
+        """
         longest = f"the longest has {self.longest:,} tokens"
         lines = []
         if self.too_long:
             are = "is" if self.too_long == 1 else "are"
             cutting = "even without what comes before the first answer, " if truncate == "prompt" else ""
-            remedy = "" if truncate == "prompt" else ", or cut prompts with --truncate prompt"
+            remedies = ["raise --seq-len"] if limit is None or seq_len < limit else []
+            remedies += [] if truncate == "prompt" else ["cut prompts with --truncate prompt"]
+            advice = ", or ".join(remedies) or "the model takes no longer ones"
             lines.append(
                 f"{self.too_long:,} of {plural(total, 'record')} {are} longer than seq_len={seq_len} "
-                f"({cutting}{longest}) and {are} left out: raise --seq-len{remedy}"
+                f"({cutting}{longest}) and {are} left out: {advice}"
             )
         if self.cut:
             are = "is" if self.cut == 1 else "are"

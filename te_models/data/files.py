@@ -110,7 +110,7 @@ def readable_errors(path: str) -> Iterator[None]:
         name, reason = error.filename or path, error.strerror or first_line(error)
         raise DataUnavailable(f"{name}: cannot be read ({reason}): check it and its permissions") from None
     except Exception as error:  # the libraries of remote file systems have no common base but this one
-        if "://" not in path:
+        if "://" not in path and not path.startswith("data:"):  # the one URL of fsspec without slashes
             raise
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise DataUnavailable(f"{path}: cannot be read ({reason}): check the address and the network") from None

@@ -7,6 +7,7 @@ only in the vocabulary, so that no text, not even "<eos>", encodes to one.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -335,6 +336,7 @@ class HuggingFaceTokenizer(Tokenizer):
         with needs(str(file), "tokenizers", "0.20", "train"):
             from tokenizers import Tokenizer as Backend  # noqa: PLC0415
         self._file, self.folder = file, file.parent
+        _check_charsmaps(document, file)
         with _library_errors(file, "not a tokenizer.json of Hugging Face's tokenizers library"), _without_panics():
             self._backend = Backend.from_str(json.dumps(document))
             # A file may contain the truncation of the model it was made for, which would silently cut documents.
@@ -416,6 +418,24 @@ def _special_id(role: str, documents: Iterable[dict[str, Any]], token_to_id: Cal
         if number is not None and number >= 0:
             return number
     return None
+
+
+def _check_charsmaps(document: Any, file: Path) -> None:
+    """Raise a DataError if the table of a Precompiled normalizer says that it is longer than its data.
+
+    Its first four bytes are its size in bytes. The tokenizers library (0.23) reserves twice as much memory before it
+    reads the rest, and ends the process if there is less.
+    """
+    rest = [document]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, dict) and isinstance(encoded := value.get("precompiled_charsmap"), str):
+            size = 0
+            with contextlib.suppress(ValueError):  # not base64, which the library says itself
+                size = int.from_bytes(base64.b64decode(encoded[:8])[:4], "little")
+            if size > len(encoded):
+                raise DataError(f"{file}: a precompiled_charsmap says that it is longer than it is: get it again")
+        rest += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 @contextlib.contextmanager

@@ -8,12 +8,16 @@ and the tokenizer of another.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from te_models.data.json_files import read_file, read_json_object
 from te_models.errors import DataError, needs
+from te_models.files.atomic import first_line
 from te_models.interop.hf import tokenizer_files
 
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
@@ -50,7 +54,8 @@ def convert_tokenizer(folder: Path) -> tuple[Any, dict[str, str]] | None:
                 _check_class(transformers, name)
             options = dict(trust_remote_code=False, local_files_only=True)
             maker: Any = getattr(transformers, kind)
-            made = maker.from_pretrained(folder, **options)
+            with _without_cache():
+                made = maker.from_pretrained(folder, **options)
             if wanted is not None and made.encode(PROBE, add_special_tokens=False) != wanted:
                 raise ValueError("the result has other ids than the sentencepiece library")
             tokens = dict(bos_token=made.bos_token, eos_token=made.eos_token, pad_token=made.pad_token)
@@ -64,6 +69,19 @@ def convert_tokenizer(folder: Path) -> tuple[Any, dict[str, str]] | None:
         f"{folder} has {sources[0].name} and no tokenizer.json, and transformers cannot convert it ({reasons[0]}): "
         "give --tokenizer the path of a tokenizer.json"
     )
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Keep tiktoken in the block from its cache, which gives a path the content that it had at first."""
+    before = os.environ.get("TIKTOKEN_CACHE_DIR")
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""
+    try:
+        yield
+    finally:
+        os.environ.pop("TIKTOKEN_CACHE_DIR")
+        if before is not None:
+            os.environ["TIKTOKEN_CACHE_DIR"] = before
 
 
 def _check_class(transformers: Any, name: str) -> None:
@@ -81,7 +99,11 @@ def _check_class(transformers: Any, name: str) -> None:
 def _sentencepiece_ids(path: Path) -> list[int] | None:
     """Return the ids of PROBE in a SentencePiece model; None for other files, and without the library.
 
-    transformers needs the library too, and says so.
+    transformers needs the library too, and says so. What the library refuses may make tokenizers, which would read it
+    next, end the process.
+
+    Raises:
+        DataError: the model is damaged.
     """
     if path.name not in SENTENCEPIECE:
         return None
@@ -89,5 +111,9 @@ def _sentencepiece_ids(path: Path) -> list[int] | None:
         from sentencepiece import SentencePieceProcessor  # noqa: PLC0415
 
         return SentencePieceProcessor(model_file=str(path)).encode(PROBE)
-    except (ImportError, OSError, RuntimeError):  # the last: it is no SentencePiece model but one of tiktoken
+    except (ImportError, OSError):
         return None
+    except RuntimeError as error:
+        if "ParseFromArray" in str(error) or "could not parse ModelProto" in str(error):
+            return None  # no SentencePiece model but one of tiktoken
+        raise DataError(f"{path}: a damaged SentencePiece model ({first_line(error)}): get it again") from None

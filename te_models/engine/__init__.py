@@ -20,7 +20,7 @@ import torch
 
 from te_models.config.recipe import SCHEMES, Recipe
 from te_models.device.cudnn import load_torchs_cudnn
-from te_models.errors import unknown
+from te_models.errors import UsageError, unknown
 
 ENGINES = ("auto", "native", "emulated")
 OLDEST = (2, 20)  # version of Transformer Engine that was tested; 2.16 already has the names that native.py uses
@@ -41,34 +41,19 @@ def get_engine(name: str = "auto", device: torch.device | str | None = None) -> 
         the engine's namespace, its name ("native" or "emulated") and the reason for the choice, in a few words.
 
     Raises:
-        ValueError: for an unknown name, and for "native" where it cannot run.
+        UsageError: for an unknown name, and for "native" where it cannot run.
     """
     if name not in ENGINES:
         raise unknown("engine", name, ENGINES)
     missing = _native_missing(device)
     if name == "native" and missing:
-        raise ValueError(
+        raise UsageError(
             f"engine='native' is not possible here: {missing}; engine='emulated' runs its numerics anywhere"
         )
     if name == "emulated" or missing:
         return engine_module("emulated"), "emulated", missing if name == "auto" else "asked for"
     native = engine_module("native")
     return native, "native", f"{torch.cuda.get_device_name()}, Transformer Engine {native.__version__}"
-
-
-def auto_recipe(engine: str = "auto", device: torch.device | str | None = None) -> tuple[str, str]:
-    """Return the name of the recipe that suits an engine on a device, and the reason in a few words.
-
-    "mxfp8" where Transformer Engine runs it (Blackwell), else "current" (Hopper, Ada), else "bf16"; the emulated engine
-    gains no speed from FP8.
-    """
-    te, name, reason = get_engine(engine, device)
-    if name == "emulated":
-        return "bf16", "the engine is emulated" if engine == "emulated" else reason
-    for recipe, available in (("mxfp8", te.is_mxfp8_available), ("current", te.is_fp8_available)):
-        if available():
-            return recipe, torch.cuda.get_device_name()
-    return "bf16", f"{torch.cuda.get_device_name()} has no FP8"
 
 
 def engine_module(name: str) -> ModuleType:
@@ -78,15 +63,32 @@ def engine_module(name: str) -> ModuleType:
 
 
 def check_support(te: ModuleType, engine: str, recipe: Recipe) -> None:
-    """Raise a ValueError with the reason if the engine cannot run the recipe on this machine."""
+    """Raise a UsageError with the reason if the engine cannot run the recipe on this machine."""
     if not recipe.quantized:
         return
     possible, reason = getattr(te, SCHEMES[recipe.scheme].available)(return_reason=True)
-    if not possible:
-        raise ValueError(
+    if possible and engine == "native":
+        reason = _fails_here(recipe)
+    if not possible or reason:
+        raise UsageError(
             f"recipe {recipe.name!r} does not run on the {engine} engine here: {reason} "
             "engine='emulated' runs its numerics on any device"
         )
+
+
+def _fails_here(recipe: Recipe) -> str:
+    """Return why a recipe fails on this GPU although Transformer Engine's check says that it runs; empty if it does.
+
+    That is NVFP4 on compute capability 12, with the random Hadamard transform or with stochastic rounding (section 1.3
+    of docs/internals/transformer_engine.md).
+    """
+    needed = [name for name in ("disable_rht", "disable_stochastic_rounding") if not recipe.fields.get(name)]
+    if recipe.scheme != "NVFP4BlockScaling" or not needed or torch.cuda.get_device_capability()[0] < 12:
+        return ""
+    return (
+        "its kernels of the random Hadamard transform and of stochastic rounding fail on compute capability 12; give "
+        f"{' and '.join(f'{name}=True' for name in needed)}, or recipe='current', which runs here;"
+    )
 
 
 def _native_missing(device: torch.device | str | None) -> str:

@@ -205,7 +205,7 @@ class _Norm(torch.autograd.Function):
             fp8, total, inverse = handover_triton.norm(x, delta, *norm, *target.place)
             y = target.tensor(fp8, x.dtype)
         else:
-            total = x if delta is None else x + delta
+            total = (x if delta is None else x + delta).contiguous()  # rmsnorm_fwd reads no strides
             options = (TE_DType[x.dtype], 0, ctx.zero_centered)
             y, _, inverse = tex.rmsnorm_fwd(total, weight, module.eps, None, quantizer, *options)
         ctx.save_for_backward(total, weight, inverse)

@@ -7,23 +7,28 @@ refuses to load.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_models.errors import CheckpointError
-from te_models.fp8.scaling_state import DIRECTIONS, WIDTHS, fp8_state
+from te_models.fp8.scaling_state import DIRECTIONS, WIDTHS
 
 EXTRA = "_extra_state"
 
 
-def extra_states(model: nn.Module) -> dict[str, Tensor]:
-    """Return the scales and amax histories of each module as one tensor, by the name that it has in a state_dict."""
-    live, found = fp8_state(model), {}
-    for owner in sorted({name.rsplit(".", 2)[0] for name in live}):
+def extra_states(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the scales and amax histories of each module as one tensor, by the name that it has in a state_dict.
+
+    `state` has them by their names in te_models.fp8.scaling_state.
+    """
+    found = {}
+    for owner in sorted({name.rsplit(".", 2)[0] for name in state}):
         columns = [
-            torch.cat((live[f"{owner}.{way}.scale"][None], live[f"{owner}.{way}.amax_history"]))
+            torch.cat((state[f"{owner}.{way}.scale"][None], state[f"{owner}.{way}.amax_history"]))
             for way in DIRECTIONS
-            if f"{owner}.{way}.scale" in live
+            if f"{owner}.{way}.scale" in state
         ]
         found[f"{owner}.{EXTRA}"] = torch.cat(columns, dim=1)
     return found

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from te_models.config.recipe import FP8_WEIGHTS, Recipe
 from te_models.distributed.dtensor import from_shard, local, shard_of, write_shard
+from te_models.engine.emulated.numerics import FLT_MAX, scale_from_amax
+from te_models.errors import UsageError
 from te_models.fp8.fsdp_gather import FP8Shard, amax_group, reduce_amax_over
 from te_models.fp8.scaling_state import delayed_states, make_state
 
@@ -33,9 +35,9 @@ _PARTS = ("data", "scale_inv", "rowwise_data", "rowwise_scale_inv", "columnwise_
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise a ValueError if weights cannot be stored in the format of this recipe."""
+    """Raise a UsageError if weights cannot be stored in the format of this recipe."""
     if recipe.scheme not in FP8_WEIGHTS:
-        raise ValueError(
+        raise UsageError(
             f"fp8_params=True needs an FP8 recipe, and {recipe.name!r} is {recipe.scheme!r}: choose recipe='current', "
             "'blockwise', 'delayed' or 'mxfp8', or leave fp8_params out"
         )
@@ -105,7 +107,7 @@ def write_weight(parameter: Any, value: Tensor, for_master: bool = True) -> None
             tensor.zero_()  # the padding of block scales would otherwise be uninitialized
     quantizer = fp8._quantizer
     if _delayed(quantizer) and (amax := value.abs().amax().float()) > 0:
-        quantizer.scale.fill_(E4M3_MAX / amax.item())
+        quantizer.scale.copy_(scale_from_amax(amax, E4M3_MAX))
         quantizer.amax.zero_()
     fp8.quantize_(shard_of(value, parameter).to(fp8.device))
     if for_master:
@@ -205,7 +207,7 @@ def set_scale(parameter: Any, inverse: Tensor) -> None:
     """Make `inverse`, a positive FP32 number, the inverse scale of an FP8 weight's next cast under delayed scaling."""
     quantizer = quantized(parameter)._quantizer
     if _delayed(quantizer):
-        quantizer.scale.fill_(1.0 / inverse.item())
+        quantizer.scale.copy_(inverse.reciprocal().clamp(max=FLT_MAX))
         quantizer.amax.zero_()
 
 
@@ -256,10 +258,10 @@ def make_shards(model: nn.Module, linear: type[nn.Module], recipe: Recipe, built
         group: the processes that share each weight, over which current scaling takes its amax.
 
     Raises:
-        ValueError: if the recipe gives blocks their own scales, or a weight's rows cannot be divided evenly.
+        UsageError: if the recipe gives blocks their own scales, or a weight's rows cannot be divided evenly.
     """
     if recipe.scheme not in SHARDED_SCHEMES:
-        raise ValueError(
+        raise UsageError(
             f"sharded FP8 primary weights need one scale per weight, which recipe {recipe.name!r} does not have: "
             "choose recipe='delayed' or 'current', or leave fp8_params out"
         )
@@ -268,7 +270,7 @@ def make_shards(model: nn.Module, linear: type[nn.Module], recipe: Recipe, built
             continue
         weight: Any = module.weight
         if len(weight) % weight.device_mesh.size():
-            raise ValueError(
+            raise UsageError(
                 f"the {len(weight)} rows of {name}.weight cannot be divided evenly among {weight.device_mesh.size()} "
                 "processes, as FP8 primary weights have to be: change the number of processes, or leave fp8_params out"
             )

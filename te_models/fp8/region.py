@@ -36,14 +36,17 @@ def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: An
         te_recipe: the engine's recipe object; None for BF16.
 
     Raises:
-        EngineError: the pass has gradients and would train, but something evaluates the model meanwhile.
+        EngineError: the pass has gradients and would train, but something evaluates or saves the model meanwhile.
 
     Warns:
         UserWarning: if the pass is inside an enabled autocast with another recipe, which has no effect on it.
     """
     with te.region_lock(model, recipe.quantized), te.outside_autocast() as outer:
-        if not model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            _refuse_training_in_evaluation(model)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if model.training:
+                _note_training(model)
+            else:
+                _refuse_training_in_evaluation(model)
         if outer is not None and outer != te_recipe:
             warnings.warn(
                 f"the model runs under its own recipe {recipe.name!r}, not under the {type(outer).__name__} of the "
@@ -95,6 +98,45 @@ def _refuse_training_in_evaluation(model: nn.Module) -> None:
             "the model is in evaluation mode while generate() or an evaluation runs with it: train afterwards, or "
             "generate with a copy.deepcopy of it"
         )
+
+
+@contextlib.contextmanager
+def saving(model: nn.Module) -> Iterator[None]:
+    """Keep other threads from training the model while its weights are read.
+
+    A step has many parts, of which a model's passes are only one, so no lock could tell where it ends.
+
+    Raises:
+        EngineError: the model is in training mode, and a thread that still runs was the last to train it.
+    """
+    own = threading.current_thread()
+    with _LOCK:
+        trainer, training = _TRAINERS.get(model), model.training or _EVALUATING.get(model, (0, False))[1]
+        if training and trainer is not None and trainer is not own and trainer.is_alive():
+            raise EngineError(
+                f"thread {trainer.name!r} trains the model, and a save beside it would mix two steps: save in that "
+                "thread, or after it has called model.eval()"
+            )
+        _SAVERS.setdefault(model, []).append(own)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _SAVERS[model].remove(own)
+
+
+# Model -> the thread of its last training pass, and those that save it now.
+_TRAINERS: weakref.WeakKeyDictionary[nn.Module, threading.Thread] = weakref.WeakKeyDictionary()
+_SAVERS: weakref.WeakKeyDictionary[nn.Module, list[threading.Thread]] = weakref.WeakKeyDictionary()
+
+
+def _note_training(model: nn.Module) -> None:
+    """Note that this thread trains the model; raise if another one saves it."""
+    own = threading.current_thread()
+    with _LOCK:
+        if any(thread is not own for thread in _SAVERS.get(model, ())):
+            raise EngineError("the model is being saved in another thread: train it once that is done")
+        _TRAINERS[model] = own
 
 
 @contextlib.contextmanager

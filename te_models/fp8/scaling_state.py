@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.recipe import Recipe
+from te_models.engine.emulated.numerics import FLT_MAX
 from te_models.errors import CheckpointError
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
@@ -61,6 +62,8 @@ def check_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     not negative. Nothing is written.
     """
     modules = dict(model.named_modules())
+    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()):
+        raise CheckpointError("the FP8 state is no dict of names and tensors: give what fp8_state returned")
     for name, value in tensors.items():
         owner, direction, part = (name.rsplit(".", 2) + ["", ""])[:3]
         if not hasattr(modules.get(owner), "fp8_meta"):
@@ -119,13 +122,18 @@ def convert_scales(model: nn.Module, old: Recipe, new: Recipe) -> None:
         if name.endswith(".scale"):
             direction = name.split(".")[-2]
             seen = (scale != 1) | (live[name.removesuffix("scale") + "amax_history"].amax(0) > 0)
-            scale.mul_(torch.where(seen, _largest(new, direction) / _largest(old, direction), 1.0))
+            scale.mul_(torch.where(seen, _largest(new, direction) / _largest(old, direction), 1.0)).clamp_(max=FLT_MAX)
 
 
 def _largest(recipe: Recipe, direction: str) -> float:
-    """Return the value that an amax is scaled to: 448 in E4M3, 57344 in E5M2, divided by 2^margin."""
+    """Return the value that an amax is scaled to."""
+    return fp8_max(recipe, direction) * 2.0 ** -recipe.fields.get("margin", 0)
+
+
+def fp8_max(recipe: Recipe, direction: str) -> float:
+    """Return the largest number of a direction's format: 448 in E4M3, 57344 in E5M2."""
     wide = direction == "scaling_bwd" and recipe.fields.get("fp8_format", "HYBRID") == "HYBRID"
-    return (57344.0 if wide else 448.0) * 2.0 ** -recipe.fields.get("margin", 0)
+    return 57344.0 if wide else 448.0
 
 
 @contextlib.contextmanager

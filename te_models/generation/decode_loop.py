@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from te_models.device.cuda_capture import capture, failed_capture
 from te_models.model.decoder import Decoder
-from te_models.model.kv_cache import KVCache
 from te_models.model.rope import context_before_long_angles
 
 Pick = Callable[[Tensor], Tensor]  # logits FP32 [B, V] -> tokens int64 [B]
@@ -73,7 +72,7 @@ class DecodeLoop:
                  generator: torch.Generator, graph: bool) -> None:  # fmt: skip
         batch, length = ids.shape
         self.model, self.ids, self.mask, self.pick, self.generator = model, ids, mask, pick, generator
-        self.cache = KVCache(model.local_config, batch, length + count, model.device, model.dtype)
+        self.cache = model.new_cache(batch, length + count)
         log.info("%r", self.cache)
         self.newest = ids.new_zeros(batch, 1)
         self.made = ids.new_zeros(count, batch)
@@ -166,7 +165,7 @@ def _step_of_new_angles(model: Decoder, ids: Tensor, mask: Tensor | None) -> int
 
     All angles change there. transformers also recomputes all of a Phi-3's text at that point.
     """
-    original = context_before_long_angles(model.config)
+    original = context_before_long_angles(model.config.rope)
     if original is None:
         return 0
     longest = ids.shape[1] if mask is None else int(mask.sum(-1).max())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from operator import index
 
 import torch
 from torch import Tensor
@@ -141,15 +142,22 @@ def stop_ids(model: Decoder, eos_token_id: int | Iterable[int] | str | None) -> 
 def pad_id(model: Decoder, stops: Tensor | None) -> int:
     """Return the id that pads rows: the model's pad token, else the first stop token, else 0."""
     own = model.pad_token_id
-    if own is not None and own < model.config.vocab_size:
+    if own is not None and 0 <= own < model.config.vocab_size:
         return own
     return int(stops[0]) if stops is not None and len(stops) else 0
 
 
 def _rows(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
     """Return one or several prompts as lists of ids."""
-    one = [prompt for prompt in prompts if isinstance(prompt, int)]
-    return [one] if one else [list(prompt) for prompt in prompts if not isinstance(prompt, int)]
+    try:
+        rows = list(prompts)
+        one = bool(rows) and isinstance(rows[0], int)
+        nested: list[Any] = [rows] if one else rows
+        return [list(map(index, row)) for row in nested]
+    except TypeError:  # of a text, in place of its tokens
+        raise UsageError(
+            "the prompts are no lists of token ids: give tokenizer.encode_prompt(text), or a text to stream_text"
+        ) from None
 
 
 def _kept(ids: Tensor, mask: Tensor | None) -> Tensor:

@@ -8,13 +8,13 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
-from te_models.errors import UsageError, unknown
+from te_models.errors import UsageError, field_values, mistyped, unknown
 
 
 class GenerationOptions(TypedDict, total=False):
     """Keywords of `CausalLM.generate`, `CausalLM.stream` and `stream_text`; `Settings` has the defaults.
 
-    do_sample: sample instead of taking the likeliest token, as set by the next five options.
+    do_sample: sample instead of taking the likeliest token; the next five options set how, and need it.
     temperature: divisor of the logits.
     top_k: sample among this many likeliest tokens.
     top_p: sample from the smallest set of tokens that has this probability.
@@ -58,6 +58,16 @@ class Settings:
     cuda_graph: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
+        values = field_values(self)
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            value = values[name]
+            if value is not None and (wanted := mistyped(value, int if name == "top_k" else float)):
+                raise UsageError(f"{name}={value!r} is of a wrong type: give {wanted}")
+            if value not in (None, 1) and not self.do_sample and value > 0:
+                raise UsageError(
+                    f"{name}={value} does not change which token is likeliest: give do_sample=True too (no --greedy), "
+                    "or leave it out"
+                )
         if self.temperature <= 0:
             raise UsageError(
                 f"temperature={self.temperature} is not positive: for the likeliest token use do_sample=False "

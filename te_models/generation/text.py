@@ -11,13 +11,6 @@ from te_models.generation.generate import stop_ids, stream
 from te_models.generation.options import GenerationOptions, complete
 from te_models.model.decoder import Decoder
 
-CONTROLS = {13: None, **dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")}
-
-
-def for_terminal(text: str) -> str:
-    """Return `text` without control characters, which a terminal would obey; line feeds and tabs stay."""
-    return text.translate(CONTROLS)
-
 
 def stream_text(
     model: Decoder,

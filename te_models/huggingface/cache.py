@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from te_models.config.attention import AttentionSpec
 from te_models.config.model import ModelConfig
 from te_models.kernels.sdpa import attention_mask as causal_mask
 from te_models.kernels.sdpa import masks_nothing
@@ -77,5 +78,9 @@ class CacheView:
         """Return the number of slots that layers with this window attend to, and the position of the first."""
         if self.past is None:
             return seq, 0
-        layer = next(n for n in range(self.config.num_hidden_layers) if self.config.window(n) == window)
-        return self.past.get_mask_sizes(seq, layer)
+        depth = next(
+            depth
+            for depth, layer in enumerate(self.config.layers)
+            if isinstance(layer.mixer, AttentionSpec) and layer.mixer.window == window
+        )
+        return self.past.get_mask_sizes(seq, depth)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from te_models.causal_lm import CausalLM
 from te_models.errors import UsageError
 from te_models.files.formats import list_some, parse_size
 from te_models.fp8.extra_state import EXTRA
+from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
 from te_models.huggingface.cache import CacheView
 from te_models.huggingface.config import TEModelsConfig
@@ -175,6 +176,10 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(loss, logits, past_key_values, tuple(hidden) if hidden else None)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
+    def calibrate(self, *batches: Mapping[str, Tensor], weights: Sequence[Tensor | float] | None = None) -> None:
+        """Measure the first scales of recipe "delayed" before a Trainer runs; see CausalLM.calibrate."""
+        self.model.calibrate(*batches, weights=weights)
+
     @property
     def base_model(self) -> Backbone:
         """The model without its head; TRL calls it, and multiplies by the head's weight a piece at a time."""
@@ -225,11 +230,11 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
                 usual = place - torch.where(started, place, 0).cummax(-1).values
                 if not traced and torch.equal(positions, usual):
                     return dict(document_ids=documents) if bool(documents[:, -1].any()) else {}
-                view = CacheView(self.model.local_config, None, None, positions, tokens.device, documents)
+                view = CacheView(self.model.config, None, None, positions, tokens.device, documents)
                 return dict(cache=view)
             if not traced and torch.equal(positions.where(mask.bool(), 0), (mask.cumsum(-1) - 1).where(mask.bool(), 0)):
                 return plain
-        view = CacheView(self.model.local_config, past, mask, positions, tokens.device)
+        view = CacheView(self.model.config, past, mask, positions, tokens.device)
         real = mask[:, -seq:] if mask is not None and mask.dim() == 2 and seq > 1 else None
         return dict(cache=view, attention_mask=real)
 
@@ -257,7 +262,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
         transformers derives the arguments that `generate` accepts from these names.
         """
-        original, seen = context_before_long_angles(self.model.config), 0
+        original, seen = context_before_long_angles(self.model.config.rope), 0
         if past_key_values is not None and original is not None:
             seen = past_key_values.get_seq_length()
         if original is not None and 0 < seen <= original < input_ids.shape[1]:
@@ -364,7 +369,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             raise UsageError("variant= and distributed_checkpoint= are not supported: leave them out")
         if is_main_process:
             generation, size = self.generation_config.to_diff_dict(), parse_size(max_shard_size)
-            save_model(self.model, self.config.model_config(), generation, Path(save_directory), state_dict, size)
+            with saving(self.model):
+                save_model(self.model, self.config.model_config(), generation, Path(save_directory), state_dict, size)
         if push_to_hub:
             self.push_to_hub(**options, token=token)
 

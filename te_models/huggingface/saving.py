@@ -52,7 +52,8 @@ def save_model(
             weights[bare] = plain(value)
     if state and model.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
-    tensors["model"] = {WRAPPED + name: tensor for name, tensor in {**weights, **extra_states(model)}.items()}
+    weights |= extra_states(tensors.get("fp8_state", {}))
+    tensors["model"] = {WRAPPED + name: tensor for name, tensor in weights.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer = (

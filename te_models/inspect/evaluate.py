@@ -214,7 +214,7 @@ def make_batches(
     if any(document.conversation is not None for document in documents):
         tokenizer.ensure_chat_template()
     options = dict(batch_size=batch_size or 1, seed=0, shuffle=False, packing="documents", truncate=truncate)
-    dataset = TokenDataset(documents, tokenizer, length, **options)
+    dataset = TokenDataset(documents, tokenizer, length, limit=limit, **options)
     return dataset.eval_batches(max_batches or dataset.num_windows), dataset.remarks
 
 

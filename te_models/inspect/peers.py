@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_models.config.attention import AttentionSpec
+from te_models.config.mlp import MLPSpec
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe, get_recipe
 from te_models.engine import engine_module
 from te_models.errors import UsageError, needs
 from te_models.kernels import elementwise
-from te_models.kernels.gated_attention import Heads
+from te_models.kernels.gated_attention import split_heads
 from te_models.kernels.sdpa import causal_attention
 from te_models.model.rope import rotary_tables
 
@@ -29,19 +31,18 @@ class TorchBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()
-        self.heads = Heads(
-            config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.attention_gate
+        layer = config.layers[0]
+        assert isinstance(layer.mixer, AttentionSpec)
+        self.heads = layer.mixer.heads
+        self.qkvg_proj, self.o_proj, self.gate_up_proj, self.down_proj = (
+            nn.Linear(linear.inputs, linear.outputs, bias=False, **factory) for linear in layer.linears.values()
         )
-        d, f = config.hidden_size, config.intermediate_size
-        self.qkvg_proj = nn.Linear(d, config.qkvg_size, bias=False, **factory)
-        self.o_proj = nn.Linear(config.q_size, d, bias=False, **factory)
-        self.gate_up_proj = nn.Linear(d, 2 * f, bias=False, **factory)
-        self.down_proj = nn.Linear(f, d, bias=False, **factory)
+        d = config.hidden_size
         self.norms = nn.ModuleList(nn.RMSNorm(d, config.rms_norm_eps, **factory) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the block's output [B, S, D] for x [B, S, D] and rotary tables [S, rotary channels]."""
-        q, k, v, gate = self.heads.split(self.qkvg_proj(self.norms[0](x)).flatten(0, 1), len(x))
+        q, k, v, gate = split_heads(self.heads, self.qkvg_proj(self.norms[0](x)).flatten(0, 1), len(x))
         q, k = elementwise.rope(q, cos, sin), elementwise.rope(k, cos, sin)
         out = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
         out = out if gate is None else elementwise.gate(out, gate)
@@ -74,7 +75,7 @@ def torch_peer(config: ModelConfig, device: torch.device, convert: Callable[[nn.
 
     def call(blocks: nn.ModuleList, x: Tensor) -> Tensor:
         positions = torch.arange(x.shape[1], device=x.device)
-        cos, sin = rotary_tables(config, positions, x.dtype)
+        cos, sin = rotary_tables(config.rope, positions, x.dtype)
         for block in blocks:
             x = block(x, cos, sin)
         return x
@@ -143,9 +144,9 @@ MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", 
 
 def _check(config: ModelConfig) -> None:
     """Raise for features that the peers lack, rather than time another model."""
-    own = {"qk_norm": config.qk_norm, "attention_bias": config.attention_bias, "sliding_window": config.sliding_window}
-    own |= {"partial_rotary_factor below 1": config.rotary_size != config.head_dim}
-    own |= dict.fromkeys((*config.attention_obstacles, *config.mlp_obstacles), True)
+    own = {"attention_bias": config.attention_bias, "sliding_window": config.sliding_window}
+    own |= {f"{part.name} of its kind": type(part) not in (AttentionSpec, MLPSpec) for part in config.parts}
+    own |= {name: True for part in config.parts for name in part.obstacles}
     own |= {"norm_position": config.norm_position != "pre", "attention_output_bias": config.attention_output_bias}
     fields = config.to_dict()
     own |= {name: fields[name] not in (1, None) for name in MULTIPLIERS}

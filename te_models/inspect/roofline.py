@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from te_models.config.layout import linear_sizes
+from te_models.config.attention import AttentionSpec, Heads
 from te_models.config.model import ModelConfig
 from te_models.kernels.sdpa import causal_attention
 
@@ -31,24 +34,31 @@ def model_flops(config: ModelConfig, batch: int, seq: int, gated: bool = True) -
 
     `gated=False` leaves out the gate's rows, for a peer that has none.
     """
-    gate = 0 if gated else config.hidden_size * config.gate_size
-    weights = config.num_hidden_layers * (sum(i * o for i, o in linear_sizes(config).values()) - gate)
-    weights += config.hidden_size * config.vocab_size
-    return 6.0 * weights * batch * seq + 6.0 * config.num_hidden_layers * batch * seq * seq * config.q_size
+    if not gated:
+        config = dataclasses.replace(config, attention_gate="none", attention_gate_activation="sigmoid")
+    tokens = batch * seq
+    blocks = sum(count * layer.flops(tokens, seq) for layer, count in Counter(config.layers).items())
+    return 3 * (blocks + 2.0 * tokens * config.hidden_size * config.vocab_size)
 
 
-def roofline(config: ModelConfig, batch: int, seq: int, fp8_layers: int, device: torch.device) -> Roofline:
-    """Measure the roofline on `device`, a CUDA device with FP8 units, with `fp8_layers` of the layers in FP8."""
-    rows, layers = batch * seq, config.num_hidden_layers
+def roofline(config: ModelConfig, batch: int, seq: int, fp8_layers: range, device: torch.device) -> Roofline:
+    """Measure the roofline on `device`, a CUDA device with FP8 units, with the layers of `fp8_layers` in FP8."""
+    rows = batch * seq
     gemm = 3 * _gemm(rows, config.hidden_size, config.vocab_size, False, device)
-    for fp8, count in ((True, fp8_layers), (False, layers - fp8_layers)):
-        if count:
+    attention, moved = 0.0, 0
+    measure_gemm = functools.cache(functools.partial(_gemm, device=device))
+    measure_attention = functools.cache(functools.partial(_attention, batch=batch, seq=seq, device=device))
+    for depth, layer in enumerate(config.layers):
+        fp8 = depth in fp8_layers
+        for linear in layer.linears.values():
+            i, o = linear.inputs, linear.outputs
             # fprop, dgrad and wgrad: the same product with its dimensions exchanged.
-            shapes = [s for i, o in linear_sizes(config).values() for s in ((rows, i, o), (rows, o, i), (o, rows, i))]
-            gemm += count * sum(_gemm(*shape, fp8, device) for shape in shapes)
-    # BF16 input and output of each GEMM: once in the forward, and twice in the backward with their gradients.
-    moved = 2 * 3 * rows * layers * sum(i + o for i, o in linear_sizes(config).values())
-    return Roofline(gemm, layers * _attention(config, batch, seq, device), moved / _copy_bytes_per_ms(device))
+            gemm += sum(measure_gemm(*shape, fp8) for shape in ((rows, i, o), (rows, o, i), (o, rows, i)))
+            # BF16 input and output of each GEMM: once in the forward, and twice in the backward with their gradients.
+            moved += 2 * 3 * rows * (i + o)
+        if isinstance(layer.mixer, AttentionSpec):
+            attention += measure_attention(layer.mixer.heads)
+    return Roofline(gemm, attention, moved / _copy_bytes_per_ms(device))
 
 
 def _gemm(m: int, k: int, n: int, fp8: bool, device: torch.device) -> float:
@@ -59,11 +69,10 @@ def _gemm(m: int, k: int, n: int, fp8: bool, device: torch.device) -> float:
     return _milliseconds(lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
 
 
-def _attention(config: ModelConfig, batch: int, seq: int, device: torch.device) -> float:
-    heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+def _attention(heads: Heads, batch: int, seq: int, device: torch.device) -> float:
     q, k, v = (
-        torch.randn(batch, seq, count, config.head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
-        for count in heads
+        torch.randn(batch, seq, count, heads.dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
+        for count in (heads.query, heads.key, heads.key)
     )
     leaves = [t.requires_grad_() for t in (q, k, v)]
     slope = torch.randn_like(q)

@@ -21,6 +21,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
+from te_models.config.layer import LinearSpec
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.fp8.scaling_state import frozen_fp8_state
@@ -202,12 +203,13 @@ def verify(model: CausalLM, batch_size: int, seq_len: int, plan: PrecisionPlan |
 
 
 def sample_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
-    """Return `config` reduced to one layer per precision, which is enough to verify an untrained model."""
-    start, end = (recipe.num_layers_at_start_in_bf16, recipe.num_layers_at_end_in_bf16) if recipe.quantized else (0, 0)
-    layers = min(config.num_hidden_layers, start + 1 + end)
-    no_rope, types = config.no_rope_layers, config.layer_types
-    per_layer = dict(no_rope_layers=no_rope and no_rope[:layers], layer_types=types and types[:layers])
-    return dataclasses.replace(config, num_hidden_layers=layers, **per_layer)
+    """Return `config` with one layer of all with the same GEMMs in one precision: enough for an untrained model."""
+    count = config.num_hidden_layers
+    inside = recipe.fp8_layers(count) or range(count)
+    first: dict[tuple[LinearSpec, ...], int] = {}  # one layer of all that have the same GEMMs
+    for depth in inside:
+        first.setdefault(tuple(config.layers[depth].linears.values()), depth)
+    return config.with_layers([*range(inside.start), *first.values(), *range(inside.stop, count)])
 
 
 def _met_in_training(model: CausalLM, batch_size: int, seq_len: int) -> dict[str, tuple[nn.Module, Tensor, Tensor]]:

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from te_models.config.layout import row_ranges
 from te_models.config.model import ModelConfig
 from te_models.distributed.dtensor import local, write_shard
 from te_models.errors import CheckpointError, UsageError, field_values
@@ -37,12 +36,14 @@ from te_models.files.formats import (
 )
 from te_models.fp8.primary_weights import plain, write_weight
 from te_models.interop.hf_families import Family, family_for, family_of
-from te_models.interop.hf_places import TOP, Rows
+from te_models.interop.hf_places import TOP
 from te_models.interop.hub import saved_dtype
 from te_models.interop.model_card import CARD, model_card, user_card
+from te_models.interop.origin import Origin
 from te_models.interop.quantized import CONFIG_KEYS, MODELOPT_FILE, StoredWeights, open_weights, read_scheme
 from te_models.interop.stored_weights import keep_stored_weights
 from te_models.model.decoder import Decoder
+from te_models.model.options import SKETCH
 
 Model = TypeVar("Model", bound=Decoder)
 
@@ -71,20 +72,6 @@ REPLACEABLE = (
 Quantize = Callable[
     [Mapping[str, "Place"], Mapping[str, Tensor], Mapping[str, Any]], tuple[dict[str, Tensor], dict[str, Any]]
 ]
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Origin of a model: its folder, and config.json and generation_config.json if they were Hugging Face's."""
-
-    folder: Path | None = None
-    config: Mapping[str, Any] | None = None
-    generation: Mapping[str, Any] | None = None
-
-    def documents(self) -> dict[str, Any]:
-        """Return the documents to save with the model so that it can be written back unchanged."""
-        found = {"hf_config": self.config, "generation_config": self.generation}
-        return {name: document for name, document in found.items() if document is not None}
 
 
 @dataclass(frozen=True)
@@ -161,7 +148,7 @@ def open_folder(build: Callable[..., Decoder], folder: Path) -> OpenFolder:
     try:
         family = family_of(document)
         config = family.read(document)
-        sketch: Decoder = build(config, device="meta", engine="emulated")
+        sketch: Decoder = build(config, **SKETCH)
     except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}/config.json: {first_line(error)}") from None
     places = tensor_places(family, config, {name: p.shape for name, p in sketch.named_parameters()})
@@ -229,7 +216,7 @@ def check_shape(
     allowed = {name: after[name] for name in ("attention_gate", "attention_gate_activation")}
     allowed["vocab_size"] = max(config.vocab_size, wanted.vocab_size)
     shapes = [
-        {name: tuple(p.shape) for name, p in build(shape, device="meta", engine="emulated").named_parameters()}
+        {name: tuple(p.shape) for name, p in build(shape, **SKETCH).named_parameters()}
         for shape in (dataclasses.replace(config, **allowed), wanted)
     ]
     if shapes[0] != shapes[1]:
@@ -252,26 +239,29 @@ def double_output_projections(model: nn.Module) -> None:
 
 def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Place]:
     """Return their tensor's name -> its place in ours, in their order; `shapes` are those of our parameters."""
-    blocks = row_ranges(config)
-    heads, groups_of_heads = config.num_attention_heads, config.num_key_value_heads
-    units = {None: 1, "num_attention_heads": heads, "num_key_value_heads": groups_of_heads}
-    tables = {name: Rows(module) for name, module in TOP.items()}
-    for layer in range(config.num_hidden_layers):
-        for name, rows in family.layer.items():
-            if rows.blocks and not any(blocks.get(block, (0, 0))[1] for block in rows.blocks):
-                continue  # a model without a gate
-            table = dataclasses.replace(rows, module=f"layers.{layer}.{rows.module}")
-            tables[f"model.layers.{layer}.{name}"] = table
-    found = {}
-    for theirs, rows in tables.items():
+    found: dict[str, Place] = {}
+
+    def place(theirs: str, module: str, blocks: list[tuple[int, int]], groups: int) -> None:
+        """Note the place of their weight and bias: these blocks of rows (none: all), which alternate `groups` times."""
         for kind in ("weight", "bias"):
-            ours = f"{rows.module}.{kind}"
-            if ours not in shapes or (theirs == "lm_head" and config.tie_word_embeddings):
-                continue
-            ranges = [blocks[block] for block in rows.blocks] or [(0, shapes[ours][0])]
-            groups = units[rows.per]
-            shape = (sum(count for _, count in ranges), *shapes[ours][1:])
-            found[f"{theirs}.{kind}"] = Place(ours, tuple((start, n // groups) for start, n in ranges), groups, shape)
+            ours = f"{module}.{kind}"
+            if ours in shapes:
+                ranges = blocks or [(0, shapes[ours][0])]
+                shape = (sum(rows for _, rows in ranges), *shapes[ours][1:])
+                found[f"{theirs}.{kind}"] = Place(ours, tuple((at, n // groups) for at, n in ranges), groups, shape)
+
+    for theirs, module in TOP.items():
+        if theirs != "lm_head" or not config.tie_word_embeddings:
+            place(theirs, module, [], 1)
+    for depth, layer in enumerate(config.layers):
+        counts = {name: count for part in layer.parts for name, count in part.divided.items()}
+        for name, rows in family.layer.items():
+            ranges = layer.linears[rows.module].row_ranges if rows.blocks and rows.module in layer.linears else {}
+            blocks = [ranges.get(block, (0, 0)) for block in rows.blocks]
+            if rows.blocks and not any(used for _, used in blocks):
+                continue  # a model without a gate, or a layer of another kind
+            groups = 1 if rows.per is None else counts[rows.per]
+            place(f"model.layers.{depth}.{name}", f"layers.{depth}.{rows.module}", blocks, groups)
     return found
 
 

@@ -127,6 +127,11 @@ class Family:
             theirs |= part.write(config)
         return theirs
 
+    def has_places(self, config: ModelConfig) -> bool:
+        """Return whether every te.Linear of the model has a place in this architecture."""
+        modules = {rows.module for rows in self.layer.values()}
+        return all(layer.linears.keys() <= modules for layer in config.layers)
+
     def known(self) -> set[str]:
         """The keys that `write` writes or a part reads."""
         return {*COPIED, *self.only, *(key for part in self.parts for key in part.keys)}
@@ -429,6 +434,8 @@ def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
     """Return the first family, starting with `preferred`, whose config.json can express all of `config`."""
     for family in ((preferred,) if preferred else ()) + FAMILIES:
         if family is not preferred and not (family.written and family.accepts(config)):
+            continue
+        if not family.has_places(config):
             continue
         try:
             if family.read(family.write(config)) == config:

@@ -5,11 +5,14 @@ No torch. Facts: the configuration and modeling files of transformers 5.23.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from te_models.config.attention import window
 from te_models.config.model import CHOICES, ModelConfig
+from te_models.config.rope import Rope
 from te_models.errors import ConfigError, unknown
 
 Values = Mapping[str, Any]
@@ -116,8 +119,7 @@ def _window(types: list[str], window: int | None) -> dict[str, Any]:
 
 
 def _write_types(config: ModelConfig) -> list[str]:
-    slides = [config.window(layer) is not None for layer in range(config.num_hidden_layers)]
-    return ["sliding_attention" if slide else "full_attention" for slide in slides]
+    return ["sliding_attention" if window(layer) is not None else "full_attention" for layer in config.layers]
 
 
 def _read_window_by_flag(default: Callable[[Values], list[str]]) -> Callable[[Values], dict[str, Any]]:
@@ -208,7 +210,7 @@ def rope_by_type(default: Callable[[Values], list[str]], *keys: str, partial: bo
         return ours
 
     def write(config: ModelConfig) -> dict[str, Any]:
-        both = {"full_attention": config, "sliding_attention": config.sliding}
+        both = {"full_attention": config.rope, "sliding_attention": config.window_rope}
         ropes = {kind: _rope_parameters(own, partial) for kind, own in both.items()}
         return {**_write_window(config), "rope_parameters": ropes}
 
@@ -216,11 +218,11 @@ def rope_by_type(default: Callable[[Values], list[str]], *keys: str, partial: bo
     return Part((*known, *keys), read, write)
 
 
-def _rope_parameters(config: ModelConfig, partial: bool = False) -> dict[str, Any]:
+def _rope_parameters(rope: Rope, partial: bool = False) -> dict[str, Any]:
     """Return RoPE in the form of transformers 5."""
-    share = {"partial_rotary_factor": config.partial_rotary_factor} if partial else {}
-    scaling = config.to_dict()["rope_scaling"] or {"rope_type": "default"}
-    return {"rope_theta": config.rope_theta, **share, **scaling}
+    share = {"partial_rotary_factor": rope.share} if partial else {}
+    scaling = copy.deepcopy(rope.scaling) or {"rope_type": "default"}
+    return {"rope_theta": rope.theta, **share, **scaling}
 
 
 def _rope_layers(theirs: Values) -> list[int]:
@@ -235,7 +237,7 @@ def _read_no_rope(theirs: Values) -> dict[str, Any]:
 
 
 def _write_no_rope(config: ModelConfig) -> dict[str, Any]:
-    return {"no_rope_layers": [int(config.has_rope(layer)) for layer in range(config.num_hidden_layers)]}
+    return {"no_rope_layers": list(config.no_rope_layers or [1] * config.num_hidden_layers)}
 
 
 GATE_FLAGS = {"headwise": "headwise_attn_output_gate", "elementwise": "elementwise_attn_output_gate"}
@@ -296,7 +298,7 @@ def _read_query_scale(theirs: Values) -> dict[str, Any]:
 
 
 def _write_query_scale(config: ModelConfig) -> dict[str, Any]:
-    scaling = _rope_parameters(config)
+    scaling = _rope_parameters(config.rope)
     length = config.query_scale_length or scaling.get(
         "original_max_position_embeddings", config.max_position_embeddings
     )

@@ -8,8 +8,9 @@ from typing import Any, get_type_hints
 
 import torch
 
+from te_models.config.recipe import unknown_option
 from te_models.config.shipped import list_shipped, shipped_folder
-from te_models.errors import CheckpointError, UsageError, needs, unknown
+from te_models.errors import CheckpointError, UsageError, needs
 from te_models.files.atomic import first_line, readable
 from te_models.files.formats import list_some
 from te_models.interop.model_card import CARD, user_card
@@ -132,7 +133,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         if name in REFUSED:
             del rest[name]
         elif name not in known:
-            raise unknown("keyword", name, known, "te_models.model.options.LoadOptions")
+            raise unknown_option("keyword", name, known, "te_models.model.options.LoadOptions")
     hub = {name: rest.pop(name) for name in of_hub if name in rest}
     for name, word in (("torch_dtype", "dtype"), ("device_map", "device")):
         if (value := rest.pop(name, None)) is not None:

@@ -317,8 +317,8 @@ class _Weights:
             stored.data[f"{module}.{self.scheme.data}"] = weight
             scales = self._numbers(self.scale_names[module], read).reshape(self.scheme.grid(shape))
             if self.scheme.packed:
-                whole = self._numbers(f"{module}.{GLOBAL_SCALE}", read, positive=True)
-                scales = scales / whole.reshape(())
+                name = f"{module}.{GLOBAL_SCALE}"
+                scales = self._finite(name, scales / self._numbers(name, read, positive=True).reshape(()))
             stored.scales[weight] = scales
             for name in (*INPUT_SCALES, INPUT_GLOBAL_SCALE):
                 if f"{module}.{name}" in read:
@@ -339,10 +339,14 @@ class _Weights:
             raise CheckpointError(f"{self.folder} lacks {name}")
         tensor = read[name]
         values = numerics.e8m0_to_float(tensor) if tensor.dtype == torch.uint8 else tensor.float()
-        good = values.isfinite() & ((values > 0) if positive else (values >= 0))
+        return self._finite(name, values, positive)
+
+    def _finite(self, name: str, scales: Tensor, positive: bool = False) -> Tensor:
+        """Return scales that are numbers and not negative; raise a CheckpointError for others."""
+        good = scales.isfinite() & ((scales > 0) if positive else (scales >= 0))
         if not bool(good.all()):
             raise CheckpointError(f"{self.folder}: {name} has a scale that is negative or not finite")
-        return values
+        return scales
 
 
 def _read(shards: Iterable[Path], names: set[str]) -> dict[str, Tensor]:

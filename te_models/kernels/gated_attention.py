@@ -17,46 +17,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_models.config.layout import Section, attention_sections, first_rows, stored_rows
-from te_models.config.model import ModelConfig
+from te_models.config.attention import AttentionSpec, Heads
+from te_models.config.layer import first_rows
 from te_models.kernels.sdpa import suits_cudnn
 
 
-def can_fuse(config: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype, spans: bool = False) -> bool:
-    """Return whether attention_core supports this model's attention of `tokens` tokens per row, in `spans` or causal.
+def can_fuse(spec: AttentionSpec, tokens: int, device: torch.device, dtype: torch.dtype, spans: bool = False) -> bool:
+    """Return whether attention_core supports this attention of `tokens` tokens per row, in `spans` or causal.
 
-    It does not with QK-norm, RoPE on a part of the channels or another of ModelConfig.attention_obstacles. On CUDA
+    It does not with QK-norm, RoPE on a part of the channels or another of AttentionSpec.obstacles. On CUDA
     devices, it supports causal attention only where cuDNN's kernel would run.
     """
-    if config.attention_obstacles:
+    if spec.obstacles:
         return False
-    return spans or device.type != "cuda" or suits_cudnn(tokens, config.head_dim, dtype)
+    return spans or device.type != "cuda" or suits_cudnn(tokens, spec.heads.dim, dtype)
 
 
-class Heads(NamedTuple):
-    """The division of the columns of qkvg: [q: query*dim | k: key*dim | v: key*dim | gate]."""
-
-    query: int
-    key: int
-    dim: int
-    gate: str  # "elementwise", "headwise" or "none", as ModelConfig.attention_gate
-
-    @property
-    def sections(self) -> tuple[Section, ...]:
-        """The columns of qkvg."""
-        return attention_sections(self.query, self.key, self.dim, self.gate)
-
-    def split(self, qkvg: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return views of qkvg [B*S, Q]: q [B, S, A, H], k and v [B, S, K, H], the gate [B, S, A, H or 1] or None."""
-        q, k, v, rest = qkvg.unflatten(0, (batch, -1)).split(stored_rows(self.sections), dim=-1)
-        q, k, v = (t.unflatten(-1, (-1, self.dim)) for t in (q, k, v))
-        if self.gate == "none":
-            return q, k, v, None
-        # A headwise gate has one column per head, and padding.
-        gate = (
-            rest.unflatten(-1, (self.query, self.dim)) if self.gate == "elementwise" else rest[..., : self.query, None]
-        )
-        return q, k, v, gate
+def split_heads(heads: Heads, qkvg: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return views of qkvg [B*S, Q]: q [B, S, A, H], k and v [B, S, K, H], the gate [B, S, A, H or 1] or None."""
+    rows = [section.stored for section in heads.sections]
+    q, k, v, rest = qkvg.unflatten(0, (batch, -1)).split(rows, dim=-1)
+    q, k, v = (t.unflatten(-1, (-1, heads.dim)) for t in (q, k, v))
+    if heads.gate == "none":
+        return q, k, v, None
+    if heads.gate == "elementwise":
+        return q, k, v, rest.unflatten(-1, (heads.query, heads.dim))
+    return q, k, v, rest[..., : heads.query, None]  # one column per head, and padding
 
 
 class Operations(NamedTuple):
@@ -134,8 +120,10 @@ class _AttentionCore(torch.autograd.Function):
         spans: Any,
     ) -> Tensor:
         """Return [B*S, A*H] of qkvg [N, Q]; rotates q and k in place."""
-        qkvg = qkvg.detach()  # autograd refuses in-place changes to a view that another function returned
-        q, k, v, logits = heads.split(qkvg[:rows], batch)
+        # The operations need contiguous channels. Detached: autograd refuses in-place changes to a view that another
+        # function returned.
+        qkvg = qkvg.detach().contiguous()
+        q, k, v, logits = split_heads(heads, qkvg[:rows], batch)
         if cos is not None and sin is not None:
             ops.rotate(q, q, cos, sin, False)
             ops.rotate(k, k, cos, sin, False)
@@ -158,12 +146,12 @@ class _AttentionCore(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of qkvg, made in one buffer."""
-        (dy,) = grads
+        dy = grads[0].contiguous()  # that of a sum, for example, is one number with strides of 0
         batch, rows, heads, ops, target, spans = ctx.setting
         qkvg, cos, sin, out, *tensors = ctx.saved_tensors
         plain, tensors = iter(ctx.plain), iter(tensors)
         kept = [next(tensors) if place else next(plain) for place in ctx.places]
-        q, k, v, logits = heads.split(qkvg[:rows], batch)
+        q, k, v, logits = split_heads(heads, qkvg[:rows], batch)
         dy, mixed = dy.view(batch, -1, heads.query, heads.dim), out.transpose(1, 2)
 
         def slopes(dmixed: Tensor) -> list[Tensor]:
@@ -175,7 +163,7 @@ class _AttentionCore(torch.autograd.Function):
             _write_fp8(fp8, target.place, heads, ops.fp8, dy, mixed, logits, cos, sin, slopes)
             return target.tensor(fp8, qkvg.dtype), *[None] * 9
         grad = torch.zeros_like(qkvg) if _has_filling(qkvg, rows, heads) else torch.empty_like(qkvg)
-        gq, gk, gv, glogits = heads.split(grad[:rows], batch)
+        gq, gk, gv, glogits = split_heads(heads, grad[:rows], batch)
         dq, dk, dv = slopes(dy if logits is None else ops.gate_backward(dy, mixed, logits, glogits))
         for slope, place in ((dq, gq), (dk, gk)):
             if cos is None:

@@ -1,7 +1,8 @@
 """The elementwise parts of gated_attention.py in Triton: each tensor is read once and written once, in any layout.
 
-A program handles a few heads of one token. Tested against the plain operations through Triton's interpreter on a CPU
-(TRITON_INTERPRET=1).
+A program handles a few heads of one token. Its tiles have `width` channels, the power of two from a head's own on, and
+strides are multiplied by 64-bit numbers, since a tensor may have more than 2**31 elements. Tested against the plain
+operations through Triton's interpreter on a CPU (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ TURNED = 8  # heads per program of rotate_fp8, which share a token's angles
 
 
 @triton.jit
-def _heads_of_token(seq, heads, width: tl.constexpr, block: tl.constexpr):
+def _heads_of_token(seq, heads, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
     """Return this program's token, row, place, heads [block, 1], channels [1, width], and which of them exist."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * block + tl.arange(0, block)[:, None]
+    head = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)[:, None]
     channel = tl.arange(0, width)[None, :]
-    return token, token // seq, token % seq, head, channel, (head < heads) & (channel >= 0)
+    return token, token // seq, token % seq, head, channel, (head < heads) & (channel < dim)
 
 
 @triton.jit
@@ -35,15 +36,16 @@ def _rotate_kernel(
     x, out, cos, sin,
     x_batch, x_seq, x_head, out_batch, out_seq, out_head, table_batch, table_seq,
     seq, heads,
-    sign: tl.constexpr, half: tl.constexpr, block: tl.constexpr,
+    sign: tl.constexpr, half: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    token, batch, place, head, channel, inside = _heads_of_token(seq, heads, half, block)
+    token, batch, place, head, channel, inside = _heads_of_token(seq, heads, half, width, block)
     source = x + batch * x_batch + place * x_seq + head * x_head + channel
     target = out + batch * out_batch + place * out_seq + head * out_head + channel
     angle = batch * table_batch + place * table_seq + channel
     first = tl.load(source, inside).to(tl.float32)
     second = tl.load(source + half, inside).to(tl.float32)
-    c, s = tl.load(cos + angle).to(tl.float32), tl.load(sin + angle).to(tl.float32) * sign
+    c = tl.load(cos + angle, channel < half).to(tl.float32)
+    s = tl.load(sin + angle, channel < half).to(tl.float32) * sign
     tl.store(target, (first * c - second * s).to(out.dtype.element_ty), inside)
     tl.store(target + half, (second * c + first * s).to(out.dtype.element_ty), inside)
 
@@ -53,9 +55,9 @@ def _copy_kernel(
     x, out,
     x_batch, x_seq, x_head, out_batch, out_seq, out_head,
     seq, heads,
-    dim: tl.constexpr, block: tl.constexpr,
+    dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, block)
+    token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, width, block)
     value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside)
     tl.store(out + batch * out_batch + place * out_seq + head * out_head + channel, value, inside)
 
@@ -65,9 +67,9 @@ def _gate_kernel(
     x, logits, out,
     x_batch, x_seq, x_head, g_batch, g_seq, g_head,
     seq, heads,
-    headwise: tl.constexpr, dim: tl.constexpr, block: tl.constexpr,
+    headwise: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, block)
+    token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, width, block)
     value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside).to(tl.float32)
     column = head * g_head + (0 if headwise else channel)
     opening = tl.sigmoid(tl.load(logits + batch * g_batch + place * g_seq + column, inside).to(tl.float32))
@@ -79,9 +81,9 @@ def _gate_backward_kernel(
     dy, x, logits, dlogits, dx,
     dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dg_batch, dg_seq, dg_head,
     seq, heads,
-    headwise: tl.constexpr, dim: tl.constexpr, block: tl.constexpr,
+    headwise: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, block)
+    token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, width, block)
     slope = tl.load(dy + batch * dy_batch + place * dy_seq + head * dy_head + channel, inside, 0.0).to(tl.float32)
     value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside, 0.0).to(tl.float32)
     column = head * g_head + (0 if headwise else channel)
@@ -96,14 +98,24 @@ def _gate_backward_kernel(
         tl.store(target + channel, change.to(dlogits.dtype.element_ty), inside)
 
 
+def _width(dim: int) -> int:
+    """Return the channels of a tile."""
+    return triton.next_power_of_2(dim)
+
+
+def _tables(cos: Tensor, sin: Tensor, strides: tuple[int, ...]) -> tuple[Tensor | int, ...]:
+    """Return the arguments cos, sin, `strides` of other tensors, and the strides of row and place of the tables."""
+    cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, *strides, cos.stride(0) if cos.ndim == 3 and len(cos) > 1 else 0, cos.stride(-2)
+
+
 def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
     """See gated_attention.rotate."""
     batch, seq, heads, dim = x.shape
-    table = (cos.stride(0) if cos.ndim == 3 else 0, cos.stride(-2))
     grid = (batch * seq, triton.cdiv(heads, HEADS))
     _rotate_kernel[grid](
-        x, out, cos, sin, *x.stride()[:3], *out.stride()[:3], *table, seq, heads,
-        sign=-1.0 if inverse else 1.0, half=dim // 2, block=HEADS,
+        x, out, *_tables(cos, sin, x.stride()[:3] + out.stride()[:3]), seq, heads,
+        sign=-1.0 if inverse else 1.0, half=dim // 2, width=_width(dim // 2), block=HEADS,
     )  # fmt: skip
 
 
@@ -111,7 +123,7 @@ def copy(x: Tensor, out: Tensor) -> None:
     """See gated_attention.copy."""
     batch, seq, heads, dim = x.shape
     grid = (batch * seq, triton.cdiv(heads, HEADS))
-    _copy_kernel[grid](x, out, *x.stride()[:3], *out.stride()[:3], seq, heads, dim=dim, block=HEADS)
+    _copy_kernel[grid](x, out, *x.stride()[:3], *out.stride()[:3], seq, heads, dim=dim, width=_width(dim), block=HEADS)
 
 
 def gate(x: Tensor, logits: Tensor) -> Tensor:
@@ -121,7 +133,7 @@ def gate(x: Tensor, logits: Tensor) -> Tensor:
     grid = (batch * seq, triton.cdiv(heads, HEADS))
     _gate_kernel[grid](
         x, logits, out, *x.stride()[:3], *logits.stride()[:3], seq, heads,
-        headwise=logits.shape[-1] != dim, dim=dim, block=HEADS,
+        headwise=logits.shape[-1] != dim, dim=dim, width=_width(dim), block=HEADS,
     )  # fmt: skip
     return out
 
@@ -134,7 +146,7 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
     strides = [stride for tensor in (dy, x, logits, dlogits) for stride in tensor.stride()[:3]]
     _gate_backward_kernel[grid](
         dy, x, logits, dlogits, dx, *strides, seq, heads,
-        headwise=logits.shape[-1] != dim, dim=dim, block=HEADS,
+        headwise=logits.shape[-1] != dim, dim=dim, width=_width(dim), block=HEADS,
     )  # fmt: skip
     return dx
 
@@ -142,11 +154,17 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
 @triton.jit
 def _rows(x, i, head, batch_stride, seq_stride, head_stride, seq):
     """Return pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]; S None: all rows have one stride."""
-    if seq is None:
-        at = x + i * seq_stride + head * head_stride
-    else:
-        at = x + (i // seq) * batch_stride + (i % seq) * seq_stride + head * head_stride
+    x += head.to(tl.int64) * head_stride
+    at = x + i * seq_stride if seq is None else x + (i // seq) * batch_stride + (i % seq) * seq_stride
     return at[:, None]
+
+
+@triton.jit
+def _place(rows, heads, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr):
+    """Return this program's groups of four rows, head, channels, and which of rows and channels exist."""
+    row, head = tile(tl.cdiv(rows, block), heads, BAND)
+    group, channel = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4), tl.arange(0, width)
+    return group, head, channel, (4 * group < rows)[:, None] & (channel < dim)[None, :]
 
 
 @triton.jit
@@ -168,19 +186,18 @@ def _gated(
 def _gate_fp8_kernel(
     x, logits, data, transposed, scale, amax, scale_inv,
     x_batch, x_seq, x_head, g_batch, g_seq, g_head,
-    rows, seq, heads, width, first,
-    gated: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
+    rows, seq, heads, columns, first,
+    gated: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr,
+    E5M2: tl.constexpr,
 ):  # fmt: skip
-    row, head = tile(tl.cdiv(rows, block), heads, BAND)
-    group, channel = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4), tl.arange(0, dim)
-    i = 4 * group
-    inside = (i < rows)[:, None]
+    group, head, channel, inside = _place(rows, heads, dim, width, block, BAND)
+    i, own = 4 * group, first + head * dim
     a = _gated(x, logits, i, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
     b = _gated(x, logits, i + 1, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
     c = _gated(x, logits, i + 2, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
     d = _gated(x, logits, i + 3, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
-    s, j = tl.load(scale), first + head * dim + channel
-    raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, width, data, transposed, width, E5M2))
+    s, j = tl.load(scale), own + channel
+    raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2))
     note_inverse(s, scale_inv)
 
 
@@ -201,26 +218,27 @@ def _rotated(x, i, head, x_batch, x_seq, x_head, seq, c, s, channel, inside, hal
 def _rotate_fp8_kernel(
     x, cos, sin, data, transposed, scale, amax, scale_inv,
     x_batch, x_seq, x_head, table_batch, table_seq,
-    rows, seq, heads, width, first, sign,
-    half: tl.constexpr, block: tl.constexpr, turned: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
+    rows, seq, heads, columns, first, sign,
+    half: tl.constexpr, width: tl.constexpr, block: tl.constexpr, turned: tl.constexpr, BAND: tl.constexpr,
+    E5M2: tl.constexpr,
 ):  # fmt: skip
-    row, part = tile(tl.cdiv(rows, block), tl.cdiv(heads, turned), BAND)
-    group = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4)
-    i, channel, s = 4 * group, tl.arange(0, half), tl.load(scale)
-    inside = (i < rows)[:, None]
+    group, part, channel, inside = _place(rows, tl.cdiv(heads, turned), half, width, block, BAND)
+    i, s = 4 * group, tl.load(scale)
     ca, sa = _angles(cos, sin, i, table_batch, table_seq, seq, sign, channel, inside)
     cb, sb = _angles(cos, sin, i + 1, table_batch, table_seq, seq, sign, channel, inside)
     cc, sc = _angles(cos, sin, i + 2, table_batch, table_seq, seq, sign, channel, inside)
     cd, sd = _angles(cos, sin, i + 3, table_batch, table_seq, seq, sign, channel, inside)
-    largest = tl.zeros((block // 4, half), tl.float32)
-    for head in range(part * turned, tl.minimum((part + 1) * turned, heads)):
+    largest = tl.zeros((block // 4, width), tl.float32)
+    for step in range(tl.minimum(turned, heads - part * turned)):
+        head = part * turned + step
         a, e = _rotated(x, i, head, x_batch, x_seq, x_head, seq, ca, sa, channel, inside, half)
         b, f = _rotated(x, i + 1, head, x_batch, x_seq, x_head, seq, cb, sb, channel, inside, half)
         c, g = _rotated(x, i + 2, head, x_batch, x_seq, x_head, seq, cc, sc, channel, inside, half)
         d, h = _rotated(x, i + 3, head, x_batch, x_seq, x_head, seq, cd, sd, channel, inside, half)
-        j = first + head * 2 * half + channel
-        one = store_fp8(a, b, c, d, s, group, j, rows, width, data, transposed, width, E5M2)
-        two = store_fp8(e, f, g, h, s, group, j + half, rows, width, data, transposed, width, E5M2)
+        second = first + head * 2 * half + half
+        j = second - half + channel
+        one = store_fp8(a, b, c, d, s, group, j, rows, second, data, transposed, columns, E5M2)
+        two = store_fp8(e, f, g, h, s, group, j + half, rows, second + half, data, transposed, columns, E5M2)
         largest = tl.maximum(largest, tl.maximum(one, two))
     raise_amax(amax, largest)
     note_inverse(s, scale_inv)
@@ -235,7 +253,7 @@ def _gate_slopes(
     value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
     opening = sigmoid(_read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside))
     at = _rows(dx, i, head, dx_batch, dx_seq, dx_head, seq) + channel[None, :]
-    tl.store(at, (slope * opening).to(dx.dtype.element_ty), mask=inside & (channel >= 0)[None, :])
+    tl.store(at, (slope * opening).to(dx.dtype.element_ty), mask=inside)
     return slope * value * opening * (1 - opening)
 
 
@@ -243,13 +261,11 @@ def _gate_slopes(
 def _gate_backward_fp8_kernel(
     dy, x, logits, dx, data, transposed, scale, amax, scale_inv,
     dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch, dx_seq, dx_head,
-    rows, seq, heads, width, first,
-    dim: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
+    rows, seq, heads, columns, first,
+    dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    row, head = tile(tl.cdiv(rows, block), heads, BAND)
-    group, channel = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4), tl.arange(0, dim)
-    i = 4 * group
-    inside = (i < rows)[:, None]
+    group, head, channel, inside = _place(rows, heads, dim, width, block, BAND)
+    i, own = 4 * group, first + head * dim
     a = _gate_slopes(dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
                      g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
     b = _gate_slopes(dy, x, logits, dx, i + 1, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
@@ -258,8 +274,8 @@ def _gate_backward_fp8_kernel(
                      g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
     d = _gate_slopes(dy, x, logits, dx, i + 3, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
                      g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
-    s, j = tl.load(scale), first + head * dim + channel
-    raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, width, data, transposed, width, E5M2))
+    s, j = tl.load(scale), own + channel
+    raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2))
     note_inverse(s, scale_inv)
 
 
@@ -283,18 +299,18 @@ def gate_fp8(out: FP8Data, place: Place, first: int, x: Tensor, logits: Tensor |
     _gate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
         x, gate, *_of(out, place), *x.stride()[:3], *gate.stride()[:3],
         batch * seq, _even(seq, x, gate), heads, out.transposed.shape[0], first,
-        gated=logits is not None, dim=dim, block=TOKENS, BAND=BAND, E5M2=place[2], num_warps=4,
+        gated=logits is not None, dim=dim, width=_width(dim), block=TOKENS, BAND=BAND, E5M2=place[2], num_warps=4,
     )  # fmt: skip
 
 
 def rotate_fp8(out: FP8Data, place: Place, first: int, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
     """Write gated_attention.rotate as FP8 into `out`."""
     batch, seq, heads, dim = x.shape
-    table = (cos.stride(0) if cos.ndim == 3 else 0, cos.stride(-2))
+    cos, sin, *strides = _tables(cos, sin, x.stride()[:3])
     _rotate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED),)](
-        x, cos, sin, *_of(out, place), *x.stride()[:3], *table,
+        x, cos, sin, *_of(out, place), *strides,
         batch * seq, seq, heads, out.transposed.shape[0], first, -1.0 if inverse else 1.0,
-        half=dim // 2, block=TOKENS, turned=TURNED, BAND=BAND, E5M2=place[2], num_warps=4,
+        half=dim // 2, width=_width(dim // 2), block=TOKENS, turned=TURNED, BAND=BAND, E5M2=place[2], num_warps=4,
     )  # fmt: skip
 
 
@@ -306,7 +322,7 @@ def gate_backward_fp8(out: FP8Data, place: Place, first: int, dy: Tensor, x: Ten
     _gate_backward_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
         dy, x, logits, dx, *_of(out, place), *strides, batch * seq, _even(seq, dy, x, logits, dx), heads,
         out.transposed.shape[0], first,
-        dim=dim, block=TOKENS, BAND=BAND, E5M2=place[2], num_warps=4,
+        dim=dim, width=_width(dim), block=TOKENS, BAND=BAND, E5M2=place[2], num_warps=4,
     )  # fmt: skip
     return dx
 

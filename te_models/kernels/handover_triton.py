@@ -73,9 +73,9 @@ def _bytes(word):
         first, second = word.to(tl.uint8), (word >> 8).to(tl.uint8)
         third, fourth = (word >> 16).to(tl.uint8), (word >> 24).to(tl.uint8)
     else:
-        kinds: tl.constexpr = (tl.uint8, tl.uint8, tl.uint8, tl.uint8)
+        # The types are written in the call: as a constexpr of their own, Triton 3.9 does not accept them.
         first, second, third, fourth = tl.inline_asm_elementwise(
-            _BYTES, "=r,=r,=r,=r,r,r,r,r", [word], dtype=kinds, is_pure=True, pack=4
+            _BYTES, "=r,=r,=r,=r,r,r,r,r", [word], dtype=(tl.uint8, tl.uint8, tl.uint8, tl.uint8), is_pure=True, pack=4
         )
     return first, second, third, fourth
 
@@ -268,8 +268,12 @@ def new_fp8(rows: int, columns: int, device: torch.device, rowwise: bool = True)
 def _by_tiles(
     kernel: Any, inputs: tuple[Tensor, ...], rows: int, columns: int, place: tuple[Tensor, Tensor, bool], out: FP8Data
 ) -> FP8Data:
-    """Launch a kernel that writes `out`, one program per tile of [rows, columns]; `place`: scale, amax, E5M2."""
+    """Launch a kernel that writes `out`, one program per tile of [rows, columns]; `place`: scale, amax, E5M2.
+
+    The kernels read rows one after the other, so inputs of any other strides are copied first.
+    """
     scale, amax, e5m2 = place
+    inputs = tuple(tensor.contiguous() for tensor in inputs)
     kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
         *inputs, out.data, out.transposed, scale, amax, out.scale_inv, rows, columns,
         E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
@@ -278,19 +282,19 @@ def _by_tiles(
 
 
 def cast(x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:
-    """Cast contiguous x [N, K], of any float dtype: data [N, K], the bits of Transformer Engine's cast."""
+    """Cast x [N, K], of any float dtype: data [N, K], the bits of Transformer Engine's cast."""
     return _by_tiles(_cast_kernel, (x,), *x.shape, (scale, amax, e5m2), new_fp8(*x.shape, x.device))
 
 
 def swiglu(gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool, rowwise: bool = True) -> FP8Data:
-    """Compute silu(gate) * up of contiguous gate_up [N, 2F]: data [N, F], only the transpose if not `rowwise`."""
+    """Compute silu(gate) * up of gate_up [N, 2F]: data [N, F], only the transpose if not `rowwise`."""
     rows, columns = len(gate_up), gate_up.shape[1] // 2
     out = new_fp8(rows, columns, gate_up.device, rowwise)
     return _by_tiles(_swiglu_kernel, (gate_up,), rows, columns, (scale, amax, e5m2), out)
 
 
 def dswiglu(dy: Tensor, gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:
-    """Compute the gradient of contiguous gate_up [N, 2F] for dy [N, F] of `swiglu`'s output: data [N, 2F]."""
+    """Compute the gradient of gate_up [N, 2F] for dy [N, F] of `swiglu`'s output: data [N, 2F]."""
     rows, columns = dy.shape
     out = new_fp8(rows, 2 * columns, dy.device)
     return _by_tiles(_dswiglu_kernel, (dy, gate_up), rows, columns, (scale, amax, e5m2), out)
@@ -300,8 +304,9 @@ def norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, scale: Tensor, amax: Tensor,
     e5m2: bool,
 ) -> tuple[FP8Data, Tensor, Tensor]:  # fmt: skip
-    """Compute RMSNorm of x + delta (None: of x), contiguous [N, D]: data [N, D], x + delta, and 1 / RMS, FP32 [N]."""
+    """Compute RMSNorm of x + delta (None: of x) [N, D]: data [N, D], x + delta contiguous, and 1 / RMS, FP32 [N]."""
     rows, columns = x.shape
+    x, delta = x.contiguous(), None if delta is None else delta.contiguous()
     out = new_fp8(rows, columns, x.device)
     total = x if delta is None else torch.empty_like(x)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)

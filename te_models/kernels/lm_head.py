@@ -27,7 +27,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """See linear_cross_entropy."""
         ctx.multiply = multiply
         wants = ctx.needs_input_grad[:2]
-        dx = torch.empty_like(x) if wants[0] else None
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wants[0] else None
         dw, sums = None, wants[1] and chunk < len(x)
         if sums:
             dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)

@@ -40,6 +40,16 @@ def _store_rows(base, token, token_stride, channel, seq, value, dim: tl.constexp
 
 
 @triton.jit
+def _place(blocks, heads):
+    """Return this program's block of tokens, row of the batch and head, and the number of the head among all rows.
+
+    The grid has one dimension, since the others end at 65,535; the numbers that strides are multiplied by have 64 bits.
+    """
+    pair = tl.program_id(0) // blocks
+    return tl.program_id(0) % blocks, (pair // heads).to(tl.int64), (pair % heads).to(tl.int64), pair.to(tl.int64)
+
+
+@triton.jit
 def _scores(q, k, start, query, key, factor):
     """Return the scores [queries, keys] times log2(e), -inf at keys that a query does not see."""
     seen = (key[None, :] <= query[:, None]) & (key[None, :] >= start[:, None])
@@ -53,8 +63,9 @@ def _forward_kernel(
     seq, heads, group, factor,
     dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr,
 ):  # fmt: skip
-    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * queries  # longest first
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    blocks = tl.cdiv(seq, queries)
+    block, batch, head, pair = _place(blocks, heads)
+    begin = (blocks - 1 - block) * queries  # longest first
     query, channel = begin + tl.arange(0, queries), tl.arange(0, width)
     k += batch * k_batch + head // group * k_head
     v += batch * v_batch + head // group * v_head
@@ -76,7 +87,7 @@ def _forward_kernel(
         total = total * shrink + tl.sum(weight, 1)
         top = highest
     _store_rows(out + batch * o_batch + head * o_head, query, o_seq, channel, seq, sums / total[:, None], dim)
-    tl.store(log_sum + tl.program_id(1).to(tl.int64) * seq + query, top + tl.log2(total), query < seq)
+    tl.store(log_sum + pair * seq + query, top + tl.log2(total), query < seq)
 
 
 @triton.jit
@@ -85,11 +96,11 @@ def _dot_kernel(
     dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr,
 ):  # fmt: skip
     """Compute the product of each query's output with its gradient."""
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    query, channel = tl.program_id(0) * queries + tl.arange(0, queries), tl.arange(0, width)
+    block, batch, head, pair = _place(tl.cdiv(seq, queries), heads)
+    query, channel = block * queries + tl.arange(0, queries), tl.arange(0, width)
     one = _rows(out + batch * o_batch + head * o_head, query, o_seq, channel, seq, dim).to(tl.float32)
     other = _rows(dy + batch * y_batch + head * y_head, query, y_seq, channel, seq, dim).to(tl.float32)
-    tl.store(dots + tl.program_id(1).to(tl.int64) * seq + query, tl.sum(one * other, 1), query < seq)
+    tl.store(dots + pair * seq + query, tl.sum(one * other, 1), query < seq)
 
 
 @triton.jit
@@ -99,8 +110,9 @@ def _grad_query_kernel(
     d_batch, d_head, d_seq, first_batch, seq, heads, group, factor, scale,
     dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr,
 ):  # fmt: skip
-    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * queries
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    blocks = tl.cdiv(seq, queries)
+    block, batch, head, pair = _place(blocks, heads)
+    begin = (blocks - 1 - block) * queries
     query, channel = begin + tl.arange(0, queries), tl.arange(0, width)
     k += batch * k_batch + head // group * k_head
     v += batch * v_batch + head // group * v_head
@@ -108,7 +120,7 @@ def _grad_query_kernel(
     rows = _rows(q + batch * q_batch + head * q_head, query, q_seq, channel, seq, dim)
     slope = _rows(dy + batch * y_batch + head * y_head, query, y_seq, channel, seq, dim)
     start = tl.load(first + query, query < seq, 0)
-    place_of_sums = tl.program_id(1).to(tl.int64) * seq + query
+    place_of_sums = pair * seq + query
     top = tl.load(log_sum + place_of_sums, query < seq, 0.0)
     dot = tl.load(dots + place_of_sums, query < seq, 0.0)
     grad = tl.zeros([queries, width], tl.float32)
@@ -129,8 +141,8 @@ def _grad_key_kernel(
     dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of one block of keys and values, over all heads of queries that share them."""
-    begin, count = tl.program_id(0) * keys, heads // group
-    batch, shared = (tl.program_id(1) // count).to(tl.int64), tl.program_id(1) % count
+    block, batch, shared, _ = _place(tl.cdiv(seq, keys), heads // group)
+    begin = block * keys
     key, channel = begin + tl.arange(0, keys), tl.arange(0, width)
     keyed = _rows(k + batch * k_batch + shared * k_head, key, k_seq, channel, seq, dim)
     value = _rows(v + batch * v_batch + shared * v_head, key, v_seq, channel, seq, dim)
@@ -138,7 +150,8 @@ def _grad_key_kernel(
     end = tl.load(last + batch * first_batch + tl.minimum(begin + keys, seq) - 1) + 1
     grad_key = tl.zeros([keys, width], tl.float32)
     grad_value = tl.zeros([keys, width], tl.float32)
-    for head in range(shared * group, shared * group + group):
+    for member in range(group):
+        head = shared * group + member
         sums = (batch * heads + head) * seq
         for place in range(begin // queries * queries, end, queries):
             query = place + tl.arange(0, queries)
@@ -176,7 +189,7 @@ class Spans(NamedTuple):
         out = torch.empty(batch, seq, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2)
         log_sum = torch.empty(batch, heads, seq, dtype=torch.float32, device=q.device)
         block, options = _options(FORWARD, dim)
-        _forward_kernel[(triton.cdiv(seq, block[0]), batch * heads)](
+        _forward_kernel[(triton.cdiv(seq, block[0]) * batch * heads,)](
             q, k, v, out, log_sum, self.first, *_strides(q, k, v, out), self._stride, seq, heads, heads // k.shape[1],
             _scale(scale, dim) * LOG2E, **options,
         )  # fmt: skip
@@ -190,18 +203,18 @@ class Spans(NamedTuple):
         dq, dk, dv = (torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
                       for t in (q, k, v))  # fmt: skip
         dots = torch.empty_like(log_sum)
-        _dot_kernel[(triton.cdiv(seq, 64), batch * heads)](
+        _dot_kernel[(triton.cdiv(seq, 64) * batch * heads,)](
             out, dy, dots, *_strides(out, dy), seq, heads, dim=dim, width=_width(dim), queries=64
         )
         natural = _scale(scale, dim)
         common = (*_strides(q, k, v, dy),)
         tail = (self._stride, seq, heads, heads // shared, natural * LOG2E, natural)
         block, options = _options(GRAD_QUERY, dim)
-        _grad_query_kernel[(triton.cdiv(seq, block[0]), batch * heads)](
+        _grad_query_kernel[(triton.cdiv(seq, block[0]) * batch * heads,)](
             q, k, v, dy, log_sum, dots, self.first, dq, *common, *_strides(dq), *tail, **options
         )
         block, options = _options(GRAD_KEY, dim)
-        _grad_key_kernel[(triton.cdiv(seq, block[1]), batch * shared)](
+        _grad_key_kernel[(triton.cdiv(seq, block[1]) * batch * shared,)](
             q, k, v, dy, log_sum, dots, self.first, self.last, dk, dv, *common, *_strides(dk), *tail, **options
         )
         return dq, dk, dv

@@ -13,45 +13,65 @@ in the same way.
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
+from typing import cast
 
 from torch import Tensor, nn
 
-from te_models.config.model import ModelConfig
-from te_models.model.attention import GatedAttention
+from te_models.config.layer import LayerSpec
 from te_models.model.forward_context import ForwardContext
-from te_models.model.mlp import MLP
-from te_models.model.te_modules import norm_options
-from te_models.model.tensor_parallel import TensorParallel
+from te_models.model.part import BlockPart, Feedforward, Mixer
+from te_models.model.parts import MIXERS, MLPS
+from te_models.model.te_modules import Factory
 
 
 class Block(nn.Module):
-    """A decoder block::
+    """A decoder block, which joins a mixer (such as attention) and an MLP of any kind::
 
-        x -+- RMSNorm - GatedAttention -+-> + -+- RMSNorm - MLP -+-> +
-           +----------------------------+      +-----------------+
+        x -+- RMSNorm - mixer -+-> + -+- RMSNorm - MLP -+-> +
+           +-------------------+      +-----------------+
 
     With `norm_position` "post" each RMSNorm comes after instead, under other names; with "both" there are all four.
-    `config` is that of this rank's heads and channels (TensorParallel.local).
+
+    Args:
+        spec: the description of this rank's share.
+        layer: the number of the block.
+        factory: makes its te.Linears and norms.
+        residual_multiplier: factor on what each part adds to the residual stream.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, te: ModuleType, tp: TensorParallel, **factory: Any) -> None:
+    def __init__(self, spec: LayerSpec, layer: int, factory: Factory, residual_multiplier: float = 1.0) -> None:
         super().__init__()
-        self.tp, self.layer = tp, layer
-        self.residual_multiplier = config.residual_multiplier
-        self.fp8_enabled = te.FP8GlobalStateManager.is_fp8_enabled
-        before, after = config.norm_position != "post", config.norm_position != "pre"
+        self.spec, self.layer, self.tp = spec, layer, factory.tp
+        self.residual_multiplier = residual_multiplier
+        self.gain = factory.gain
+        self.fp8_enabled = factory.te.FP8GlobalStateManager.is_fp8_enabled
+        width = spec.mixer.hidden_size
+        before, after = spec.norm_position != "post", spec.norm_position != "pre"
 
-        def norm(wanted: bool) -> nn.Module | None:
-            return te.RMSNorm(config.hidden_size, **norm_options(config), **factory) if wanted else None
+        self.input_layernorm = factory.norm(width) if before else None
+        self.add_module(spec.mixer.name, MIXERS[type(spec.mixer)](spec.mixer, layer, factory))
+        self.attention_output_norm = factory.norm(width) if after else None
+        self.post_attention_layernorm = factory.norm(width) if before else None
+        self.add_module(spec.mlp.name, MLPS[type(spec.mlp)](spec.mlp, layer, factory))
+        self.mlp_output_norm = factory.norm(width) if after else None
 
-        self.input_layernorm = norm(before)
-        self.self_attn = GatedAttention(config, layer, te, tp, **factory)
-        self.attention_output_norm = norm(after)
-        self.post_attention_layernorm = norm(before)
-        self.mlp = MLP(config, te, tp, **factory)
-        self.mlp_output_norm = norm(after)
+    @property
+    def mixer(self) -> Mixer:
+        """The part that mixes tokens."""
+        return cast(Mixer, self.get_submodule(self.spec.mixer.name))
+
+    @property
+    def feedforward(self) -> Feedforward:
+        """The MLP, of whatever kind."""
+        return cast(Feedforward, self.get_submodule(self.spec.mlp.name))
+
+    def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
+        """Set the initial values of the parameter `name`; see te_models.model.part.BlockPart.initialize."""
+        owner, _, rest = name.partition(".")
+        for part in (self.mixer, self.feedforward):
+            if owner == part.spec.name:
+                return part.initialize(rest, values, std, residual_std)
+        values.fill_(self.gain)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the block applied to x [N, D]: [N, D]."""
@@ -61,26 +81,33 @@ class Block(nn.Module):
         return self._forward(x, context)
 
     def _forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        h, x = self._normed(self.input_layernorm, x, None, self.self_attn.qkvg_proj, context)
-        delta = self._delta(self.attention_output_norm, self.self_attn(h, context))
-        hidden, x = context.recompute.run_mlp(self, self.mlp, self._mlp_hidden, x, delta, context)
-        return x + self._delta(self.mlp_output_norm, self.mlp.output(hidden, context))
+        mixer, mlp = self.mixer, self.feedforward
+        h, x = self._normed(self.input_layernorm, x, None, mixer, context)
+        delta = self._delta(self.attention_output_norm, mixer(h, context))
+        hidden, x = context.recompute.run_mlp(self, mlp, self._mlp_hidden, x, delta, context)
+        return x + self._delta(self.mlp_output_norm, mlp.output(hidden, context))
 
     def _mlp_hidden(self, x: Tensor, delta: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Return the input of down_proj [N, F], and x + delta [N, D]."""
-        h, x = self._normed(self.post_attention_layernorm, x, delta, self.mlp.gate_up_proj, context)
-        return self.mlp.hidden(h, context), x
+        """Return what the second half of the MLP needs [N, F], and x + delta [N, D]."""
+        mlp = self.feedforward
+        h, x = self._normed(self.post_attention_layernorm, x, delta, mlp, context)
+        return mlp.hidden(h, context), x
 
     def _delta(self, norm: nn.Module | None, out: Tensor) -> Tensor:
-        """Return what the output of attention or of the MLP adds to the residual stream."""
+        """Return what the output of a part adds to the residual stream."""
         out = out if norm is None else self.tp.norm(norm, out, self.tp.scatters)
         return out if self.residual_multiplier == 1 else out * self.residual_multiplier
 
     def _normed(
-        self, norm: nn.Module | None, x: Tensor, delta: Tensor | None, consumer: nn.Module, context: ForwardContext
+        self,
+        norm: nn.Module | None,
+        x: Tensor,
+        delta: Tensor | None,
+        reader: BlockPart,
+        context: ForwardContext,
     ) -> tuple[Tensor, Tensor]:
-        """Return the input of the te.Linear `consumer`, and x + delta."""
+        """Return the input of the part `reader`, and x + delta."""
         if norm is not None and self.tp.size == 1:
-            return context.kernels.norm(norm, x, delta, consumer)
+            return context.kernels.norm(norm, x, delta, reader.get_submodule(reader.entry))
         x = x if delta is None else x + delta
         return x if norm is None else self.tp.norm(norm, x, self.tp.scatters), x

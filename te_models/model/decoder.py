@@ -22,12 +22,12 @@ from typing_extensions import Unpack
 
 from te_models.config.model import ModelConfig
 from te_models.config.options import RecipeOptions
-from te_models.config.recipe import Recipe, get_recipe
+from te_models.config.recipe import AUTO, Recipe
 from te_models.config.recompute_modes import check_mode, offload_allows_fused
 from te_models.device.choice import choose_device
 from te_models.device.measured import once
 from te_models.engine import check_support, engine_module, get_engine
-from te_models.errors import ConfigError, UsageError
+from te_models.errors import OutOfMemory, UsageError
 from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, quantize_weights_alike, relink
 from te_models.fp8.region import forward_pass, fp8_layers, preserve_scales_in_backward
 from te_models.fp8.scaling_state import convert_scales, fp8_state, load_fp8_state
@@ -37,12 +37,12 @@ from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
 from te_models.model.block import Block
 from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.inputs import check_inputs, check_tokens, known_ids, refuse_one_graph
-from te_models.model.kv_cache import Cache
+from te_models.model.kv_cache import Cache, DecodingCache, slots_for
 from te_models.model.offload import HostMemory, Offload
-from te_models.model.recipe_fit import check_sizes
+from te_models.model.recipe_fit import check_layers, check_sizes, choose_recipe
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
 from te_models.model.targets import nan_if, next_token_targets
-from te_models.model.te_modules import linear, norm_options, pad_rows
+from te_models.model.te_modules import Factory, pad_rows
 from te_models.model.tensor_parallel import TensorParallel
 
 
@@ -61,7 +61,8 @@ class Decoder(nn.Module):
 
     Args:
         config: the shape.
-        recipe: a name (`list_recipes()`), the path of a TOML file, a Recipe, or a Transformer Engine recipe object.
+        recipe: a name (`list_recipes()`), the path of a TOML file, a Recipe, or a Transformer Engine recipe object;
+            "auto": FP8 where it saves time (te_models.model.recipe_fit.auto_recipe), which is logged with the reason.
         engine: "auto" (native where there are a CUDA device and Transformer Engine, else emulated), "native" or
             "emulated".
         device: the device of the parameters; None is the first CUDA device if there is one, else the CPU.
@@ -84,14 +85,14 @@ class Decoder(nn.Module):
         recipe_options: any field of the recipe, such as `amax_history_len=16` or `num_layers_at_end_in_bf16=2`.
 
     Raises:
-        ValueError: an unknown name or field, or a request that this machine cannot satisfy, with the reason.
+        UsageError: an unknown name or field, or a request that this machine cannot satisfy, with the reason.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         *,
-        recipe: str | Path | Recipe | Any = "bf16",
+        recipe: str | Path | Recipe | Any = AUTO,
         engine: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -110,40 +111,43 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.tp = TensorParallel(tp_mesh, sequence_parallel)
-        self.local_config = self.tp.local(config)
+        self.specs = self.tp.local(config)
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.activation_offload, self.host_memory = activation_offload, HostMemory()
         device = choose_device(device)
         _, self.engine, self.engine_reason = get_engine(engine, device)
-        self.recipe = self._checked(get_recipe(recipe, **recipe_options))
-        self.te_recipe = self.recipe.build(self.te)
         self.fp8_params = fp8_params
+        place: dict[str, Any] = dict(engine=engine, device=device, dtype=dtype, fp8_params=fp8_params)
+        chosen, self.recipe_reason = choose_recipe(recipe, recipe_options, self.config, layers=self.specs, **place)
+        self.recipe = self._checked(chosen)
+        self.te_recipe = self.recipe.build(self.te)
         if fp8_params:
             check_recipe(self.recipe)
         self.compile_mode = compile_mode(compile)
         self.amax_group = amax_group
 
-        factory: dict[str, Any] = dict(device=device if materialize else torch.device("meta"), dtype=dtype)
+        where = device if materialize else torch.device("meta")
+        factory = Factory(self.te, self.tp, config.rms_norm_eps, config.zero_centered_norm, where, dtype)
         movable = not activation_offload or offload_allows_fused(self.activation_checkpointing)
         fast = device.type == "cuda" and movable if fused is None else fused
         self.fused = fast and self.tp.size == 1
         self.kernels = get_kernels(self.te, device, compile=self.compile_mode, fused=self.fused)
-        table = torch.empty(config.vocab_size, config.hidden_size, **factory)
+        table = torch.empty(config.vocab_size, config.hidden_size, device=where, dtype=dtype)
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList()
-        for layer in range(config.num_hidden_layers):
+        for layer, spec in enumerate(self.specs):
             with self._weights(in_fp8=layer in self.fp8_layers):
-                block = Block(self.local_config, layer, self.te, self.tp, **factory)
+                block = Block(spec, layer, factory, config.residual_multiplier)
             self.layers.append(block)
-        self.norm = self.te.RMSNorm(config.hidden_size, **norm_options(config), **factory)
-        with self._weights(in_fp8=self._head_in_fp8 and not config.tie_word_embeddings):
-            self.lm_head = linear(self.te, config.hidden_size, config.vocab_size, **factory)
+        self.norm = factory.norm(config.hidden_size)
+        with self._weights(in_fp8=self.recipe.head_in_fp8 and not config.tie_word_embeddings):
+            self.lm_head = factory.linear(config.head)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.tp.mark(self)
+        self.tp.mark(self, self.config)
         clear_states(self)
         drop_transposed(self, self.recipe)
-        if initialize and factory["device"].type != "meta":
+        if initialize and where.type != "meta":
             self.init_weights()
 
     @property
@@ -161,17 +165,18 @@ class Decoder(nn.Module):
 
         The projections back into the residual stream are divided by sqrt(2 * layers) (Radford et al. 2019)."""
         std = self.config.initializer_range
-        residual = std / math.sqrt(2 * self.config.num_hidden_layers)
+        residual = std / math.sqrt(2 * len(self.specs))
         self.tp.check_same_random_state(self.device)
         for name, parameter in self.named_parameters():
             with self.tp.filling(name, parameter, self.config) as values:
-                if name.endswith("bias"):
-                    values.zero_()
-                elif "norm" in name:
+                if name.startswith("layers."):
+                    _, layer, rest = name.split(".", 2)
+                    self._block(int(layer)).initialize(rest, values, std, residual)
+                elif name == "norm.weight":
                     values.fill_(0.0 if self.config.zero_centered_norm else 1.0)
                 else:
-                    values.normal_(0.0, residual if name.endswith(("o_proj.weight", "down_proj.weight")) else std)
-        self.tp.mark(self)
+                    values.normal_(0.0, std)
+        self.tp.mark(self, self.config)
 
     @contextlib.contextmanager
     def _weights(self, in_fp8: bool) -> Iterator[None]:
@@ -212,10 +217,7 @@ class Decoder(nn.Module):
     @property
     def fp8_layers(self) -> range:
         """The layers that run inside the autocast; empty for BF16."""
-        if not self.recipe.quantized:
-            return range(0)
-        count = self.config.num_hidden_layers
-        return range(self.recipe.num_layers_at_start_in_bf16, count - self.recipe.num_layers_at_end_in_bf16)
+        return self.recipe.fp8_layers(self.config.num_hidden_layers)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -226,6 +228,11 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         """The device of the parameters."""
         return self._table.device
+
+    def _block(self, layer: int) -> Block:
+        block = self.layers[layer]
+        assert isinstance(block, Block)
+        return block
 
     @property
     def _table(self) -> Tensor:
@@ -297,7 +304,7 @@ class Decoder(nn.Module):
             tokens, unknown = known_ids(tokens, self.config.vocab_size)
         recompute = self._recompute(tokens.device, is_first_microbatch)
         passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
-        context = forward_context(self.config, tokens, *passed, self.dtype)
+        context = forward_context(self.specs, tokens, *passed, self.dtype)
         wanted = (labels, attention_mask, document_ids, return_logits, logits_to_keep)
         with forward_pass(self, self.te, self.recipe, self.te_recipe):
             evaluated = not self.training
@@ -315,7 +322,7 @@ class Decoder(nn.Module):
         x = self._run(range(fp8.start), x, context)
         with fp8_layers(self.te, self.te_recipe, self.amax_group) if fp8 else contextlib.nullcontext():
             x = self._run(fp8, x, context)
-            if self._head_in_fp8:
+            if self.recipe.head_in_fp8:
                 return self._output(x, context, *wanted)
         x = self._run(range(fp8.stop, len(self.layers)), x, context)
         return self._output(x, context, *wanted)
@@ -367,11 +374,7 @@ class Decoder(nn.Module):
     @property
     def _head_is_fused(self) -> bool:
         """Return whether head and loss can run as one operation: a plain BF16 head can, an FP8 or adapted one not."""
-        return not self._head_in_fp8 and type(self.lm_head) is self.te.Linear
-
-    @property
-    def _head_in_fp8(self) -> bool:
-        return self.recipe.quantized and self.recipe.lm_head == "fp8"
+        return not self.recipe.head_in_fp8 and type(self.lm_head) is self.te.Linear
 
     def _logits(self, h: Tensor, context: ForwardContext) -> Tensor:
         """Return the logits [N, V] of h [N, D]."""
@@ -402,6 +405,24 @@ class Decoder(nn.Module):
         """Return x [n, D] with rows of zeros up to a multiple of the recipe's alignment."""
         return pad_rows(x, self.tp.rows(x.shape[0], self._row_alignment))
 
+    def new_cache(self, batch: int, max_length: int) -> DecodingCache:
+        """Return an empty cache for `batch` rows of up to `max_length` positions, padding included.
+
+        Raises:
+            OutOfMemory: it does not fit on the device.
+        """
+        slots = slots_for(max_length)
+        try:
+            mixers = [self._block(layer).mixer for layer in range(len(self.specs))]
+            states = [mixer.new_state(batch, slots, self.device, self.dtype) for mixer in mixers]
+        except torch.OutOfMemoryError:
+            size = sum(spec.mixer.state_bytes(batch, slots, self.dtype.itemsize) for spec in self.specs) / 2**30
+            raise OutOfMemory(
+                f"a KV cache for {batch} rows of {max_length} positions takes {size:.2f} GiB, which {self.device} does "
+                "not have free: lower the batch or max_new_tokens"
+            ) from None
+        return DecodingCache(states, batch, max_length, self.device, self.dtype)
+
     @contextlib.contextmanager
     def unfused(self) -> Iterator[None]:
         """Inside, run the model with plain kernels, which pass BF16 between its modules."""
@@ -415,21 +436,31 @@ class Decoder(nn.Module):
         """Change the recipe of the live model. Weights and gradients stay; the next forward runs under the new recipe.
 
         Between two stateful recipes the scales and histories are converted; otherwise they start afresh. FP8 primary
-        weights are left unchanged, so a recipe that needs another kind of FP8 raises a ValueError.
+        weights are left unchanged, so a recipe that needs another kind of FP8 raises a UsageError.
         """
-        new = self._checked(get_recipe(recipe, **recipe_options))
+        place: dict[str, Any] = dict(engine=self.engine, device=target_device(self), dtype=self.dtype)
+        place["fp8_params"] = self.fp8_params
+        chosen, reason = choose_recipe(recipe, recipe_options, self.config, layers=self.specs, **place)
+        new = self._checked(chosen)
         if self.fp8_params:
             self._check_weights_fit(new)
-        old, keep = self.recipe, {}
-        if new.stateful and old.stateful:
-            keep = {name: tensor.clone() for name, tensor in fp8_state(self).items()}
+        old = self.recipe
+        keep = self.copied_fp8_state() if new.stateful else {}
         for module in self.modules():
             if isinstance(module, self.te.Linear):
                 self.te.reset_fp8_state(module)
-        self.recipe, self.te_recipe = new, new.build(self.te)
+        self.recipe, self.te_recipe, self.recipe_reason = new, new.build(self.te), reason
         relink(self, self.te_recipe)
         if keep:
             self.take_fp8_state(keep, old)
+
+    def copied_fp8_state(self) -> dict[str, Tensor]:
+        """Return a copy of every scale and amax history, as `fp8_state` names them; every save takes them from here.
+
+        Forward passes change the live tensors, evaluations for a moment too: those of other threads wait.
+        """
+        with self.te.region_lock(self, self.recipe.quantized):
+            return {name: tensor.clone() for name, tensor in fp8_state(self).items()} if self.recipe.stateful else {}
 
     def take_fp8_state(self, state: dict[str, Tensor], old: Recipe) -> int:
         """Load the scales and histories that `fp8_state` returned under the recipe `old`; return how many were used.
@@ -450,7 +481,7 @@ class Decoder(nn.Module):
     def _check_weights_fit(self, new: Recipe) -> None:
         """Refuse a recipe whose format the FP8 primary weights do not have."""
         if not (self.recipe.edges == new.edges and quantize_weights_alike(self.recipe, new)):
-            raise ValueError(
+            raise UsageError(
                 f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and {new.name!r} "
                 "needs others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"
             )
@@ -458,15 +489,9 @@ class Decoder(nn.Module):
     def _checked(self, recipe: Recipe) -> Recipe:
         """Return the recipe, if this model can run it here."""
         check_support(self.te, self.engine, recipe)
-        edges = recipe.num_layers_at_start_in_bf16 + recipe.num_layers_at_end_in_bf16
-        if recipe.quantized and edges >= self.config.num_hidden_layers:
-            raise ConfigError(
-                f"recipe {recipe.name!r} keeps {edges} layers in BF16 and the model has "
-                f"{self.config.num_hidden_layers}: nothing would run in FP8; lower num_layers_at_start_in_bf16 or "
-                "num_layers_at_end_in_bf16"
-            )
+        check_layers(self.config, recipe)
         self.tp.check_recipe(recipe)
-        check_sizes(self.local_config, recipe, self.tp.each)
+        check_sizes(self.specs, self.config.vocab_size, recipe, self.tp.each)
         return recipe
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_models.config.model import ModelConfig
+from te_models.config.attention import AttentionSpec
+from te_models.config.layer import LayerSpec, distinct
+from te_models.config.rope import Rope
 from te_models.kernels.dispatch import Kernels
 from te_models.kernels.sdpa import attention_mask, masks_nothing
 from te_models.model.kv_cache import Cache
@@ -32,9 +34,10 @@ class ForwardContext(NamedTuple):
 
     batch: int
     seq: int
-    rotary: dict[bool, tuple[Tensor, Tensor]]  # whether a layer has a window -> cos and sin [S, R] or [B, S, R] for it,
-    # R channels rotated, in the dtype of the activations
-    query_scale: Tensor | None  # [S] or [B, S], of ModelConfig.query_scale_beta
+    positions: Tensor  # int64 [S] or [B, S]: tokens of the same row, or document, before each token
+    rotary: dict[Rope, tuple[Tensor, Tensor]]  # cos and sin [S, R] or [B, S, R], R channels rotated, in the dtype of
+    # the activations
+    query_scales: dict[tuple[float, int], Tensor]  # AttentionSpec.query_scale -> factors [S] or [B, S]
     cache: Cache | None
     masks: dict[int | None, Visible]  # sliding window -> which keys are seen
     real: Tensor | None  # bool [B*S, 1], False at padding inside the batch; None where there is none
@@ -55,7 +58,7 @@ class ForwardContext(NamedTuple):
 
 
 def forward_context(
-    config: ModelConfig,
+    layers: tuple[LayerSpec, ...],
     ids: Tensor,
     cache: Cache | None,
     real: Tensor | None,
@@ -73,40 +76,53 @@ def forward_context(
     batch, seq = ids.shape[:2]
     padded = None if real is None or masks_nothing(real) else real.to(ids.device, torch.bool)
     documents = None if documents is None else documents.to(ids.device)
-    windows = {config.window(layer) for layer in range(config.num_hidden_layers)}
-    masks: dict[int | None, Visible]
+    attentions = distinct(layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec))
     positions = cache.extend(seq, padded) if cache else None
-    if cache and positions is not None:
-        masks = {window: cache.visible(window) for window in windows}
-    else:
-        spans = _spans(config, kernels, padded, dtype)
-        masks = {}
-        for window in windows:
-            if spans is not None and (documents is not None or (window is not None and window < seq)):
-                masks[window] = spans(seq, window, documents, ids.device)
-            else:
-                masks[window] = attention_mask(seq, window, padded, documents, ids.device)
+    masks: dict[int | None, Visible] = {}
+    for spec in attentions:
+        if spec.window in masks:
+            continue
+        if cache and positions is not None:
+            masks[spec.window] = cache.visible(spec.window)
+        else:
+            masks[spec.window] = _mask(spec, seq, padded, documents, kernels, ids.device, dtype)
+    if positions is None:
         positions = _positions(seq, padded, documents, ids.device)
-    full = rotary_tables(config, positions, dtype)
-    sliding = full if config.sliding is config else rotary_tables(config.sliding, positions, dtype)
-    scale = None if config.query_scale_beta is None else _query_scale(config, positions, dtype)
-    real = None if padded is None else padded.reshape(-1, 1)
-    tables = {False: full, True: sliding}
-    return ForwardContext(batch, seq, tables, scale, cache, masks, real, recompute, kernels, fp8_layers)
+    return ForwardContext(
+        batch=batch,
+        seq=seq,
+        positions=positions,
+        rotary={rope: rotary_tables(rope, positions, dtype) for rope in distinct(spec.rope for spec in attentions)},
+        query_scales={
+            scale: _query_scale(*scale, positions, dtype) for scale in distinct(spec.query_scale for spec in attentions)
+        },
+        cache=cache,
+        masks=masks,
+        real=None if padded is None else padded.reshape(-1, 1),
+        recompute=recompute,
+        kernels=kernels,
+        fp8_layers=fp8_layers,
+    )
 
 
-def _spans(config: ModelConfig, kernels: Kernels, padded: Tensor | None, dtype: torch.dtype) -> Any:
-    """Return a function that makes the Spans of a window, or None where the keys that a query sees need a mask."""
-    capped = config.attn_logit_softcapping is not None
-    if kernels.attention is None or padded is not None or capped or dtype.itemsize != 2 or config.head_dim > 256:
-        return None
-    return kernels.attention.spans
+def _mask(
+    spec: AttentionSpec, seq: int, padded: Tensor | None, documents: Tensor | None, kernels: Kernels,
+    device: torch.device, dtype: torch.dtype,
+) -> Visible:  # fmt: skip
+    """Return which keys the queries of `spec` see in a pass without a cache."""
+    # A span has one first key per query, which padding and capped logits do not allow.
+    spans = kernels.attention.spans if kernels.attention is not None else None
+    if padded is not None or spec.softcap is not None or dtype.itemsize != 2 or spec.heads.dim > 256:
+        spans = None
+    slides = spec.window is not None and spec.window < seq
+    if spans is not None and (documents is not None or slides):
+        return spans(seq, spec.window, documents, device)
+    return attention_mask(seq, spec.window, padded, documents, device)
 
 
-def _query_scale(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tensor:
+def _query_scale(beta: float, length: int, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 1 + beta * log(1 + position // length) of each position, in `dtype` (Llama 4, Ministral 3)."""
-    assert config.query_scale_beta is not None and config.query_scale_length is not None
-    return (1 + config.query_scale_beta * torch.log(1.0 + positions // config.query_scale_length)).to(dtype)
+    return (1 + beta * torch.log(1.0 + positions // length)).to(dtype)
 
 
 def _positions(seq: int, padded: Tensor | None, documents: Tensor | None, device: torch.device) -> Tensor:

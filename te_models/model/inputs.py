@@ -79,6 +79,8 @@ def check_inputs(
             )
         if given is not None:
             _check_place(name, given, tokens.device)
+    if document_ids is not None and (document_ids.is_floating_point() or document_ids.is_complex()):
+        raise UsageError(f"document_ids is of {document_ids.dtype}: give whole numbers, such as an int64 tensor [B, S]")
     if labels is not None and labels.dtype != torch.int64:
         raise UsageError(f"labels is of {labels.dtype}: give an int64 tensor [B, S]")
     if document_ids is not None and not (cache is None and attention_mask is None):

@@ -1,4 +1,4 @@
-"""The key/value cache: allocated once, at fixed addresses, with its fill level on the device.
+"""The state of decoding: one state per layer, allocated once, at fixed addresses, with its fill level on the device.
 
 A forward writes keys and values of its tokens into their slots and attends over all slots under a mask, so that every
 step of one token has the same shapes, reads the same addresses and needs nothing from the host: it can be captured in a
@@ -7,19 +7,20 @@ CUDA graph. The first forward, the prompt, attends only to itself, with the fast
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from te_models.config.model import ModelConfig
+from te_models.errors import UsageError
 
 # The number of slots is a multiple of this, as kernels with a mask require of its rows.
 SLOTS = 16
 
 
 class Cache(Protocol):
-    """The part of a cache that a forward pass uses; KVCache documents it. te_models.huggingface.cache is another."""
+    """The part of a cache that a forward pass uses: DecodingCache, or a view of one of transformers."""
 
     length: int
 
@@ -28,10 +29,67 @@ class Cache(Protocol):
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-class KVCache:
-    """Keys and values of the positions seen so far, one pair per layer, for rows of unequal length.
+class State(Protocol):
+    """What one layer keeps of the tokens seen so far; a mixer makes it (te_models.model.part.Mixer.new_state)."""
 
-    Memory: 2 * layers * B * K * max_length * H elements of `dtype` (`nbytes`).
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        ...
+
+
+class KVState:
+    """Keys and values of one attention layer, [2, B, K, slots, H].
+
+    Zeros at first, since a slot that the mask hides still takes part in a product, and NaN times 0 is NaN.
+    """
+
+    def __init__(
+        self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.buffer = torch.zeros(2, batch, heads, slots, head_dim, device=device, dtype=dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.buffer.nbytes
+
+    def clear(self) -> None:
+        """Do nothing: slots beyond the fill level are hidden."""
+
+    def append(self, k: Tensor, v: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Store k, v [B, K, S, H] in `slots` (None: the first S); return the keys and values to attend to.
+
+        In the first forward those are their own, afterwards those of all slots, [B, K, slots, H].
+        """
+        keys, values = self.buffer
+        if slots is None:
+            keys[:, :, : k.shape[2]] = k
+            values[:, :, : v.shape[2]] = v
+            return k, v
+        keys.index_copy_(2, slots, k)
+        values.index_copy_(2, slots, v)
+        return keys, values
+
+
+def slots_for(length: int) -> int:
+    """Return the slots of a cache for `length` positions."""
+    return -(-length // SLOTS) * SLOTS
+
+
+class DecodingCache:
+    """The states of all layers, and the positions seen so far in rows of unequal length.
+
+    Args:
+        states: of the layers, from the first to the last.
+        batch: rows.
+        max_length: positions per row, padding included.
+        device: of the states.
+        dtype: of masks, as of the activations.
 
     Attributes:
         length: positions seen, padding included, counted by the host; a captured step does not count.
@@ -40,18 +98,11 @@ class KVCache:
         real: bool [B, slots], False at padding; meaningless beyond `filled`.
     """
 
-    def __init__(self, config: ModelConfig, batch: int, max_length: int, device: torch.device, dtype: torch.dtype):
-        slots = -(-max_length // SLOTS) * SLOTS
-        shape = (config.num_hidden_layers, 2, batch, config.num_key_value_heads, slots, config.head_dim)
-        try:
-            # Zeros, since a slot that the mask hides still takes part in a product, and NaN times 0 is NaN.
-            self.buffer = torch.zeros(shape, device=device, dtype=dtype)
-        except torch.OutOfMemoryError:
-            size = torch.Size(shape).numel() * dtype.itemsize / 2**30
-            raise ValueError(
-                f"a KV cache for {batch} rows of {max_length} positions takes {size:.2f} GiB, which {device} does not "
-                "have free: lower the batch or max_new_tokens"
-            ) from None
+    def __init__(
+        self, states: Sequence[State], batch: int, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        slots = slots_for(max_length)
+        self.states, self.dtype = states, dtype
         self.max_length, self.length = max_length, 0
         self.filled = torch.zeros(1, dtype=torch.long, device=device)
         self.counts = torch.zeros(batch, dtype=torch.long, device=device)
@@ -61,19 +112,21 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return self.buffer.nbytes
+        """Bytes of all states."""
+        return sum(state.nbytes for state in self.states)
 
     def __repr__(self) -> str:
-        layers, _, batch, *_ = self.buffer.shape
         size = f"{self.nbytes / 2**20:,.1f} MiB"
-        return f"KVCache({batch} rows x {self.max_length} positions x {layers} layers: {size})"
+        layers = len(self.states)
+        return f"DecodingCache({len(self.counts)} rows x {self.max_length} positions x {layers} layers: {size})"
 
     def clear(self) -> None:
         """Forget all positions; the next forward is a first one."""
         self.length = 0
         self.filled.zero_()
         self.counts.zero_()
+        for state in self.states:
+            state.clear()
 
     def extend(self, seq: int, real: Tensor | None) -> Tensor | None:
         """Make room for the `seq` newest tokens of each row; return their positions [B, S], None in the first forward.
@@ -81,7 +134,7 @@ class KVCache:
         `real` bool [B, S] is False at padding; None: there is none. Call it once per forward, before `append`.
         """
         if self.length + seq > self.max_length:
-            raise ValueError(
+            raise UsageError(
                 f"the KV cache has room for {self.max_length} positions, not {self.length + seq}: make it longer"
             )
         new = self.real.new_ones(len(self.counts), seq) if real is None else real
@@ -104,18 +157,10 @@ class KVCache:
         distance = self._slots[:, None] - self._index
         seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         seen = (seen & self.real[:, None, None, :]) | (distance == 0)
-        return torch.zeros_like(seen, dtype=self.buffer.dtype).masked_fill_(~seen, float("-inf"))
+        return torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, float("-inf"))
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [B, K, S, H] of the newest tokens; return the keys and values that they attend to.
-
-        In the first forward those are their own, afterwards those of all slots, [B, K, slots, H].
-        """
-        keys, values = self.buffer[layer]
-        if self._slots is None:
-            keys[:, :, : k.shape[2]] = k
-            values[:, :, : v.shape[2]] = v
-            return k, v
-        keys.index_copy_(2, self._slots, k)
-        values.index_copy_(2, self._slots, v)
-        return keys, values
+        """Store k, v [B, K, S, H] of the newest tokens in an attention layer; return those that they attend to."""
+        state = self.states[layer]
+        assert isinstance(state, KVState)
+        return state.append(k, v, self._slots)

@@ -31,6 +31,10 @@ class BuildOptions(RecipeOptions, total=False):
     amax_group: ProcessGroup | None
 
 
+# Of a model without values whose shapes are compared; no recipe is chosen for it.
+SKETCH: BuildOptions = dict(recipe="bf16", engine="emulated", device="meta")
+
+
 class ModelOptions(BuildOptions, ConfigOptions, total=False):
     """Every keyword of CausalLM.from_preset: how to build the model, and fields of its config."""
 

@@ -1,29 +1,136 @@
-"""Check that the sizes of a model suit the GEMMs of a recipe."""
+"""Whether a recipe suits a model: the sizes that its GEMMs need, and the choice behind recipe="auto"."""
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from te_models.config.layer import LayerSpec
 from te_models.config.model import ModelConfig
-from te_models.config.recipe import Recipe
+from te_models.config.recipe import AUTO, SCHEMES, Recipe, get_recipe
+from te_models.engine import get_engine
+from te_models.errors import ConfigError
+
+# The smallest hidden size at which FP8 saves time. Whole training steps on an H200 under "current", relative to "bf16":
+#   768  gated-124m    0.970  benchmarks/results/first_light_h200.json (delayed 0.995)
+#  1024  qwen3-0.6b    0.969  benchmarks/results/finetune_against_trl_h200.json (delayed 1.016; with LoRA 1.006)
+#  4096  llama-3.1-8b  1.360  the same file (delayed 1.429; with LoRA 1.351)
+# Between them, gated-1b (2048) is compared with PyTorch only: 1.50 times its compiled BF16 (step_h200.json).
+WIDE_ENOUGH = 2048
+CANDIDATES = ("mxfp8", "current")  # in this order: the first that runs natively
 
 
-def check_sizes(config: ModelConfig, recipe: Recipe, each: str) -> None:
+log = logging.getLogger(__name__)
+
+
+def choose_recipe(
+    recipe: str | Path | Recipe | Any, fields: Mapping[str, Any], config: ModelConfig, **place: Any
+) -> tuple[Recipe, str]:
+    """Return the recipe that is asked for, and for "auto" the reason for the choice, which is logged; else "".
+
+    `recipe` and `fields` are the arguments of `get_recipe`, `config` and `place` those of `auto_recipe`.
+    """
+    if recipe != AUTO:
+        return get_recipe(recipe, **fields), ""
+    chosen, reason = auto_recipe(config, **place, **fields)
+    _say(f"recipe auto: {chosen.name} ({reason})")
+    return chosen, reason
+
+
+@functools.cache
+def _say(line: str) -> None:
+    """Log a line once per process, however many models are built."""
+    log.warning(line)
+
+
+def auto_recipe(
+    config: ModelConfig,
+    engine: str = "auto",
+    device: torch.device | str | None = None,
+    *,
+    layers: tuple[LayerSpec, ...] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    fp8_params: bool = False,
+    **fields: Any,
+) -> tuple[Recipe, str]:
+    """Return the recipe that recipe="auto" stands for in a model without a recipe of its own, and why in a few words.
+
+    It is FP8 where that saves time: "mxfp8" on the native engine where Transformer Engine runs it (data-centre
+    Blackwell), else "current" (Ada, Hopper, other Blackwell). It is "bf16" on the emulated engine, hence on every CPU,
+    which gains no speed from FP8; for another dtype than bfloat16; where the recipe cannot run the model's sizes; and
+    for models below a hidden size of WIDE_ENOUGH, where FP8 saved no time on an H200, unless they store their weights
+    in FP8.
+
+    Args:
+        config: the shape.
+        layers: one rank's share of the layers; None: all of them.
+        engine: as in `get_engine`, as is `device`.
+        dtype: of the parameters.
+        fp8_params: whether weights are stored in FP8, which saves memory at any size.
+        fields: fields of the recipe to change.
+
+    Raises:
+        UsageError: an unknown engine, or a field or value that the chosen recipe does not have.
+    """
+    te, name, why = get_engine(engine, device)
+    reason = "FP8 saves no time on the emulated engine" if name == "emulated" else ""
+    if not reason and dtype != torch.bfloat16:
+        reason = f"dtype is {str(dtype).removeprefix('torch.')}"
+    if not reason and config.hidden_size < WIDE_ENOUGH and not fp8_params:
+        reason = f"FP8 saves no time below a hidden size of {WIDE_ENOUGH}, and this one is {config.hidden_size}"
+    if not reason:
+        gpu = why.partition(",")[0]
+        reason = f"{gpu} has no FP8"
+        for candidate in CANDIDATES:
+            if not getattr(te, SCHEMES[get_recipe(candidate).scheme].available)():
+                continue
+            recipe = get_recipe(candidate, **fields)
+            try:
+                check_layers(config, recipe)
+                check_sizes(layers or config.layers, config.vocab_size, recipe)
+            except ConfigError as error:
+                reason = str(error)
+                continue
+            return recipe, f"{gpu}, hidden size {config.hidden_size}"
+    return get_recipe("bf16", **fields), reason
+
+
+def check_layers(config: ModelConfig, recipe: Recipe) -> None:
+    """Raise a ConfigError if a quantized recipe keeps every layer in BF16."""
+    edges = recipe.num_layers_at_start_in_bf16 + recipe.num_layers_at_end_in_bf16
+    if recipe.quantized and edges >= config.num_hidden_layers:
+        raise ConfigError(
+            f"recipe {recipe.name!r} keeps {edges} layers in BF16 and the model has {config.num_hidden_layers}: "
+            "nothing would run in FP8; lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16"
+        )
+
+
+def check_sizes(layers: tuple[LayerSpec, ...], vocab_size: int, recipe: Recipe, each: str = "") -> None:
     """Require every feature dimension of an FP8 GEMM to be a multiple of the recipe's alignment.
 
     Args:
-        config: the config of one rank's heads and channels.
+        layers: one rank's share of the layers.
+        vocab_size: outputs of the head.
         recipe: the recipe.
         each: appended to a size in messages, to say that it is per rank.
 
     Raises:
-        ValueError: a size is not; the message names it.
+        ConfigError: a size is not; the message names it.
     """
-    sizes = dict(hidden_size=config.hidden_size, intermediate_size=config.intermediate_size)
-    sizes |= {"num_attention_heads * head_dim": config.q_size, "q, k, v and gate": config.qkvg_size}
+    sizes: dict[str, int] = {}
+    for layer in layers:
+        for part in layer.parts:
+            sizes |= part.features
     if recipe.lm_head == "fp8":
-        sizes["vocab_size"] = config.vocab_size
+        sizes["vocab_size"] = vocab_size
     for name, size in sizes.items():
         if size % recipe.feature_alignment:
-            raise ValueError(
+            raise ConfigError(
                 f"{name}={size}{each} is not a multiple of {recipe.feature_alignment}, which the GEMMs of recipe "
                 f"{recipe.name!r} need: change it or use recipe='bf16'"
             )

@@ -15,48 +15,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.config.model import ModelConfig
+from te_models.config.rope import Rope
 
 Scaling = Mapping[str, Any]
 
 
-def rotary_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_tables(rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return (cos, sin) [..., R] of the integer positions [...]; angles in FP32, the tables in `dtype`."""
-    frequency, factor = _exponentials(config, config.rope_theta, positions.device), 1.0
-    if (scaling := config.rope_scaling) is not None:
-        frequency, factor = SCALINGS[scaling["rope_type"]](config, scaling, frequency, positions)
+    frequency, factor = _exponentials(rope, rope.theta, positions.device), 1.0
+    if (scaling := rope.scaling) is not None:
+        frequency, factor = SCALINGS[scaling["rope_type"]](rope, scaling, frequency, positions)
     angle = positions.float().unsqueeze(-1) * frequency
     angle = torch.cat((angle, angle), dim=-1)
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 
-def context_before_long_angles(config: ModelConfig) -> int | None:
+def context_before_long_angles(rope: Rope) -> int | None:
     """Return the length beyond which LongRoPE changes the angles of all positions; None under any other RoPE."""
-    scaling = config.rope_scaling or {}
-    if scaling.get("rope_type") != "longrope":
-        return None
-    return scaling.get("original_max_position_embeddings", config.max_position_embeddings)
+    return rope.original_context if (rope.scaling or {}).get("rope_type") == "longrope" else None
 
 
-def _exponentials(config: ModelConfig, base: float | Tensor, device: torch.device) -> Tensor:
+def _exponentials(rope: Rope, base: float | Tensor, device: torch.device) -> Tensor:
     """Return base^(-2i/R) for the R/2 pairs of channels (Su et al. 2021, arXiv 2104.09864)."""
-    channel = torch.arange(0, config.rotary_size, 2, device=device, dtype=torch.float32)
-    return 1.0 / base ** (channel / config.rotary_size)
+    channel = torch.arange(0, rope.size, 2, device=device, dtype=torch.float32)
+    return 1.0 / base ** (channel / rope.size)
 
 
-def _linear(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+def _linear(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
     """Divide all frequencies by `factor`: position interpolation (Chen et al. 2023, arXiv 2306.15595)."""
     return frequency / scaling["factor"], 1.0
 
 
-def _dynamic(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+def _dynamic(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
     """Let the base grow with the text once it is longer than max_position_embeddings (Emozilla 2023, "dynamic NTK")."""
-    factor, size, original = scaling["factor"], config.rotary_size, config.max_position_embeddings
+    factor, size, original = scaling["factor"], rope.size, rope.context
     growth = factor * (positions.max() + 1).clamp(min=original).float() / original - (factor - 1)
-    return _exponentials(config, config.rope_theta * growth ** (size / (size - 2)), frequency.device), 1.0
+    return _exponentials(rope, rope.theta * growth ** (size / (size - 2)), frequency.device), 1.0
 
 
-def _llama3(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+def _llama3(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
     """Keep wavelengths below original / high_freq_factor, divide those above original / low_freq_factor by `factor`,
     and interpolate between the two (Llama 3.1)."""
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
@@ -65,14 +62,14 @@ def _llama3(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions:
     return (1 - kept) * frequency / scaling["factor"] + kept * frequency, 1.0
 
 
-def _yarn(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+def _yarn(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
     """Keep channels that turn more than beta_fast times in the original context, divide those that turn less than
     beta_slow times by `factor`, with a ramp between: YaRN (Peng et al. 2023, arXiv 2309.00071)."""
-    factor, size = scaling["factor"], config.rotary_size
-    original = scaling.get("original_max_position_embeddings", config.max_position_embeddings)
+    factor, size = scaling["factor"], rope.size
+    original = rope.original_context
 
     def channel(turns: float) -> float:  # the (fractional) pair of channels with this many turns
-        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = channel(scaling.get("beta_fast", 32)), channel(scaling.get("beta_slow", 1))
     if scaling.get("truncate", True):
@@ -94,11 +91,11 @@ def _yarn_factor(scaling: Scaling) -> float:
     return 0.1 * log + 1
 
 
-def _longrope(config: ModelConfig, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+def _longrope(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
     """Divide the frequency of each pair by one factor, or another beyond the original context (arXiv 2402.13753)."""
-    original = scaling.get("original_max_position_embeddings", config.max_position_embeddings)
+    original = rope.original_context
     short, long = (_constant(tuple(scaling[f"{kind}_factor"]), frequency.device) for kind in ("short", "long"))
-    factor = scaling.get("factor", config.max_position_embeddings / original)
+    factor = scaling.get("factor", rope.context / original)
     sharpness = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return frequency / torch.where(positions.max() >= original, long, short), scaling.get("attention_factor", sharpness)
 
@@ -118,6 +115,6 @@ def _copied(values: tuple[float, ...], device: torch.device) -> Tensor:
 _kept = functools.lru_cache(maxsize=64)(_copied)
 
 
-SCALINGS: dict[str, Callable[[ModelConfig, Scaling, Tensor, Tensor], tuple[Tensor, float]]] = {
+SCALINGS: dict[str, Callable[[Rope, Scaling, Tensor, Tensor], tuple[Tensor, float]]] = {
     "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
 }  # fmt: skip

@@ -1,32 +1,59 @@
-"""te.Linear and te.RMSNorm with the options that every layer of a model shares."""
+"""How the te.Linear and te.RMSNorm of a model are made, with the options that all of them share."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from te_models.config.model import ModelConfig
+from te_models.config.layer import LinearSpec
+from te_models.model.tensor_parallel import TensorParallel
 
 
-def linear(te: ModuleType, inputs: int, outputs: int, *, bias: bool = False, split: Any = None, **factory: Any) -> Any:
-    """Return a te.Linear whose weight has no values yet: Decoder.init_weights, or a loader, gives all of them.
+@dataclass(frozen=True)
+class Factory:
+    """Makes te.Linear and te.RMSNorm for one rank of a model.
 
-    `split` is from TensorParallel.linear; the sizes are then those of the whole layer.
+    Attributes:
+        te: the engine.
+        tp: the ranks that share the model.
+        eps, zero_centered: of every norm, as ModelConfig's rms_norm_eps and zero_centered_norm.
     """
-    place = dict(params_dtype=factory["dtype"], device=factory["device"])
-    return te.Linear(inputs, outputs, bias=bias, init_method=_leave_empty, **place, **(split or {}))
+
+    te: ModuleType
+    tp: TensorParallel
+    eps: float
+    zero_centered: bool
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def gain(self) -> float:
+        """The initial value of a norm's weight."""
+        return 0.0 if self.zero_centered else 1.0
+
+    def linear(self, spec: LinearSpec) -> nn.Module:
+        """Return the te.Linear of this rank's share `spec`, without values: `initialize`, or a loader, gives them."""
+        ranks = self.tp.size
+        inputs = spec.inputs * (ranks if spec.split == "row" else 1)
+        outputs = spec.outputs * (ranks if spec.split == "column" else 1)
+        return self.te.Linear(
+            inputs, outputs, bias=spec.bias, init_method=_leave_empty, params_dtype=self.dtype, device=self.device,
+            **(self.tp.linear(spec.split) if spec.split is not None else {}),
+        )  # fmt: skip
+
+    def norm(self, size: int) -> nn.Module:
+        """Return a te.RMSNorm of this many channels."""
+        return self.te.RMSNorm(
+            size, eps=self.eps, zero_centered_gamma=self.zero_centered, device=self.device, dtype=self.dtype
+        )
 
 
 def _leave_empty(weight: Tensor) -> None:
     """Leave a new weight without values. A function of the module, so that models can be pickled."""
-
-
-def norm_options(config: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of every te.RMSNorm of a model, besides its size, device and dtype."""
-    return dict(eps=config.rms_norm_eps, zero_centered_gamma=config.zero_centered_norm)
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:

@@ -15,9 +15,8 @@ of those over the ranks).
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,22 +26,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from te_models.config.layout import FUSED, Section, stored_rows
+from te_models.config.layer import LayerSpec, LinearSpec, Section
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.distributed.collectives import all_gather, all_reduce
 from te_models.distributed.dtensor import filling, whole
+from te_models.errors import UsageError
 from te_models.fp8.primary_weights import is_quantized, write_weight
 
-# Module -> the sections of its rows, each of which is divided between the ranks (column-parallel); None: its columns
-# are divided (row-parallel). All other modules are replicated.
-SPLITS: dict[str, Callable[[ModelConfig], tuple[Section, ...]] | None] = {**FUSED, "o_proj": None, "down_proj": None}
 
+def divided_linear(name: str, config: ModelConfig) -> LinearSpec | None:
+    """Return the te.Linear whose parameter `name` is divided between the ranks; None: every rank has all of it.
 
-def is_sharded(name: str) -> bool:
-    """Return whether the parameter of this name is divided between the ranks."""
-    *_, module, kind = ("", *name.split("."))
-    return module in SPLITS and (kind == "weight" or (kind == "bias" and SPLITS[module] is not None))
+    `name` may have a prefix, as the state of an optimizer has.
+    """
+    module, _, kind = name[max(0, name.find("layers.")) :].rpartition(".")
+    linear = config.linears.get(module)
+    if linear is None or linear.split is None:
+        return None
+    return linear if kind == "weight" or (kind == "bias" and linear.split == "column") else None
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ class TensorParallel:
 
     def __post_init__(self) -> None:
         if self.mesh is None and self.sequence:
-            raise ValueError("sequence_parallel=True divides the tokens between the ranks of tp_mesh: give tp_mesh")
+            raise UsageError("sequence_parallel=True divides the tokens between the ranks of tp_mesh: give tp_mesh")
         if self.mesh is not None and self.mesh.ndim != 1:
-            raise ValueError(f"tp_mesh has {self.mesh.ndim} dimensions: give the one of tensor parallelism, mesh['tp']")
+            raise UsageError(f"tp_mesh has {self.mesh.ndim} dimensions: give that of tensor parallelism, mesh['tp']")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         return self
@@ -87,31 +89,25 @@ class TensorParallel:
             return {}
         return dict(parallel_mode=mode, tp_group=self.group, tp_size=self.size, sequence_parallel=self.sequence)
 
-    def local(self, config: ModelConfig) -> ModelConfig:
-        """Return the config of one rank's share of the heads and of the MLP's channels.
+    def local(self, config: ModelConfig) -> tuple[LayerSpec, ...]:
+        """Return one rank's share of the layers.
 
         Raises:
-            ValueError: they cannot be divided evenly between the ranks.
+            UsageError: they cannot be divided evenly between the ranks.
         """
         if self.size == 1:
-            return config
-        if config.qk_norm_scope == "all_heads":
-            raise ValueError("qk_norm_scope='all_heads' needs the heads of all ranks: build the model without tp_mesh")
-        if self.sequence and (config.attention_output_bias or config.mlp_bias):
-            raise ValueError(
-                "sequence_parallel=True supports no attention_output_bias or mlp_bias: use sequence_parallel=False"
-            )
-        counts: dict[str, Any] = {
-            "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": config.num_key_value_heads,
-            "intermediate_size": config.intermediate_size,
-        }
+            return config.layers
+        counts: dict[str, int] = {}
+        for part in config.parts:
+            if obstacle := part.parallel_obstacle(self.sequence):
+                raise UsageError(obstacle)
+            counts |= part.divided
         common = math.gcd(*counts.values())
         for name, count in counts.items():
             if count % self.size:
                 fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-                raise ValueError(f"{name}={count} cannot be divided between {self.size} ranks: use {fits}")
-        return dataclasses.replace(config, **{name: count // self.size for name, count in counts.items()})
+                raise UsageError(f"{name}={count} cannot be divided between {self.size} ranks: use {fits}")
+        return tuple(layer.local(self.size) for layer in config.layers)
 
     @property
     def each(self) -> str:
@@ -121,7 +117,7 @@ class TensorParallel:
     def check_recipe(self, recipe: Recipe) -> None:
         """Raise if the ranks could not read each other's FP8 data under this recipe."""
         if self.scatters and recipe.stateful and not recipe.fields.get("reduce_amax", True):
-            raise ValueError(
+            raise UsageError(
                 f"recipe {recipe.name!r} has reduce_amax=False, and sequence parallelism needs the same scales on all "
                 "ranks: use reduce_amax=True or sequence_parallel=False"
             )
@@ -153,10 +149,11 @@ class TensorParallel:
         if self.size > 1:
             torch.distributed.barrier(self.group)
 
-    def mark(self, model: nn.Module) -> None:
+    def mark(self, model: nn.Module, config: ModelConfig) -> None:
         """Set `tp_sharded` on each parameter."""
         for name, parameter in model.named_parameters():
-            parameter.tp_sharded = self.size > 1 and is_sharded(name)  # type: ignore[attr-defined]  # our attribute
+            divided = self.size > 1 and divided_linear(name, config) is not None
+            parameter.tp_sharded = divided  # type: ignore[attr-defined]  # our attribute
 
     @contextmanager
     def filling_all(self, model: nn.Module, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
@@ -174,15 +171,15 @@ class TensorParallel:
         Every rank draws all random numbers, so that a model starts with the same values on any number of ranks. An FP8
         weight is quantized once all its values are there.
         """
-        complete = self.size == 1 or not is_sharded(name)
-        if complete and not is_quantized(target):
+        linear = None if self.size == 1 else divided_linear(name, config)
+        if linear is None and not is_quantized(target):
             with nullcontext(target) if device is not None else filling(target) as values:
                 yield values
             return
-        shape = target.shape if complete else whole_shape(name, target.shape, config, self.size)
+        shape = target.shape if linear is None else whole_shape(linear, target.shape, self.size)
         full = torch.empty(shape, dtype=target.dtype, device=device or target.device)
         yield full
-        write_weight(target, full if complete else shard(name, full, config, self))
+        write_weight(target, shard(name, full, config, self))
 
     def check_same_random_state(self, device: torch.device) -> None:
         """Raise if the ranks would draw different random numbers for the parameters that they share."""
@@ -191,47 +188,51 @@ class TensorParallel:
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
         states = all_gather(state.to(device)[None], self.group)
         if not bool((states == states[0]).all()):
-            raise ValueError(
+            raise UsageError(
                 "the tensor-parallel ranks have different random states: call torch.manual_seed with one seed on all"
             )
 
 
-def whole_shape(name: str, local: torch.Size, config: ModelConfig, size: int) -> tuple[int, ...]:
-    """Return the shape of the whole parameter, given that of a rank's part."""
-    sections = SPLITS[name.split(".")[-2]]
-    if sections is None:
-        return (local[0], local[1] * size)
-    return (sum(stored_rows(sections(config))), *local[1:])
+def whole_shape(linear: LinearSpec, local: torch.Size, size: int) -> tuple[int, ...]:
+    """Return the shape of the whole parameter of a divided linear, given that of a rank's part."""
+    return (local[0], local[1] * size) if linear.split == "row" else (linear.outputs, *local[1:])
 
 
 def shard(name: str, whole: Tensor, config: ModelConfig, tp: TensorParallel) -> Tensor:
     """Return this rank's part of a parameter, or of a tensor of its shape; a copy if it is divided.
 
-    The rows that pad a headwise gate are zeros.
+    The rows that pad a section are zeros.
     """
-    if tp.size == 1 or not is_sharded(name):
+    linear = None if tp.size == 1 else divided_linear(name, config)
+    if linear is None:
         return whole
-    sections = SPLITS[name.split(".")[-2]]
-    if sections is None:
+    if linear.split == "row":
         return whole.chunk(tp.size, 1)[tp.rank].contiguous()
     parts = []
-    blocks = whole.split(stored_rows(sections(config)))
-    for block, (_, rows, stored) in zip(blocks, sections(tp.local(config)), strict=True):
-        parts.append(_padded(block[tp.rank * rows : (tp.rank + 1) * rows], stored))
+    for block, own in zip(whole.split(linear.rows), _own_sections(name, config, tp), strict=True):
+        parts.append(_padded(block[tp.rank * own.used : (tp.rank + 1) * own.used], own.stored))
     return torch.cat(parts)
 
 
 def unshard(name: str, parts: list[Tensor], config: ModelConfig, tp: TensorParallel) -> Tensor:
     """Return the whole parameter from the parts of all ranks: the inverse of `shard`."""
-    sections = SPLITS[name.split(".")[-2]]
-    if sections is None:
+    linear = divided_linear(name, config)
+    assert linear is not None
+    if linear.split == "row":
         return torch.cat(parts, 1)
-    own = sections(tp.local(config))
-    split = [part.split(stored_rows(own)) for part in parts]
+    own = _own_sections(name, config, tp)
+    split = [part.split([section.stored for section in own]) for part in parts]
     blocks = []
-    for i, section in enumerate(sections(config)):
+    for i, section in enumerate(linear.sections):
         blocks.append(_padded(torch.cat([part[i][: own[i].used] for part in split]), section.stored))
     return torch.cat(blocks)
+
+
+def _own_sections(name: str, config: ModelConfig, tp: TensorParallel) -> tuple[Section, ...]:
+    """Return the sections of one rank's share of the linear that the parameter `name` belongs to."""
+    layer, part, linear, _ = name[name.find("layers.") :].removeprefix("layers.").split(".", 3)
+    local = config.layers[int(layer)].local(tp.size)
+    return local.linears[f"{part}.{linear}"].sections
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
@@ -257,7 +258,7 @@ def gather_state(state: Mapping[str, Tensor], config: ModelConfig, tp: TensorPar
         return dict(state)
     found = {}
     for name, tensor in state.items():
-        if is_sharded(name):
+        if divided_linear(name, config) is not None:
             parts = all_gather(whole(tensor.detach())[None], tp.group)
             tensor = unshard(name, list(parts.unbind()), config, tp)
         found[name] = tensor
@@ -303,4 +304,5 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
-        return all_reduce(grad.float(), ctx.tp.group).to(grad.dtype), None
+        # A copy even in FP32: autograd may give `grad`, which the collective would overwrite, to other nodes too.
+        return all_reduce(grad.to(torch.float32, copy=True), ctx.tp.group).to(grad.dtype), None

@@ -88,17 +88,23 @@ def load_fp8_state(
     """Write scales and amax histories, as from `fp8_state`, into `module`, which need not have run yet.
 
     Args:
-        module: made of te layers of the same names and number of GEMMs.
+        module: made of te layers of the same names and number of GEMMs. State of another recipe under which it has run
+            is dropped; layers that `tensors` leave out, as those that had not run in FP8, keep theirs.
         tensors: as from `fp8_state`. A history of another length keeps its newest entries.
         recipe: the recipe of delayed scaling that the module will run under.
 
     Raises:
         ValueError: a name or a shape does not fit, or the recipe has no such state; nothing has been written.
     """
-    chosen = get_recipe(recipe)
+    chosen, te = get_recipe(recipe), _engine(module)
     if tensors and not chosen.stateful:
         raise UsageError(f"recipe {chosen.name!r} keeps no scales: load them under one of delayed scaling")
-    scaling_state.load_fp8_state(module, tensors, chosen.build(_engine(module)))
+    scaling_state.check_fp8_state(module, tensors)
+    layers = dict(module.named_modules())
+    for name in {name.rsplit(".", 2)[0] for name in tensors}:
+        if not scaling_state.fp8_state(layers[name]):
+            te.reset_fp8_state(layers[name])
+    scaling_state.load_fp8_state(module, tensors, chosen.build(te))
 
 
 def _refusing_others(function: Callable[..., Any], owner: nn.Module, te: ModuleType) -> Callable[..., Any]:

@@ -69,6 +69,7 @@ class GradientSums(Gradients):
                 self._bucket_of[id(parameter)] = number
         self._used: set[int] = set()
         self._waiting: list[int] = []  # per bucket, parameters whose last gradient is still to come
+        self._full = 0  # the first bucket that waits
         self._works: list[Any] = []  # the reductions under way, of the first len(_works) buckets
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
@@ -98,7 +99,7 @@ class GradientSums(Gradients):
 
     def last_micro_batch(self) -> None:
         """Reduce each bucket over the processes as soon as the next backward pass has filled it."""
-        self._waiting = [0] * len(self._buckets)
+        self._waiting, self._full = [0] * len(self._buckets), 0
         for number in self._bucket_of.values():
             self._waiting[number] += 1
 
@@ -111,8 +112,9 @@ class GradientSums(Gradients):
         self._used.add(id(parameter))
         if self._waiting:
             self._waiting[self._bucket_of[id(parameter)]] -= 1
-            full = next((number for number, left in enumerate(self._waiting) if left), len(self._waiting))
-            self._reduce(full)
+            while self._full < len(self._waiting) and not self._waiting[self._full]:
+                self._full += 1
+            self._reduce(self._full)
 
     def _reduce(self, stop: int) -> None:
         """Start the reduction of the buckets before `stop`, in the same order on every process."""
@@ -124,11 +126,14 @@ class GradientSums(Gradients):
 def chunks(parameters: Iterable[P], most: int) -> Iterator[list[P]]:
     """Yield the parameters in lists of at most `most` elements, or of one parameter."""
     chunk: list[P] = []
+    size = 0
     for parameter in parameters:
-        if chunk and sum(p.numel() for p in chunk) + parameter.numel() > most:
+        count = parameter.numel()
+        if chunk and size + count > most:
             yield chunk
-            chunk = []
+            chunk, size = [], 0
         chunk.append(parameter)
+        size += count
     if chunk:
         yield chunk
 

@@ -12,23 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
-from te_models.config.layout import gate_up_sections, qkvg_sections
+from te_models.config.layer import Role
 from te_models.errors import UsageError
-from te_models.model.attention import GatedAttention
-from te_models.model.mlp import MLP
+from te_models.model.part import BlockPart
 
-# The role of a part. Muon and GaLore update the first; AdamW updates all others.
-Role = Literal[
-    "hidden",  # a projection from one hidden space to another: q, k, v, o, the elementwise gate, SwiGLU's three
-    "gate",  # the headwise gate: one logit per head (and rows of padding), each row a separate vector
-    "head",  # any other matrix: the language-model head, adapters
-    "embedding",  # a table, tied to the head or not: a step reads few of its rows
-    "vector",  # norms and biases
-]
 DECAYING: tuple[Role, ...] = ("hidden", "gate", "head")
 
 
@@ -84,14 +75,10 @@ def _structure(module: nn.Module) -> Iterator[tuple[Any, list[tuple[Role, int]]]
     """Yield the weights of this module as (weight, [(role, rows), ...] from its first row to its last)."""
     if isinstance(module, nn.Embedding):
         yield module.weight, [("embedding", module.num_embeddings)]
-    elif isinstance(module, GatedAttention):
-        gate = "gate" if module.config.attention_gate == "headwise" else "hidden"
-        sections = [section for section in qkvg_sections(module.config) if section.stored]
-        yield module.qkvg_proj.weight, [(gate if s.name == "g" else "hidden", s.stored) for s in sections]
-        yield module.o_proj.weight, [("hidden", module.config.hidden_size)]
-    elif isinstance(module, MLP):
-        yield module.gate_up_proj.weight, [("hidden", s.stored) for s in gate_up_sections(module.config)]
-        yield module.down_proj.weight, [("hidden", len(module.down_proj.weight))]
+    elif isinstance(module, BlockPart):
+        for linear in module.spec.linears:
+            weight = module.get_submodule(linear.name).weight
+            yield weight, [(section.role, section.stored) for section in linear.sections if section.stored]
 
 
 def _split(parameter: nn.Parameter, rows: list[tuple[Role, int]]) -> list[Part]:

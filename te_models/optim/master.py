@@ -155,7 +155,8 @@ class MasterWeights:
         """Return each parameter's gradient; with owners the whole one where this rank is the owner, else None."""
         if self.owners is None:
             return used
-        return self.owners.collect([p for p, _ in chunk], [local(gradient) for gradient in used])
+        dtypes = [master.dtype for _, master in chunk]
+        return self.owners.collect([p for p, _ in chunk], [local(gradient) for gradient in used], dtypes)
 
     def _values(self, chunk: list[tuple[nn.Parameter, Tensor]]) -> list[tuple[nn.Parameter, Tensor]]:
         """Return each parameter with its new value: its master, or this rank's shard of it."""

@@ -3,7 +3,8 @@
 Each parameter has an owner, the only rank with its whole master weight and optimizer state. Shards of the gradient
 travel to the owner, which runs the optimizer as a single process would, and the new values travel back. So Muon sees
 whole matrices, blocks of 8-bit moments are those of a single process, and a checkpoint does not depend on the number of
-ranks. Every rank sends and receives 1/N of the gradients and 1/N of the values, in one all-to-all each way per chunk.
+ranks. Every rank sends and receives 1/N of the gradients and 1/N of the values, in all-to-alls of at most
+EXCHANGE_CHUNK bytes, so that beside the whole tensors themselves an exchange takes three times that.
 
 Owners are as in Muon's first distributed versions (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), but
 chosen by size: the largest parameter first, each to the rank that owns least.
@@ -11,15 +12,32 @@ chosen by size: the largest parameter first, each to the rank that owns least.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_models.config.chunk_sizes import EXCHANGE_CHUNK
+from te_models.config.owners import share_out
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local, shares
+
+
+class Transfer(NamedTuple):
+    """`size` elements that travel from one rank to another in the dtype `kind`.
+
+    The sender has a flat `source` and the receiver a flat `target` of any dtypes; the others have None.
+    """
+
+    sender: int
+    receiver: int
+    size: int
+    kind: torch.dtype
+    source: Tensor | None
+    target: Tensor | None
 
 
 class Owners:
@@ -29,12 +47,8 @@ class Owners:
         self.group, self.ranks = group, ranks
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.device = local(parameters[0]).device
-        self._owner: dict[int, int] = {}
-        owned = [0] * self.world  # elements per rank
-        for parameter in sorted(parameters, key=lambda p: -p.numel()):
-            owner = owned.index(min(owned))
-            owned[owner] += parameter.numel()
-            self._owner[id(parameter)] = owner
+        owners = share_out([parameter.numel() for parameter in parameters], self.world)
+        self._owner = {id(parameter): owner for parameter, owner in zip(parameters, owners, strict=True)}
 
     def of(self, parameter: nn.Parameter) -> int:
         """Return the rank that owns the parameter."""
@@ -44,30 +58,45 @@ class Owners:
         """Return whether this rank owns the parameter."""
         return self.of(parameter) == self.rank
 
-    def collect(self, parameters: Sequence[nn.Parameter], own: Sequence[Tensor]) -> list[Tensor | None]:
-        """Send this rank's shards `own` to the owners; return the whole tensors of its own parameters, or None."""
-        outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
-        for parameter, tensor in zip(parameters, own, strict=True):
-            outgoing[self.of(parameter)].append(tensor)
-        kinds = [(p, t.dtype) for p, t in zip(parameters, own, strict=True) if self.mine(p)]
-        incoming = self._exchange(outgoing, [[(_shard_shape(p, r), d) for p, d in kinds] for r in range(self.world)])
-        wholes = iter([torch.cat(pieces) for pieces in zip(*incoming, strict=True)])
-        return [next(wholes) if self.mine(parameter) else None for parameter in parameters]
+    def collect(
+        self, parameters: Sequence[nn.Parameter], own: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None
+    ) -> list[Tensor | None]:
+        """Send this rank's shards `own` to the owners; return the whole tensors of its own parameters, or None.
+
+        They travel as they are, and the whole tensors have these `dtypes`; None: those of the shards.
+        """
+        dtypes = [shard.dtype for shard in own] if dtypes is None else dtypes
+        wholes = [
+            torch.empty(p.shape, dtype=dtype, device=self.device) if self.mine(p) else None
+            for p, dtype in zip(parameters, dtypes, strict=True)
+        ]
+        transfers = []
+        for parameter, shard, whole in zip(parameters, own, wholes, strict=True):
+            for rank, part in enumerate(_parts(parameter)):
+                source = shard.reshape(-1) if rank == self.rank else None
+                target = None if whole is None else whole.view(-1)[part]
+                size = part.stop - part.start
+                transfers.append(Transfer(rank, self.of(parameter), size, shard.dtype, source, target))
+        self._exchange(transfers)
+        return wholes
 
     def distribute(
         self, parameters: Sequence[nn.Parameter], wholes: Sequence[Tensor], dtypes: Sequence[torch.dtype]
     ) -> list[Tensor]:
         """Return this rank's shard of each parameter's tensor, in these dtypes; only owners read `wholes`."""
-        kinds = list(zip(parameters, dtypes, strict=True))
-        mine = [
-            (p, whole.to(dtype).split(shares(p)))
-            for (p, dtype), whole in zip(kinds, wholes, strict=True)
-            if self.mine(p)
+        shards = [
+            torch.empty(_shard_shape(p, self.rank), dtype=dtype, device=self.device)
+            for p, dtype in zip(parameters, dtypes, strict=True)
         ]
-        outgoing = [[pieces[rank] for _, pieces in mine] for rank in range(self.world)]
-        expected = [[(_shard_shape(p, self.rank), d) for p, d in kinds if self.of(p) == r] for r in range(self.world)]
-        incoming = [iter(tensors) for tensors in self._exchange(outgoing, expected)]
-        return [next(incoming[self.of(parameter)]) for parameter in parameters]
+        transfers = []
+        for parameter, whole, shard in zip(parameters, wholes, shards, strict=True):
+            for rank, part in enumerate(_parts(parameter)):
+                source = whole.reshape(-1)[part] if self.mine(parameter) else None
+                target = shard.view(-1) if rank == self.rank else None
+                size = part.stop - part.start
+                transfers.append(Transfer(self.of(parameter), rank, size, shard.dtype, source, target))
+        self._exchange(transfers)
+        return shards
 
     def completed(self, entries: Sequence[Any], owners: Sequence[int]) -> list[Any]:
         """Return `entries` (nested dicts of tensors and numbers) with the structure of the owners' on every rank.
@@ -87,26 +116,70 @@ class Owners:
         dist.broadcast(_bytes(tensor), group=self.group, group_src=owner)
         return tensor
 
-    def _exchange(
-        self, outgoing: list[list[Tensor]], expected: list[list[tuple[Any, torch.dtype]]]
-    ) -> list[list[Tensor]]:
-        """Send each rank its tensors; return those from each rank, of the `expected` shapes and dtypes.
+    def _exchange(self, transfers: Sequence[Transfer]) -> None:
+        """Carry out `transfers`, of which every rank has the same list; what stays on a rank is copied there."""
+        for transfer in transfers:
+            if transfer.source is not None and transfer.target is not None:
+                transfer.target.copy_(transfer.source)
+        for pieces in _rounds([t for t in transfers if t.sender != t.receiver], self.world):
+            self._send(pieces)
 
-        They travel as bytes, since a chunk may mix dtypes.
-        """
+    def _send(self, pieces: list[tuple[Transfer, slice]]) -> None:
+        """Send pieces of transfers in one all-to-all, as bytes, since they may have several dtypes."""
+        outgoing = sorted((piece for piece in pieces if piece[0].sender == self.rank), key=lambda p: p[0].receiver)
+        incoming = sorted((piece for piece in pieces if piece[0].receiver == self.rank), key=lambda p: p[0].sender)
+        sent, received = [0] * self.world, [0] * self.world
+        for transfer, part in outgoing:
+            sent[transfer.receiver] += _size(transfer, part)
+        for transfer, part in incoming:
+            received[transfer.sender] += _size(transfer, part)
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        sent = [torch.cat([nothing, *map(_bytes, ts)]) for ts in outgoing]
-        sizes = [[torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds] for kinds in expected]
-        received = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8, device=self.device)
-        splits = [sum(each) for each in sizes], [len(part) for part in sent]
-        dist.all_to_all_single(received, torch.cat(sent), *splits, group=self.group)
-        pieces = iter(received.split([size for each in sizes for size in each]))
-        return [[next(pieces).clone().view(dtype).view(shape) for shape, dtype in kinds] for kinds in expected]
+        data = torch.cat(
+            [nothing, *(_bytes(t.source[part].to(t.kind)) for t, part in outgoing if t.source is not None)]
+        )
+        found = torch.empty(sum(received), dtype=torch.uint8, device=self.device)
+        dist.all_to_all_single(found, data, received, sent, group=self.group)
+        del data
+        for (transfer, part), piece in zip(incoming, found.split([_size(*each) for each in incoming]), strict=True):
+            assert transfer.target is not None
+            transfer.target[part].copy_(piece.clone().view(transfer.kind))  # a clone, since a piece may begin anywhere
+
+
+def _size(transfer: Transfer, part: slice) -> int:
+    """Return the bytes of a part of a transfer."""
+    return (part.stop - part.start) * transfer.kind.itemsize
+
+
+def _rounds(transfers: Sequence[Transfer], world: int) -> Iterator[list[tuple[Transfer, slice]]]:
+    """Yield the parts of transfers that travel together: from and to each rank at most EXCHANGE_CHUNK bytes."""
+    pieces: list[tuple[Transfer, slice]] = []
+    sent, received = [0] * world, [0] * world
+    for transfer in transfers:
+        start = 0
+        while start < transfer.size:
+            room = EXCHANGE_CHUNK - max(sent[transfer.sender], received[transfer.receiver])
+            part = slice(start, min(transfer.size, start + room // transfer.kind.itemsize))
+            if part.stop == start:
+                yield pieces
+                pieces, sent, received = [], [0] * world, [0] * world
+                continue
+            pieces.append((transfer, part))
+            sent[transfer.sender] += _size(transfer, part)
+            received[transfer.receiver] += _size(transfer, part)
+            start = part.stop
+    if pieces:
+        yield pieces
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Return a tensor of zeros that takes no memory, in place of one that another rank owns."""
     return torch.zeros((), dtype=dtype, device=device).expand(torch.Size(shape))
+
+
+def _parts(parameter: Tensor) -> list[slice]:
+    """Return each rank's elements of the flat parameter."""
+    ends = list(itertools.accumulate(torch.Size((rows, *parameter.shape[1:])).numel() for rows in shares(parameter)))
+    return [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
 
 
 def _shard_shape(parameter: Tensor, rank: int) -> torch.Size:

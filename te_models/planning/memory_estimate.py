@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from te_models.config.chunk_sizes import UPDATE_CHUNK
-from te_models.config.layout import linear_sizes
+from te_models.config.chunk_sizes import EXCHANGE_CHUNK, UPDATE_CHUNK
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.planning.operations import PER_TENSOR, Region, Tape, Training, operand_bytes
@@ -62,14 +61,15 @@ def fp8_saving(config: ModelConfig, recipe: Recipe, training: Training) -> int:
     if not training.fp8_params:
         return 0
     copies = "rowwise" if recipe.scheme in PER_TENSOR else "both"
-    every = [linear_sizes(config)] * (
-        config.num_hidden_layers - recipe.num_layers_at_start_in_bf16 - recipe.num_layers_at_end_in_bf16
-    )
-    sizes = [size for layer in every for size in layer.values()]
+    layers = (config.layers[depth] for depth in recipe.fp8_layers(config.num_hidden_layers))
+    linears = [linear for layer in layers for linear in layer.linears.values()]
     if recipe.lm_head == "fp8" and not config.tie_word_embeddings:
-        sizes.append((config.hidden_size, config.vocab_size))
+        linears.append(config.head)
     element = training.dtype_bytes
-    return sum(o * i * element - operand_bytes(recipe, o, i, "w", copies) for i, o in sizes)
+    return sum(
+        linear.outputs * linear.inputs * element - operand_bytes(recipe, linear.outputs, linear.inputs, "w", copies)
+        for linear in linears
+    )
 
 
 def _after_forward(now: Memory, region: Region, activations: bool = True, copies: bool = True) -> Memory:
@@ -123,7 +123,7 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
     every = sum(p.numel for p in parameters) * element - fp8_saving(config, recipe, training)
     share, gathered, whole = -(-every // gpus), 0, 0
     if gpus > 1:  # FSDP2 gathers the running unit and the next; embedding, norm and head stay gathered
-        block = sum(p.numel for p in parameters if p.kind in ("matrix", "gate")) // config.num_hidden_layers * element
+        block = sum(p.numel for p in parameters if p.kind in ("hidden", "gate")) // config.num_hidden_layers * element
         gathered = sum(p.numel for p in parameters if p.kind == "table") * element + 2 * block
         whole = gathered
         gathered -= 2 * fp8_saving(config, recipe, training) // config.num_hidden_layers
@@ -131,7 +131,7 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
     own = sum(p.numel for p in trained) * element if training.lora_rank else 0
     state = 0
     if training.optimizer is not None and not training.optimizer_offload:
-        state = OPTIMIZERS[training.optimizer].of(trained, element, training.optimizer_options) // gpus
+        state = OPTIMIZERS[training.optimizer].per_gpu(trained, element, training.optimizer_options, gpus)
     sums = training.gradient_sums * FP32 * sum(p.numel for p in trained)
     return Memory(
         weights=share + gathered + own,
@@ -146,8 +146,8 @@ def _delayed_state(config: ModelConfig, recipe: Recipe) -> int:
     """Return the bytes of FP32 scales and amax histories: three forward and two backward slots per linear."""
     if not recipe.stateful:
         return 0
-    layers = config.num_hidden_layers - recipe.num_layers_at_start_in_bf16 - recipe.num_layers_at_end_in_bf16
-    linears = 4 * layers + (recipe.lm_head == "fp8")
+    layers = recipe.fp8_layers(config.num_hidden_layers)
+    linears = sum(len(config.layers[depth].linears) for depth in layers) + recipe.head_in_fp8
     return linears * 5 * FP32 * (recipe.fields.get("amax_history_len", AMAX_HISTORY_LEN) + 1)
 
 
@@ -158,16 +158,29 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     worst = max(rest, key=lambda memory: memory.total)
     moments = [replace(loss, moment="loss"), replace(worst, moment=f"backward of {worst.moment}")]
     if training.optimizer is not None and not training.lora_rank:
-        share = -(-sum(p.numel for p in model_parameters(config)) // training.gpus)
-        wider = (
-            max(0, FP32 - training.dtype_bytes) if has_masters(training.optimizer_options) else 0
-        )  # FP32 copies of a chunk's gradients
-        size = share * training.dtype_bytes + min(share, UPDATE_CHUNK) * wider
-        if training.gradient_sums and training.gpus == 1:
-            size = share * FP32  # FP32 masters take the sums themselves
-            size += 0 if has_masters(training.optimizer_options) else min(share, UPDATE_CHUNK) * training.dtype_bytes
-        moments.append(replace(standing, moment="optimizer step", gradients=size))
+        moments.append(replace(standing, moment="optimizer step", gradients=_updated(config, training)))
     return moments
+
+
+def _updated(config: ModelConfig, training: Training) -> int:
+    """Return the bytes of gradients in the optimizer step: all that remain, and those of a chunk in the masters' dtype.
+
+    With owners (te_models.optim.parameter_owners) the gradients of a chunk, which may be one large table, are whole on
+    the GPU that owns it, beside the buffers of an exchange.
+    """
+    assert training.optimizer is not None
+    parameters, masters = model_parameters(config), has_masters(training.optimizer_options)
+    share = -(-sum(p.numel for p in parameters) // training.gpus)
+    if training.gpus > 1 and not OPTIMIZERS[training.optimizer].elementwise:
+        largest = max(p.numel // p.count for p in parameters if p.kind == "table")
+        held = max(largest, min(share, UPDATE_CHUNK // training.gpus))
+        whole = held * (FP32 if masters else training.dtype_bytes)
+        return share * training.dtype_bytes + whole + 3 * min(EXCHANGE_CHUNK, held * training.dtype_bytes)
+    chunk = min(share, UPDATE_CHUNK)
+    if training.gradient_sums and training.gpus == 1:  # FP32 masters take the sums themselves
+        return share * FP32 + (0 if masters else chunk * training.dtype_bytes)
+    wider = max(0, FP32 - training.dtype_bytes) if masters else 0
+    return share * training.dtype_bytes + chunk * wider
 
 
 def saved_bytes(config: ModelConfig, recipe: Recipe, training: Training, on_host: bool = False) -> int:

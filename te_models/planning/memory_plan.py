@@ -90,12 +90,15 @@ class MemoryPlan(Printable):
             yield mode, replace(self, training=replace(self.training, activation_checkpointing=mode))
 
     def optimizers(self) -> dict[str, int]:
-        """Return name -> bytes of optimizer state and FP32 masters per GPU; the plan's own with its options."""
+        """Return name -> bytes of optimizer state and FP32 masters per GPU; the plan's own with its options.
+
+        Of several GPUs, those of the one that has most.
+        """
         parameters = trained_parameters(self.config, self.training.lora_rank)
         own = self.training
         options = {own.optimizer: own.optimizer_options}
         return {
-            name: optimizer.of(parameters, own.dtype_bytes, options.get(name, DEFAULTS)) // own.gpus
+            name: optimizer.per_gpu(parameters, own.dtype_bytes, options.get(name, DEFAULTS), own.gpus)
             for name, optimizer in OPTIMIZERS.items()
         }
 

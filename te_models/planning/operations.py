@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from te_models.config.attention import AttentionSpec
 from te_models.config.chunk_sizes import head_rows
-from te_models.config.layout import linear_sizes
+from te_models.config.layer import LayerSpec, LinearSpec, Step, distinct
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.config.recompute_modes import (
@@ -25,19 +26,6 @@ from te_models.errors import UsageError, unknown
 from te_models.planning.parameter_bytes import FP32, OPTIMIZERS
 
 INT64 = 8
-
-
-class Step(NamedTuple):
-    """One operation, in bytes: what its forward saves and what its backward allocates and frees."""
-
-    name: str
-    saved: int = 0  # saved by the forward, freed after the backward
-    copies: int = 0  # FP8 copies of its weight, saved and freed in the same way
-    consumes: int = 0  # gradients of its outputs, freed after the backward
-    produces: int = 0  # gradients of its inputs
-    scratch: int = 0  # allocated during its backward only
-    weights: int = 0  # gradients of its parameters
-    of_logits: bool = False  # whether `saved` is counted as logits
 
 
 class Region(NamedTuple):
@@ -122,41 +110,27 @@ def _up(size: int, step: int) -> int:
 
 
 class Tape:
-    """The operations of a forward pass with the bytes of each."""
+    """The operations of a forward pass with the bytes of each; descriptions of layers read its attributes.
+
+    Attributes:
+        tokens: T = B*S.
+        rows: N, tokens padded to the recipe's row alignment.
+        seq_len: S.
+        element: bytes of an activation.
+        compiled: whether operations between the GEMMs are compiled.
+        fused: whether fused kernels run.
+        cuda: whether the step runs on a GPU.
+    """
 
     def __init__(self, config: ModelConfig, recipe: Recipe, training: Training) -> None:
         self.config, self.recipe, self.training = config, recipe, training
         self.tokens = training.batch_size * training.seq_len
         self.rows = _up(self.tokens, recipe.row_alignment)
-        self.element = training.dtype_bytes
+        self.seq_len, self.element = training.seq_len, training.dtype_bytes
+        self.compiled, self.fused, self.cuda = training.compile, training.fused_kernels, training.cuda
         self.stream = self.rows * config.hidden_size * self.element  # the residual stream, or its gradient
-
-    @property
-    def copies_for_attention(self) -> bool:
-        """Return whether attention runs on FP32 copies, as kernels/sdpa.py does on a CPU."""
-        return not self.training.cuda and self.element < FP32
-
-    def fuses(self, layer: int) -> bool:
-        """Return whether attention, RoPE and gate are one operation, as kernels/gated_attention.py decides on GPUs."""
-        c, training = self.config, self.training
-        cudnn = c.head_dim in (64, 128) and training.seq_len >= 128 and self.element == 2
-        kernel = self._spans if self._slides(layer) else training.fused_kernels and cudnn
-        return kernel and not c.attention_obstacles
-
-    def _slides(self, layer: int) -> bool:
-        window = self.config.window(layer)
-        return window is not None and window < self.training.seq_len
-
-    @property
-    def _spans(self) -> bool:
-        """Return whether windows are spans of keys, for kernels/span_attention_triton.py, rather than masks."""
-        capped, training = self.config.attn_logit_softcapping is not None, self.training
-        return training.fused_kernels and self.element == 2 and self.config.head_dim <= 256 and not capped
-
-    def fp8(self, layer: int) -> bool:
-        """Return whether this layer runs inside the autocast."""
-        last = self.config.num_hidden_layers - self.recipe.num_layers_at_end_in_bf16
-        return self.recipe.quantized and self.recipe.num_layers_at_start_in_bf16 <= layer < last
+        self.fp8_layers = recipe.fp8_layers(config.num_hidden_layers)
+        self._fp8 = False  # whether the layer that is being planned runs inside the autocast
 
     def norm(self, name: str) -> Step:
         """Return a te.RMSNorm: saves its input and one FP32 per row; its input gradient is added to the residual's."""
@@ -164,37 +138,27 @@ class Tape:
         weights = self.config.hidden_size * self.element
         return Step(name, saved, consumes=self.stream, scratch=self.stream, weights=weights)
 
-    def output_norm(self, name: str) -> list[Step]:
-        """Return the steps between attention or MLP and the residual sum: te.RMSNorm, multiplication, both or none."""
-        c, multiplied = self.config, self.config.residual_multiplier != 1
-        steps = [Step("residual_multiplier", produces=self.stream)] if multiplied else []
-        if c.norm_position == "pre":
-            return steps
-        norm = self.norm(name)._replace(consumes=self.stream * multiplied, produces=self.stream, scratch=0)
-        return [norm, *steps]
-
-    def linear(
-        self, name: str, inputs: int, outputs: int, fp8: bool, *, shared: bool = False, last: bool = False,
-        bias: bool = False,
-    ) -> Step:  # fmt: skip
+    def linear(self, linear: LinearSpec, *, shared: bool = False) -> Step:
         """Return a te.Linear, which saves its input (in FP8 the columnwise copy) and the FP8 copies of its weight.
 
         Both copies of the weight are saved unless engine/native.py drops the rowwise one. The backward quantizes the
-        output gradient rowwise and columnwise. If `shared`, another operation already saves the unquantized input; if
-        `last`, the output gradient is the residual stream's, which is not freed by this backward.
+        output gradient rowwise and columnwise. If `shared`, another operation already saves the unquantized input.
 
         With an adapter, the adapter alone saves the input, unquantized, and its product with A; backward computes two
         gradients of the input, the linear's and the adapter's.
         """
+        name, inputs, outputs, fp8 = linear.name, linear.inputs, linear.outputs, self._fp8
+        if name == "lm_head":
+            fp8 = self.recipe.head_in_fp8
         rows, element, override = self.rows, self.element, self.recipe.fields.get("backward_override", "none")
         rank = 0 if name == "lm_head" else self.training.lora_rank
         step = Step(
             name,
             saved=(0 if shared else rows * inputs * element) + rows * rank * element,
             scratch=rows * inputs * element if rank else 0,
-            consumes=0 if last else rows * outputs * element,
+            consumes=rows * outputs * element,
             produces=rows * inputs * element,
-            weights=outputs * (inputs + bias) * element,
+            weights=outputs * (inputs + linear.bias) * element,
         )
         if not fp8 or override == "high_precision":
             return step
@@ -209,103 +173,46 @@ class Tape:
             return step._replace(saved=x, scratch=dy)
         if self.training.gpus > 1:  # Transformer Engine requantizes weights sharded by FSDP2 in backward
             return step._replace(saved=x, scratch=dy + w)
-        if self.training.fused_kernels and self.recipe.stateful and not self.training.cached_weights:
+        if self.fused and self.recipe.stateful and not self.training.cached_weights:
             w = operand_bytes(self.recipe, outputs, inputs, "w", "columnwise")
         return step._replace(saved=x, copies=w, scratch=dy)
 
-    def block(self, layer: int) -> tuple[list[Step], list[Step], list[Step]]:
-        """Return a block in three parts: attention, the MLP up to the input of down_proj, and down_proj."""
-        config, fp8 = self.config, self.fp8(layer)
-        ungated, capped = config.attention_gate == "none", config.attn_logit_softcapping is not None
-        # Without a gate the input of o_proj is attention's output, unless rows are padded in between.
-        shared = ungated and self.rows == self.tokens and not self.copies_for_attention and not capped
-        sizes, last = linear_sizes(config), config.norm_position == "pre" and config.residual_multiplier == 1
-        F, width = (self.rows * size * self.element for size in (config.intermediate_size, sizes["gate_up_proj"][1]))
-        qkvg = self.linear("qkvg_proj", *sizes["qkvg_proj"], fp8, bias=config.attention_bias)
-        gate_up = self.linear("gate_up_proj", *sizes["gate_up_proj"], fp8, bias=config.mlp_bias)
-        out = dict(shared=shared, last=last, bias=config.attention_output_bias)
-        attention = [
-            *self._after_norm("input_layernorm", qkvg),
-            *([self.fused_attention()] if self.fuses(layer) else self.attention(layer)),
-            *([] if ungated or self.fuses(layer) else [self.gate()]),
-            self.linear("o_proj", *sizes["o_proj"], fp8, **out),
-            *self.output_norm("attention_output_norm"),
-        ]
-        hidden = [
-            *self._after_norm("post_attention_layernorm", gate_up),
-            # Uncompiled, backward holds the gradients of both halves before it concatenates them.
-            Step("swiglu", width, consumes=F, produces=width, scratch=0 if self.training.compile else width),
-        ]
-        down = self.linear("down_proj", *sizes["down_proj"], fp8, last=last, bias=config.mlp_bias)
-        return attention, hidden, [down, *self.output_norm("mlp_output_norm")]
+    def block(self, depth: int) -> tuple[list[Step], list[Step], list[Step]]:
+        """Return a block in three parts: the mixer, the MLP up to what recompute may discard, and the rest of it."""
+        layer = self.config.layers[depth]
+        self._fp8 = depth in self.fp8_layers
+        mixer = self._after_norm(layer, "input_layernorm", layer.mixer.steps(self))
+        hidden, output = layer.mlp.halves(self)
+        return (
+            self._into_residual(layer, "attention_output_norm", mixer),
+            self._after_norm(layer, "post_attention_layernorm", hidden),
+            self._into_residual(layer, "mlp_output_norm", output),
+        )
 
-    def _after_norm(self, name: str, linear: Step) -> list[Step]:
-        """Return a linear after its norm; without one, its input's gradient is added to the residual's at once."""
-        if self.config.norm_position != "post":
-            return [self.norm(name), linear]
-        return [linear._replace(produces=0, scratch=linear.scratch + linear.produces)]
+    def _after_norm(self, layer: LayerSpec, name: str, steps: list[Step]) -> list[Step]:
+        """Return a part after its norm; without one, its input's gradient is added to the residual's at once."""
+        if layer.norm_position != "post":
+            return [self.norm(name), *steps]
+        first, *rest = steps
+        return [first._replace(produces=0, scratch=first.scratch + first.produces), *rest]
 
-    def fused_attention(self) -> Step:
-        """Return the kernel that saves the rotated projection, attention's output and one FP32 per query and head."""
-        c, T = self.config, self.tokens
-        q, kv = (T * size * self.element for size in (c.q_size, c.kv_size))
-        whole, summed = self.rows * c.qkvg_size * self.element, T * c.q_size * FP32  # dq is summed in FP32
-        ungated = 0 if c.attention_gate == "none" else q  # the gradient of what the gate multiplies
-        return Step(
-            "attention", whole + q + T * c.num_attention_heads * FP32, consumes=q, produces=whole,
-            scratch=ungated + q + 2 * kv + summed,
-        )  # fmt: skip
-
-    def attention(self, layer: int) -> list[Step]:
-        """Return the operations between qkvg_proj and the gate, in forward order.
-
-        q, k, v and the gate are views of the output of qkvg_proj, which lives as long as one of them is saved. SDPA
-        saves q, k, v, its output and one FP32 per query and head.
-        """
-        c, T, training = self.config, self.tokens, self.training
-        q, kv, gate = (T * size * self.element for size in (c.q_size, c.kv_size, c.gate_size))
-        whole = self.rows * c.qkvg_size * self.element
-        split = [Step("split of q, k, v, gate", consumes=q + 2 * kv + gate, produces=whole)]
-        normed = c.num_attention_heads + c.num_key_value_heads if c.qk_norm_scope == "head" else 2
-        norms = T * normed * FP32
-        if c.qk_norm:  # te.RMSNorm makes the heads contiguous and saves those
-            split.append(Step("q_norm, k_norm", q + kv + norms, consumes=q + kv, produces=q + kv))
-        if c.has_rope(layer):  # linear in its input: saves only the tables, which all layers share
-            split.append(Step("rope", consumes=q + kv, produces=q + kv))
-        statistics = T * c.num_attention_heads * FP32
-        grads = dict(consumes=q, produces=q + 2 * kv, scratch=T * c.q_size * FP32)  # dq is summed in FP32
-        own = q + kv if c.has_rope(layer) or c.qk_norm else q if c.query_scale_beta is not None else 0
-        if c.attn_logit_softcapping is not None:  # saves q, k and v; of one row of the batch it makes FP32 scores
-            square = c.num_attention_heads * training.seq_len**2 * FP32
-            return [*split, Step("attention", whole + own, **grads)._replace(scratch=4 * square)]
-        if not self.copies_for_attention:
-            saved = whole + own + q + statistics
-        else:  # FP32 copies of q, k and v; only the gate may still need the output of qkvg_proj
-            softplus = c.attention_gate_activation == "softplus"
-            gate_saves_projection = c.attention_gate != "none" and (training.compile or softplus)
-            saved = T * 2 * (c.q_size + c.kv_size) * FP32 + statistics + gate_saves_projection * whole
-        return [*split, Step("attention", saved + self._mask(layer), **grads)]
-
-    def _mask(self, layer: int) -> int:
-        """Return the bytes of the mask of a sliding window, which SDPA saves in the dtype of the activations."""
-        seq, width = self.training.seq_len, self.element if self.training.cuda else FP32
-        return seq * seq * width if self._slides(layer) and not self._spans else 0
-
-    def gate(self) -> Step:
-        """Return x * sigmoid(g): saves x and g, which attention saves too; uncompiled it saves sigmoid(g) as well."""
-        c, T = self.config, self.tokens
-        q, g = T * c.q_size * self.element, T * c.gate_size * self.element
-        saved = 0
-        if not self.training.compile:
-            saved += q if c.attention_gate == "elementwise" else T * c.num_attention_heads * self.element
-        if self.copies_for_attention or c.attn_logit_softcapping is not None:
-            saved += q  # attention's output, which attention itself does not save, or not in this dtype
-        return Step("gate", saved, consumes=self.rows * c.q_size * self.element, produces=q + g)
+    def _into_residual(self, layer: LayerSpec, name: str, steps: list[Step]) -> list[Step]:
+        """Return a part with what is between it and the residual sum: te.RMSNorm, multiplication, both or none."""
+        multiplied = self.config.residual_multiplier != 1
+        if layer.norm_position == "pre" and not multiplied:  # its output's gradient is the residual's, which stays
+            return [*steps[:-1], steps[-1]._replace(consumes=0)]
+        found = list(steps)
+        if layer.norm_position != "pre":
+            consumed = self.stream * multiplied
+            found.append(self.norm(name)._replace(consumes=consumed, produces=self.stream, scratch=0))
+        if multiplied:
+            found.append(Step("residual_multiplier", produces=self.stream))
+        return found
 
     def head(self) -> list[Step]:
         """Return the final norm, lm_head and the loss."""
         c = self.config
-        if not self.training.logits and not (self.recipe.quantized and self.recipe.lm_head == "fp8"):
+        if not self.training.logits and not self.recipe.head_in_fp8:
             return [self.norm("norm")._replace(produces=self.stream, scratch=0), self.fused_head()]
         width = self.tokens * c.vocab_size
         logits, fp32 = width * self.element, width * FP32
@@ -321,7 +228,7 @@ class Tape:
         padding = [Step("removal of padding", consumes=logits, produces=cut)] if self.rows > self.tokens else []
         return [
             self.norm("norm")._replace(produces=self.stream, scratch=0),
-            self.linear("lm_head", c.hidden_size, c.vocab_size, self.recipe.quantized and self.recipe.lm_head == "fp8"),
+            self.linear(c.head),
             *cap,
             *padding,
             loss,
@@ -341,7 +248,7 @@ class Tape:
         chunk, sums = rows * c.vocab_size, 1 if self.training.cuda else 2
         sums = sums if trained and rows < self.tokens else 0  # with one chunk its product is the gradient
         beside = self.element + (0 if self.training.compile else 3 * FP32)
-        if self.training.fused_kernels:
+        if self.fused:
             beside = 0
         if c.final_logit_softcapping is not None or c.logits_scaling != 1:  # the scaled logits, and two of FP32
             beside += self.element + 2 * FP32
@@ -353,17 +260,14 @@ class Tape:
 
     def rotary_tables(self) -> int:
         """Return the bytes of cos and sin for each kind of layer that has RoPE, and of the scale of queries."""
-        c, size = self.config, self.training.seq_len * self.element
-        layers = [layer for layer in range(c.num_hidden_layers) if c.has_rope(layer)]
-        kinds = {c.sliding if c.window(layer) is not None else c for layer in layers}
-        return sum(2 * size * kind.rotary_size for kind in kinds) + size * (c.query_scale_beta is not None)
+        mixers = [layer.mixer for layer in self.config.layers if isinstance(layer.mixer, AttentionSpec)]
+        size = self.seq_len * self.element
+        tables = sum(2 * size * rope.size for rope in distinct(mixer.rope for mixer in mixers))
+        return tables + size * len(distinct(mixer.query_scale for mixer in mixers))
 
     def regions(self) -> Iterator[Region]:
         """Yield the whole forward pass; te_models/config/recompute_modes.py decides what is recomputed."""
         mode, c, fp8_weights = self.training.activation_checkpointing, self.config, self.training.fp8_params
-        # Where SwiGLU writes the FP8 input of down_proj itself, it can also recompute it; an adapter saves its output.
-        writes = self.training.fused_kernels and self.recipe.scheme in PER_TENSOR and not c.mlp_obstacles
-        hands_over = fp8_weights and (writes or self.training.lora_rank > 0)
         low = self.rows * self.training.lora_rank * self.element  # the adapter's product with A stays
         rotary = self.rotary_tables()
         table = c.vocab_size * c.hidden_size * self.element
@@ -375,7 +279,11 @@ class Tape:
             attention, hidden, down = self.block(layer)
             # Storages of up to 1 MiB, which te_models/model/offload.py leaves on the device, are not counted.
             place = (layer, self.training.activation_offload and layer < c.num_hidden_layers - 1)
-            fp8 = self.fp8(layer)
+            fp8 = layer in self.fp8_layers
+            # Where SwiGLU writes the FP8 input of down_proj itself, it can also recompute it; an adapter saves its
+            # output.
+            writes = self.fused and self.recipe.scheme in PER_TENSOR and not c.layers[layer].mlp.obstacles
+            hands_over = fp8_weights and (writes or lora)
             # After no norm, only a linear in high precision saves what a recompute starts from.
             first = [Step("input", self.stream)] if c.norm_position == "post" and fp8 else []
             if recomputes_block(mode, layer):

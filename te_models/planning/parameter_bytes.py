@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from te_models.config.chunk_sizes import FP32
-from te_models.config.layout import FUSED, linear_sizes
 from te_models.config.model import ModelConfig
+from te_models.config.owners import share_out
 
 
 class Parameter(NamedTuple):
     """`count` matrices or vectors of one shape; a fused weight counts as its parts.
 
-    `kind` is "matrix" (a block's, which Muon and GaLore update), "gate" (headwise), "table" (embedding, head) or
-    "vector".
+    `kind` is the te_models.config.layer.Role of its rows, or "table" for embedding and head.
     """
 
     kind: str
@@ -56,13 +56,13 @@ def _rest(p: Parameter, options: Options) -> float:
 
 def _muon(momentum: float) -> State:
     """Return the bytes of Muon (Jordan et al. 2024): one momentum for the matrices of blocks, AdamW for the rest."""
-    return lambda p, options=DEFAULTS: momentum if p.kind == "matrix" else _rest(p, options)
+    return lambda p, options=DEFAULTS: momentum if p.kind == "hidden" else _rest(p, options)
 
 
 def _galore(p: Parameter, options: Options = DEFAULTS) -> float:
     """Return the bytes of GaLore (Zhao et al. 2024, arXiv 2403.03507): AdamW on a low rank, FP32 projectors."""
     rank = options.get("rank", 128)
-    if p.kind != "matrix":
+    if p.kind != "hidden":
         return _rest(p, options)
     if min(p.shape) <= rank:
         return _adamw(p)
@@ -71,16 +71,35 @@ def _galore(p: Parameter, options: Options = DEFAULTS) -> float:
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Bytes per element: `state` of the optimizer, and `master` for the FP32 copy of a parameter that is not FP32."""
+    """Bytes per element: `state` of the optimizer, and `master` for the FP32 copy of a parameter that is not FP32.
+
+    `elementwise`: under FSDP2 it updates shards; else each parameter has an owner with its whole master and state
+    (te_models.optim.parameter_owners).
+    """
 
     state: State
     description: str
     master: int = 4
+    elementwise: bool = False
 
     def of(self, parameters: list[Parameter], dtype_bytes: int, options: Options = DEFAULTS) -> int:
         """Return the bytes of state, and of the FP32 masters if there are any, of `parameters`."""
         master = self.master if has_masters(options) and dtype_bytes < FP32 else 0
         return round(sum(p.numel * (self.state(p, options) + master) for p in parameters))
+
+    def per_gpu(self, parameters: list[Parameter], dtype_bytes: int, options: Options = DEFAULTS, gpus: int = 1) -> int:
+        """Return the bytes of state and masters on that of `gpus` GPUs, among which FSDP2 shares them, that has most.
+
+        An owner has whole masters even of FP32 parameters, of which FSDP2 leaves it a shard.
+        """
+        if gpus == 1 or self.elementwise:
+            return self.of(parameters, dtype_bytes, options) // gpus
+        master = FP32 if has_masters(options) else dtype_bytes
+        owned = [0.0] * gpus
+        tensors = [p._replace(count=1) for p in parameters for _ in range(p.count)]
+        for tensor, owner in zip(tensors, share_out([t.numel for t in tensors], gpus), strict=True):
+            owned[owner] += tensor.numel * (self.state(tensor, options) + master)
+        return round(max(owned))
 
 
 def has_masters(options: Options) -> bool:
@@ -90,7 +109,7 @@ def has_masters(options: Options) -> bool:
 
 # One row per optimizer, under the names of `--optimizer`.
 OPTIMIZERS: dict[str, OptimizerBytes] = {
-    "adamw": OptimizerBytes(_adamw, "two FP32 moments"),
+    "adamw": OptimizerBytes(_adamw, "two FP32 moments", elementwise=True),
     "adamw8bit": OptimizerBytes(_adamw_blocks, "two 8-bit moments, one FP32 scale per 256 elements"),
     "adamwfp8": OptimizerBytes(_adamw_blocks, "two FP8 moments, one FP32 scale per 256 elements"),
     "te-adam": OptimizerBytes(_te_adam, "two BF16 moments; masters as the 16 bits that BF16 lacks", master=2),
@@ -106,23 +125,22 @@ def trained_parameters(config: ModelConfig, lora_rank: int) -> list[Parameter]:
     """Return every parameter of a CausalLM; with `lora_rank`, the A and B of adapters on all linears of blocks."""
     if not lora_rank:
         return model_parameters(config)
-    sizes, layers = linear_sizes(config).values(), config.num_hidden_layers
-    return [Parameter("vector", (lora_rank, size), layers) for pair in sizes for size in pair]
+    return [
+        Parameter("vector", shape, count)
+        for layer, count in Counter(config.layers).items()
+        for linear in layer.linears.values()
+        for shape in ((lora_rank, linear.inputs), (lora_rank, linear.outputs))
+    ]
 
 
 def model_parameters(config: ModelConfig) -> list[Parameter]:
     """Return every parameter of a CausalLM; vectors (norms and biases) as one."""
-    d, layers = config.hidden_size, config.num_hidden_layers
-    gate = "gate" if config.attention_gate == "headwise" else "matrix"
-    found = [
-        Parameter("table", (config.vocab_size, d), 1 if config.tie_word_embeddings else 2),
-        *(
-            Parameter(gate if section.name == "g" else "matrix", (section.stored, d), layers if section.stored else 0)
-            for sections in FUSED.values()
-            for section in sections(config)
-        ),
-        Parameter("matrix", (d, config.q_size), layers),
-        Parameter("matrix", (d, config.intermediate_size), layers),
-    ]
+    tables = 1 if config.tie_word_embeddings else 2
+    found = [Parameter("table", (config.vocab_size, config.hidden_size), tables)]
+    for layer, count in Counter(config.layers).items():
+        for linear in layer.linears.values():
+            for section in linear.sections:
+                if section.stored:
+                    found.append(Parameter(section.role, (section.stored, linear.inputs), count))
     total = config.num_parameters + config.num_padding_parameters
     return [*found, Parameter("vector", (total - sum(p.numel for p in found),), 1)]

@@ -1,11 +1,31 @@
-"""One table in three places: printed by rich, as text from `str`, as HTML in a notebook."""
+"""The console that all commands print to, and one table in three places: there, as text from `str`, as HTML."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from te_models.errors import for_terminal
+
+
+class Terminal(Console):
+    """A console for text of any origin: names of folders, data, and what a model generates.
+
+    Markup and emoji codes are off, since names and paths may contain them, and no character is printed that a terminal
+    would obey.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield the segments of `renderable`; those that control the terminal are rich's own."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(for_terminal(segment.text), segment.style)
 
 
 class Printable:
@@ -22,13 +42,11 @@ class Printable:
 
     def __str__(self) -> str:
         out = io.StringIO()
-        Console(markup=False, emoji=False, file=out, width=self.width, no_color=True).print(self)
+        Terminal(file=out, width=self.width, no_color=True).print(self)
         return out.getvalue().rstrip()
 
     def _repr_html_(self) -> str:
         """Return the table for IPython, with inline styles."""
-        console = Console(
-            markup=False, emoji=False, file=io.StringIO(), width=self.width, record=True, force_jupyter=False
-        )
+        console = Terminal(file=io.StringIO(), width=self.width, record=True, force_jupyter=False)
         console.print(self)
         return console.export_html(inline_styles=True, code_format="<pre style='line-height:normal'>{code}</pre>")

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.distributed.environment import number
 from te_models.errors import CheckpointError, UsageError
 from te_models.files.atomic import first_line, readable, replacing_folder, write_file
 from te_models.files.formats import (
@@ -97,6 +98,8 @@ class _Source:
             raise CheckpointError(f"{self.folder} holds no file {file[:80]!r}")
         try:
             found, size = path.stat() if self.links else path.lstat(), self.files[file].size
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.folder} is incomplete: it lacks {file}, which was saved") from None
         except OSError as error:  # a loop of links
             if not path.is_symlink():
                 raise
@@ -165,9 +168,9 @@ def load_folder(
 ) -> Folder:
     """Read and check a folder that `save_folder` wrote, or one of Hugging Face.
 
-    The size of every file is checked, and the hash of the bytes that are returned. Tensors are read into memory; where
-    they would fill a quarter of the memory that this process may use, files are mapped instead, copy-on-write, and
-    must not be truncated during the load.
+    The size of every file that is there is checked, and the hash of the bytes that are returned. Tensors are read into
+    memory; where they would fill a quarter of the memory that this process may use, files are mapped instead,
+    copy-on-write, and must not be truncated during the load.
 
     Args:
         path: the folder.
@@ -328,7 +331,7 @@ def _load(source: _Source, names: Iterable[str] | None, optional: Iterable[str])
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise CheckpointError(f"{source.folder} holds no {name!r}{hint}")
     for file, entry in source.files.items():
-        if entry.size is not None:
+        if entry.size is not None and os.path.lexists(source.folder / file):  # one that is not wanted may be gone
             source.locate(file)
     return Folder(
         path=source.folder,
@@ -383,7 +386,7 @@ def _memory_share() -> int:
     memory, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdecimal():
         memory = min(memory, int(text))
-    return memory // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return memory // 4 // max(1, number("LOCAL_WORLD_SIZE", 1))
 
 
 def _source(folder: Path, require_manifest: bool) -> _Source:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.model import ModelConfig, config_fields
-from te_models.config.recipe import Recipe, get_recipe, recipe_fields, recipe_from_dict
+from te_models.config.recipe import AUTO, Recipe, recipe_fields, recipe_from_dict
 from te_models.errors import CheckpointError, unknown
 from te_models.files.atomic import first_line, readable
 from te_models.files.formats import all_finite, check_finite, list_some, read_json, unflatten_state
@@ -31,9 +31,9 @@ from te_models.fp8.primary_weights import (
     quantized_weights,
     write_weight,
 )
-from te_models.fp8.scaling_state import check_fp8_state, fp8_state
+from te_models.fp8.region import saving
+from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.hf import (
-    Origin,
     check_shape,
     check_sizes,
     config_dtype,
@@ -46,9 +46,11 @@ from te_models.interop.hf import (
 )
 from te_models.interop.hf_families import family_of
 from te_models.interop.hub import local_folder, saved_dtype
+from te_models.interop.origin import Origin
 from te_models.interop.quantized import CONFIG_KEYS, read_scheme
 from te_models.interop.te_checkpoint import TECheckpoint, read_te_checkpoint, te_files
 from te_models.model.decoder import Decoder
+from te_models.model.options import SKETCH
 from te_models.model.tensor_parallel import gather_state, shard_state
 from te_models.saving.folder import (
     MANIFEST,
@@ -79,8 +81,8 @@ def model_content(
     """
     own = weights(model, masters)
     tensors = {"model": own if parts else gather_state(own, model.config, model.tp)}
-    if state := fp8_state(model) if model.recipe.stateful else {}:
-        tensors["fp8_state"] = {name: tensor.clone() for name, tensor in state.items()}  # the next forward writes to it
+    if state := model.copied_fp8_state():
+        tensors["fp8_state"] = state
     if quantized := quantized_weights(model):
         tensors["fp8_weights"] = quantized
     dtype = str(model.dtype).removeprefix("torch.")
@@ -115,15 +117,16 @@ def write_pretrained(
     """
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
-    tensors, documents = model_content(model, origin)
-    if model.tp.rank == 0:
-        tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
-        if format == "hf":
-            write_hugging_face(model, origin, folder, tensors["model"], tokenizer, max_shard_bytes, name=name)
-        else:
-            tensors["model"] |= extra_states(model)
-            save_folder(folder, tensors, documents | tokenizer, max_shard_bytes=max_shard_bytes)
-    model.tp.wait()
+    with saving(model):
+        tensors, documents = model_content(model, origin)
+        if model.tp.rank == 0:
+            tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
+            if format == "hf":
+                write_hugging_face(model, origin, folder, tensors["model"], tokenizer, max_shard_bytes, name=name)
+            else:
+                tensors["model"] |= extra_states(tensors.get("fp8_state", {}))
+                save_folder(folder, tensors, documents | tokenizer, max_shard_bytes=max_shard_bytes)
+        model.tp.wait()
 
 
 def read_pretrained(
@@ -131,9 +134,10 @@ def read_pretrained(
 ) -> tuple[Model, Origin]:
     """Return the model saved in `folder`, built by `build(config, **options)`, and its origin.
 
-    Everything is read and checked before a model is built. Without `recipe=` the saved one is used, and fields of the
-    recipe in `options` override it. FP8 state is converted to another stateful recipe, and dropped with a warning for
-    any other. FP8 primary weights remain FP8 under the saved recipe, unless `fp8_params=` says otherwise.
+    Everything is read and checked before a model is built. Without `recipe=`, or with "auto", the saved one is used,
+    and fields of the recipe in `options` override it. FP8 state is converted to another stateful recipe, and dropped
+    with a warning for any other. FP8 primary weights remain FP8 under the saved recipe, unless `fp8_params=` says
+    otherwise.
     """
     folder = saved_folder(local_folder(folder))
     shape = {name: value for name, value in options.items() if name in config_fields()}
@@ -162,7 +166,7 @@ def _read_pretrained(
     match(dict(sketch.named_parameters(remove_duplicate=False)), saved.tensors["model"], check_dtype=False)
     check_finite(saved.tensors["model"], folder)
     options = {"dtype": dtype, **options}
-    if "recipe" not in options:
+    if options.get("recipe", AUTO) == AUTO:
         fields = {name: options.pop(name) for name in list(options) if name in recipe_fields()}
         options["recipe"] = recipe.replace(**fields)
         options.setdefault("fp8_params", "fp8_weights" in saved.tensors)
@@ -208,16 +212,22 @@ def read_te_model(
 
     Without `recipe=` it runs under the recipe in the checkpoint's FP8 state, BF16 where there is none.
     """
-    found = read_te_checkpoint(folder)
-    config, dtype = read_config(Folder(folder, {"model": found.weights}, {"config": read_json(folder / "config.json")}))
+    found, config, dtype = _read_te_folder(folder)
     wanted = gated(config, shape)
     options = {"dtype": dtype, **options}
-    if "recipe" not in options:
+    if options.get("recipe", AUTO) == AUTO:
         fields = {name: options.pop(name) for name in list(options) if name in recipe_fields()}
         options["recipe"] = found.recipe(config.num_hidden_layers).replace(**fields)
     model = build(wanted, **options, initialize=False)
     load_te_checkpoint(model, found)
     return model
+
+
+def _read_te_folder(folder: Path) -> tuple[TECheckpoint, ModelConfig, torch.dtype]:
+    """Return the checkpoint of Transformer Engine's modules in a folder, and the config and the dtype beside it."""
+    found = read_te_checkpoint(folder)
+    documents = {"config": read_json(folder / "config.json")}
+    return found, *read_config(Folder(folder, {"model": found.weights}, documents))
 
 
 def load_te_checkpoint(
@@ -340,7 +350,7 @@ def read_recipe(saved: Folder) -> Recipe:
 def _sketch(build: Callable[..., Decoder], config: ModelConfig, folder: Path) -> Decoder:
     """Return a model of this config without values, to compare shapes with."""
     try:
-        return build(config, device="meta", engine="emulated")
+        return build(config, **SKETCH)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: {first_line(error)}") from None
 
@@ -349,8 +359,9 @@ def with_gate_rows(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[s
     """Return the tensors of an ungated model with the gate's rows, zeros, after those of q, k and v."""
     grown = dict(tensors)
     for name, tensor in tensors.items():
-        if ".qkvg_proj." in name:
-            grown[name] = torch.cat((tensor, tensor.new_zeros(config.gate_size, *tensor.shape[1:])))
+        linear = config.linears.get(name.rpartition(".")[0])
+        if linear is not None and "g" in linear.row_ranges:
+            grown[name] = torch.cat((tensor, tensor.new_zeros(linear.outputs - len(tensor), *tensor.shape[1:])))
     return grown
 
 
@@ -381,18 +392,16 @@ def load_weights(model: Decoder, tensors: Mapping[str, Tensor], quantized: Mappi
 
 
 class Shape(NamedTuple):
-    """Shape, saved recipe (BF16 for a model of Hugging Face), dtype, and whether FP8 weights are saved."""
+    """Shape, saved recipe (None for a model of Hugging Face), dtype, and whether FP8 weights are saved."""
 
     config: ModelConfig
-    recipe: Recipe
+    recipe: Recipe | None
     dtype: torch.dtype
     fp8_params: bool
 
 
-def read_shape(name: str | Path, overrides: Mapping[str, Any] | None = None) -> Shape | None:
-    """Return the shape of the model that `from_pretrained(name)` loads; None if only loading can tell.
-
-    `overrides` are fields of the config.
+def read_shape(name: str | Path, overrides: Mapping[str, Any] | None = None) -> Shape:
+    """Return the shape of the model that `from_pretrained(name)` loads; `overrides` are fields of the config.
 
     Raises:
         ValueError: there is no such model, or its config is damaged; the error is that of loading it.
@@ -408,10 +417,11 @@ def read_shape(name: str | Path, overrides: Mapping[str, Any] | None = None) -> 
             raise
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder}/config.json: {first_line(error)}") from None
-        return Shape(gated(config, overrides or {}), get_recipe("bf16"), config_dtype(folder, document), False)
+        return Shape(gated(config, overrides or {}), None, config_dtype(folder, document), False)
     _refuse_other_folders(folder)
-    if not (readable(folder) / MANIFEST).exists():
-        return None
+    if not (readable(folder) / MANIFEST).exists() and te_files(folder):
+        found, config, dtype = _read_te_folder(folder)
+        return Shape(gated(config, overrides or {}), found.recipe(config.num_hidden_layers), dtype, False)
     with offering_older(folder):
         saved = load_folder(folder, ["config", "recipe"])
         config, dtype = read_config(saved)

@@ -142,10 +142,15 @@ class ShardedCheckpoints(Checkpoints):
     def _write(
         self, folder: Path, plan: Plan, tensors: Mapping[str, Mapping[str, Tensor]], totals: dict[str, int]
     ) -> dict[str, Any]:
-        """Write this process's files, add each group's size to `totals`, return the manifest's entries of all files."""
-        written: dict[str, Any] = {}
-        failure = None
+        """Write this process's files, add each group's size to `totals`, return the manifest's entries of all files.
+
+        The processes wait for each other's disks after each group, in the group of control messages: the next
+        collective on tensors would take a process whose disk is slow for a dead one.
+        """
+        everything: dict[str, Any] = {}
         for group, files in plan.items():
+            written: dict[str, Any] = {}
+            failure = None
             mine: dict[int, dict[str, Tensor]] = {
                 n: {} for n in files.values() if n % self.ranks.world == self.ranks.rank
             }
@@ -159,14 +164,13 @@ class ShardedCheckpoints(Checkpoints):
                     file = _file(group, number, files)
                     written[file] = record(folder / file, render_safetensors(members))
             except OSError as error:
-                failure = failure or f"rank {self.ranks.rank}: {first_line(error)}"
-        everything: dict[str, Any] = {}
-        failures = []
-        for entries, problem in self.ranks.gather([written, failure]):
-            everything |= entries
-            failures += [problem] if problem else []
-        if failures:
-            raise SaveError(f"could not save {folder.name}: {failures[0]}; earlier checkpoints are intact")
+                failure = f"rank {self.ranks.rank}: {first_line(error)}"
+            failures = []
+            for entries, problem in self.ranks.gather([written, failure]):
+                everything |= entries
+                failures += [problem] if problem else []
+            if failures:
+                raise SaveError(f"could not save {folder.name}: {failures[0]}; earlier checkpoints are intact")
         return everything
 
 

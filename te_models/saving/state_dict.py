@@ -50,8 +50,8 @@ def keep_fp8_state(model: Decoder) -> None:
     model.register_load_state_dict_pre_hook(_read)
 
 
-def _write(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    state.update({prefix + name: value for name, value in extra_states(model).items()})
+def _write(model: Decoder, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state.update({prefix + name: value for name, value in extra_states(model.copied_fp8_state()).items()})
     for name, value in state.items():
         if name.startswith(prefix) and local(value) is value and is_quantized(value):
             state[name] = plain(value)

@@ -19,16 +19,19 @@ from te_models.distributed.dtensor import local
 from te_models.errors import UsageError, unknown
 from te_models.files.formats import list_some
 from te_models.fp8.primary_weights import quantized_weights
-from te_models.fp8.scaling_state import fp8_state
-from te_models.interop.hf import Origin, Place, tokenizer_files, write_hugging_face
+from te_models.fp8.region import saving
+from te_models.interop.hf import Place, tokenizer_files, write_hugging_face
+from te_models.interop.origin import Origin
 from te_models.interop.quantized import BLOCK, E4M3
 from te_models.interop.stored_weights import collapse, spread
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.folder import read_listed
 from te_models.saving.pretrained import weights
-from te_models.serving.formats import E4M3_MAX, FORMATS, Format, Options, Parts, encode_blocks, static_scale
+from te_models.serving.formats import E4M3_MAX, FORMATS, TINY, Format, Options, Parts, encode_blocks, static_scale
 
+# E4M3 with the largest power of two for a scale rounds this to 2^128, which is infinite in FP32.
+TOO_LARGE = 31 * 2.0**123
 # Without data, NVFP4's divisor comes from random tokens, with this much room for larger inputs.
 RANDOM_TOKENS, HEADROOM = (4, 256), 4.0
 
@@ -66,21 +69,20 @@ def export(
         raise UsageError("a sharded model cannot be exported: save it, and export the saved folder")
     if any(".lora_" in name for name, _ in model.named_parameters()):
         raise UsageError("the model has LoRA adapters: export what adapted.merge_and_unload() returns")
-    writer = _Writer(model, format, calibration)
-    parameters = gather_state(weights(model), model.config, model.tp)
-    if model.tp.rank == 0:
-        tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
-        write_hugging_face(model, origin, folder, parameters, tokenizer, quantize=writer.quantize)
-    model.tp.wait()
+    with saving(model):
+        writer = _Writer(model, format, calibration)
+        parameters = gather_state(weights(model), model.config, model.tp)
+        if model.tp.rank == 0:
+            tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
+            write_hugging_face(model, origin, folder, parameters, tokenizer, quantize=writer.quantize)
+        model.tp.wait()
     notes = (*writer.notes, *_size_notes(format, writer.shapes))
     return Export(Path(folder), format, tuple(writer.quantized), tuple(writer.ignored), notes)
 
 
 def quantized_modules(model: Decoder) -> dict[str, nn.Module]:
     """Return name -> te.Linear of the layers that an export quantizes: those that the recipe does not keep in BF16."""
-    recipe = model.recipe
-    layers = range(recipe.num_layers_at_start_in_bf16, len(model.layers) - recipe.num_layers_at_end_in_bf16)
-    inside = tuple(f"layers.{layer}." for layer in layers)
+    inside = tuple(f"layers.{layer}." for layer in model.recipe.inner_layers(len(model.layers)))
     return {name: m for name, m in model.named_modules() if name.startswith(inside) and isinstance(m, model.te.Linear)}
 
 
@@ -137,6 +139,11 @@ class _Writer:
 
     def _encoded(self, names: list[str], places: Mapping[str, Place], parameter: Tensor) -> dict[str, Tensor]:
         """Return the stored tensors of their weights `names`, which together are one of our parameters."""
+        if not parameter.abs().amax().float() < TOO_LARGE:
+            raise UsageError(
+                f"{names[0]} has values that are not finite, or so large that {self.name} would round them to "
+                "infinity: export a checkpoint from before the run diverged"
+            )
         ours = places[names[0]].name
         static = {self.format.static: self.inputs[ours.removesuffix(".weight")]} if self.format.static else {}
         shared = self._shared_parts(ours, names, places, parameter)
@@ -216,7 +223,7 @@ def _input_scales(
     trained = trained_scales(model, modules)
     if trained.keys() == modules.keys():
         if format.static == "input_scale":
-            return {name: scale.reciprocal() for name, scale in trained.items()}, []
+            return {name: scale.reciprocal().clamp(min=TINY) for name, scale in trained.items()}, []
         largest = E4M3_MAX * 2.0 ** -model.recipe.fields.get("margin", 0)
         return {name: static_scale(format, largest / scale.item()) for name, scale in trained.items()}, []
     if format.static == "input_scale":
@@ -236,12 +243,12 @@ def _input_scales(
 
 def trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Return the scales of the inputs of `modules` that delayed scaling has learned, FP32 [] each."""
-    state = fp8_state(model)
+    state = model.copied_fp8_state()
     found = {}
     for name in modules:
         scale, history = (state.get(f"{name}.scaling_fwd.{part}") for part in ("scale", "amax_history"))
         if scale is not None and history is not None and (bool(history[:, 0].any()) or bool(scale[0] != 1)):
-            found[name] = scale[0].detach().cpu().clone()
+            found[name] = scale[0].cpu()
     return found
 
 

@@ -18,13 +18,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from te_models.engine.emulated import numerics
-from te_models.engine.emulated.numerics import FP8_MAX, DType
+from te_models.engine.emulated.numerics import FLT_MAX, FP8_MAX, DType
 from te_models.engine.emulated.nvfp4 import FP4_MAX, TOP, NVFP4Quantizer, encode_e2m1, pack
 from te_models.engine.emulated.quantizers import MXFP8Quantizer
 from te_models.errors import UsageError
 from te_models.interop.quantized import BLOCK, CHANNEL, E4M3, GLOBAL_SCALE, MXFP8, NVFP4, TENSOR, Scheme
 
 E4M3_MAX = FP8_MAX[DType.kFloat8E4M3]
+# The smallest scale of an E4M3 weight or input: below it, a GPU may flush numbers to zero, and reciprocals overflow.
+TINY = torch.finfo(torch.float32).tiny
 SMALLEST = 0.125  # compressed-tensors' scale of a block whose own rounds to zero
 # A quantized weight: name of a stored tensor -> values with one row per row of the weight, or one number.
 Parts = dict[str, Tensor]
@@ -77,8 +79,8 @@ def encode_channels(weight: Tensor, options: Options) -> Parts:
 
 
 def scale_of(amax: Tensor) -> Tensor:
-    """Return the inverse scales of these amaxes; 1 where everything is zero."""
-    return torch.where(amax > 0, quotient(amax, E4M3_MAX), 1.0)
+    """Return the inverse scales of these amaxes, at least TINY; 1 where everything is zero."""
+    return torch.where(amax > 0, quotient(amax, E4M3_MAX).clamp(min=TINY), 1.0)
 
 
 def quotient(tensor: Tensor, number: float) -> Tensor:
@@ -106,7 +108,7 @@ def encode_blocks(weight: Tensor, options: Options) -> Parts:
         infinite = torch.finfo(weight.dtype).max
         scale = numerics.scale_from_amax(amax, E4M3_MAX, options.power_of_2, infinite=infinite)
     else:
-        scale = torch.where(amax > 0, amax.reciprocal() * E4M3_MAX, 1.0)
+        scale = torch.where(amax > 0, (amax.reciprocal() * E4M3_MAX).clamp(max=1 / TINY), 1.0)
     data = numerics.cast_fp8_blocks(weight, scale, BLOCK.block, DType.kFloat8E4M3)
     return {"weight": data.view(E4M3), "weight_scale_inv": scale.reciprocal()}
 
@@ -159,9 +161,12 @@ def _with_rows(weight: Tensor, multiple: int) -> Tensor:
 
 
 def global_scale(amax: Tensor) -> Tensor:
-    """Return NVFP4's divisor of a tensor with this amax, FP32 [1]: values times it are data times block scales."""
-    scale = torch.full_like(amax, TOP) / amax
-    return torch.where(scale.isfinite() & (scale > 0), scale, 1.0).reshape(1)
+    """Return NVFP4's divisor of a tensor with this amax, FP32 [1]: values times it are data times block scales.
+
+    It is 1 for zero, and FP32's largest number where the quotient is infinite, as in Transformer Engine.
+    """
+    scale = (torch.full_like(amax, TOP) / amax).clamp(max=FLT_MAX)
+    return torch.where(amax > 0, scale, 1.0).reshape(1)
 
 
 def _plain_config(ignored: list[str]) -> dict[str, Any]:
@@ -238,4 +243,4 @@ def static_scale(format: Format, amax: float) -> Tensor:
             f"the input of a linear layer has the largest magnitude {amax}, from which no scale can be made"
         )
     value = torch.tensor(amax, dtype=torch.float32)
-    return global_scale(value) if format.static == "input_global_scale" else value / E4M3_MAX
+    return global_scale(value) if format.static == "input_global_scale" else scale_of(value)

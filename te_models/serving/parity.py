@@ -20,9 +20,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from te_models.errors import UsageError
-from te_models.interop.hf import Origin
+from te_models.errors import UsageError, plural
 from te_models.interop.hub import local_folder
+from te_models.interop.origin import Origin
 from te_models.model.decoder import Decoder
 from te_models.model.targets import IGNORED
 from te_models.planning.printable import Printable
@@ -111,8 +111,9 @@ def parity(model: Decoder, origin: Origin, exports: Iterable[str | Path], batche
     """
     names = [str(name) for name in exports]
     rows = [_row(model, origin, name, batches, required=bool(names)) for name in names or FORMATS]
-    title = f"recipe {model.recipe.name}, engine {model.engine}, trained against served"
-    return Parity(title, sum(int(_counted(batch).sum()) for batch in batches), tuple(rows))
+    tokens = sum(int(_counted(batch).sum()) for batch in batches)
+    title = f"recipe {model.recipe.name}, engine {model.engine}, trained against served, on {plural(tokens, 'token')}"
+    return Parity(title, tokens, tuple(rows))
 
 
 def _row(model: Decoder, origin: Origin, name: str, batches: list[dict[str, Tensor]], required: bool) -> Difference:

@@ -46,16 +46,17 @@ class GraphedStep:
 
     Args:
         model: a model on a CUDA device.
+        calibrate: under recipe "delayed", measure the first scales on the first call's batch (CausalLM.calibrate).
 
     Raises:
         ValueError: the model cannot be captured (`obstacle` says why), or a call's tensors differ in shape or name from
             the first call's, or the model's recipe has changed.
     """
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: CausalLM, calibrate: bool = True) -> None:
         if reason := obstacle(model):
             raise UsageError(f"no CUDA graph of this model: {reason}")
-        self.model, self.recipe = model, model.recipe
+        self.model, self.recipe, self.calibrate = model, model.recipe, calibrate
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.shared = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.calls = self.failures = 0
@@ -78,6 +79,8 @@ class GraphedStep:
             module.reshard()  # evaluation leaves weights gathered, and a graph captured then would never gather them
         for parameter in self.parameters:
             parameter.grad = None
+        if not self.calls and self.calibrate:
+            self.model.calibrate(self.inputs, weights=[self.weight])
         self.calls += 1
         if self.graph is None and self.calls > WARM_UP and self.failures < ATTEMPTS:
             self._capture()

@@ -13,17 +13,19 @@ from rich.console import Console
 
 from te_models.causal_lm import CausalLM
 from te_models.config.model import config_fields
+from te_models.config.presets import get_preset
+from te_models.config.recipe import AUTO, recipe_fields
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
 from te_models.data.training_data import open_data, steps_of
-from te_models.engine import auto_recipe
 from te_models.errors import UsageError
 from te_models.generation.options import GenerationOptions
+from te_models.model.recipe_fit import auto_recipe
 from te_models.optim import resolve_options
-from te_models.saving.folder import save_folder
-from te_models.saving.pretrained import model_content
+from te_models.planning.printable import Terminal
+from te_models.saving.pretrained import read_shape
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.evaluation import Batch
 from te_models.training.launch import choose_parallel, parallel, restarts
@@ -58,7 +60,7 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
     loggers = check_loggers(settings.log)
     with parallel(config, settings.build.get("device")) as shared, contextlib.ExitStack() as stack:
         shared.frozen = settings.lora is not None
-        console = Console(markup=False, emoji=False, quiet=not shared.ranks.first)
+        console = Terminal(quiet=not shared.ranks.first)
         settings = settings if resume else _with_recipe(settings, console)
         folder, newest = _place(settings, shared, resume)
         resume = newest is not None
@@ -75,7 +77,7 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         adapters = _adapters(settings, model)
         start = starting_step(folder, resume, settings)
         about = summary(model, dataset, config, start, shared.describe(), settings.command, memory)
-        for part in (*_notes(settings, folder, resume), about):
+        for part in (*_notes(settings, folder, newest, model), about):
             console.print(part, highlight=False)
         sampler = _sampler(settings, model, words, eval_batches, shared)
         if sampler and settings.model is not None and not start and shared.ranks.world == 1:
@@ -94,7 +96,9 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         stack.close()  # its processes need no memory while samples are drawn
         written = {}
         if adapters is not None and shared.ranks.first and not result.interrupted:
-            written = _save_adapters(settings, adapters, folder, words)
+            from te_models.training.merging import save_adapters  # noqa: PLC0415  needs peft
+
+            written = save_adapters(settings, adapters, folder, words, eval_batches, result)
         curve = draw_run(result, settings, folder, model, config.tokens_per_step) if shared.ranks.first else ""
         print_outcome(console, result, settings, folder, {"loss curve": curve, **written})
         if not result.interrupted:
@@ -103,11 +107,20 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
 
 
 def _with_recipe(settings: RunSettings, console: Console) -> RunSettings:
-    """Return the settings with recipe="auto" resolved, after a line that says so."""
-    if settings.recipe != "auto":
+    """Return the settings with recipe="auto" resolved, after a line that says so: that of the model, if it has one."""
+    if settings.recipe != AUTO:
         return settings
-    recipe, reason = auto_recipe(settings.build.get("engine", "auto"), settings.build.get("device"))
-    console.print(f"recipe auto: {recipe} ({reason})", highlight=False)
+    fields = {name: value for name, value in settings.build.items() if name in config_fields()}
+    if settings.preset is not None:
+        shape, recipe, dtype = get_preset(settings.preset, **fields), None, torch.bfloat16
+    else:
+        shape, recipe, dtype, _ = read_shape(settings.model or "", fields)
+    reason = "the model's own"
+    if recipe is None:
+        names = ("engine", "device", "fp8_params", *recipe_fields())
+        own = {name: value for name, value in settings.build.items() if name in names}
+        recipe, reason = auto_recipe(shape, dtype=dtype, **own)
+    console.print(f"recipe auto: {recipe.name} ({reason})", highlight=False)
     return dataclasses.replace(settings, recipe=recipe)
 
 
@@ -172,37 +185,23 @@ def _adapters(settings: RunSettings, model: CausalLM) -> LoraRun | None:
     return LoraRun(model, settings.lora, resolved_path(settings.model))
 
 
-def _save_adapters(settings: RunSettings, adapters: LoraRun, folder: Path, words: Tokenizer) -> dict[str, str]:
-    """Save the adapters in the folder adapter/ and, with --merge, the model that has them in its weights in merged/.
+def _notes(settings: RunSettings, folder: Path, newest: Path | None, model: CausalLM) -> list[str]:
+    """Return what is said before the summary: that weights are random, or what a resumed run changes.
 
-    Returns what was written, and where.
+    Of another recipe the checkpoint's loader warns (te_models.saving.pretrained).
     """
-    from te_models.training.lora_run import load_merged  # noqa: PLC0415  needs peft
-
-    tensors, documents = adapters.content(live=False)
-    save_folder(folder / "adapter", tensors, {**documents, **words.files()})
-    written = {"adapters": str(folder / "adapter")}
-    if settings.lora is None or not settings.lora.merge:
-        return written
-    model = adapters.model
-    options: dict[str, Any] = dict(recipe=model.recipe, engine="emulated", device="cpu", dtype=model.dtype)
-    merged = load_merged(folder / "adapter", base=settings.model, **options)  # into weights that FP8 has not rounded
-    tensors, documents = model_content(merged, merged.origin)
-    save_folder(folder / "merged", tensors, {**documents, **words.files()})
-    return {**written, "merged": str(folder / "merged")}
-
-
-def _notes(settings: RunSettings, folder: Path, resume: bool) -> list[str]:
-    """Return what is said before the summary: that weights are random, and what a resumed run changes in run.toml."""
-    if not resume:
+    if newest is None:
         return [] if settings.preset is None else [f"{settings.preset} starts from random weights"]
+    before, lines = saved_choices(newest).get("engine", model.engine), []
+    if before != model.engine:
+        lines = [f"changed: the engine is {model.engine} ({model.engine_reason}), was {before}"]
     if not (folder / RUN_FILE).is_file():
-        return []
-    now = {**settings.build, **settings.data, **dataclasses.asdict(settings.train), "recipe": settings.recipe}
+        return lines
+    now = {**settings.build, **settings.data, **dataclasses.asdict(settings.train)}
     now |= {"log": settings.log, "sample_tokens": settings.sample_tokens}
-    given = {name: now[name] for name in settings.given & now.keys()}
+    given = {name: now[name] for name in settings.given & now.keys() - recipe_fields().keys()}
     changed = changed_settings(read_run_file(folder / RUN_FILE), given)
-    return [f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in sorted(changed.items())]
+    return [*lines, *(f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in sorted(changed.items()))]
 
 
 def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from te_models.config.training import TrainConfig
 from te_models.device.choice import choose_device
 from te_models.distributed.control import Ranks
+from te_models.distributed.environment import check_place, number
 from te_models.errors import LostPeer, UsageError
 from te_models.files.atomic import first_line
 from te_models.training.parallel import Parallel
@@ -26,7 +26,7 @@ CONTROL_TIMEOUT = timedelta(minutes=30)  # for messages that may wait for a disk
 
 def restarts() -> int:
     """Return how often torchrun has restarted this job after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return number("TORCHELASTIC_RESTART_COUNT", 0)
 
 
 @contextlib.contextmanager
@@ -50,8 +50,9 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
         yield Parallel(config=config, device=None if device is None else choose_device(device))
         return
     own = choose_device(device)
+    check_place(gpus=torch.cuda.device_count() if own.type == "cuda" else 0)
     if own.type == "cuda":
-        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        own = torch.device("cuda", number("LOCAL_RANK", 0))
         torch.cuda.set_device(own)
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.collective_timeout)
@@ -79,7 +80,7 @@ def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = Fa
     With `recorded` the value comes from a file: if it does not fit the number of processes, it counts as
     "auto", so that one file serves any number.
     """
-    world = int(os.environ.get("WORLD_SIZE", 0))
+    world = number("WORLD_SIZE", 0)
     if recorded and (config.parallel == "none") == (world > 1):
         config = dataclasses.replace(config, parallel="auto", tensor_parallel_size=0, sequence_parallel=False)
     if lora and config.parallel not in ("auto", "none", "ddp"):
@@ -92,7 +93,7 @@ def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = Fa
 
 def check_launch(config: TrainConfig) -> None:
     """Raise a ValueError if the options do not fit each other or the way the program was started."""
-    world, size, kind = int(os.environ.get("WORLD_SIZE", 0)), config.tensor_parallel_size, config.parallel
+    world, size, kind = number("WORLD_SIZE", 0), config.tensor_parallel_size, config.parallel
     if kind == "none" and world > 1:
         raise UsageError(f"torchrun started {world} processes: add --parallel ddp, fsdp, tp or fsdp+tp")
     if kind != "none" and not world:

@@ -26,7 +26,8 @@ from te_models.errors import CheckpointError, UsageError, needs, unknown
 from te_models.files.atomic import first_line
 from te_models.files.formats import all_finite
 from te_models.fp8.primary_weights import plain
-from te_models.fp8.scaling_state import check_fp8_state, fp8_state
+from te_models.fp8.region import saving
+from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.hub import local_folder
 from te_models.saving.folder import MANIFEST, Folder, load_folder, match, save_folder
 from te_models.saving.pretrained import read_recipe
@@ -173,7 +174,8 @@ def save_lora(adapted: AdaptedModel, folder: str | Path, adapter_name: str | Non
     Raises:
         SaveError: writing failed; the previous content of `folder` is intact.
     """
-    save_folder(folder, *adapter_content(adapted, adapter_name))
+    with saving(adapted.get_base_model()):
+        save_folder(folder, *adapter_content(adapted, adapter_name))
 
 
 def adapter_content(
@@ -184,7 +186,7 @@ def adapter_content(
     model = adapted.get_base_model()
     tensors, config = _file_content(adapted, name)
     groups = {"adapter_model": tensors}
-    if model.recipe.stateful and (state := fp8_state(model)):
+    if state := model.copied_fp8_state():
         groups["fp8_state"] = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items()}
     return groups, {"adapter_config": config, "recipe": model.recipe.to_dict()}
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.engine.emulated.numerics import scale_from_amax
 from te_models.errors import UsageError, needs
 from te_models.fp8.primary_weights import E4M3_MAX, is_quantized, plain, restore_weight, saved_weight, write_weight
 from te_models.fp8.scaling_state import weight_scale
@@ -51,31 +52,33 @@ class LoraLinear(nn.Module, LoraLayer):
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Map x [N, in] to [N, out], in the dtype of the base layer's output."""
+        """Map x [N, in] to [N, out], in the dtype of the base layer's output.
+
+        The low-rank products are computed in that dtype, whatever dtype the adapters are stored in: a run, whose
+        adapters have FP32 masters beside them, and a model that loads them in FP32 compute the same bits.
+        """
         if self.disable_adapters and self.merged:
             self.unmerge()
         result = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters or self.merged:
             return result
+        dtype = result.dtype
         for name in self._active():
             a: Any = self.lora_A[name]
-            low, b, scaling = a(self.lora_dropout[name](x.to(a.weight.dtype))), self._b(name), self.scaling[name]
-            if b.dtype == result.dtype:  # one pass over [N, out] in place of three
-                result = torch.addmm(result, low, b.t(), alpha=scaling)
-            else:
-                result = result + (F.linear(low, b) * scaling).to(result.dtype)
+            low = F.linear(self.lora_dropout[name](x.to(dtype)), a.weight.to(dtype))
+            result = torch.addmm(result, low, self._b(name, dtype).t(), alpha=self.scaling[name])
         return result
 
     def _active(self) -> list[str]:
         return [name for name in self.active_adapters if name in self.lora_A]
 
-    def _b(self, adapter: str) -> Tensor:
+    def _b(self, adapter: str, dtype: torch.dtype) -> Tensor:
         """Return B [out, rank] of an adapter, its parts scaled relative to `scaling`."""
         b: Any = self.lora_B[adapter]
         if adapter not in self.factors:
-            return b.weight
+            return b.weight.to(dtype)
         factors: Any = self.factors[adapter]
-        return b.weight * factors.to(b.weight.dtype)
+        return b.weight.to(dtype) * factors.to(dtype)
 
     @torch.no_grad()
     def fuse(self, adapter: str, fused: Fused, init: bool | str) -> None:
@@ -99,7 +102,7 @@ class LoraLinear(nn.Module, LoraLayer):
     def get_delta_weight(self, adapter: str) -> Tensor:
         """Return the adapter's update of the weight, FP32 [out, in]."""
         a: Any = self.lora_A[adapter]
-        return self.scaling[adapter] * (self._b(adapter).float() @ a.weight.float())
+        return self.scaling[adapter] * (self._b(adapter, torch.float32) @ a.weight.float())
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -120,8 +123,10 @@ class LoraLinear(nn.Module, LoraLayer):
             self._before_merge = saved_weight(weight)
             self._scale_before_merge = None if scale is None else scale.clone()
         write_weight(weight, merged, for_master=False)
-        if scale is not None and (amax := merged.abs().amax()) > 0:
-            scale.copy_(E4M3_MAX / amax)  # the sum may exceed what the scale of the last training step allows
+        if scale is not None and (amax := merged.abs().amax().float()) > 0:
+            scale.copy_(
+                scale_from_amax(amax, E4M3_MAX)
+            )  # the sum may exceed what the scale of the last training step allows
         self.merged_adapters += names
 
     @torch.no_grad()

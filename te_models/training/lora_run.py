@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
-from te_models.config.recipe import Recipe
+from te_models.config.recipe import AUTO, Recipe
 from te_models.errors import CheckpointError
 from te_models.files.formats import read_json
 from te_models.fp8.primary_weights import drop_initial_values
@@ -23,7 +23,8 @@ from te_models.fp8.scaling_state import check_fp8_state
 from te_models.saving.folder import load_folder, match
 from te_models.saving.pretrained import ADAPTERS, TrainingState, read_recipe, training_document
 from te_models.saving.run_folder import offering_older
-from te_models.training.lora import adapter_content, add_lora, load_lora
+from te_models.training.lora import AdaptedModel, adapter_content, add_lora, load_lora
+from te_models.training.resume import saved_choices
 from te_models.training.settings import LoraSettings
 
 LIVE = "adapters"  # the group of tensors that are trained
@@ -95,24 +96,47 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def load_merged(
+def load_adapted(
     folder: Path, *, build: Callable[..., CausalLM] | None = None, base: str | None = None, **options: Any
 ) -> CausalLM:
-    """Return the model that the adapters in `folder` were trained on, with them merged into its weights.
+    """Return the model that the adapters in `folder` were trained on, with them in it, in evaluation mode.
 
-    `base` is the model; None means the one that adapter_config.json names. `build` and `options` are those of
-    CausalLM.from_pretrained.
+    Without `recipe` in `options` it runs as it was trained: under that recipe, with weights of that kind.
+
+    Args:
+        folder: a checkpoint of a run with adapters, or what it or `save_lora` wrote at its end.
+        build, options: those of CausalLM.from_pretrained.
+        base: the model; None: the one that adapter_config.json names.
 
     Raises:
         CheckpointError: the adapters name no model, or do not fit it.
     """
+    return _load(folder, build, base, options).get_base_model()
+
+
+def load_merged(
+    folder: Path, *, build: Callable[..., CausalLM] | None = None, base: str | None = None, **options: Any
+) -> CausalLM:
+    """Return the model of `load_adapted` with the adapters merged into its weights, each sum rounded once.
+
+    Under dtype=torch.float32 no small update vanishes in the rounding. The weights are not in FP8 unless `fp8_params`
+    says so.
+    """
+    model = _load(folder, build, base, {"fp8_params": False, **options}).merge_and_unload()
+    assert isinstance(model, CausalLM)
+    return model
+
+
+def _load(
+    folder: Path, build: Callable[..., CausalLM] | None, base: str | None, options: dict[str, Any]
+) -> AdaptedModel:
+    """Return the model with adapters; see `load_adapted`."""
     if base is None:
         config = read_json(folder / ADAPTERS)
         base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not base:
         raise CheckpointError(f"{folder / ADAPTERS} does not name the model that the adapters are for")
-    if options.get("recipe") is None and (folder / "recipe.json").is_file():
-        options["recipe"] = read_recipe(load_folder(folder))  # that of the run, not of the model that it started from
-    model = load_lora(CausalLM.from_pretrained(base, build=build, **options), folder).merge_and_unload()
-    assert isinstance(model, CausalLM)
-    return model
+    if options.get("recipe") in (None, AUTO) and (folder / "recipe.json").is_file():
+        saved = saved_choices(folder)
+        options = {"fp8_params": saved["fp8_params"], **options, "recipe": saved["recipe"]}
+    return load_lora(CausalLM.from_pretrained(base, build=build, **options), folder)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from te_models.causal_lm import CausalLM
-from te_models.errors import UsageError
+from te_models.errors import ConfigError, UsageError
 from te_models.interop.hf import Place, tensor_places
 from te_models.interop.hf_families import family_for, family_of
 from te_models.model.decoder import Decoder
+from te_models.model.options import SKETCH
 
 
 @dataclass(frozen=True)
@@ -90,22 +91,26 @@ def module_of(place: Place) -> str:
 
 def adaptable_modules(model: CausalLM) -> Modules:
     """Return the names of the modules of `model` in adapters; the model may have adapters already."""
-    sketch = Decoder(model.config, device="meta", engine="emulated")
+    sketch = Decoder(model.config, **SKETCH)
     shapes = {name: parameter.shape for name, parameter in sketch.named_parameters()}
     linears = [name for name, module in sketch.named_modules() if isinstance(module, sketch.te.Linear)]
     if model.config.tie_word_embeddings:
         linears.remove("lm_head")  # an update of it would be one of the embedding too
+    ours = {
+        name: Place(f"{name}.weight", ((0, shapes[f"{name}.weight"][0]),), 1, tuple(shapes[f"{name}.weight"]))
+        for name in linears
+    }
     config = model.origin.config
-    family = family_for(model.config, family_of(config) if config else None)
+    try:
+        family = family_for(model.config, family_of(config) if config else None)
+    except ConfigError:  # transformers has no names for it
+        named = {name if name == "lm_head" else f"model.{name}": place for name, place in ours.items()}
+        return Modules(named, ours, {}, "te_models")
     places = tensor_places(family, model.config, shapes)
     theirs = {
         name.removesuffix(".weight"): _in_one_piece(place)
         for name, place in places.items()
         if name.endswith(".weight") and module_of(place) in linears
-    }
-    ours = {
-        name: Place(f"{name}.weight", ((0, shapes[f"{name}.weight"][0]),), 1, tuple(shapes[f"{name}.weight"]))
-        for name in linears
     }
     tops = () if model.config.tie_word_embeddings else ("embed_tokens.weight", "lm_head.weight")
     whole = {name.removesuffix(".weight"): place.name for name, place in places.items() if place.name in tops}

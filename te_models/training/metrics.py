@@ -11,8 +11,11 @@ from typing import Any
 
 from te_models.errors import DataError
 from te_models.files.formats import open_regular, parse_json
+from te_models.training.restore import COUNT_LIMIT
 
 MAX_LINE_BYTES = 2**16
+PLOTTED = ("loss", "learning_rate", "tokens_per_second")  # numbers that each row has
+MOST = 1e30  # no metric is as large, and a plot can still compute with it
 
 
 class MetricsLog:
@@ -58,7 +61,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                 break  # cut short
             row = parse_json(line, f"{path}, line {number}", DataError, finite=False)
-            if not isinstance(row, dict) or type(row.get("step")) is not int:
-                raise DataError(f"{path}, line {number}: this is no row of metrics: it must be an object with a step")
+            if reason := _mistake(row):
+                raise DataError(f"{path}, line {number}: this is no row of metrics: {reason}; delete the line to go on")
             rows.append(row)
     return rows
+
+
+def _mistake(row: Any) -> str:
+    """Return why a parsed line is no row of metrics that can be plotted, or ""."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < COUNT_LIMIT:
+        return "it must be an object with a step"
+    for name in PLOTTED:
+        if name not in row:
+            return f"it lacks {name}"
+        if type(row[name]) not in (int, float) or not abs(row[name]) < MOST:
+            return f"its {name} is not a number"
+    loss = row.get("eval_loss", 0.0)
+    if type(loss) not in (int, float) or abs(loss) >= MOST:  # a NaN where the data counts no token
+        return "its eval_loss is not a number"
+    return ""

@@ -131,7 +131,7 @@ class Parallel:
             shard(model, self)
             assert self.device is not None
             model.to_empty(device=self.device)
-            model.tp.mark(model)
+            model.tp.mark(model, model.config)
             if model.fp8_params:
                 make_shards(model, model.te.Linear, model.recipe, model.te_recipe, self.data_group)
             if initialize:

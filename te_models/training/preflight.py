@@ -16,6 +16,7 @@ from te_models.config.presets import get_preset
 from te_models.config.recipe import FP8_WEIGHTS, Recipe, get_recipe, recipe_fields
 from te_models.config.training import TrainConfig
 from te_models.device.choice import choose_device
+from te_models.distributed.environment import number
 from te_models.errors import UsageError
 from te_models.fp8.primary_weights import SHARDED_SCHEMES
 from te_models.optim import resolve_options
@@ -63,10 +64,7 @@ def check_memory(
     """
     if shared.tp is not None:
         return None  # the plan knows no split layers
-    found = _model(settings, newest)
-    if found is None:
-        return None
-    shape, recipe, options = found
+    shape, recipe, options = _model(settings, newest)
     device = torch.device(shared.device or choose_device(settings.build.get("device")))
     own = resolve_options(config.optimizer, config.optimizer_options)
     options |= dict(
@@ -82,7 +80,7 @@ def check_memory(
     if device.type != "cuda":  # what is moved to the host stays in the same memory
         options |= dict.fromkeys(OFFLOADS, False)
 
-    host = available_memory(torch.device("cpu")) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    host = available_memory(torch.device("cpu")) // max(1, number("LOCAL_WORLD_SIZE", 1))
 
     def plan(**changes: Any) -> MemoryPlan:
         found = plan_memory(shape, recipe, **{**options, **changes})
@@ -119,8 +117,8 @@ def available_memory(device: torch.device) -> int:
     return max(0, free)
 
 
-def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Recipe, dict[str, Any]] | None:
-    """Return shape, recipe and other keywords of plan_memory; None if only loading the model can tell."""
+def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Recipe, dict[str, Any]]:
+    """Return shape, recipe and other keywords of plan_memory."""
     build: dict[str, Any] = {**settings.build, "recipe": settings.recipe}
     if newest is not None:
         build = resumed_options(settings, saved_choices(newest))
@@ -131,8 +129,6 @@ def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Rec
     else:
         trained = newest if settings.lora is None else None  # a checkpoint of adapters has no model
         saved = read_shape(trained or settings.model or "", {} if trained else fields)
-        if saved is None:
-            return None
         shape, dtype = saved.config, saved.dtype
     recipe = get_recipe(build["recipe"], **{name: build[name] for name in recipe_fields() if name in build})
     names = ("activation_checkpointing", "activation_offload", "fp8_params", "compile")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from te_models.causal_lm import CausalLM
-from te_models.config.recipe import get_recipe, recipe_fields
+from te_models.config.recipe import AUTO, get_recipe, recipe_fields
 from te_models.errors import CheckpointError, UsageError, plural
 from te_models.files.atomic import readable
 from te_models.interop.hub import DTYPES
@@ -43,11 +43,14 @@ def run_folder(settings: RunSettings, restarted: bool = False) -> Path:
 
 
 def resumed_options(settings: RunSettings, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of CausalLM of a resumed run: the choices in its checkpoint, then those of the user."""
+    """Return the keywords of CausalLM of a resumed run: the choices in its checkpoint, then those of the user.
+
+    The engine is the one that was asked for, so that "auto" is native on a GPU wherever the run began.
+    """
     given = {name: value for name, value in settings.build.items() if name in settings.given}
     options = {name: value for name, value in settings.build.items() if name not in recipe_fields()}
-    options |= {**saved, **given}
-    if "recipe" in settings.given:
+    options |= {**{name: value for name, value in saved.items() if name != "engine"}, **given}
+    if settings.recipe != AUTO and "recipe" in settings.given:
         options["recipe"] = settings.recipe
         options["fp8_params"] = settings.build.get("fp8_params", False)  # another recipe may have no such weights
     return options
@@ -64,7 +67,10 @@ def run_choices(model: CausalLM) -> dict[str, Any]:
 
 
 def saved_choices(newest: Path) -> dict[str, Any]:
-    """Return the recipe, dtype, engine, kind of weights and recompute mode of a checkpoint, as keywords of CausalLM."""
+    """Return the recipe, dtype, engine, kind of weights and recompute mode of a checkpoint, as keywords of CausalLM.
+
+    The engine is the one that ran, where it is known, and not the one that was asked for.
+    """
     with offering_older(newest):
         saved = load_folder(newest, ["recipe"], optional=["config", "run"])
     fp8_params = any(readable(newest).glob("fp8_weights*"))  # checkpoints before "run" was part of them
@@ -96,7 +102,10 @@ def starting_step(folder: Path, resume: bool, settings: RunSettings) -> int:
 
 
 def _lacks(folder: Path, settings: RunSettings) -> bool:
-    """Return whether a finished run lacks a file that its end writes, or a merged model that is asked for only now."""
+    """Return whether a finished run lacks a file that its end writes, or a merged model that is asked for only now.
+
+    One in another dtype than before counts as lacking.
+    """
     lora = settings.lora
     names = ["loss.png"] + ["adapter"] * (lora is not None) + ["merged"] * (lora is not None and lora.merge)
-    return any(not os.path.lexists(folder / name) for name in names)
+    return "merge_dtype" in settings.given or any(not os.path.lexists(folder / name) for name in names)

@@ -85,7 +85,7 @@ def _lora_table(settings: RunSettings) -> dict[str, Any]:
     if lora is None:
         return {}
     values = dict(lora=lora.rank, lora_targets=",".join(lora.targets), lora_alpha=lora.alpha, lora_dropout=lora.dropout)
-    return {**values, "merge": lora.merge}
+    return {**values, "merge": lora.merge, "merge_dtype": lora.merge_dtype or None}
 
 
 def read_record(folder: Path) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from te_models.causal_lm import CausalLM
 from te_models.data.tokenizer import Tokenizer, text_after
 from te_models.generation.options import GenerationOptions
-from te_models.generation.text import for_terminal, stream_text
+from te_models.generation.text import stream_text
 from te_models.model.targets import IGNORED
 from te_models.training.evaluation import Batch
 
@@ -127,7 +127,7 @@ class Sampler:
             console.print(Text("after" if self.before else "answer" if prompt.reference else "goes on", "bold green"))
             begun = False
             for piece in _first_lines(self.answer(prompt)):
-                shown = for_terminal(piece if begun else piece.lstrip("\n"))
+                shown = piece if begun else piece.lstrip("\n")
                 console.print(shown, end="", highlight=False, soft_wrap=True)
                 begun = begun or bool(shown)
             console.print("" if begun else Text("(nothing)"))
@@ -135,7 +135,7 @@ class Sampler:
 
 def _block(console: Console, title: str, text: str, style: str) -> None:
     console.print(Text(title, "bold"))
-    console.print(Text(for_terminal(text.strip("\n")) or "(nothing)", style), highlight=False, soft_wrap=True)
+    console.print(Text(text.strip("\n") or "(nothing)", style), highlight=False, soft_wrap=True)
 
 
 def _first_lines(pieces: Generator[str, None, None]) -> Iterator[str]:

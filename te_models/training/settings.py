@@ -22,7 +22,7 @@ from te_models.config.recipe import FP8_WEIGHTS, Recipe, get_recipe, recipe_fiel
 from te_models.config.shipped import no_weights
 from te_models.config.toml import read_toml
 from te_models.config.training import TrainConfig
-from te_models.errors import ConfigError, NamedFields, UsageError, unknown
+from te_models.errors import ConfigError, NamedFields, UsageError, mistyped, unknown
 
 RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
@@ -38,7 +38,8 @@ DATA = dict(
     streaming=bool, data_workers=int, tokenizer=str,
 )  # fmt: skip
 DATA_DEFAULTS = dict(data_workers=2)
-LORA = dict(lora=int, lora_targets=str, lora_alpha=float, lora_dropout=float, merge=bool)
+LORA = dict(lora=int, lora_targets=str, lora_alpha=float, lora_dropout=float, merge=bool, merge_dtype=str)
+MERGE_DTYPES = ("bfloat16", "float16", "float32")
 TABLES: dict[str, Mapping[str, Any]] = {
     "run": RUN,
     "model": MODEL,
@@ -57,7 +58,6 @@ FIXED = (
     "lora_alpha", "lora_dropout",
 )  # fmt: skip
 PATHS = ("model", "data", "eval_data", "chat_template", "tokenizer")  # settings that may be paths
-SAID = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,7 @@ class LoraSettings(NamedFields):
     alpha: float = 16.0  # updates are multiplied by alpha / rank
     dropout: float = 0.0  # probability with which an adapter's input is dropped
     merge: bool = False  # at the end, save the model with the adapters in its weights in the folder merged/
+    merge_dtype: str = ""  # of these weights, one of MERGE_DTYPES; "": the model's own
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -81,6 +82,10 @@ class LoraSettings(NamedFields):
             raise ConfigError(f"--lora-dropout {self.dropout}: give a probability from 0 to below 1")
         if not 0 < self.alpha < math.inf:
             raise ConfigError(f"--lora-alpha {self.alpha}: give a positive number, such as {2 * self.rank}")
+        if self.merge_dtype and self.merge_dtype not in MERGE_DTYPES:
+            raise unknown("merge_dtype", self.merge_dtype, MERGE_DTYPES)
+        if self.merge_dtype and not self.merge:
+            raise ConfigError(f"--merge-dtype {self.merge_dtype} is for the merged model: give --merge too")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +288,8 @@ def _lora(command: str, flat: Mapping[str, Any]) -> LoraSettings | None:
         raise UsageError("--lora adapts a model that has weights: use finetune --model")
     targets = tuple(split_names(flat.get("lora_targets", "")))
     alpha, dropout = flat.get("lora_alpha", 2.0 * rank), flat.get("lora_dropout", 0.0)
-    return LoraSettings(rank=rank, targets=targets, alpha=alpha, dropout=dropout, merge=flat.get("merge", False))
+    merge = dict(merge=flat.get("merge", False), merge_dtype=flat.get("merge_dtype", ""))
+    return LoraSettings(rank=rank, targets=targets, alpha=alpha, dropout=dropout, **merge)
 
 
 def _recipe(values: Mapping[str, Any]) -> Recipe:
@@ -304,7 +310,7 @@ def _recipe_values(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _checked(path: Path, name: str, value: Any) -> Any:
     """Return the value of a setting; a ConfigError if it is of a wrong type."""
     kind = SETTINGS[name]
-    allowed: Any = (int, float) if kind is float else (str, Mapping) if name == "optimizer_options" else kind
-    if kind is not object and (not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool)):
-        raise ConfigError(f"{path}: {name} = {value!r}: give {SAID[kind]}")
+    options = name == "optimizer_options" and isinstance(value, Mapping)
+    if not options and (wanted := mistyped(value, kind)):
+        raise ConfigError(f"{path}: {name} = {value!r}: give {wanted}")
     return value

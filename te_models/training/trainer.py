@@ -14,6 +14,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from te_models.causal_lm import CausalLM
+from te_models.config.recipe import Recipe
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
@@ -30,6 +32,7 @@ from te_models.files.atomic import replace_text
 from te_models.files.formats import flatten_state, render_json
 from te_models.files.lock import locked
 from te_models.fp8.primary_weights import drop_initial_values
+from te_models.fp8.region import saving
 from te_models.model.inputs import invalid_token
 from te_models.model.targets import invalid_label
 from te_models.optim import build_optimizer
@@ -142,6 +145,7 @@ class Trainer(NamedFields):
         self.optimizer = build_optimizer(config.optimizer, self.model, *chosen, *shared)
         self.train_model = parallel.wrap(self.model, self.gradients)
         self.graphed = self._graphed()
+        self.calibrated: Recipe | None = None  # the recipe for which the model is known to have scales
         # Read the loss of a step once the next one is queued: only if the device itself can skip a bad step's update.
         self.ahead = self.model.device.type == "cuda" and self.optimizer.can_skip
         self.seconds: deque[float] = deque(maxlen=RECENT)  # per step
@@ -179,17 +183,20 @@ class Trainer(NamedFields):
         torch.manual_seed(self.config.seed + self.parallel.data_rank)
         if resume:
             self.restore()
+            self.parallel.ranks.gather(None)  # whoever reads slowly is not taken for dead by the first collective
         first = self.parallel.ranks.first
         if first and self.run_file:
             replace_text(self.out / RUN_FILE, self.run_file)
         metrics = MetricsLog(self.out / "metrics.jsonl" if first else None, after_step=self.result.step)
         exact = deterministic() if self.config.deterministic else contextlib.nullcontext()
         with exact, contextlib.closing(metrics), self._background_saves(), stop_signals() as self.stop_requested:
+            batches = iter(self.dataset)
             if not self.result.step:
+                batches = self._calibrated(batches)
                 self.result.first_eval_loss = self.result.eval_loss = self._evaluate()
             if self.model.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.model.device)
-            for row in self.steps(iter(self.dataset)):
+            for row in self.steps(batches):
                 metrics.write(row)
                 self.on_step(row)
                 for callback in self.callbacks:
@@ -211,11 +218,9 @@ class Trainer(NamedFields):
         """Save the model after the best evaluation so far, and end a run that no longer improves."""
         result, config = self.result, self.config
         (loss, *_) = self.parallel.ranks.gather(row["eval_loss"])  # all processes decide by the same number
-        first = not result.best_step
         if loss < min(result.best_eval_loss, result.first_eval_loss):  # the second may be a NaN
             result.best_eval_loss, result.best_step, result.evaluations_since_best = loss, row["step"], 0
-            only = first and row["step"] == config.steps  # with a single evaluation there is no best one to choose
-            if config.keep_best and config.eval_every and not only:
+            if config.keep_best:
                 tensors, documents = self._model_content()
                 self.best.save(row["step"], tensors, {**documents, **self.documents}, blocking=False)
         else:
@@ -290,6 +295,22 @@ class Trainer(NamedFields):
         queued.end = timestamp(device)
         return queued
 
+    def _calibrated(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return `batches` once the first step's micro-batches have given the model the scales that it needs."""
+        first = list(islice(batches, self.config.gradient_accumulation))
+        self._calibrate(first, self._loss_weights(first))
+        return chain(first, batches)
+
+    def _calibrate(self, micro_batches: list[Batch], weights: Sequence[Tensor | float]) -> None:
+        """Give the model scales from the micro-batches of a step, if it has none for its recipe."""
+        if self.config.calibrate and self.calibrated is not self.model.recipe:
+            self.model.train()
+            self.model.calibrate(*(to_device(batch, self.model.device) for batch in micro_batches), weights=weights)
+            self.calibrated = self.model.recipe
+
+    def _loss_weights(self, micro_batches: list[Batch]) -> Sequence[Tensor | float]:
+        return self.parallel.loss_weights([count_targets(batch) for batch in micro_batches], self.model.device)
+
     def _follow_recipe(self) -> None:
         """Make a new CUDA graph of the step if a callback has changed the model's recipe."""
         if self.graphed is not None and self.graphed.recipe is not self.model.recipe:
@@ -300,7 +321,8 @@ class Trainer(NamedFields):
         """Compute the gradients of the mean loss per counted token of the step; return this process's part of it."""
         self.model.train()
         device, last = self.model.device, len(micro_batches) - 1
-        weights = self.parallel.loss_weights([count_targets(batch) for batch in micro_batches], device)
+        weights = self._loss_weights(micro_batches)
+        self._calibrate(micro_batches, weights)
         self._follow_recipe()
         if self.graphed is not None:
             return self.graphed(weight=weights[0], **to_device(micro_batches[0], device))
@@ -353,7 +375,7 @@ class Trainer(NamedFields):
         if reason := step_obstacle(self.model, self.config, self.parallel.kind):
             log.info("no CUDA graph of the step: %s", reason)
             return None
-        return GraphedStep(self.model)
+        return GraphedStep(self.model, calibrate=False)  # the Trainer has
 
     def _evaluate(self) -> float:
         return evaluate(self.model, self.eval_batches, self.parallel.sum)
@@ -372,7 +394,9 @@ class Trainer(NamedFields):
 
         With `blocking=False` a single process writes it in the background; several processes always save together.
         """
-        folder = self.checkpoints.save(self.result.step, *self._content(), blocking=blocking, copy_later=not blocking)
+        how = dict(blocking=blocking, copy_later=not blocking)
+        with saving(self.model):
+            folder = self.checkpoints.save(self.result.step, *self._content(), **how)
         self.result.checkpoint = str(folder)
         for callback in self.callbacks:
             callback.on_save(self, folder)
@@ -471,7 +495,7 @@ class Trainer(NamedFields):
         own = [first_bad_module(self.model, batch) for batch in micro_batches]  # all: every rank must take part
         where = next(filter(None, sum(self.parallel.ranks.gather(own), [])), None)
         place = f"the first layer with such values is {where}" if where else "every forward value is finite"
-        return (
-            f"step {step}: the {what} is {value}; {place}. The weights are those of the step before: try a lower "
-            "--learning-rate, --recipe current, or more BF16 layers"
-        )
+        advice, recipe = "try a lower --learning-rate", self.model.recipe
+        if recipe.quantized:
+            advice += f", --recipe {'bf16' if recipe.name == 'current' else 'current'}, or more BF16 layers"
+        return f"step {step}: the {what} is {value}; {place}. The weights are those of the step before: {advice}"

@@ -1,5 +1,6 @@
 """The command line: what it prints, that mistakes end in one line and exit code 2, that help is fast."""
 
+import functools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from ranks import run_process
 from te_models import CausalLM, list_presets, list_recipes
 from te_models.cli import main
 from te_models.cli.commands import cli
+from te_models.cli.options import console
 from te_models.config.toml import read_toml
 
 TINY = ["--hidden-size", "64", "--intermediate-size", "96", "--num-hidden-layers", "4", "--num-attention-heads", "2"]
@@ -151,9 +153,17 @@ def test_warnings_are_one_line_each(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_list_names_every_preset_and_recipe(capsys: pytest.CaptureFixture) -> None:
     assert main(["list"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in [*list_presets(), *list_recipes()]) and "1,242,646,528" in out
+    assert all(name in out for name in [*list_presets(), *list_recipes()]) and "1.24 B" in out
     shipped = CausalLM.from_pretrained("gated-nano", device="cpu")
-    assert f"{shipped.num_parameters():,}" in out.split("models that ship with te-models")[1]
+    assert f"{shipped.num_parameters() / 1e6:.1f} M" in out.split("models that ship with te-models")[1]
+
+
+def test_list_cuts_nothing_on_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr("te_models.cli.list.console", functools.partial(console, 80))
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(any(line.split()[:1] == [name] for line in lines) for name in list_presets())
+    assert not any("…" in line or len(line) > 80 for line in lines)
 
 
 @pytest.mark.parametrize("preset", list_presets()[::3])

@@ -99,7 +99,8 @@ def test_derived_fields_are_derived_after_overrides() -> None:
 
 def test_the_headwise_gate_is_padded_to_the_fp8_alignment() -> None:
     config = ModelConfig(**SMALL, attention_gate="headwise")
-    assert config.gate_size == 32 and config.qkvg_size % 32 == 0
+    linear = config.linears["layers.0.self_attn.qkvg_proj"]
+    assert linear.rows[-1] == 32 and linear.outputs % 32 == 0
 
 
 # Options of all kinds, with the parameters that they add to SMALL's 64 x 64 projections of q, o and the gate and so on.

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 import te_models.engine.emulated as te
-from te_models import get_recipe, list_recipes
-from te_models.config.recipe import SCHEMES, recipe_from_dict
+from te_models import CausalLM, get_recipe, list_recipes
+from te_models.config.recipe import ELSEWHERE, SCHEMES, Recipe, recipe_fields, recipe_from_dict
+from te_models.errors import UsageError
+from te_models.training.settings import _recipe
 
 QUANTIZED = [name for name in list_recipes() if name != "bf16"]
 
@@ -84,6 +86,21 @@ def test_a_recipe_survives_json(name: str) -> None:
         ("mxfp8", dict(num_layers_at_start_in_bf16=-1), "too small"),
         ("mxfp8", dict(lm_head="fp8"), "needs num_layers_at_end_in_bf16=0"),
         ("missing.toml", {}, "cannot read missing.toml: No such file"),
+        ("delayed", dict(use_f32_scales=True), "unknown field 'use_f32_scales' of recipe 'delayed': it is a field of "),
+        ("bf16", dict(amax_history_len=4), "it is a field of 'delayed'"),
+        ("delayed", dict(fp8_interval=1), "of recipe 'delayed': leave it out: scales are updated in every step"),
+        ("delayed", dict(interval=1), "leave it out: scales are updated in every step"),
+        ("delayed", dict(fp8_margin=0), "unknown field 'fp8_margin' of recipe 'delayed': give margin"),
+        ("delayed", dict(fp8_amax_history_len=1024), "give amax_history_len"),
+        ("delayed", dict(fp8_amax_compute_algo="max"), "give amax_compute_algo"),
+        ("current", dict(fp8="hybrid"), "fp8_format='HYBRID'"),
+        ("current", dict(fp8_recipe="delayed"), "give recipe"),
+        ("current", dict(use_fp8=True), "recipe='bf16' is without FP8"),
+        ("current", dict(enabled=True), "recipe='bf16' is without FP8"),
+        ("current", dict(first_last_layers_bf16=True), "num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16"),
+        ("tensorwise", {}, "unknown recipe 'tensorwise': give 'current'"),
+        ("hybrid", {}, "fp8_format='HYBRID'"),
+        ("E4M3", {}, "fp8_format='E4M3'"),
     ],
 )
 def test_mistakes_are_refused_in_one_line(name: str, change: dict, message: str) -> None:
@@ -108,6 +125,41 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             get_recipe(path)
+
+
+QUANTIZED_SCHEMES = [scheme for scheme in SCHEMES if scheme != "none"]
+
+
+@pytest.mark.parametrize("scheme", QUANTIZED_SCHEMES)
+@pytest.mark.parametrize("way", ["file", "table", "recipe", "engine's object", "table of a run", "recipes/"])
+def test_the_first_and_the_last_layer_are_in_bf16_however_a_recipe_is_made(
+    way: str, scheme: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'scheme = "{scheme}"\n')
+    name = next(name for name in QUANTIZED if get_recipe(name).scheme == scheme)
+    recipe = {
+        "file": lambda: get_recipe(path),
+        "table": lambda: recipe_from_dict({"scheme": scheme}),
+        "recipe": lambda: Recipe("mine", scheme),
+        "engine's object": lambda: get_recipe(getattr(te.recipe, scheme)()),
+        "table of a run": lambda: _recipe({"name": name}),
+        "recipes/": lambda: get_recipe(name),
+    }[way]()
+    assert recipe.edges == dict(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1, lm_head="bf16")
+    model = CausalLM.from_preset("gated-nano", device="meta", engine="emulated", recipe=recipe)
+    assert model.fp8_layers == range(1, 5)
+    model.set_recipe(recipe)
+    assert model.fp8_layers == range(1, 5)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_saved_recipe_gives_every_field_and_keeps_its_meaning(scheme: str) -> None:
+    """A recipe without BF16 layers, as a file with only a scheme meant before 2026-11-23."""
+    saved = Recipe("old", scheme, num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0).to_dict()
+    assert saved.keys() >= {"num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head"}
+    again = recipe_from_dict(json.loads(json.dumps(saved)))
+    assert (again.num_layers_at_start_in_bf16, again.num_layers_at_end_in_bf16) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +187,22 @@ def test_a_file_without_a_format_states_the_engines_default(scheme: str, formats
 def test_a_format_in_any_case(given: str) -> None:
     assert get_recipe("delayed", fp8_format=given).fields["fp8_format"] == "HYBRID"
     assert get_recipe("delayed", fp8_format="e4m3").formats == "E4M3"
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_names_of_other_libraries_are_translated(name: str, tmp_path: Path) -> None:
+    """As a keyword, and in a file."""
+    assert name not in recipe_fields()
+    path = tmp_path / "mine.toml"
+    path.write_text(f'scheme = "DelayedScaling"\n{name} = 1\n')
+    for make in (
+        lambda: CausalLM.from_preset("gated-nano", **{name: 1}),
+        lambda: CausalLM.from_pretrained("gated-nano", **{name: 1}),
+        lambda: get_recipe(path),
+    ):
+        with pytest.raises(UsageError, match=f"unknown (field|keyword) '{name}'") as caught:
+            make()
+        assert str(caught.value).endswith(ELSEWHERE[name])
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "MXFP8", "nvfp4"])

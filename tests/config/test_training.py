@@ -1,6 +1,8 @@
 """The options of a run: the schedule, ranges, and misspelled names."""
 
+import itertools
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -34,6 +36,19 @@ def test_the_schedule_warms_up_and_falls() -> None:
     rates = [config.learning_rate_at(step) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
     assert rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("field", ["warmup_steps", "decay_steps"])
+def test_a_share_of_the_steps_is_the_decimal_number_that_was_written(field: str) -> None:
+    """0.07 of 100 steps are 7; FP64's product is 7.000000000000001, which was rounded up to 8."""
+    for hundredths, steps in itertools.product(range(1, 100), (1, 7, 50, 100, 300, 1000, 12_345)):
+        text = f"0.{hundredths:02}"
+        options = dict(warmup_steps=0, decay_steps=0) | {field: float(text)}
+        config = TrainConfig(steps=steps, learning_rate=1.0, schedule="warmup-stable-decay", **options)
+        count = math.ceil(Fraction(text) * steps)
+        peak, below = (count, count - 1) if field == "warmup_steps" else (steps - count, steps - count + 1)
+        if peak:
+            assert config.learning_rate_at(peak) == 1.0 > config.learning_rate_at(below), (text, steps)
 
 
 @pytest.mark.parametrize("warmup", [0, 0.1, 3])

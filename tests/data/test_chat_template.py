@@ -64,7 +64,7 @@ def test_a_template_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) 
 def test_the_process_knows_no_variables_and_ends_with_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "x")
     template = ChatTemplate("{{ messages[0].content }}", {})
-    process = template._process
+    process = template._process.popen
     assert b"SECRET" not in Path(f"/proc/{process.pid}/environ").read_bytes()
     assert [template.render([{"role": "user", "content": text}]) for text in ("1", "\u2028\n2")] == ["1", "\u2028\n2"]
     with pytest.raises(UsageError, match="plain JSON values"):
@@ -72,6 +72,31 @@ def test_the_process_knows_no_variables_and_ends_with_the_template(monkeypatch: 
     del template
     gc.collect()
     assert process.returncode is not None
+
+
+def test_forks_render_with_processes_of_their_own() -> None:
+    """As in a DataLoader: each side reads its own texts, and the end of a fork leaves the parent's process alone."""
+    template = ChatTemplate("{{ messages[0].content }}", {})
+
+    def mistakes(who: str) -> int:
+        texts = [f"{who} {number}" for number in range(50)]
+        return sum(template.render([{"role": "user", "content": text}]) != text for text in texts)
+
+    assert mistakes("before") == 0
+    children = []
+    for number in range(2):
+        if not (child := os.fork()):
+            wrong = 1
+            try:
+                wrong = mistakes(f"child {number}")
+                del template
+                gc.collect()
+            finally:
+                os._exit(wrong != 0)
+        children.append(child)
+    assert mistakes("parent") == 0
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    assert mistakes("after") == 0
 
 
 @pytest.mark.parametrize(

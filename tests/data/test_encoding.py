@@ -331,3 +331,23 @@ def test_records_without_an_answer_are_counted() -> None:
     assert fit == Fit(unanswered=1) and list(CONVERSATIONS)[8] == "only a question" and 8 not in kept
     assert isinstance(fitted, Encoded) and len(fitted) == len(CONVERSATIONS) - 1
     assert np.concatenate(list(fitted.parts(fitted.tokens))).size == fitted.num_tokens
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_cut_record_begins_with_bos_if_it_did_before(begins: bool) -> None:
+    """Its other tokens are those of the end, and only the token in whose place bos comes is lost."""
+    tokenizer = with_bos() if begins else ByteTokenizer()
+    prompt, bos = "0123456789", 256
+    for seq_len in range(2, 16):
+        encoded = encode_documents([Document("abc", prompt), Document("", "q")], tokenizer, begin_prompts=begins)
+        before = encoded.tokens.tolist()
+        kept, fitted, found = fit_records(encoded, seq_len, "prompt", bos)
+        whole = [bos] * begins + [*prompt.encode(), *b"abc", 257]
+        assert before[: len(whole)] == whole
+        # At least one token before the answer, and one of the prompt after bos.
+        fits = seq_len >= 4 + 1 + begins
+        assert (0 in kept) == fits and found.too_long == (not fits)
+        if fits:
+            expected = whole[-seq_len:]
+            expected[0] = bos if begins else expected[0]
+            assert next(fitted.parts(fitted.tokens)).tolist() == expected

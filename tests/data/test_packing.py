@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from te_models.data.dataset import TokenDataset
+from te_models.data.encoding import Fit
 from te_models.data.formats import Document
 from te_models.data.packing import pack_records, repeats
 from te_models.data.tokenizer import ByteTokenizer
@@ -183,5 +184,13 @@ def test_descriptions_say_what_is_left_out() -> None:
     )
     cut = dataset([Document("abc", "x" * 30), Document("d", "y")], truncate="prompt")
     assert "1 of 2 prompts is cut from the left to seq_len=16 (the longest has 34 tokens)" in cut.describe()
+    for limit, truncate, advice in (
+        (17, "drop", "raise --seq-len, or cut prompts with --truncate prompt"),
+        (17, "prompt", "raise --seq-len"),
+        (16, "drop", "cut prompts with --truncate prompt"),
+        (16, "prompt", "the model takes no longer ones"),
+    ):
+        (line,) = Fit(too_long=1, longest=32).describe(3, 16, truncate, limit)
+        assert line.endswith(f" left out: {advice}")
     with pytest.raises(DataError, match=r"2 of 2 records are longer than seq_len=16 \(the longest has 32 tokens"):
         dataset([Document("a" * 30, "x")] * 2)

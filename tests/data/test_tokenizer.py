@@ -1,10 +1,13 @@
 """Tokenizers: bytes, Hugging Face's format, and what is saved comes back."""
 
+import base64
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -298,7 +301,7 @@ def test_a_panic_of_the_library_is_one_line(case: str, tmp_path: Path, capfd: py
     part, value = PANICS[case]
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
     write(tmp_path, "tokenizer.json", {"version": "1.0", "added_tokens": [], "model": model, part: value})
-    with pytest.raises(DataError, match=r"tokenizer.json: (not a tokenizer.json|encoding failed)") as caught:
+    with pytest.raises(DataError, match=r"tokenizer.json: (a precompiled_charsmap|encoding failed)") as caught:
         load_tokenizer(tmp_path).encode_batch(["a b"])
     assert "\n" not in str(caught.value)
     assert case != "loading" or not capfd.readouterr().err, "Rust's own lines while a file is loaded"
@@ -319,3 +322,29 @@ def test_a_damaged_tokenizer_of_a_run_offers_an_older_checkpoint(damage: str, tm
             file.unlink()
     with pytest.raises(DataError, match="; step-00000001 is whole: move step-00000002 elsewhere to use it$"):
         load_tokenizer(tmp_path)
+
+
+LIMITED = """
+import resource, sys
+from te_models import load_tokenizer
+from te_models.errors import DataError
+import tokenizers
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+try:
+    load_tokenizer(sys.argv[1]).encode("a")
+except DataError as error:
+    sys.exit(f"refused: {error}")
+"""
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("size", [2**32 - 1, 2**32 - 4, 2**31])
+def test_a_charsmap_that_lies_about_its_size_does_not_end_the_process(size: int, nested: bool, tmp_path: Path) -> None:
+    table = base64.b64encode(size.to_bytes(4, "little") + bytes(8)).decode()
+    normalizer: dict[str, Any] = {"type": "Precompiled", "precompiled_charsmap": table}
+    normalizer = {"type": "Sequence", "normalizers": [normalizer]} if nested else normalizer
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    document = {"version": "1.0", "added_tokens": [], "normalizer": normalizer, "model": model}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    done = subprocess.run([sys.executable, "-c", LIMITED, tmp_path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "refused:" in done.stderr and "longer than it is" in done.stderr, done.stderr[-500:]

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,19 +79,51 @@ def test_vocabulary_and_merges_are_converted(tmp_path: Path) -> None:
         assert ours.decode(ours.encode(text)) == text
 
 
-def test_a_tiktoken_file_is_converted(tmp_path: Path) -> None:
-    library = pytest.importorskip("tiktoken")
-    pieces = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" f", b" fo"]
+def tiktoken_file(folder: Path, *merged: bytes) -> dict[bytes, int]:
+    """Write a file of tiktoken with all bytes and `merged`; return the rank of each."""
+    pieces = [*(bytes([byte]) for byte in range(256)), *merged]
     ranks = {piece: rank for rank, piece in enumerate(pieces)}
     lines = (base64.b64encode(piece) + b" %d" % rank for piece, rank in ranks.items())
-    (tmp_path / "tokenizer.model").write_bytes(b"\n".join(lines) + b"\n")
-    write_json(tmp_path, "config.json", {"model_type": "llama"})
-    write_json(tmp_path, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    (folder / "tokenizer.model").write_bytes(b"\n".join(lines) + b"\n")
+    write_json(folder, "config.json", {"model_type": "llama"})
+    write_json(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    return ranks
+
+
+def test_a_changed_tiktoken_file_gives_the_new_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tiktoken")
+    folder, cache = tmp_path / "model", tmp_path / "temp"
+    folder.mkdir()
+    cache.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(cache))
+    for piece in (b"th", b"he"):
+        rank = tiktoken_file(folder, piece)[piece]
+        assert load_tokenizer(folder).encode(piece.decode()) == [rank]
+    assert not list(cache.iterdir()), "nothing is kept outside the folder"
+    assert "TIKTOKEN_CACHE_DIR" not in os.environ
+
+
+def test_a_tiktoken_file_is_converted(tmp_path: Path) -> None:
+    library = pytest.importorskip("tiktoken")
+    ranks = tiktoken_file(tmp_path, b"th", b"the", b" f", b" fo")
     judge = library.Encoding("own", pat_str=r" ?\w+|[^\w\s]+|\s+", mergeable_ranks=ranks, special_tokens={})
     ours = load_tokenizer(tmp_path)
     for text in (*TEXTS[:2], "the fox the"):
         assert ours.encode(text) == judge.encode(text)
         assert ours.decode(ours.encode(text)) == text
+
+
+def test_a_sentencepiece_model_with_a_false_size_is_not_converted(tmp_path: Path) -> None:
+    """The library refuses it, and the tokenizers library would reserve the memory that it asks for."""
+    sentencepiece_model(tmp_path, "tokenizer.model")
+    model_pb2 = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    model = model_pb2.ModelProto()
+    model.ParseFromString((tmp_path / "tokenizer.model").read_bytes())
+    model.normalizer_spec.precompiled_charsmap = (2**32 - 4).to_bytes(4, "little") + bytes(8)
+    (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
+    write_json(tmp_path, "config.json", {"model_type": "llama"})
+    with pytest.raises(DataError, match="tokenizer.model: a damaged SentencePiece model"):
+        load_tokenizer(tmp_path)
 
 
 def damaged(name: str) -> Callable[[Path], None]:

@@ -148,6 +148,9 @@ def test_sources_with_weights_occur_as_often_as_they_say(tmp_path: Path) -> None
     assert len(counts) == 48 and {counts[f"p{n} c{n}".encode()] for n in range(24)} == {3}
     assert sum(counts.values()) == 24 * 4
     assert f"{a}: prompt/completion in JSONL, 3 times per epoch" in dataset.describe()
+    line = dataset.describe().splitlines()[0]  # its records and tokens are those of the files, its windows not
+    size = f"48 records, {dataset.num_tokens:,} tokens; with the weights, an epoch is {dataset.windows_in(1)} windows"
+    assert line.startswith(size)
     streamed, _ = open_data([f"{a}:3", b], ByteTokenizer(), config, eval_data=evaluation, streaming=True, num_workers=0)
     assert isinstance(streamed, StreamingDataset)
     order = Counter(streamed.order(0).tolist())
@@ -198,6 +201,14 @@ def test_epochs_as_steps(epochs: float, steps: int, tmp_path: Path) -> None:
         streamed, _ = open_data(path, ByteTokenizer(), config, streaming=True, num_workers=0)
         with pytest.raises(UsageError, match="--epochs needs data in memory"):
             steps_of(streamed, config)
+
+
+def test_a_part_of_an_epoch_is_the_decimal_number_that_was_written(tmp_path: Path) -> None:
+    path, other = write(tmp_path, "a.txt", b"x" * 799), write(tmp_path, "b.txt", b"y" * 9)
+    dataset, _ = open_data(path, ByteTokenizer(), TrainConfig(seq_len=8, batch_size=1), eval_data=other)
+    assert isinstance(dataset, TokenDataset) and dataset.num_windows == 100
+    for hundredths in range(1, 1000):
+        assert dataset.windows_in(float(f"{hundredths / 100:.2f}")) == hundredths
 
 
 def test_columns(tmp_path: Path) -> None:

@@ -182,7 +182,8 @@ class TestAgainstLoops:
                 amax = part.abs().max()
                 scale = torch.ones(())
                 if amax > 0:
-                    scale = (torch.tensor(MAX[dtype]) / amax).clamp(max=torch.finfo(x.dtype).max)
+                    scale = torch.tensor(MAX[dtype]) / amax
+                    scale = torch.finfo(x.dtype).max * torch.ones(()) if scale.isinf() else scale
                     scale = torch.tensor(2.0 ** (math.frexp(scale.item())[1] - 1)) if power_of_2 else scale
                 scaled[i : i + bm, j : j + bk] = part * scale
                 inverse[i // bm, j // bk] = 1 / scale

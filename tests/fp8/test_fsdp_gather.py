@@ -18,8 +18,8 @@ from te_models.config.presets import get_preset
 from te_models.config.training import TrainConfig
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import whole
-from te_models.engine.emulated import DType, Float8Quantizer
-from te_models.fp8.fsdp_gather import FP8Shard
+from te_models.engine.emulated import DType, Float8CurrentScalingQuantizer, Float8Quantizer
+from te_models.fp8.fsdp_gather import FP8Shard, amax_group, reduce_amax_over
 from te_models.fp8.primary_weights import quantized, quantized_weights
 from te_models.optim import build_optimizer
 from te_models.saving.folder import load_folder
@@ -155,6 +155,34 @@ def test_a_shard_reads_as_its_values_and_is_read_only() -> None:
     )
     with pytest.raises(NotImplementedError, match="use te_models.fp8.primary_weights.write_weight"):
         shard.add_(1)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_second_gather_brings_other_data(recipe: str) -> None:
+    """FSDP2 writes into the tensor of the first gather, whose transpose backward has made meanwhile."""
+    group: Any = object()
+    quantizer: Any = Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1), DType.kFloat8E4M3, columnwise=False)
+    if recipe == "current":
+        quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, columnwise=False)
+    shards = [FP8Shard(quantizer(torch.randn(4, 16) * size)) for size in (1.0, 3.0)]
+    for shard in shards:
+        reduce_amax_over(shard.fp8._quantizer, group)
+    found = None
+    for shard in shards:
+        (own,), scale_inv = shard.fsdp_pre_all_gather(None, None, None, None, None)
+        gathered = (torch.cat([own, own]),)
+        if found is None:
+            wrapped, _ = shard.fsdp_post_all_gather(gathered, scale_inv, torch.float32)
+            found = wrapped.fp8
+        else:
+            assert shard.fsdp_post_all_gather(gathered, scale_inv, torch.float32, out=found) is None
+        expected = shard.fp8.dequantize().repeat(2, 1)
+        assert torch.equal(found.dequantize(), expected) and found._transpose is None
+        found.update_usage(columnwise_usage=True)
+        assert torch.equal(found._transpose, found._data.t())
+        # A cast of the gathered weight would otherwise wait for the other processes.
+        assert amax_group(found._quantizer) is None and found._quantizer is not shard.fp8._quantizer
+        assert amax_group(shard.fp8._quantizer) is (group if recipe == "current" else None)
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "accumulating"])

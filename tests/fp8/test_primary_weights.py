@@ -12,7 +12,7 @@ from fewer import every
 from te_models import CausalLM
 from te_models.config.recipe import FP8_WEIGHTS, get_recipe
 from te_models.errors import CheckpointError
-from te_models.fp8.primary_weights import is_quantized, plain, quantized_weights
+from te_models.fp8.primary_weights import is_quantized, plain, quantized_weights, set_scale, write_weight
 from te_models.fp8.scaling_state import fp8_state
 from te_models.optim import build_optimizer
 from te_models.saving.folder import load_folder, save_folder
@@ -235,6 +235,27 @@ def test_the_scale_of_a_delayed_weight_fits_its_first_values() -> None:
         amax = p.get_high_precision_init_val().abs().amax().float()
         assert p._scale_inv.item() == pytest.approx(amax.item() / 448, rel=1e-6), name
     assert all(history[1:].abs().sum() == 0 for name, history in fp8_state(model).items() if name.endswith("history"))
+
+
+@pytest.mark.parametrize("amax", [1e-40, 1e-36, 3e-36, 1.0, 1e30])
+def test_a_delayed_weight_of_any_magnitude_has_a_scale(amax: float) -> None:
+    (parameter, *_) = quantized(build("delayed", dtype=torch.float32)).values()
+    value = torch.linspace(-1, 1, parameter.numel()).view(parameter.shape) * amax
+    write_weight(parameter, value)
+    largest = torch.finfo(torch.float32).max
+    assert parameter._quantizer.scale.item() == min((448 / value.abs().max().double()).float().item(), largest)
+    assert ((plain(parameter) - value).abs() <= value.abs() * 2**-4 + amax * 2.0**-16 + 2.0**-126).all()
+    set_scale(parameter, value.abs().max() / 448)
+    assert 0 < parameter._quantizer.scale.item() <= largest
+
+
+def test_a_delayed_weight_that_is_not_finite_keeps_its_place() -> None:
+    """The scale of an infinite amax is 1, as under current scaling; a scale of 0 would make every value NaN."""
+    (parameter, *_) = quantized(build("delayed", dtype=torch.float32)).values()
+    value = torch.ones(parameter.shape)
+    value[0, 0] = torch.inf
+    write_weight(parameter, value)
+    assert plain(parameter)[0, 0] == 448 and plain(parameter).flatten()[1:].eq(1).all()
 
 
 def test_a_swap_that_needs_other_codes_is_refused() -> None:

@@ -99,6 +99,29 @@ def test_the_oldest_turns_make_room(talk: Conversation, monkeypatch: pytest.Monk
     assert len(talk.turns()) == 6  # the history itself is whole
 
 
+@pytest.mark.parametrize("wanted", [1, 7, 24, 25, 1000])
+def test_turns_are_forgotten_only_for_room_that_the_answer_needs(
+    wanted: int, talk: Conversation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer needs the tokens that were asked for, up to a quarter of the 96 positions."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        conversation, "stream_text", lambda m, t, ids, n, **o: asked.append((len(ids), n)) or iter(["y"])
+    )
+    talk.system = None
+    for needed in range(0, 30):
+        talk.reset()
+        talk.messages += said(("user", "a"), ("assistant", "y"))
+        ids = len(talk.tokenizer.apply_chat_template([*talk.messages, *said(("user", ""))]))
+        list(talk.answer("q" * (96 - ids - needed), wanted))
+        used, room = asked[-1]
+        if needed >= min(wanted, 24):
+            assert talk.forgotten == 0 and used == 96 - needed
+        else:
+            assert talk.forgotten == 2 and used < 96 - needed
+        assert room == min(wanted, 96 - used)
+
+
 def test_reset_undo_and_system(talk: Conversation) -> None:
     assert talk.undo() is None
     talk.messages += said(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))

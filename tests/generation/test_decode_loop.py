@@ -14,9 +14,9 @@ from graph_tape import pretend_cuda
 
 from te_models import CausalLM, list_recipes
 from te_models.data.tokenizer import ByteTokenizer
+from te_models.errors import OutOfMemory
 from te_models.fp8.scaling_state import fp8_state
 from te_models.generation.decode_loop import DecodeLoop, te_linears
-from te_models.model.kv_cache import KVCache
 
 SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
 SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=96, tie_word_embeddings=False)
@@ -133,7 +133,7 @@ def test_weights_quantized_once_are_those_quantized_every_time(recipe: str) -> N
     steps = torch.randint(0, 256, (3, 2, 1))
     logits = []
     for once in (False, True):
-        cache = KVCache(model.config, 2, 20, model.device, model.dtype)
+        cache = model.new_cache(2, 20)
         row = []
         for number, new in enumerate((ids, *steps)):
             first = number == 0 if once else None
@@ -183,7 +183,7 @@ def test_cached_steps_and_chunks_give_the_logits_of_the_whole(feature: str) -> N
     ids, mask = torch.randint(0, 256, (3, 24)), torch.ones(3, 24, dtype=torch.long)
     mask[1, :6] = mask[2, :9] = 0
     whole = model(ids, attention_mask=mask).logits
-    cache = KVCache(model.config, 3, 24, model.device, model.dtype)
+    cache = model.new_cache(3, 24)
     parts, at = [], 0
     for size in (10, 1, 1, 4, 1, 7):
         part = slice(at, at + size)
@@ -211,16 +211,16 @@ def test_the_cache_says_its_size(caplog: pytest.LogCaptureFixture, monkeypatch: 
     model = build()
     with caplog.at_level("INFO", logger="te_models.generation.decode_loop"):
         model.generate(PROMPTS, max_new_tokens=10)
-    assert "KVCache(3 rows x 29 positions x 4 layers: 0.1 MiB)" in caplog.text
-    cache = KVCache(model.config, 3, 29, model.device, torch.float32)
+    assert "DecodingCache(3 rows x 29 positions x 4 layers: 0.1 MiB)" in caplog.text
+    cache = model.new_cache(3, 29)
     assert cache.nbytes == 2 * 4 * 3 * 2 * 32 * 16 * 4
 
     def full(*args: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("no\nroom")
 
     monkeypatch.setattr("te_models.model.kv_cache.torch.zeros", full)
-    with pytest.raises(ValueError, match=r"a KV cache for 3 rows of 29 positions takes 0.00 GiB, which cpu does not"):
-        KVCache(model.config, 3, 29, model.device, torch.float32)
+    with pytest.raises(OutOfMemory, match=r"a KV cache for 3 rows of 29 positions takes 0.00 GiB, which cpu does not"):
+        model.new_cache(3, 29)
 
 
 @pytest.mark.parametrize("options, message", [

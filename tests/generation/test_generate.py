@@ -21,7 +21,6 @@ from te_models.data.tokenizer import ByteTokenizer, load_tokenizer
 from te_models.fp8.scaling_state import fp8_state
 from te_models.generation.sampling import sample
 from te_models.generation.text import stream_text
-from te_models.model.kv_cache import KVCache
 
 pytest.importorskip("transformers")
 with warnings.catch_warnings():
@@ -79,7 +78,7 @@ def test_the_cache_remembers_which_keys_are_padding(window: int | None) -> None:
     ids, mask = torch.randint(0, 256, (2, 12)), torch.ones(2, 12, dtype=torch.long)
     mask[0, :7] = 0
     whole = model(ids, attention_mask=mask).logits
-    cache = KVCache(model.config, 2, 12, model.device, model.dtype)
+    cache = model.new_cache(2, 12)
     parts = [model(ids[:, :9], cache=cache, attention_mask=mask[:, :9]).logits]
     parts += [model(ids[:, i : i + 1], cache=cache).logits for i in range(9, 12)]
     torch.testing.assert_close(torch.cat(parts, dim=1)[mask.bool()], whole[mask.bool()], atol=1e-5, rtol=0)
@@ -170,6 +169,14 @@ def test_sampling_follows_the_distribution_of_transformers(options: dict, judge:
     share = torch.bincount(drawn, minlength=40) / len(drawn)
     assert (share[expected == 0] == 0).all()
     torch.testing.assert_close(share, expected, atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
+def test_min_p_of_1_leaves_the_likeliest_tokens(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.999, 3.0, -1.0]]).expand(500, -1)
+    drawn = sample(logits, torch.Generator().manual_seed(0), temperature=temperature, min_p=1.0)
+    assert set(drawn.tolist()) == {1, 3}, "a tie is drawn from"
+    assert set(sample(logits, torch.Generator().manual_seed(0), min_p=0.0).tolist()) == {0, 1, 2, 3, 4}
 
 
 def test_a_seed_is_a_text_and_top_k_1_is_greedy() -> None:

@@ -155,6 +155,17 @@ def test_mistakes(
     assert message in err and len(err.splitlines()) == 1
 
 
+def test_advice_can_be_followed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """At the model's maximum, 96 tokens, no longer sequence is possible."""
+    file = tmp_path / "long.jsonl"
+    rows = (dict(prompt="x" * 500, completion="y"), dict(prompt="x", completion="y"))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for length, advice in (([], ""), (["--seq-len", "32"], "raise --seq-len, or ")):
+        assert main(["evaluate", "--model", str(folder), "--device", "cpu", "--data", str(file), *length]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"is left out: {advice}cut prompts with --truncate prompt" in said
+
+
 def test_the_errors_are_the_projects_own(folder: Path) -> None:
     model, words = load(folder), load_tokenizer(folder)
     with pytest.raises(UsageError, match="seq-len 1000"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from judge import AutoModelForCausalLM
 from safetensors.torch import save_file
 
 from te_models import CausalLM, get_preset
+from te_models.errors import CheckpointError
 from te_models.interop.hf_families import FAMILIES, family_for, family_of
 
 
@@ -112,6 +114,37 @@ def test_text_ends_as_generation_config_says(theirs: Callable[..., Pair], tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "is a JSON list, not an object"),
+        (3, "is a JSON int, not an object"),
+        ("x", "is a JSON str, not an object"),
+        ({"eos_token_id": "x"}, "eos_token_id is x"),
+        ({"eos_token_id": [1, [2]]}, "eos_token_id is "),
+        ({"eos_token_id": {"a": 1}}, "eos_token_id is "),
+        ({"eos_token_id": True}, "eos_token_id is True"),
+        ({"eos_token_id": 2**70}, "eos_token_id is "),
+        ({"pad_token_id": [1]}, "pad_token_id is "),
+        ({"pad_token_id": 1.5}, "pad_token_id is 1.5"),
+    ],
+)
+def test_a_damaged_generation_config_is_one_line(
+    document: object, message: str, theirs: Callable[..., Pair], tmp_path: Path
+) -> None:
+    load(theirs("llama2")[1]).save_pretrained(tmp_path, format="hf")
+    (tmp_path / "generation_config.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match="generation_config.json:? .*" + re.escape(message)) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_negative_ids_of_generation_config_are_no_tokens(theirs: Callable[..., Pair], tmp_path: Path) -> None:
+    load(theirs("llama2")[1]).save_pretrained(tmp_path, format="hf")
+    (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=None, pad_token_id=-1)))
+    assert int(load(tmp_path).generate([[1], [2, 3]], max_new_tokens=2).min()) >= 0
+
+
+@pytest.mark.parametrize(
     ("case", "gate", "recipe"),
     every(2, ["llama3", "qwen2", "mistral", "ungated"], ["elementwise", "headwise"], ["bf16", "current"]),
 )
@@ -132,8 +165,7 @@ def test_a_gate_starts_as_the_identity_and_trains(
         optimizer.zero_grad()
         losses[-1].backward()
         optimizer.step()
-    start = gated.config.q_size + 2 * gated.config.kv_size
-    rows = gated.config.gate_size if gate == "elementwise" else gated.config.num_attention_heads
+    start, rows = gated.config.linears["layers.0.self_attn.qkvg_proj"].row_ranges["g"]
     moved = gated.layers[1].self_attn.qkvg_proj.weight[start : start + rows].abs().amax(dim=1)
     assert (moved > 0).all() and losses[-1] < losses[0], "every gate has left its start"
     plain.save_pretrained(tmp_path / "own")

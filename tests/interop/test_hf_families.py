@@ -16,9 +16,8 @@ from judge import AutoModelForCausalLM, transformers
 from torch import Tensor
 
 from te_models import CausalLM, ModelConfig, get_preset, list_presets
-from te_models.interop.hf import Origin
 from te_models.interop.hf_families import FAMILIES, family_for
-from te_models.model.kv_cache import KVCache
+from te_models.interop.origin import Origin
 
 Pair = tuple[Any, Path]
 TOLERANCE = 2e-5  # of FP32 rounding, relative to the size of the logits
@@ -110,7 +109,7 @@ def test_token_by_token_with_a_cache(case: str, theirs: Callable[[str], Pair]) -
     judge, folder = theirs(case)
     model = load(folder)
     ids = torch.randint(1, model.config.vocab_size, (2, 15))
-    cache = KVCache(model.config, 2, 15, torch.device("cpu"), torch.float32)
+    cache = model.new_cache(2, 15)
     other, found, wanted = transformers.DynamicCache(config=judge.config), [], []
     for part in (ids[:, :9], *ids[:, 9:].split(1, dim=1)):
         found.append(model(part, cache=cache).logits)

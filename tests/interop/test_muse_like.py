@@ -19,7 +19,6 @@ from torch import Tensor
 
 from te_models import CausalLM, ModelConfig, get_preset
 from te_models.interop.hf_families import FAMILIES
-from te_models.model.kv_cache import KVCache
 
 SIZES: dict[str, Any] = dict(
     vocab_size=67, hidden_size=24, intermediate_size=40, num_hidden_layers=5, num_attention_heads=4,
@@ -125,7 +124,7 @@ def test_logits_are_those_of_muse(pair: tuple[Judge, CausalLM], tmp_path: Path) 
     ids = torch.randint(1, SIZES["vocab_size"], (2, 23))
     wanted = judge(ids)
     close(model(ids).logits, wanted)
-    cache = KVCache(model.config, 2, 23, torch.device("cpu"), torch.float32)
+    cache = model.new_cache(2, 23)
     parts = [model(part, cache=cache).logits for part in (ids[:, :9], *ids[:, 9:].split(1, dim=1))]
     close(torch.cat(parts, 1), wanted)
     model.save_pretrained(tmp_path / "back", format="hf")

@@ -21,7 +21,7 @@ from te_models.cli import main
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.errors import CheckpointError
 from te_models.fp8.primary_weights import is_quantized, quantized_weights
-from te_models.interop.quantized import BLOCK, dequantize, read_scheme
+from te_models.interop.quantized import BLOCK, CHANNEL, NVFP4, Scheme, dequantize, read_scheme
 from te_models.optim import build_optimizer
 
 pytest.importorskip("compressed_tensors")
@@ -401,6 +401,24 @@ def test_a_block_larger_than_the_weight_takes_no_more_memory() -> None:
     huge = dataclasses.replace(BLOCK, block=(2**16, 2**16))
     assert huge.grid((16, 32)) == (1, 1) and huge.grid((2**16 + 1, 32)) == (2, 1)
     assert_same_bits("huge", dequantize(huge, data, torch.full((1, 1), 0.5)), data.float() / 2)
+
+
+@pytest.mark.parametrize("scheme", [CHANNEL, NVFP4], ids=["E4M3", "E2M1"])
+def test_every_code_under_every_scale(scheme: Scheme) -> None:
+    """From FP32's smallest subnormal to its largest number: the product in FP64, rounded to FP32."""
+    exponents = torch.arange(-149, 128).double()
+    scales = torch.cat([torch.exp2(exponents), 1.75 * torch.exp2(exponents), torch.zeros(1)]).float()
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = codes.view(F8).double()
+    if scheme.packed:
+        numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]).double()
+        values = torch.stack([numbers[codes.int() & 15], numbers[codes.int() >> 4]], 1).flatten()
+    data = codes.view(torch.uint8 if scheme.packed else F8).repeat(len(scales), 1)
+    columns = scheme.grid((1, len(values)))[1]
+    found = dequantize(scheme, data, scales[:, None].repeat(1, columns))
+    expected = (scales.double()[:, None] * values).float()
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert_same_bits("values", found.nan_to_num(-7.0, 9.0, -9.0), expected.nan_to_num(-7.0, 9.0, -9.0))
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

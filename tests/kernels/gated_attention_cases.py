@@ -14,7 +14,7 @@ from fewer import every
 from kernels.test_gated_attention import BATCH, LAYOUTS, SEQ, projection, tables
 from torch import Tensor
 
-from te_models.kernels.gated_attention import PLAIN
+from te_models.kernels.gated_attention import PLAIN, split_heads
 from te_models.kernels.gated_attention_triton import TRITON
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
@@ -29,7 +29,7 @@ def test_every_part_equals_the_plain_one(layout: str, per_row: bool) -> None:
     results = []
     for ops in (PLAIN, TRITON):
         own = qkvg.clone()
-        q, k, v, gate = heads.split(own[: BATCH * SEQ], BATCH)
+        q, k, v, gate = split_heads(heads, own[: BATCH * SEQ], BATCH)
         ops.rotate(q, q, cos, sin, False)
         ops.rotate(k, k, cos, sin, True)
         ops.copy(k, v)
@@ -68,7 +68,7 @@ def assert_written_as_fp8(write: Callable[..., Any], wanted: Tensor, e5m2: bool)
 def test_fp8_is_the_cast_of_the_plain_result(layout: str, per_row: bool, e5m2: bool) -> None:
     heads = LAYOUTS[layout]
     (cos, sin), qkvg = tables(heads.dim, torch.float32, per_row), projection(heads, torch.float32)
-    q, k, _, gate = heads.split(qkvg[: BATCH * SEQ], BATCH)
+    q, k, _, gate = split_heads(heads, qkvg[: BATCH * SEQ], BATCH)
     rotated = torch.empty_like(q.contiguous())
     PLAIN.rotate(q, rotated, cos, sin, True)
     assert_written_as_fp8(lambda *at: TRITON.fp8.rotate(*at, q, cos, sin, True), rotated, e5m2)

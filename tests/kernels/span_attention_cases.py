@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from bits import assert_same_bits
 from torch import Tensor
 
+from te_models.config.attention import Heads
 from te_models.kernels import gated_attention_triton, span_attention_triton
-from te_models.kernels.gated_attention import Heads, attention_core
+from te_models.kernels.gated_attention import attention_core, split_heads
 from te_models.kernels.sdpa import attention_mask
 from te_models.kernels.span_attention_triton import spans
 
@@ -93,7 +94,7 @@ def test_attention_as_one_operation() -> None:
     one, other = qkvg.clone().requires_grad_(), qkvg.double().requires_grad_()
     operations = gated_attention_triton.TRITON._replace(fp8=None)
     mine = attention_core(one * 1.0, cos, sin, 2, seq, heads, operations, spans=spans(seq, 7, ids, DEVICE))
-    q, k, v, gate = heads.split(other, 2)
+    q, k, v, gate = split_heads(heads, other, 2)
     q, k = (t * cos[:, :, None] + torch.cat((-t[..., 8:], t[..., :8]), -1) * sin[:, :, None] for t in (q, k))
     mask = attention_mask(seq, 7, None, ids, DEVICE)
     mixed = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask, enable_gqa=True)

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from te_models import CausalLM
+from te_models.config.attention import Heads
 from te_models.engine import emulated
 from te_models.kernels import elementwise
 from te_models.kernels.dispatch import PLAIN as PLAIN_KERNELS
 from te_models.kernels.dispatch import get_kernels
-from te_models.kernels.gated_attention import Heads, attention_core
+from te_models.kernels.gated_attention import attention_core, split_heads
 from te_models.kernels.sdpa import causal_attention
 
 LAYOUTS = {
@@ -37,7 +38,7 @@ def tables(dim: int, dtype: torch.dtype, per_row: bool) -> tuple[torch.Tensor, t
 
 
 def written_out(qkvg: torch.Tensor, cos: Any, sin: Any, heads: Heads) -> torch.Tensor:
-    q, k, v, gate = heads.split(qkvg[: BATCH * SEQ], BATCH)
+    q, k, v, gate = split_heads(heads, qkvg[: BATCH * SEQ], BATCH)
     if cos is not None:
         q, k = elementwise.rope(q, cos, sin), elementwise.rope(k, cos, sin)
     out = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)

@@ -13,7 +13,6 @@ from torch import Tensor
 from te_models import CausalLM, list_recipes
 from te_models.errors import UsageError
 from te_models.fp8.scaling_state import fp8_state
-from te_models.model.kv_cache import KVCache
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
@@ -143,7 +142,7 @@ def test_text_is_the_same_with_a_cache(name: str) -> None:
     mask[1, :4] = 0
     with_cache = model.generate(tokens, 12, attention_mask=mask)
     assert torch.equal(with_cache, model.generate(tokens, 12, attention_mask=mask, use_cache=False))
-    cache, full = KVCache(model.config, 3, 9, torch.device("cpu"), torch.float32), model(tokens).logits
+    cache, full = model.new_cache(3, 9), model(tokens).logits
     steps = [model(part, cache=cache).logits for part in tokens.split(1, dim=1)]
     torch.testing.assert_close(torch.cat(steps, 1), full, atol=1e-5, rtol=0)
 

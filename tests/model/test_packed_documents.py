@@ -118,15 +118,15 @@ def test_positions_count_from_the_start_of_each_document() -> None:
     def described(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> ForwardContext:
         recompute = Recompute("none", model.te, model.te_recipe, 4)
         return forward_context(
-            model.config, tokens, None, None, documents, recompute, model.kernels, model.fp8_layers, model.dtype
+            model.specs, tokens, None, None, documents, recompute, model.kernels, model.fp8_layers, model.dtype
         )
 
     together = described(ids, documents)
     for row, place, own in alone(ids):
         assert_same_bits(
-            "together.rotary[False][0][row, place]",
-            together.rotary[False][0][row, place],
-            described(own).rotary[False][0],
+            "cos of RoPE",
+            together.rotary[model.config.rope][0][row, place],
+            described(own).rotary[model.config.rope][0],
         )
     assert described(ids).masks == {None: None}, "without documents: the causal kernel"
 

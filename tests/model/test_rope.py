@@ -13,7 +13,8 @@ from bits import assert_same_bits
 from judge import transformers
 
 from te_models import CausalLM
-from te_models.config.model import ROPE_SCALINGS, ModelConfig
+from te_models.config.model import ModelConfig
+from te_models.config.rope import ROPE_SCALINGS
 from te_models.model.rope import SCALINGS, rotary_tables
 
 ORIGINAL = 24
@@ -147,6 +148,6 @@ def test_one_table_of_kinds() -> None:
     assert set(SCALINGS) == set(ROPE_SCALINGS) == {rope["rope_type"] for _, _, rope, _ in CASES.values()}
     config = ModelConfig(**SMALL, rope_scaling=dict(rope_type="yarn", factor=4.0, attention_factor=None))
     assert config.rope_scaling == dict(rope_type="yarn", factor=4.0)
-    cos, sin = rotary_tables(config, torch.arange(5), torch.float32)
+    cos, sin = rotary_tables(config.rope, torch.arange(5), torch.float32)
     factor = 0.1 * math.log(4) + 1
     torch.testing.assert_close(cos**2 + sin**2, torch.full((5, 16), factor**2))

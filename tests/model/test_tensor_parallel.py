@@ -20,7 +20,7 @@ from te_models import CausalLM, list_recipes
 from te_models.config.model import ModelConfig
 from te_models.engine.emulated import exact_gemm
 from te_models.fp8.scaling_state import fp8_state
-from te_models.model.tensor_parallel import TensorParallel, gather_state, is_sharded
+from te_models.model.tensor_parallel import TensorParallel, divided_linear, gather_state
 
 STEPS = 5
 BASE: dict[str, Any] = dict(
@@ -185,11 +185,9 @@ def load(results: Path, name: str) -> list[dict[str, Any]]:
 def same_but_padding(found: Tensor, expected: Tensor, name: str, config: ModelConfig) -> bool:
     """Equal; the rows that pad a headwise gate, which nothing reads, apart."""
     if "qkvg_proj" in name:
-        used = (
-            config.q_size
-            + 2 * config.kv_size
-            + (config.num_attention_heads if config.attention_gate == "headwise" else config.gate_size)
-        )
+        q, kv = (config.head_dim * n for n in (config.num_attention_heads, config.num_key_value_heads))
+        gate = {"elementwise": q, "headwise": config.num_attention_heads, "none": 0}[config.attention_gate]
+        used = q + 2 * kv + gate
         found, expected = found[:used], expected[:used]
     return torch.equal(found, expected)
 
@@ -205,7 +203,7 @@ def test_two_ranks_train_as_one(number: int, case: tuple[str, str, bool, dict[st
         assert same_but_padding(parts[0]["start"][name], tensor, name, one.config), name
     assert parts[0]["losses"] == parts[1]["losses"] == pytest.approx(expected["losses"], rel=LOSS[case[1]])
     for name, tensor in parts[0]["gradients"].items():
-        if not is_sharded(name):
+        if divided_linear(name, one.config) is None:
             assert_same_bits(name, tensor, parts[1]["gradients"][name])
     if case[1] in OWN_SCALES:
         return
@@ -224,8 +222,9 @@ def test_two_ranks_train_as_one(number: int, case: tuple[str, str, bool, dict[st
 
 def test_each_rank_has_its_share_of_the_weights(results: Path) -> None:
     found = load(results, "others")
+    divided = ("qkvg_proj.weight", "qkvg_proj.bias", "gate_up_proj.weight", "o_proj.weight", "down_proj.weight")
     assert {name for name, split in found[0]["marks"].items() if split} == {
-        n for n in found[0]["marks"] if is_sharded(n)
+        name for name in found[0]["marks"] if name.endswith(divided)
     }
     assert any(found[0]["marks"].values()) and not all(found[0]["marks"].values())
     assert "64 -> 192" in found[0]["plan"] and "64 -> 64" in found[0]["plan"]  # q, k, v and gate; o_proj
@@ -269,7 +268,7 @@ def test_indivisible_shapes_are_refused(results: Path) -> None:
     assert (
         found["all heads"] == "qk_norm_scope='all_heads' needs the heads of all ranks: build the model without tp_mesh"
     )
-    assert found["output bias"].endswith("attention_output_bias or mlp_bias: use sequence_parallel=False")
+    assert found["output bias"].endswith("supports no attention_output_bias: use sequence_parallel=False")
 
 
 def test_sequence_parallelism_needs_ranks() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from te_models.config.recipe import get_recipe, list_recipes
 from te_models.engine import emulated, engine_module
-from te_models.errors import UsageError
+from te_models.errors import CheckpointError, UsageError
 from te_models.model.user_modules import checkpoint, fp8_state, load_fp8_state
 
 RECIPES = [name for name in list_recipes() if name != "bf16"]
@@ -141,6 +141,24 @@ def test_fp8_state_moves_to_a_module_that_has_not_run() -> None:
     assert runs[0][0] == runs[1][0]
     with pytest.raises(ValueError, match="no FP8 module '7.up'"):
         load_fp8_state(other, {"7.up.scaling_fwd.scale": torch.ones(3)})
+
+
+def test_fp8_state_moves_to_a_module_that_ran_under_another_recipe() -> None:
+    blocks, other = build(emulated, "cpu"), build(emulated, "cpu")
+    trained(emulated, blocks, "delayed", lambda block, x: block(x))
+    trained(emulated, other, "current", lambda block, x: block(x))
+    state = fp8_state(blocks)
+    load_fp8_state(other, state)
+    found = fp8_state(other)
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        assert_same_bits(name, found[name], tensor)
+
+
+@pytest.mark.parametrize("state", [{"up.scaling_fwd.scale": [1.0, 1.0, 1.0]}, {0: torch.ones(3)}])
+def test_state_that_is_no_tensors_is_refused(state: Any) -> None:
+    with pytest.raises(CheckpointError, match="give what fp8_state returned"):
+        load_fp8_state(Mine(), state)
 
 
 def test_a_recipe_of_its_own() -> None:

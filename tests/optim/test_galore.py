@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from te_models.optim import OPTIMIZERS, resolve_options
+from te_models.optim.galore import leading_directions
 
 
 def reference(
@@ -41,3 +42,18 @@ def test_updates_are_those_of_the_paper() -> None:
         found[scale] = matrix.detach()
         torch.testing.assert_close(found[scale], reference(start, gradients, rank, 2, scale), rtol=0, atol=1e-5)
     assert (found[1.0] - found[0.25]).abs().max() > 1e-2
+
+
+def test_every_projector_is_of_other_random_numbers() -> None:
+    """Those of the step's number: the same in a resumed run, and another range of the gradient at each refresh."""
+    gradient = torch.randn(24, 40, generator=torch.Generator().manual_seed(1))
+    seeded = [leading_directions(gradient, 4, seed) for seed in range(3)]
+    assert not torch.equal(seeded[0], seeded[1])
+    matrix = torch.nn.Parameter(torch.zeros(24, 40))
+    (optimizer,) = OPTIMIZERS["galore"].build(
+        1e-2, resolve_options("galore", dict(rank=4, refresh=2)), [dict(params=[matrix], matrices=True)]
+    )
+    for seed in (0, 0, 2, 2):
+        matrix.grad = gradient
+        optimizer.step()
+        assert torch.equal(optimizer.state[matrix]["projector"], seeded[seed])

@@ -215,7 +215,7 @@ def test_every_row_is_in_one_part_and_roles_follow_the_structure(gate: str, tied
     assert all((rows == 1).all() for rows in covered.values())
 
     role = {(id(part.parameter), part.start): part.role for part in found}
-    q, kv = config.q_size, config.kv_size
+    q, kv = (config.head_dim * n for n in (config.num_attention_heads, config.num_key_value_heads))
     for block in model.layers:
         rows = {0: "hidden", q: "hidden", q + kv: "hidden", q + 2 * kv: "gate" if gate == "headwise" else "hidden"}
         for start, expected in rows.items():

@@ -1,7 +1,10 @@
 """Optimizers that need whole tensors, over sharded parameters: one process's losses, state and checkpoints,
 on two."""
 
+import itertools
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,14 @@ from bits import assert_same_bits
 from distributed_job import continue_from, make_trainer, outcome, run_case
 from ranks import run_ranks
 from state_bytes import state_bytes
+from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from te_models.config.training import TrainConfig
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local
 from te_models.engine.emulated import DType, Float8CurrentScalingQuantizer
+from te_models.optim import parameter_owners
 from te_models.optim.parameter_owners import Owners
 from te_models.saving.folder import load_folder
 from te_models.training.launch import check_launch, meshes
@@ -29,6 +34,7 @@ pytest.importorskip("torchao")
 OPTIMIZERS = {"adamwfp8": "", "muon8bit": "rest=adamw8bit", "galore": "rank=8,refresh=2"}
 FSDP: dict[str, Any] = dict(parallel="fsdp", clip_grad_norm=0.5)
 RUNS = {name: dict(FSDP, optimizer=name, optimizer_options=options) for name, options in OPTIMIZERS.items()}
+BUFFER = 2**15  # bytes, a small one for small tables
 MUON = dict(FSDP, optimizer="muon")
 RUNS["muon-bf16"] = dict(MUON, recipe="bf16")
 RUNS["muon-fp8"] = dict(MUON, recipe="current", fp8_params=True)
@@ -58,9 +64,20 @@ def rank_job(rank: int, folder: str) -> None:
         run.run()
     held = state_bytes([v for o in run.optimizer.optimizers for v in o.state.values()])
     found["state"] = shared.ranks.gather(held)
-    found["travelled"] = travelled(shared)
+    with buffers(18):  # several pieces of a tensor, some of which begin at an odd byte
+        found["travelled"] = travelled(shared)
+    with buffers(BUFFER):
+        found["peaks"] = shared.ranks.gather(peaks(shared))
     if rank == 0:
         (root / "found.json").write_text(json.dumps(found))
+
+
+@contextmanager
+def buffers(size: int) -> Iterator[None]:
+    """Let ranks send at most this many bytes at a time."""
+    usual, parameter_owners.EXCHANGE_CHUNK = parameter_owners.EXCHANGE_CHUNK, size
+    yield
+    parameter_owners.EXCHANGE_CHUNK = usual
 
 
 def travelled(shared: Parallel) -> bool:
@@ -79,6 +96,32 @@ def travelled(shared: Parallel) -> bool:
     everywhere = shared.ranks.gather([same, found])
     owned = [sum(flags) for flags in zip(*(found for _, found in everywhere), strict=True)]
     return all(all(same) for same, _ in everywhere) and owned == [1, 1, 1]
+
+
+ROWS = (3000, 100)  # of a large table and of a small one
+
+
+def peaks(shared: Parallel) -> list[float]:
+    """The most memory, in bytes, that collecting tables of BF16 in FP32 takes, and returning them in BF16."""
+    tables = [torch.randn(rows, 64).bfloat16() for rows in ROWS]
+    parameters: Any = [torch.nn.Parameter(distribute_tensor(t, shared.dp, [Shard(0)])) for t in tables]
+    owners, own = Owners(parameters, shared.dp.get_group(), shared.ranks), [local(p).detach() for p in parameters]
+    found = [most_allocated(lambda: owners.collect(parameters, own, [torch.float32] * 2))]
+    wholes: Any = owners.collect(parameters, own, [torch.float32] * 2)
+    back: list[Tensor] = []
+    found.append(most_allocated(lambda: back.extend(owners.distribute(parameters, wholes, [torch.bfloat16] * 2))))
+    assert all(torch.equal(one, other) for one, other in zip(back, own, strict=True))
+    return found
+
+
+def most_allocated(work: Callable[[], Any]) -> float:
+    """The highest sum of bytes that `work` had allocated on the CPU."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        work()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes, initial=0))
 
 
 def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any]:
@@ -125,6 +168,15 @@ def size_of_moments(folder: Any) -> dict[str, float]:
 
 def test_pieces_travel_in_every_bit(two: dict[str, Any]) -> None:
     assert two["travelled"]
+
+
+def test_an_owner_needs_no_second_copy_of_a_large_table(two: dict[str, Any]) -> None:
+    """Beyond the results: what is sent, received and put in place, each of at most BUFFER bytes."""
+    large, small = (rows * 64 for rows in ROWS)
+    shards = (large + small) // 2 * 2  # bytes of BF16 on each of two ranks
+    for (collecting, returning), whole in zip(sorted(two["peaks"]), (4 * small, 4 * large), strict=True):
+        assert whole <= collecting <= whole + 3.1 * BUFFER
+        assert shards <= returning <= shards + 3.1 * BUFFER
 
 
 def test_owners_share_the_state_out(two: dict[str, Any], tmp_path: Path) -> None:

@@ -13,12 +13,14 @@ import te_models.optim as optim
 from benchmarks.planned_memory import planned_and_measured
 from te_models import CausalLM, get_recipe, list_presets, list_recipes
 from te_models.cli import main
+from te_models.config.attention import AttentionSpec
 from te_models.config.chunk_sizes import HEAD_CHUNK, head_rows
 from te_models.config.presets import get_preset
 from te_models.config.recipe import recipe_from_dict
 from te_models.engine.emulated.recipe import DelayedScaling
 from te_models.files.formats import flatten_state
 from te_models.fp8.primary_weights import is_quantized, quantized_weights
+from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels.gated_attention import can_fuse
 from te_models.planning.memory_estimate import Memory, _standing, _walk, saved_bytes
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
@@ -274,8 +276,10 @@ def test_attention_is_one_operation_where_the_kernels_say_so(seq_len: int, field
     config = get_preset("gated-350m", **fields)
     for dtype in (torch.bfloat16, torch.float32):
         training = Training(batch_size=1, seq_len=seq_len, dtype_bytes=dtype.itemsize)
-        found = Tape(config, get_recipe("bf16"), training).fuses(0)
-        assert found == can_fuse(config, seq_len, torch.device("cuda"), dtype)
+        attention = config.layers[0].mixer
+        assert isinstance(attention, AttentionSpec)
+        found = attention.fuses(Tape(config, get_recipe("bf16"), training))
+        assert found == can_fuse(attention, seq_len, torch.device("cuda"), dtype)
 
 
 @pytest.mark.parametrize("name", list_presets())
@@ -285,12 +289,12 @@ def test_parameters_are_the_models(name: str) -> None:
     assert sum(p.numel for p in found) == sum(p.numel() for p in model.parameters())
     tables = {id(model.embed_tokens.weight), id(model.lm_head.weight)}
     matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)
-    assert sum(p.numel for p in found if p.kind in ("matrix", "gate")) == matrices
+    assert sum(p.numel for p in found if p.kind in ("hidden", "gate")) == matrices
 
 
 def test_optimizers_a_parameter() -> None:
     """By hand, for a matrix of a block, without the master's 4 bytes."""
-    matrix, table = Parameter("matrix", (1024, 512), 3), Parameter("table", (1024, 512), 1)
+    matrix, table = Parameter("hidden", (1024, 512), 3), Parameter("table", (1024, 512), 1)
     state = {name: optimizer.state(matrix) for name, optimizer in OPTIMIZERS.items()}
     assert state == {
         "adamw": 8, "adamw8bit": 2.03125, "adamwfp8": 2.03125, "te-adam": 4, "muon": 4, "muon8bit": 1.03125,
@@ -313,7 +317,7 @@ def test_torchao_keeps_as_much(name: str) -> None:
             if hasattr(buffer, "codes")
             else buffer.nbytes
         )
-        kept = OPTIMIZERS[name.lower()].state(Parameter("matrix", shape, 1)) * weight.numel()
+        kept = OPTIMIZERS[name.lower()].state(Parameter("hidden", shape, 1)) * weight.numel()
         assert 2 * size == kept, shape
 
 
@@ -396,6 +400,25 @@ def test_gpus_share_weights_gradients_and_optimizer() -> None:
     assert four.moments[0].fp8_weight_copies < one.moments[0].fp8_weight_copies  # made again for each backward
 
 
+@pytest.mark.parametrize("dtype_bytes", [2, 4])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
+def test_the_owner_of_a_large_table_has_it_whole(optimizer: str, dtype_bytes: int) -> None:
+    """By hand, for an embedding that is larger than everything else together, so that its owner has nothing else."""
+    shape = dict(vocab_size=151936, hidden_size=8192, intermediate_size=1024, num_hidden_layers=2, head_dim=64)
+    config = get_preset("gated-nano", num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True, **shape)
+    plan = plan_memory(
+        config, get_recipe("delayed"), batch_size=8, seq_len=64, gpus=8, optimizer=optimizer, dtype_bytes=dtype_bytes
+    )
+    table, parameters = 151936 * 8192, plan.config.num_parameters
+    assert parameters < 1.2 * table
+    moments = {"muon": 8, "adamw8bit": 2 * (1 + 4 / 256)}[optimizer]
+    assert plan.moments[2].optimizer == round(table * (4 + moments)) == plan.optimizers()[optimizer]
+    buffers = 3 * 2**27  # sent, received and put in place
+    assert plan.moments[2].gradients == -(-parameters // 8) * dtype_bytes + 4 * table + buffers
+    adamw = replace(plan, training=replace(plan.training, optimizer="adamw"))
+    assert adamw.moments[2].optimizer == pytest.approx((8 + 4 * (dtype_bytes == 2)) * parameters / 8, rel=1e-6)
+
+
 def test_a_model_plans_with_its_own_settings() -> None:
     model = CausalLM.from_preset("gated-nano", recipe="current", device="meta", activation_checkpointing="full")
     plan = model.plan_memory(batch_size=2, seq_len=128, optimizer="muon8bit")
@@ -451,3 +474,46 @@ def test_a_recipe_without_a_history_length_has_that_of_the_engine() -> None:
     shape, bare = get_preset("gated-nano"), recipe_from_dict({"scheme": "DelayedScaling"})
     whole = bare.replace(amax_history_len=DelayedScaling().amax_history_len)
     assert plan_memory(shape, bare).peak.total == plan_memory(shape, whole).peak.total
+
+
+@pytest.mark.parametrize(
+    ("options", "a_parameter", "a_parameter_of_the_chunk"),
+    [
+        ({}, 2, 2),  # BF16 gradients, and the chunk's in FP32
+        (dict(dtype_bytes=4), 4, 0),
+        (dict(gradient_accumulation=2), 4, 0),
+        (dict(optimizer_options=dict(stochastic_rounding=True)), 2, 0),
+        (dict(optimizer_options=dict(stochastic_rounding=True), gradient_accumulation=2), 4, 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["gated-nano", "llama-3.1-8b"])
+def test_the_update_widens_the_gradients_of_at_most_2_to_28_parameters(
+    name: str, options: dict[str, Any], a_parameter: int, a_parameter_of_the_chunk: int
+) -> None:
+    config = get_preset(name)
+    own = dict(optimizer="adamw8bit", batch_size=1, seq_len=64)
+    *_, update = plan_memory(config, get_recipe("bf16"), **own | options).moments
+    count = config.num_parameters
+    assert update.gradients == count * a_parameter + min(count, 2**28) * a_parameter_of_the_chunk
+
+
+@pytest.mark.parametrize("head", [{}, dict(lm_head="fp8", num_layers_at_end_in_bf16=0)], ids=str)
+def test_the_state_of_delayed_scaling_is_the_models(head: dict[str, Any]) -> None:
+    """Every scale and every row of every history, to the byte."""
+    options = dict(**SHAPE, recipe="delayed", amax_history_len=5, engine="emulated", device="cpu", **head)
+    model = CausalLM.from_preset("gated-nano", **options)
+    ids = torch.randint(0, 288, (1, 32))
+    model(ids, labels=ids).loss.backward()
+    plan = model.plan_memory(batch_size=1, seq_len=32)
+    own = _standing(plan.config, plan.recipe, plan.training).fp8_weight_copies
+    assert own == sum(tensor.nbytes for tensor in fp8_state(model).values())
+
+
+def test_five_percent_of_a_gpu_stay_free() -> None:
+    plan = nano()
+    gigabytes = plan.peak.total / 0.95 / 10**9
+    assert plan.fits(gigabytes * (1 + 1e-9)) and not plan.fits(gigabytes * (1 - 1e-9))
+    batch = plan.training.batch_size
+    assert plan.largest_batch(gigabytes * (1 + 1e-9)) == batch
+    assert plan.largest_batch(gigabytes * (1 - 1e-9)) == batch - 1

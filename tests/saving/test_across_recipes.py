@@ -88,6 +88,17 @@ def test_delayed_scales_are_those_that_the_other_recipe_would_have(
         assert_same_bits(name, tensor, expected)
 
 
+def test_a_scale_at_its_limit_does_not_become_infinite(folders: dict[str, Path]) -> None:
+    model = CausalLM.from_pretrained(folders["delayed"], device="cpu", margin=2)
+    largest = torch.finfo(torch.float32).max
+    for name, tensor in fp8_state(model).items():
+        if name.endswith("scaling_fwd.scale"):
+            tensor.fill_(largest)
+    model.set_recipe("delayed", margin=0)
+    found = [tensor for name, tensor in fp8_state(model).items() if name.endswith("scaling_fwd.scale")]
+    assert found and all((tensor == largest).all() for tensor in found)
+
+
 def test_layers_that_leave_fp8_leave_their_scales(folders: dict[str, Path]) -> None:
     with pytest.warns(UserWarning, match="has no use for 16 of its 32 scales"):
         model = CausalLM.from_pretrained(folders["delayed"], device="cpu", num_layers_at_end_in_bf16=2)

@@ -16,11 +16,10 @@ from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.formats import Document
 from te_models.data.tokenizer import load_tokenizer
-from te_models.errors import DataError, OutputInUse, TeModelsError
+from te_models.errors import OutputInUse, TeModelsError
 from te_models.files.formats import flatten_state, unflatten_state
 from te_models.fp8.scaling_state import fp8_state
 from te_models.saving.folder import load_folder, save_folder
-from te_models.training.metrics import read_metrics
 from te_models.training.trainer import Trainer
 
 SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
@@ -302,14 +301,3 @@ def test_an_older_checkpoint_is_offered_where_the_newest_is_damaged(tmp_path: Pa
             with pytest.raises(TeModelsError, match="step-00000004 is whole: move step-00000005 elsewhere to use it"):
                 load()
         (newest / file).write_bytes(before)
-
-
-@pytest.mark.parametrize("line", ["{", "[]", '{"step": "1"}', '{"loss": 1}', "[" * 50_000, '{"step": 1, "step": 1}'])
-def test_a_bad_line_of_metrics_is_named(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n' + line + "\n" + '{"step": 3')
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2\b") as caught:
-        read_metrics(path)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
-    path.write_text('{"step": 1}\n{"step": 3')
-    assert read_metrics(path) == [{"step": 1}]

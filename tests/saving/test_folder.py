@@ -384,8 +384,8 @@ def set_map(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "missing file": (lambda f: (f / SECOND).unlink(), "No such file"),
-    "missing document": (lambda f: (f / "config.json").unlink(), "No such file"),
+    "missing file": (lambda f: (f / SECOND).unlink(), "is incomplete: it lacks"),
+    "missing document": (lambda f: (f / "config.json").unlink(), "is incomplete: it lacks"),
     "missing manifest": (lambda f: (f / "manifest.json").unlink(), "no manifest"),
     "cut file": (lambda f: os.truncate(f / FIRST, 20), "bytes where"),
     "linked shard": (lambda f: link_out(f, FIRST), "not a regular file"),

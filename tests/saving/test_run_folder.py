@@ -24,6 +24,7 @@ from te_models import CausalLM
 from te_models.distributed.control import Ranks
 from te_models.errors import SaveError
 from te_models.files import atomic
+from te_models.saving import sharded
 from te_models.saving.folder import load_folder, save_folder
 from te_models.saving.run_folder import MAX_FAILED_SAVES, Checkpoints
 from te_models.saving.sharded import ShardedCheckpoints
@@ -392,7 +393,7 @@ def of_one(root: Path) -> Checkpoints:
     return Checkpoints(root)
 
 
-def of_several(root: Path) -> Checkpoints:
+def of_several(root: Path) -> ShardedCheckpoints:
     """The checkpoints of a job, of which this is the only process."""
     model = CausalLM.from_preset("gated-nano", device="cpu", hidden_size=96, intermediate_size=96, num_hidden_layers=3)
     return ShardedCheckpoints(root, ranks=Ranks(), model=model, names=[], fetch=lambda *arguments: arguments[-1])
@@ -432,6 +433,18 @@ def test_saves_that_keep_failing_end_the_run(of: Any, tmp_path: Path, monkeypatc
     run.save(21, *content(21))
     run.wait()
     assert step_of(run.latest()) == 21
+
+
+def test_no_process_waits_for_a_disk_in_a_collective_on_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only control messages have the time that a slow disk takes."""
+    run, calls = of_several(tmp_path), Mock()
+    for owner, name in ((sharded, "whole"), (sharded, "record"), (run.ranks, "gather")):
+        calls.attach_mock(Mock(side_effect=getattr(owner, name)), name)
+        monkeypatch.setattr(owner, name, getattr(calls, name))
+    run.save(1, {"model": {"w": torch.ones(3)}, "training": {"w": torch.ones(3)}}, {})
+    assert [call[0] for call in calls.mock_calls] == ["whole", "record", "gather"] * 2
 
 
 @pytest.mark.parametrize("blocking", [True, False])

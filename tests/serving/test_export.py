@@ -18,7 +18,7 @@ from torch import Tensor
 
 from te_models import CausalLM, ModelConfig
 from te_models.cli import main
-from te_models.errors import UsageError
+from te_models.errors import CheckpointError, UsageError
 from te_models.optim import build_optimizer
 from te_models.serving.formats import FORMATS
 
@@ -328,6 +328,37 @@ def test_calibration_measures_the_inputs(tmp_path: Path) -> None:
     assert "random tokens" in model.export(tmp_path / "four", format="nvfp4").notes[0]
 
 
+@pytest.mark.parametrize("format", ["fp8-tensor", "nvfp4"])
+def test_calibration_takes_the_largest_of_all_batches(format: str, tmp_path: Path) -> None:
+    model = build("bf16")
+    with torch.no_grad():
+        model.embed_tokens.weight[5] *= 100  # against which the blocks' own outputs are small
+    small, large = torch.full((1, 8), 2), torch.full((1, 8), 5)
+    alone = {}
+    for name, batch in (("small", small), ("large", large)):
+        model.export(tmp_path / name, format=format, calibration=batch)
+        alone[name] = tensors_of(tmp_path / name)
+    part = "input_scale" if format == "fp8-tensor" else "input_global_scale"
+    names = [name for name in alone["small"] if name.endswith(part)]
+    assert any(not torch.equal(alone["small"][name], alone["large"][name]) for name in names)
+    for number, batches in enumerate(([large, small], [small, large])):
+        model.export(tmp_path / str(number), format=format, calibration=batches)
+        found = tensors_of(tmp_path / str(number))
+        for name in names:  # a divisor falls as the input grows
+            choose = torch.maximum if format == "fp8-tensor" else torch.minimum
+            assert_same_bits(name, found[name], choose(alone["small"][name], alone["large"][name]))
+
+
+def test_random_tokens_leave_room_for_inputs_four_times_as_large(tmp_path: Path) -> None:
+    model = build("bf16")
+    model.export(tmp_path / "random", format="nvfp4")
+    tokens = torch.randint(96, (4, 128), generator=torch.Generator().manual_seed(0))
+    model.export(tmp_path / "same", format="nvfp4", calibration=tokens)
+    random, same = tensors_of(tmp_path / "random"), tensors_of(tmp_path / "same")
+    for name in [name for name in random if name.endswith("input_global_scale")]:
+        torch.testing.assert_close(random[name], same[name] / 4, rtol=1e-6, atol=0)
+
+
 @pytest.mark.filterwarnings("ignore:.*needs its own code in transformers")
 @pytest.mark.parametrize("format", QUANTIZED)
 @pytest.mark.parametrize("gate", ["elementwise", "headwise"])
@@ -385,6 +416,15 @@ def test_a_model_is_served_with_the_weights_it_trained_with(
         served: Any = back.layers[1].get_submodule(name).weight
         # NVFP4 has two factors, whose product is rounded in another order.
         torch.testing.assert_close(served.detach(), trained, rtol=3e-7 if format == "nvfp4" else 0, atol=0)
+
+
+def test_a_divisor_that_makes_scales_infinite_is_refused(tmp_path: Path) -> None:
+    build("bf16", steps=0).export(tmp_path / "out", format="nvfp4")
+    stored = tensors_of(tmp_path / "out")
+    stored["model.layers.1.mlp.down_proj.weight_global_scale"].fill_(1e-42)
+    save_file(stored, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="down_proj.weight_global_scale has a scale that is .* not finite"):
+        CausalLM.from_pretrained(tmp_path / "out", device="cpu")
 
 
 def test_bf16_is_the_plain_folder(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from te_models import CausalLM, ModelConfig
 from te_models.cli import main
 from te_models.errors import UsageError
+from te_models.model import recipe_fit
 from te_models.model.decoder import Decoder
 from te_models.serving.formats import FORMATS
 from te_models.serving.parity import compare, parity
@@ -152,6 +153,23 @@ def test_static_scales_of_fused_weights_are_the_largest(tmp_path: Path) -> None:
     assert static.item() == 7.0
 
 
+@pytest.mark.parametrize("asked", [[], ["--recipe", "auto"]])
+def test_what_is_quantized_does_not_depend_on_this_machine(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A model without a recipe of its own is exported from BF16, all of its layers; one with a recipe follows it."""
+    monkeypatch.setattr(recipe_fit, "auto_recipe", lambda *shape, **place: pytest.fail("it asked for the GPU"))
+    build("current", vocab_size=288).save_pretrained(tmp_path / "te")
+    build("current", vocab_size=288).save_pretrained(tmp_path / "hf", format="hf")
+    found = []
+    for name in ("te", "hf"):
+        line = ["export", "--model", str(tmp_path / name), "--out", str(tmp_path / f"{name}-out"), "--device", "cpu"]
+        assert main([*line, *asked]) == 0
+        found.append(int(capsys.readouterr().out.split("fp8-block, ")[1].split()[0]))
+    own, layers = found[0], build("current", vocab_size=288).config.num_hidden_layers
+    assert own * layers == found[1] * (layers - 2)
+
+
 def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     build("current", vocab_size=288).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("Ten green bottles, hanging on the wall. " * 40)
@@ -165,7 +183,8 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
     assert result["tokens"] == 62 and folder["export"] == str(tmp_path / "out")
     assert {**folder, "export": ""} == {**format, "export": ""} and format["kl"] > 0
     assert main([*line, "--export", "fp8-block"]) == 0
-    assert "KL (nats/token)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "KL (nats/token)" in said and "trained against served, on 62 tokens" in said
     rows = [dict(q=[dict(role="user", content=f"{n}?")], a=[dict(role="assistant", content="yes")]) for n in range(9)]
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     line[line.index("--data") + 1] = str(tmp_path / "talks.jsonl")  # the model's tokenizer has no chat template

@@ -167,7 +167,15 @@ def test_the_best_model_is_that_of_its_step(tmp_path: Path, monkeypatch: pytest.
     assert torch.equal(CausalLM.from_pretrained(tmp_path, device="cpu").embed_tokens.weight, weights[4])
 
 
-@pytest.mark.parametrize("fields", [dict(keep_best=False), dict(eval_every=0), dict(steps=2, eval_every=2)])
-def test_no_best_model_is_saved_without_a_choice(fields: dict[str, Any], tmp_path: Path) -> None:
-    trainer(tmp_path, **{"steps": 3, **fields}).run()
-    assert not (tmp_path / "best").exists() and (tmp_path / "checkpoints").exists()
+@pytest.mark.parametrize("eval_every", [0, 2, 3])
+@pytest.mark.parametrize("keep_best", [True, False])
+def test_the_best_model_may_be_that_of_the_last_step(
+    keep_best: bool, eval_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that is the only evaluation."""
+    losses = [9, 3, 2] if eval_every == 2 else [9, 3]
+    run = evaluating(trainer(tmp_path, steps=3, eval_every=eval_every, keep_best=keep_best), losses, monkeypatch)
+    result = run.run()
+    assert (result.best_step, result.best_eval_loss) == (3, losses[-1])
+    kept = Checkpoints(tmp_path / "best/checkpoints").latest()
+    assert (kept.name if kept else None) == ("step-00000003" if keep_best else None)

@@ -53,6 +53,7 @@ def trained(model: CausalLM, step: Any) -> tuple[list[float], dict[str, torch.Te
 
 def eager(model: CausalLM) -> Any:
     def step(**inputs: torch.Tensor) -> torch.Tensor:
+        model.calibrate(inputs)
         model.zero_grad()
         loss = model(**inputs, return_logits=False).loss
         loss.backward()
@@ -95,6 +96,24 @@ def test_a_weight_multiplies_the_gradients_of_eager_and_replayed_steps(monkeypat
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad * weight, rtol=1e-5, atol=1e-7)
     assert tapes[0].replays == STEPS - WARM_UP
+
+
+def test_calibration_is_with_the_weight_and_for_whoever_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
+    ids, own, calibrated, plain = batch(0), build("delayed"), build("delayed"), build("delayed")
+    own.calibrate(dict(input_ids=ids, labels=ids), weights=[0.25])
+    for model, step in (
+        (own, GraphedStep(own, calibrate=False)),
+        (calibrated, GraphedStep(calibrated)),
+        (plain, GraphedStep(plain, calibrate=False)),
+    ):
+        step(weight=0.25, input_ids=ids, labels=ids)
+        assert all(bool((tensor != 0).any()) for tensor in fp8_state(model).values())
+    states = [fp8_state(model) for model in (own, calibrated, plain)]
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+    assert all(bool((states[1][name][-2] != 0).any()) for name in states[1] if name.endswith("amax_history"))
+    assert not any(bool((states[2][name][-2] != 0).any()) for name in states[2] if name.endswith("amax_history"))
 
 
 @pytest.mark.parametrize("failures", every(ATTEMPTS, range(ATTEMPTS + 1)))

@@ -1,11 +1,15 @@
 """Refusals of options that do not fit the way the program was started."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from te_models.cli.commands import main
 from te_models.config.training import TrainConfig
-from te_models.training.launch import check_launch, choose_parallel
+from te_models.distributed.environment import check_place, number
+from te_models.errors import UsageError
+from te_models.training.launch import check_launch, choose_parallel, parallel
 
 
 @pytest.mark.parametrize(
@@ -58,3 +62,60 @@ def test_the_kind_of_parallelism_fits_the_processes(
     assert config.parallel == chosen
     if kind != chosen and kind == "fsdp+tp":
         assert (config.tensor_parallel_size, config.sequence_parallel) == (0, False)
+
+
+PLACE = dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29511")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        *(({name: None}, f"{name} is not set, and WORLD_SIZE is") for name in list(PLACE)[1:]),
+        *(({name: "abc"}, f"{name} is 'abc', not a whole number") for name in PLACE if name != "MASTER_ADDR"),
+        (dict(WORLD_SIZE="-2"), "WORLD_SIZE is '-2', not a whole number"),
+        (dict(RANK="2"), "RANK=2 and WORLD_SIZE=2 in the environment do not fit"),
+        (dict(LOCAL_RANK="1"), "LOCAL_RANK=1, and this host has 1 GPU"),
+        (dict(MASTER_PORT="99999"), "MASTER_PORT is 99999: give a port below 65536"),
+    ],
+)
+def test_a_wrong_place_in_a_job_is_one_line(
+    changes: dict[str, str | None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**PLACE, **changes}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=message) as caught:
+        check_place(gpus=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_place_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in PLACE.items():
+        monkeypatch.setenv(name, value)
+    check_place(gpus=1)
+    monkeypatch.delenv("LOCAL_RANK")
+    check_place(gpus=0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
+    assert number("LOCAL_WORLD_SIZE", 1) == 1
+
+
+@pytest.mark.parametrize("variables", [dict(WORLD_SIZE="2"), dict(WORLD_SIZE="abc"), dict(LOCAL_WORLD_SIZE="x")])
+def test_the_command_line_survives_the_environment(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in PLACE:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    kind = "ddp" if "WORLD_SIZE" in variables else "none"
+    options = ["--preset", "gated-nano", "--device", "cpu", "--steps", "1", "--out", str(tmp_path / "run")]
+    assert main(["pretrain", "--parallel", kind, *options]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("te-models: the environment variable "), said
+
+
+def test_a_job_without_a_place_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PLACE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="RANK is not set"), parallel(TrainConfig(parallel="ddp"), "cpu"):
+        pass

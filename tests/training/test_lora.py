@@ -19,7 +19,7 @@ from te_models import CausalLM
 from te_models.engine import get_engine
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized, plain, saved_weight
-from te_models.fp8.scaling_state import fp8_state
+from te_models.fp8.scaling_state import fp8_state, weight_scale
 from te_models.saving.folder import load_folder, save_folder
 
 for package in ("peft", "accelerate", "transformers"):
@@ -124,6 +124,19 @@ def test_merge_is_the_same_model_and_unmerge_undoes_it(build: Any, dtype: torch.
     merged = adapted.merge_and_unload()
     assert isinstance(merged, CausalLM) and {n for n, _ in merged.named_parameters()} == set(weights)
     torch.testing.assert_close(merged(ids).logits.float(), tuned, atol=tolerance, rtol=0)
+
+
+def test_a_merge_of_tiny_weights_leaves_a_finite_scale(build: Any) -> None:
+    adapted = add_lora(build("delayed", dtype=torch.float32), r=4, lora_alpha=8, target_modules=["down_proj"])
+    train(adapted, tokens(adapted), 1)
+    layers = [m for m in adapted.modules() if isinstance(m, LoraLinear)]
+    with torch.no_grad():
+        for layer in layers:
+            layer.lora_B["default"].weight.zero_()
+            layer.base_layer.weight.mul_(1e-37)
+    adapted.merge_adapter()
+    scales = [scale for layer in layers if (scale := weight_scale(layer.base_layer)) is not None]
+    assert scales and all(scale.item() == torch.finfo(torch.float32).max for scale in scales)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
@@ -396,3 +409,19 @@ def test_a_delayed_adapter_continues_with_the_same_bits(build: Any, tmp_path: Pa
 def test_a_misspelled_field_is_named(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=f"unknown field '{name}' of LoraConfig.*{message}"):
         add_lora(CausalLM.from_preset("gated-nano", recipe="bf16", device="cpu"), **{name: 8})
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_frozen_linears_are_calibrated(mode: str, build: Any) -> None:
+    """New adapters compute zero, so operands are those of the model without them. Their dropout uses up no numbers."""
+    plain, model = build("delayed"), build("delayed", activation_checkpointing=mode)
+    adapted = add_lora(model, r=4, lora_dropout=0.5)
+    before = torch.get_rng_state()
+    plain.train().calibrate(dict(input_ids=tokens(plain), labels=tokens(plain)))
+    adapted.train().calibrate(dict(input_ids=tokens(plain), labels=tokens(plain)))
+    assert torch.equal(torch.get_rng_state(), before) and all(p.grad is None for p in model.parameters())
+    found = {name.replace(".base_layer", ""): tensor for name, tensor in fp8_state(model).items()}
+    assert found
+    last_bits = 0 if model.device.type == "cpu" else 2.0**-6  # cuDNN's attention adds in any order
+    for name, tensor in fp8_state(plain).items():
+        torch.testing.assert_close(found[name], tensor, rtol=last_bits, atol=0)

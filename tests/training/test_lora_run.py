@@ -14,6 +14,7 @@ pytest.importorskip("peft")
 
 from te_models import CausalLM, TrainConfig, Trainer, load_lora, load_tokenizer
 from te_models.cli import main
+from te_models.cli.options import build_model
 from te_models.config.toml import read_toml
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document
@@ -22,26 +23,34 @@ from te_models.fp8.primary_weights import plain
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.recompute import may_draw
 from te_models.saving.pretrained import adapter_folder, read_shape
+from te_models.training.evaluation import evaluate
 from te_models.training.launch import choose_parallel
-from te_models.training.lora_run import LoraRun, load_merged, trained
+from te_models.training.lora_layer import LoraLinear
+from te_models.training.lora_run import LoraRun, load_adapted, load_merged, trained
+from te_models.training.merging import merged_loss, save_adapters
 from te_models.training.metrics import read_metrics
-from te_models.training.settings import LoraSettings, run_settings
+from te_models.training.settings import LoraSettings, RunSettings, run_settings
 
 TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1)
 TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(20)]
 
 
-def trainer(out: Path, recipe: str = "delayed", lora: dict[str, Any] | None = None, **fields: Any) -> Trainer:
+def trainer(
+    out: Path, recipe: str = "delayed", lora: dict[str, Any] | None = None, base: Path | None = None, **fields: Any
+) -> Trainer:
     torch.manual_seed(5)
     options = {name: fields.pop(name) for name in ("fp8_params", "activation_checkpointing") if name in fields}
-    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **TINY, **options)
+    if base is None:
+        model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **TINY, **options)
+    else:
+        model = CausalLM.from_pretrained(base, recipe=recipe, device="cpu", **options)
     config = TrainConfig(
         **{**dict(steps=4, batch_size=1, seq_len=16, warmup_steps=1, learning_rate=0.01, eval_every=2), **fields}
     )
     words = load_tokenizer(None)
     data = TokenDataset(TEXT[:15], words, config.seq_len, batch_size=1, seed=config.seed)
     held_out = TokenDataset(TEXT[15:], words, config.seq_len, batch_size=2, seed=0, shuffle=False)
-    adapters = LoraRun(model, LoraSettings(**{"rank": 4, "alpha": 8.0, **(lora or {})}))
+    adapters = LoraRun(model, LoraSettings(**{"rank": 4, "alpha": 8.0, **(lora or {})}), base and str(base))
     return Trainer(model, data, held_out.eval_batches(1), config, out, saved=adapters)
 
 
@@ -126,7 +135,7 @@ def test_a_run_that_was_killed_at_its_end_is_finished(
         raise MemoryError("not enough to merge")
 
     with monkeypatch.context() as patched:
-        patched.setattr("te_models.training.lora_run.load_merged", fail)
+        patched.setattr("te_models.training.merging.load_merged", fail)
         assert main([*start, "--merge", "--out", "run"]) == 1
     assert (Path("run/adapter").is_dir(), Path("run/merged").is_dir()) == (True, False)
     assert main(["finetune", "--resume", "run"]) == 0
@@ -232,3 +241,82 @@ def test_merged_adapters_have_the_recipe_that_they_were_trained_under(tmp_path: 
     assert newest is not None
     assert load_merged(newest, device="cpu").recipe.name == "current"
     assert load_merged(newest, device="cpu", recipe="delayed").recipe.name == "delayed"
+
+
+@pytest.mark.parametrize(
+    "recipe, lora, fields",
+    [
+        ("bf16", {}, {}),
+        ("bf16", {"targets": ("q_proj", "down_proj")}, {}),
+        ("delayed", {}, {}),
+        ("delayed", {}, dict(fp8_params=True)),
+        ("current", {}, dict(fp8_params=True)),
+    ],
+)
+def test_a_run_has_one_loss(recipe: str, lora: Any, fields: dict[str, Any], tmp_path: Path) -> None:
+    """The reported one is that of its checkpoint and of its adapters, loaded by any function, to the last bit."""
+    base = saved_base(tmp_path)
+    run = trainer(tmp_path / "run", recipe, lora, base, **fields, learning_rate=0.02)
+    result = run.run()
+    assert result.eval_loss < result.first_eval_loss - 0.005
+    settings = RunSettings(model=str(base), lora=LoraSettings(rank=4))
+    assert isinstance(run.saved, LoraRun)
+    written = save_adapters(settings, run.saved, run.out, load_tokenizer(None), run.eval_batches, result)
+    assert written == {"adapters": str(run.out / "adapter")}
+    newest = adapter_folder(run.out)
+    assert newest is not None
+    plain = CausalLM.from_pretrained(base, device="cpu", recipe=recipe, **fields)
+    models = [load_adapted(newest, device="cpu"), load_adapted(run.out / "adapter", device="cpu")]
+    models += [load_lora(plain, newest).get_base_model(), build_model(None, str(run.out), {"device": "cpu"})]
+    for model in models:
+        assert evaluate(model, run.eval_batches) == result.eval_loss
+        assert (model.recipe.name, model.fp8_params) == (recipe, fields.get("fp8_params", False))
+
+
+def saved_base(folder: Path) -> Path:
+    torch.manual_seed(3)
+    CausalLM.from_preset("gated-nano", device="cpu", **TINY).save_pretrained(folder / "base")
+    return folder / "base"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_merge_in_float32_keeps_updates_that_vanish_in_bfloat16(dtype: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = CausalLM.from_preset("gated-nano", device="cpu", **TINY)
+    for layer in model.layers:
+        layer.mlp.down_proj.weight.data.fill_(1.0)  # from which the next BF16 numbers are 2^-8 and 2^-7 away
+    model.save_pretrained(tmp_path / "base")
+    lora = LoraSettings(rank=4, targets=("down_proj",), merge=True, merge_dtype=dtype)
+    run = trainer(tmp_path / "run", "bf16", {"targets": lora.targets}, tmp_path / "base", learning_rate=2e-4)
+    result, adapters = run.run(), run.saved
+    assert isinstance(adapters, LoraRun)
+    settings = RunSettings(model=str(tmp_path / "base"), lora=lora)
+    written = save_adapters(settings, adapters, run.out, load_tokenizer(None), run.eval_batches, result)
+    merged = CausalLM.from_pretrained(written["merged"], device="cpu")
+    losses = [evaluate(one, run.eval_batches) for one in (merged, run.model)]
+    assert written["eval loss merged"].startswith(f"{losses[0]:.4f} in {dtype}, {losses[1]:.4f} with adapters")
+    adapted = [(name, layer) for name, layer in run.model.named_modules() if isinstance(layer, LoraLinear)]
+    updates = {name: layer.get_delta_weight("default").detach() for name, layer in adapted}
+    assert len(updates) == 4 and 0 < max(float(update.abs().max()) for update in updates.values()) < 2.0**-9
+    for name, update in updates.items():
+        wanted = torch.ones_like(update) + (update if dtype == "float32" else 0)
+        assert torch.equal(merged.get_parameter(f"{name}.weight"), wanted.to(merged.dtype))
+
+
+@pytest.mark.parametrize(
+    "loss, trained, before, dtype, said",
+    [
+        (8.4876, 8.1429, 8.9237, "bfloat16", "44 % of the gain with them; --merge-dtype float32 keeps more of it"),
+        (8.4876, 8.1429, 8.9237, "float32", "44 % of the gain with them; use the adapters"),
+        (8.15, 8.1429, 8.9237, "bfloat16", "8.1500 in bfloat16, 8.1429 with adapters"),
+        (8.1, 8.1429, 8.9237, "bfloat16", "8.1000 in bfloat16, 8.1429 with adapters"),
+        (8.1468, 8.1429, 8.1528, "bfloat16", "8.1468 in bfloat16, 8.1429 with adapters"),  # within rounding
+        (9.2, 9.1, 8.9237, "bfloat16", "9.2000 in bfloat16, 9.1000 with adapters"),  # there is no gain
+        (8.2, 8.1, float("nan"), "bfloat16", "8.2000 in bfloat16, 8.1000 with adapters"),
+    ],
+)
+def test_the_share_of_the_gain_that_a_merge_lost(
+    loss: float, trained: float, before: float, dtype: str, said: str
+) -> None:
+    found = merged_loss(loss, trained, before, dtype)
+    assert found.endswith(said) and "\n" not in found

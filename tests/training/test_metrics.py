@@ -1,18 +1,30 @@
-"""metrics.jsonl: rows come back, half a last line is left out, a damaged line is named."""
+"""metrics.jsonl: rows come back, half a last line is left out, a damaged line is named before a run goes on."""
 
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from te_models.errors import DataError
 from te_models.training.metrics import MetricsLog, read_metrics
+from te_models.training.plots import plot_run
+
+
+def row(step: int = 1, **changes: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second": 9.0, **changes}
+
+
+def without(name: str) -> dict[str, Any]:
+    return {key: value for key, value in row(2).items() if key != name}
 
 
 def test_rows_come_back_without_half_a_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     for step in (1, 2, 3):
-        log.write({"step": step, "loss": 0.5})
+        log.write(row(step))
     log.close()
     path.write_text(path.read_text() + '{"step": 4')
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
@@ -20,10 +32,35 @@ def test_rows_come_back_without_half_a_line(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
 
 
-@pytest.mark.parametrize("line", [b"{", b"3", b"{}", b'{"step": null}', b"\xff", b"", b'{"step": NaN}', b"[" * 100_000])
+LINES = [b"{", b"3", b"{}", b"\xff", b"", b"[" * 100_000, b'{"step": 1, "step": 1}']
+VALUES = [
+    *(("step", value) for value in (None, True, "2", -1, 2.0, 2**62, math.nan)),
+    *(("loss", value) for value in ("0.5", math.nan, True, [1])),
+    *(("learning_rate", value) for value in (None, math.inf, {})),
+    *(("tokens_per_second", value) for value in ([1], 10**400, math.nan)),
+    *(("eval_loss", value) for value in ("1", math.inf, None)),
+]
+LINES += [json.dumps(row(**{"step": 2, name: value})).encode() for name, value in VALUES]
+LINES += [json.dumps(without(name)).encode() for name in ("step", "loss", "learning_rate", "tokens_per_second")]
+
+
+@pytest.mark.parametrize("line", LINES)
 def test_a_damaged_line_is_named(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    first, third = (json.dumps(row(step)).encode() for step in (1, 3))
+    path.write_bytes(first + b"\n" + line + b"\n" + third + b"\n")
     with pytest.raises(DataError, match=r"metrics.jsonl, line 2") as caught:
         MetricsLog(path, after_step=9)
-    assert "\n" not in str(caught.value) and b'"step": 3' in path.read_bytes()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500 and b'"step": 3' in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"grad_norm": "?"}, {"eval_loss": math.nan}, {"loss": -1e29}, {"tokens_per_second": 0}, {"learning_rate": 1e29}],
+)
+def test_rows_that_are_read_can_be_plotted(changes: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in (row(0), row(2, **changes), row(2**61))))
+    plot_run(tmp_path / "loss.png", read_metrics(path), "a run")
+    assert (tmp_path / "loss.png").stat().st_size > 1000

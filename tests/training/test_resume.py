@@ -20,8 +20,9 @@ from te_models.cli import main
 from te_models.config.toml import read_toml
 from te_models.errors import UsageError
 from te_models.saving.run_folder import Checkpoints
+from te_models.training import trainer
 from te_models.training.metrics import read_metrics
-from te_models.training.resume import run_folder, saved_choices
+from te_models.training.resume import run_choices, run_folder, saved_choices
 from te_models.training.run_file import read_record
 from te_models.training.settings import RunSettings, resumed_settings, run_settings
 from te_models.training.trainer import Trainer
@@ -86,6 +87,38 @@ def test_a_checkpoint_from_before_they_were_saved_has_its_recipe_and_dtype() -> 
     saved = saved_choices(newest)
     assert saved.pop("recipe").name == "delayed"
     assert saved == dict(dtype=torch.bfloat16, fp8_params=False)
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_a_resumed_run_asks_for_its_engine_again(
+    record: bool, run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A run that began on another machine, with and without its run.toml."""
+    with monkeypatch.context() as there:
+        there.setattr(trainer, "run_choices", lambda model: {**run_choices(model), "engine": "native"})
+        run("--steps", "1", "--recipe", "current", "--out", "mine")
+    if not record:
+        Path("mine/run.toml").unlink()
+    capsys.readouterr()
+    resumed = run("--steps", "2", "--resume", "--out", "mine")
+    assert (resumed.engine, resumed.recipe.name) == ("emulated", "current")
+    line = f"changed: the engine is emulated ({resumed.engine_reason}), was native"
+    assert " ".join(capsys.readouterr().out.split()).count(line) == 1
+    run("--steps", "3", "--resume", "--out", "mine")
+    assert "changed: the engine" not in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("default:.* was trained under recipe")
+def test_another_recipe_is_said_once(run: Any, capsys: pytest.CaptureFixture) -> None:
+    run("--steps", "1", "--recipe", "current", "--out", "mine")
+    capsys.readouterr()
+    run("--steps", "2", "--resume", "--out", "mine", "--recipe", "bf16")
+    said = capsys.readouterr()
+    assert "changed: recipe" not in said.out
+    assert said.err.count("was trained under recipe 'current'; it goes on with") == 1
+    resumed = run("--steps", "3", "--resume", "--out", "mine", "--recipe", "auto")
+    said = capsys.readouterr()
+    assert resumed.recipe.name == "bf16" and "recipe" not in said.err + said.out.split("te-models pretrain")[0]
 
 
 @pytest.mark.parametrize(

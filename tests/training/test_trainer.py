@@ -1,6 +1,7 @@
 """The training loop: it learns, resumes with the same bits, stops at a bad loss, and asks before it overwrites."""
 
 import copy
+import dataclasses
 import io
 import json
 import math
@@ -97,6 +98,58 @@ def test_speed_counts_the_tokens_of_all_micro_batches(
     tokens = 2 * 16 * micro_batches
     found = [row["tokens_per_second"] for row in read_metrics(tmp_path / "metrics.jsonl")]
     assert found == [2 * tokens, 4 * tokens, tokens / 2] and result.tokens_per_second == 2 * tokens
+
+
+def calibrated_by_hand(run: Trainer) -> Trainer:
+    """The run with the scales of its first step, and told to measure none itself."""
+    run.model.calibrate(next(iter(trainer(run.out).dataset)))
+    run.config = dataclasses.replace(run.config, calibrate=False)
+    return run
+
+
+def test_a_run_begins_with_the_scales_of_its_first_step(tmp_path: Path) -> None:
+    """Data, random numbers, rows of metrics and the evaluation before the first step are those of a run that finds
+    these scales; without them it is another run."""
+    runs = {
+        "own": trainer(tmp_path / "own", steps=3),
+        "found": calibrated_by_hand(trainer(tmp_path / "found", steps=3)),
+        "te": trainer(tmp_path / "te", steps=3, calibrate=False),
+    }
+    results = {name: run.run() for name, run in runs.items()}
+    assert losses(tmp_path / "own") == losses(tmp_path / "found") != losses(tmp_path / "te")
+    assert results["own"].first_eval_loss == results["found"].first_eval_loss != results["te"].first_eval_loss
+    states: list[dict[str, Any]] = [{**fp8_state(runs[name].model), **runs[name].model.state_dict()} for name in runs]
+    assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
+    assert [len(losses(tmp_path / name)) for name in runs] == [3, 3, 3]
+
+
+def amax_rows(run: Trainer) -> set[int]:
+    """How many amaxes the histories of the inputs of linears hold."""
+    histories = [tensor for name, tensor in fp8_state(run.model).items() if name.endswith("fwd.amax_history")]
+    return {int((history[:, 0] != 0).sum()) for history in histories}
+
+
+def test_micro_batches_and_a_new_recipe_are_calibrated(tmp_path: Path) -> None:
+    """A history then has one amax more than there were steps under the recipe."""
+    run = trainer(tmp_path, "current", steps=5, gradient_accumulation=2, eval_every=0)
+    rows: list[set[int]] = []
+
+    def note(row: dict[str, Any]) -> None:
+        rows.append(amax_rows(run))
+        if row["step"] == 2:
+            run.model.set_recipe("delayed", amax_history_len=16)
+
+    run.on_step = note
+    run.run()
+    assert rows == [set(), set(), {3}, {5}, {7}]  # two micro-batches per step
+
+
+def test_a_resumed_run_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer(tmp_path, steps=2, calibrate=False).run()
+    monkeypatch.setattr("te_models.fp8.calibration.Measurement.backward", lambda *given: 1 / 0)
+    run = trainer(tmp_path, steps=4)
+    run.run(resume=True)
+    assert amax_rows(run) == {4}
 
 
 @pytest.mark.parametrize("chosen", [True, False])
@@ -205,8 +258,15 @@ def test_a_micro_batch_without_a_label_counts_for_nothing(tmp_path: Path) -> Non
     assert output.loss == 0 and all(p.grad is None or (p.grad == 0).all() for p in run.model.parameters())
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-def test_a_bad_value_stops_the_run_and_names_step_and_layer(recipe: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "advice"),
+    [
+        ("bf16", "try a lower --learning-rate"),
+        ("current", "try a lower --learning-rate, --recipe bf16, or more BF16 layers"),
+        ("delayed", "try a lower --learning-rate, --recipe current, or more BF16 layers"),
+    ],
+)
+def test_a_bad_value_stops_the_run_and_names_step_and_layer(recipe: str, advice: str, tmp_path: Path) -> None:
     run = trainer(tmp_path, recipe)
 
     def poison(row: dict[str, Any]) -> None:
@@ -215,8 +275,11 @@ def test_a_bad_value_stops_the_run_and_names_step_and_layer(recipe: str, tmp_pat
                 run.model.layers[2].mlp.down_proj.weight[0, 0] = math.nan
 
     run.on_step = poison
-    with pytest.raises(Diverged, match=r"step 4: the loss is nan; the first layer.* is layers\.2\.mlp\.down_proj\."):
+    with pytest.raises(
+        Diverged, match=r"step 4: the loss is nan; the first layer.* is layers\.2\.mlp\.down_proj\."
+    ) as stop:
         run.run()
+    assert str(stop.value).endswith(f": {advice}")
     assert losses(tmp_path) and len(losses(tmp_path)) == 3
 
 

@@ -52,5 +52,14 @@ __all__ = [
     "reset_fp8_state", "restored_recompute", "separate_copy",
 ]  # fmt: skip
 
+
+def __getattr__(name: str) -> Any:
+    """Raise an AttributeError that says which layers both engines have."""
+    raise AttributeError(
+        f"the emulated engine has no te.{name}: both engines have the layers te.Linear and te.RMSNorm; others need "
+        "transformer_engine.pytorch itself, on a GPU"
+    )
+
+
 # No twins of te_models.kernels.handover: each module casts by itself, as Transformer Engine's modules do.
 handover: dict[str, Any] = {}

@@ -76,12 +76,14 @@ def scale_from_amax(
 ) -> Tensor:
     """Return the FP32 multiplier that brings `amax` to `fp8_max`: 1 for 0 and infinity, `infinite` on overflow.
 
-    `power_of_2` rounds down to a power of two. `epsilon` is a lower bound of the amax.
+    `power_of_2` rounds down to a power of two. `epsilon` is a lower bound of the amax. A finite quotient may be larger
+    than `infinite`, as those of small FP16 blocks are.
     """
     if epsilon > 0:
         amax = amax.clamp(min=epsilon)
     # A Python number divided by a tensor is a reciprocal and a product, which rounds twice.
-    scale = torch.full_like(amax, fp8_max).div_(amax).clamp_(max=infinite)
+    scale = torch.full_like(amax, fp8_max).div_(amax)
+    scale = scale.masked_fill_(scale == torch.inf, infinite)
     scale = torch.where((amax > 0) & (amax < torch.inf), scale, 1.0)
     if power_of_2:
         scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)

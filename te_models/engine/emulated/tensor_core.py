@@ -37,7 +37,7 @@ _INFINITE = 63 * _ONE  # that of infinity and NaN, of which two can still be add
 
 
 class Factor(NamedTuple):
-    """A matrix ready for `hopper_matmul`: FP32 `values` and int32 `exponents`, both [K, R] with K in whole instructions."""
+    """A matrix for `hopper_matmul`: FP32 `values` and int32 `exponents`, both [K, R], K padded to instructions."""
 
     values: Tensor
     exponents: Tensor
@@ -95,8 +95,10 @@ def _instructions(a: Factor, b: Factor) -> tuple[tuple[Tensor, ...], tuple[Tenso
 
 
 def _add_products(accumulator: Tensor, terms: Tensor, top: Tensor) -> Tensor:
-    """Run one instruction, overwriting `terms`. The sum of 33 cut terms has at most 21 bits, so that adding them in FP32
-    is exact in any order."""
+    """Run one instruction, overwriting `terms`.
+
+    The sum of 33 cut terms has at most 21 bits, so that adding them in FP32 is exact in any order.
+    """
     terms[-1] = accumulator
     top = torch.maximum(accumulator.view(torch.int32) & _EXPONENT_BITS, top)
     unit = (top - FRACTION_BITS * _ONE).view(torch.float32)  # of the last bit that is kept

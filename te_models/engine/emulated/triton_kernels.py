@@ -20,7 +20,8 @@ def _scale(amax, epsilon, infinite, POWER_OF_2: tl.constexpr, E5M2: tl.constexpr
     """Compute numerics.scale_from_amax."""
     fp8_max: tl.constexpr = 57344.0 if E5M2 else 448.0
     amax = tl.maximum(amax, epsilon)
-    scale = tl.minimum(tl.div_rn(tl.zeros_like(amax) + fp8_max, amax), infinite)
+    scale = tl.div_rn(tl.zeros_like(amax) + fp8_max, amax)
+    scale = tl.where(scale == float("inf"), infinite, scale)
     scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
     if POWER_OF_2:
         scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)

@@ -1,0 +1,268 @@
+"""A layer of a decoder as data: the questions that every kind of layer answers about itself. No torch.
+
+A block joins a mixer (attention) and an MLP. Each kind of the two is a subclass of PartSpec here in config, and a
+module in te_models.model; te_models.config.layers and te_models.model.parts list them. Everything else asks these
+descriptions, so that a new kind is one description, one module and a row in each list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from types import MappingProxyType
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeVar
+
+from typing_extensions import Self
+
+# Output rows of a section that no recipe could use as they are (one per head) are padded to this: the widest alignment
+# of a feature dimension that a recipe asks for (MXFP8 blocks of 32; Transformer Engine's
+# get_align_size_for_quantization), so that one weight serves all recipes.
+FEATURE_ALIGNMENT = 32
+
+# The role of consecutive rows of a parameter, which decides how optimizers treat them: Muon and GaLore update the
+# first, AdamW all others.
+Role = Literal[
+    "hidden",  # a projection from one hidden space to another: q, k, v, o, the elementwise gate, SwiGLU's three
+    "gate",  # the headwise gate: one logit per head (and rows of padding), each row a separate vector
+    "head",  # any other matrix: the language-model head, adapters
+    "embedding",  # a table, tied to the head or not: a step reads few of its rows
+    "vector",  # norms and biases
+]
+
+
+class Section(NamedTuple):
+    """Consecutive rows of a fused weight that form one logical matrix."""
+
+    name: str
+    used: int  # rows that hold parameters of the model
+    stored: int  # rows in the weight, padding included
+    role: Role = "hidden"
+
+
+def first_rows(sections: tuple[Section, ...]) -> list[int]:
+    """Return the first row of each section in the weight."""
+    return [0, *accumulate(section.stored for section in sections)][:-1]
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """A te.Linear of a layer.
+
+    Attributes:
+        name: its name in its part, such as "qkvg_proj".
+        inputs: input features.
+        sections: its output rows.
+        split: how tensor parallelism divides it: the rows of every section ("column", as Transformer Engine calls it),
+            or the inputs ("row"); None: every rank has all of it.
+        bias: whether it has one.
+        residual: whether it writes into the residual stream.
+    """
+
+    name: str
+    inputs: int
+    sections: tuple[Section, ...]
+    split: Literal["column", "row"] | None = None
+    bias: bool = False
+    residual: bool = False
+
+    @property
+    def rows(self) -> list[int]:
+        """Output rows of each section, padding included."""
+        return [section.stored for section in self.sections]
+
+    @property
+    def outputs(self) -> int:
+        """Output features, padding included."""
+        return sum(self.rows)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters that outputs depend on: without padding."""
+        return sum(section.used for section in self.sections) * (self.inputs + self.bias)
+
+    @property
+    def num_padding_parameters(self) -> int:
+        """Parameters of the rows of padding; nothing reads their output."""
+        return self.outputs * (self.inputs + self.bias) - self.num_parameters
+
+    @property
+    def row_ranges(self) -> dict[str, tuple[int, int]]:
+        """Section name -> (first row, rows used)."""
+        first = first_rows(self.sections)
+        return {section.name: (start, section.used) for section, start in zip(self.sections, first, strict=True)}
+
+
+class Step(NamedTuple):
+    """One operation of a training step, in bytes: what its forward saves and what its backward allocates and frees."""
+
+    name: str
+    saved: int = 0  # saved by the forward, freed after the backward
+    copies: int = 0  # FP8 copies of its weight, saved and freed in the same way
+    consumes: int = 0  # gradients of its outputs, freed after the backward
+    produces: int = 0  # gradients of its inputs
+    scratch: int = 0  # allocated during its backward only
+    weights: int = 0  # gradients of its parameters
+    of_logits: bool = False  # whether `saved` is counted as logits
+
+
+class Tape(Protocol):
+    """A training step that is being planned (te_models.planning.operations.Tape), as descriptions see it."""
+
+    tokens: int  # T = B*S
+    rows: int  # N: tokens padded to the recipe's row alignment
+    seq_len: int  # S
+    element: int  # bytes of an activation
+    compiled: bool  # whether operations between the GEMMs are compiled
+    fused: bool  # whether fused kernels run
+    cuda: bool  # whether the step runs on a GPU
+
+    def linear(self, linear: LinearSpec, *, shared: bool = False) -> Step:
+        """Return a te.Linear; with `shared`, another operation already saves its unquantized input."""
+        ...
+
+
+Value = TypeVar("Value", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class PartSpec(ABC):
+    """A mixer or an MLP as data. Subclasses are frozen dataclasses, equal if and only if they compute the same."""
+
+    hidden_size: int
+
+    name: ClassVar[str]  # of the module in its block, and hence in the names of parameters
+    title: ClassVar[str]  # in messages
+
+    @property
+    @abstractmethod
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """Its te.Linears in forward order."""
+
+    @property
+    def vectors(self) -> Mapping[str, int]:
+        """Module name -> elements of every other parameter."""
+        return MappingProxyType({})
+
+    @property
+    def obstacles(self) -> tuple[str, ...]:
+        """The fields of ModelConfig whose values the fused kernels do not compute."""
+        return ()
+
+    def linear(self, name: str) -> LinearSpec:
+        """Return its te.Linear of this name."""
+        return next(linear for linear in self.linears if linear.name == name)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters that outputs depend on."""
+        return sum(linear.num_parameters for linear in self.linears) + sum(self.vectors.values())
+
+    @property
+    @abstractmethod
+    def features(self) -> Mapping[str, int]:
+        """What users call the inputs and outputs of its te.Linears that FP8 uses -> their number."""
+
+    # Tensor parallelism.
+
+    @property
+    @abstractmethod
+    def divided(self) -> Mapping[str, int]:
+        """Field of ModelConfig -> the count that tensor parallelism divides between the ranks."""
+
+    @abstractmethod
+    def local(self, ranks: int) -> Self:
+        """Return one rank's share."""
+
+    def parallel_obstacle(self, sequence: bool) -> str:
+        """Return why tensor parallelism (and sequence parallelism) cannot divide it, and what to do; "" if it can."""
+        return ""
+
+    # Costs.
+
+    def flops(self, tokens: int, length: int) -> float:
+        """Return the FLOPs of a forward over `tokens` tokens in rows of `length`."""
+        return 2.0 * tokens * sum(linear.inputs * linear.outputs for linear in self.linears)
+
+
+class MixerSpec(PartSpec):
+    """A part that mixes tokens."""
+
+    @abstractmethod
+    def state_bytes(self, batch: int, slots: int, element: int) -> int:
+        """Return the bytes that it keeps while decoding `batch` rows of up to `slots` tokens."""
+
+    @abstractmethod
+    def steps(self, tape: Tape) -> list[Step]:
+        """Return the operations of a training step in forward order."""
+
+
+class FeedforwardSpec(PartSpec):
+    """A part that treats each token by itself."""
+
+    @abstractmethod
+    def halves(self, tape: Tape) -> tuple[list[Step], list[Step]]:
+        """Return the operations of a training step in forward order.
+
+        The first half ends at a tensor that recompute may discard: the input of the last te.Linear.
+        """
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One block: its mixer, its MLP and its norms.
+
+    Attributes:
+        norm_position: "pre", "post" or "both", as in ModelConfig.
+    """
+
+    mixer: MixerSpec
+    mlp: FeedforwardSpec
+    norm_position: str = "pre"
+
+    @property
+    def parts(self) -> tuple[PartSpec, PartSpec]:
+        """The mixer and the MLP."""
+        return self.mixer, self.mlp
+
+    @property
+    def linears(self) -> dict[str, LinearSpec]:
+        """Name in the block, such as "self_attn.o_proj" -> te.Linear, in forward order."""
+        return {f"{part.name}.{linear.name}": linear for part in self.parts for linear in part.linears}
+
+    @property
+    def num_norms(self) -> int:
+        """RMSNorms of the residual stream's width."""
+        return 4 if self.norm_position == "both" else 2
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters that outputs depend on."""
+        return sum(part.num_parameters for part in self.parts) + self.num_norms * self.mixer.hidden_size
+
+    @property
+    def num_padding_parameters(self) -> int:
+        """Parameters of rows of padding; nothing reads their output."""
+        return sum(linear.num_padding_parameters for linear in self.linears.values())
+
+    def flops(self, tokens: int, length: int) -> float:
+        """Return the FLOPs of a forward over `tokens` tokens in rows of `length`."""
+        return sum(part.flops(tokens, length) for part in self.parts)
+
+    def local(self, ranks: int) -> LayerSpec:
+        """Return one rank's share under tensor parallelism."""
+        return dataclasses.replace(self, mixer=self.mixer.local(ranks), mlp=self.mlp.local(ranks))
+
+
+def named_linears(layers: tuple[LayerSpec, ...]) -> Iterator[tuple[str, LinearSpec]]:
+    """Yield the name in the model, such as "layers.0.self_attn.o_proj", and the description of every te.Linear."""
+    for depth, layer in enumerate(layers):
+        for name, linear in layer.linears.items():
+            yield f"layers.{depth}.{name}", linear
+
+
+def distinct(values: Iterable[Value | None]) -> list[Value]:
+    """Return the values without repetitions and without None, in order."""
+    return [value for value in dict.fromkeys(values) if value is not None]

@@ -1,0 +1,80 @@
+"""The MLP as data. No torch.
+
+gate_up_proj.weight  [gate: F | up: F]    [up: F] without a gate; F intermediate_size
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from te_models.config.layer import FeedforwardSpec, LinearSpec, Section, Step, Tape
+
+if TYPE_CHECKING:
+    from te_models.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class MLPSpec(FeedforwardSpec):
+    """down_proj(act(gate) * up), or down_proj(act(up)). Fields are those of ModelConfig, which documents them."""
+
+    intermediate_size: int
+    activation: str = "silu"
+    gate: bool = True
+    bias: bool = False
+
+    name: ClassVar[str] = "mlp"
+    title: ClassVar[str] = "MLP"
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> MLPSpec:
+        """Return the MLP of this layer."""
+        return cls(config.hidden_size, config.intermediate_size, config.hidden_act, config.mlp_gate, config.mlp_bias)
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """gate_up_proj and down_proj."""
+        size = self.intermediate_size
+        into = tuple(Section(name, size, size) for name in (("gate", "up") if self.gate else ("up",)))
+        out = (Section("down", self.hidden_size, self.hidden_size),)
+        return (
+            LinearSpec("gate_up_proj", self.hidden_size, into, "column", self.bias),
+            LinearSpec("down_proj", size, out, "row", self.bias, residual=True),
+        )
+
+    @property
+    def obstacles(self) -> tuple[str, ...]:
+        """The fields whose values the fused SwiGLU kernels do not compute."""
+        found = {"hidden_act": self.activation != "silu", "mlp_gate": not self.gate, "mlp_bias": self.bias}
+        return tuple(name for name, given in found.items() if given)
+
+    @property
+    def features(self) -> Mapping[str, int]:
+        """The residual stream and the channels."""
+        return {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
+
+    @property
+    def divided(self) -> Mapping[str, int]:
+        """The channels, which each rank has a share of."""
+        return {"intermediate_size": self.intermediate_size}
+
+    def local(self, ranks: int) -> MLPSpec:
+        """Return the MLP of one rank's channels."""
+        return dataclasses.replace(self, intermediate_size=self.intermediate_size // ranks)
+
+    def parallel_obstacle(self, sequence: bool) -> str:
+        """Return why the channels cannot be divided."""
+        if sequence and self.bias:
+            return "sequence_parallel=True supports no mlp_bias: use sequence_parallel=False"
+        return ""
+
+    def halves(self, tape: Tape) -> tuple[list[Step], list[Step]]:
+        """Return gate_up_proj and the activation, and down_proj."""
+        into, out = self.linears
+        hidden = tape.rows * self.intermediate_size * tape.element
+        width = tape.rows * into.outputs * tape.element
+        # Uncompiled, backward holds the gradients of both halves before it concatenates them.
+        swiglu = Step("swiglu", width, consumes=hidden, produces=width, scratch=0 if tape.compiled else width)
+        return [tape.linear(into), swiglu], [tape.linear(out)]

@@ -1,0 +1,128 @@
+"""Rotary embeddings as data: which channels rotate, how fast, and how that stretches to longer contexts. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from te_models.errors import ConfigError
+
+# Kind of RoPE scaling -> (required, optional) fields beside `rope_type`; te_models.model.rope computes them.
+ROPE_SCALINGS = {
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor",),
+        ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+         "truncate"),
+    ),
+    "longrope": (("short_factor", "long_factor"), ("original_max_position_embeddings", "factor", "attention_factor")),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary embedding of one kind of attention layer.
+
+    Attributes:
+        theta: the base of the frequencies.
+        head_dim: channels of a head.
+        share: the share of them that is rotated.
+        context: max_position_embeddings, to which some scalings relate.
+        interleaved: rotate neighboring channels instead of the two halves.
+        scaling: None, or a row of ROPE_SCALINGS with its `rope_type`.
+    """
+
+    theta: float
+    head_dim: int
+    share: float
+    context: int
+    interleaved: bool = False
+    scaling: Mapping[str, Any] | None = field(default=None, hash=False)
+
+    @property
+    def size(self) -> int:
+        """Channels of a head that are rotated."""
+        return int(self.head_dim * self.share)
+
+    @property
+    def original_context(self) -> int:
+        """Positions before any stretching."""
+        return (self.scaling or {}).get("original_max_position_embeddings", self.context)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Positions per row: max_position_embeddings, or the stretched context where that is longer.
+
+        The factor of dynamic NTK is relative to max_position_embeddings, that of YaRN and LongRoPE to the original
+        context.
+        """
+        scaling = self.scaling or {}
+        if scaling.get("rope_type") not in ("dynamic", "yarn", "longrope"):
+            return self.context
+        return max(self.context, int(self.original_context * scaling.get("factor", 1)))
+
+
+def check_rotary_size(head_dim: int, factor: float) -> None:
+    """Require RoPE to rotate pairs of channels."""
+    size = int(head_dim * factor)
+    if size < 2 or size % 2 or size > head_dim:
+        raise ConfigError(
+            f"partial_rotary_factor={factor} rotates {size} of head_dim={head_dim} channels: it must be an even number "
+            "from 2 to head_dim"
+        )
+
+
+def checked_sliding_rope(rope: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """Return `sliding_rope` with a base, if needed a share of rotated channels, and a row of ROPE_SCALINGS or none."""
+    scaling = dict(rope)
+    own = {name: scaling.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in scaling}
+    if "rope_theta" not in own:
+        raise ConfigError("sliding_rope lacks rope_theta")
+    for name, value in own.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise ConfigError(f"sliding_rope: {name}={value!r} is not a positive number")
+    if own.get("partial_rotary_factor") == 1.0:
+        del own["partial_rotary_factor"]
+    if scaling.get("rope_type", scaling.get("type")) == "default":
+        scaling = {name: value for name, value in scaling.items() if name not in ("rope_type", "type")}
+    share = own.get("partial_rotary_factor", 1.0)
+    check_rotary_size(head_dim, share)
+    pairs = int(head_dim * share) // 2
+    return {**own, **(checked_scaling(scaling, pairs) if scaling else {})}
+
+
+def checked_scaling(scaling: Mapping[str, Any], pairs: int) -> dict[str, Any]:
+    """Return `rope_scaling` with exactly the fields of its type; a ConfigError names a field that is not supported."""
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
+        raise ConfigError(f"rope_scaling of type {kind!r} is not supported: choose from {', '.join(ROPE_SCALINGS)}")
+    required, optional = ROPE_SCALINGS[kind]
+    known = required + optional
+    given = {name: scaling[name] for name in scaling if name not in ("rope_type", "type") and scaling[name] is not None}
+    given = {name: value for name, value in given.items() if not (name.startswith("mscale") and value == 0)}  # as None
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"rope_scaling of type {kind!r} with {name}={value!r} is not supported: it takes {known}")
+        _check_scaling_field(name, value, pairs)
+    if missing := [name for name in required if name not in given]:
+        raise ConfigError(f"rope_scaling of type {kind!r} lacks {', '.join(missing)}")
+    return {"rope_type": kind, **{name: given[name] for name in known if name in given}}
+
+
+def _check_scaling_field(name: str, value: Any, pairs: int) -> None:
+    """Require a positive number, a flag for `truncate`, or a list with one number per pair of rotated channels."""
+    if name == "truncate":
+        if not isinstance(value, bool):
+            raise ConfigError(f"rope_scaling: truncate={value!r} is not true or false")
+        return
+    several = name in ("short_factor", "long_factor")
+    if several and (not isinstance(value, (list, tuple)) or len(value) != pairs):
+        raise ConfigError(
+            f"rope_scaling: {name} is not a list of {pairs} numbers, one for each pair of rotated channels"
+        )
+    for number in value if several else (value,):
+        if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < float("inf"):
+            raise ConfigError(f"rope_scaling: {name}={number!r} is not a positive number")

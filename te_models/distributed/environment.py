@@ -1,0 +1,37 @@
+"""The environment variables with which torchrun tells a process its place in the job."""
+
+from __future__ import annotations
+
+import os
+
+from te_models.errors import UsageError
+
+NEEDED = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")  # and LOCAL_RANK on GPUs
+_STARTED = "start the processes with torchrun, which sets all of them, or unset WORLD_SIZE for a single one"
+
+
+def number(name: str, default: int) -> int:
+    """Return the number in a variable of torchrun's; a UsageError if it holds no whole number from 0."""
+    text = os.environ.get(name) or str(default)
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise UsageError(f"the environment variable {name} is {text!r}, not a whole number: {_STARTED}")
+    return int(text)
+
+
+def check_place(gpus: int) -> None:
+    """Raise a UsageError unless the variables say which process of a job this is and how to reach the others.
+
+    `gpus` is the number of this host's GPUs, 0 for a job on CPUs.
+    """
+    for name in (*NEEDED, "LOCAL_RANK") if gpus else NEEDED:
+        if not os.environ.get(name):
+            raise UsageError(f"the environment variable {name} is not set, and WORLD_SIZE is: {_STARTED}")
+    rank, world, port = number("RANK", 0), number("WORLD_SIZE", 1), number("MASTER_PORT", 0)
+    if rank >= world:
+        raise UsageError(f"RANK={rank} and WORLD_SIZE={world} in the environment do not fit: {_STARTED}")
+    if port >= 2**16:
+        raise UsageError(f"the environment variable MASTER_PORT is {port}: give a port below 65536")
+    if gpus and number("LOCAL_RANK", 0) >= gpus:
+        raise UsageError(
+            f"LOCAL_RANK={number('LOCAL_RANK', 0)}, and this host has {gpus} GPUs: start one process per GPU"
+        )

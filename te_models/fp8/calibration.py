@@ -1,0 +1,118 @@
+"""First scales for delayed scaling: the amaxes of every te.Linear's operands, measured on a batch in high precision.
+
+Transformer Engine begins with scales of 1 and takes each scale from the amaxes of earlier steps (section 2.5 of
+docs/internals/transformer_engine.md). Until then gradients below 2^-16, E5M2's smallest number, are zero. How many are
+depends on the factor of the loss, and so on the number of processes and of micro-batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from te_models.config.recipe import Recipe
+from te_models.engine.emulated.delayed_scaling import updated
+from te_models.fp8.primary_weights import is_quantized
+from te_models.fp8.scaling_state import DIRECTIONS, delayed_states, fp8_max, make_state
+
+INPUT, WEIGHT, GRADIENT = range(3)  # the measured operands; the last is the gradient of the output
+
+
+class Probe:
+    """Hooks on a te.Linear that note the amaxes of its operands in `amaxes`, FP32 [3].
+
+    An FP8 primary weight has had its scale since it was written, and keeps 0. The probes of a model share `starts`,
+    which gets the first input of a pass.
+    """
+
+    def __init__(self, module: nn.Module, amaxes: Tensor, starts: list[Tensor]) -> None:
+        self.amaxes, self.starts = amaxes, starts
+        self.hooks = [module.register_forward_pre_hook(self.before), module.register_forward_hook(self.after)]
+
+    def note(self, operand: int, tensor: Tensor) -> None:
+        """Raise an amax to that of `tensor`."""
+        self.amaxes[operand].clamp_(min=torch.linalg.vector_norm(tensor.detach(), torch.inf))
+
+    def before(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Note input and weight; return the arguments, of which the input then requires a gradient."""
+        x, *others = inputs
+        self.note(INPUT, x)
+        if not is_quantized(weight := module.get_parameter("weight")):
+            self.note(WEIGHT, weight)
+        if not torch.is_grad_enabled():  # another thread evaluates the model
+            return inputs
+        x = x if x.requires_grad else x.detach().requires_grad_()  # nothing before it is trained
+        if not self.starts:
+            self.starts.append(x)
+        return (x, *others)
+
+    def after(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Note the gradient of the output, once there is one."""
+        if output.requires_grad:
+            output.register_hook(self.gradient)
+
+    def gradient(self, gradient: Tensor) -> None:
+        """Note a gradient of the output."""
+        self.note(GRADIENT, gradient)
+
+
+class Measurement:
+    """The amaxes of te.Linear modules, FP32 [modules, 3]: input, weight and gradient of the output."""
+
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        self.modules, self.starts = modules, list[Tensor]()
+        self.amaxes = torch.zeros(len(modules), 3, device=device)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Measure what runs inside, in high precision."""
+        probes = [Probe(m, amaxes, self.starts) for m, amaxes in zip(self.modules, self.amaxes, strict=True)]
+        try:
+            yield
+        finally:
+            for hook in [hook for probe in probes for hook in probe.hooks]:
+                hook.remove()
+
+    def backward(self, loss: Tensor) -> None:
+        """Propagate gradients from `loss` to the first module's input.
+
+        No parameter gets a gradient, nor do the hooks run by which DDP, FSDP2 and accumulation sum gradients.
+        """
+        torch.autograd.grad(loss, self.starts)
+        self.starts.clear()
+
+    @torch.no_grad()
+    def set_scales(self, recipe: Recipe, built: Any, group: Any) -> None:
+        """Give the modules the scales and histories that they would have after a step with these amaxes.
+
+        Args:
+            recipe: the model's recipe.
+            built: the engine's object of it.
+            group: the processes that share amaxes, all of which call this; None: all processes.
+        """
+        amaxes = self.amaxes.nan_to_num(nan=0.0, posinf=torch.inf)  # Transformer Engine's amax ignores NaN too
+        if built.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+        result = amaxes.new_zeros(1)  # of the GEMM: not quantized
+        for module, row in zip(self.modules, amaxes, strict=True):
+            make_state(module, built)
+            states = delayed_states(module)
+            for direction, operands in zip(DIRECTIONS, (row[:GRADIENT], row[GRADIENT:]), strict=True):
+                state, amax = states[f".{direction}"], torch.cat([operands, result])
+                now = (state.amax_history, state.scale, amax, built, fp8_max(recipe, direction))
+                history, scale = updated(*now)
+                state.amax_history.copy_(history)
+                state.scale.copy_(scale)
+
+
+def unmeasured(modules: Sequence[Any]) -> list[nn.Module]:
+    """Return the te.Linear modules, under DelayedScaling, whose input has had no amax so far."""
+    states = [module.fp8_meta.get("scaling_fwd") for module in modules]
+    seen = [(s.amax_history[:, INPUT] != 0).any() | (s.scale[INPUT] != 1) for s in states if s is not None]
+    flags = iter(torch.stack(seen).tolist() if seen else [])
+    return [module for module, state in zip(modules, states, strict=True) if state is None or not next(flags)]

@@ -1,0 +1,85 @@
+"""The parts of a block as modules: the interface between a block and its mixer and MLP, of whatever kind.
+
+Shapes: B batch, S sequence, N = B*S tokens padded up to the recipe's alignment, D hidden_size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from te_models.config.layer import PartSpec
+from te_models.model.forward_context import ForwardContext
+from te_models.model.kv_cache import State
+from te_models.model.te_modules import Factory
+
+Spec = TypeVar("Spec", bound=PartSpec)
+
+
+class BlockPart(nn.Module, ABC, Generic[Spec]):
+    """A mixer or an MLP. Its modules have the names that its description gives them.
+
+    Args:
+        spec: the description of this rank's share.
+        layer: the number of its block.
+        factory: makes its te.Linears and norms.
+    """
+
+    entry: ClassVar[str]  # the name of the te.Linear that reads the part's input
+
+    def __init__(self, spec: Spec, layer: int, factory: Factory) -> None:
+        super().__init__()
+        self.spec, self.layer, self.tp = spec, layer, factory.tp
+        self.gain = factory.gain
+
+    def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
+        """Set the initial values of the parameter `name` of this part.
+
+        Args:
+            name: such as "o_proj.weight".
+            values: the whole parameter, also under tensor parallelism.
+            std: the standard deviation of a projection's weight.
+            residual_std: that of a projection into the residual stream.
+        """
+        module, _, kind = name.rpartition(".")
+        linear = {linear.name: linear for linear in self.spec.linears}.get(module)
+        if kind == "bias":
+            values.zero_()
+        elif linear is None:
+            values.fill_(self.gain)
+        else:
+            values.normal_(0.0, residual_std if linear.residual else std)
+
+
+class Mixer(BlockPart[Spec]):
+    """The part of a block that mixes tokens."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return what it adds to the residual stream [N, D], given its input x [N, D]."""
+
+    @abstractmethod
+    def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> State:
+        """Return what it keeps of `batch` rows of up to `slots` tokens while decoding, in the model's `dtype`."""
+
+
+class Feedforward(BlockPart[Spec]):
+    """The part of a block that treats each token by itself, in two halves, since recompute may discard what is between.
+
+    F is the number of channels there.
+    """
+
+    @abstractmethod
+    def hidden(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the input of its last projection [N, F] from x [N, D]."""
+
+    @abstractmethod
+    def output(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """Return what it adds to the residual stream [N, D]."""
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return what it adds to the residual stream [N, D], given its input x [N, D]."""
+        return self.output(self.hidden(x, context), context)

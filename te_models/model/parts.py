@@ -1,0 +1,13 @@
+"""The module of each kind of mixer and MLP that te_models.config.layers can describe."""
+
+from __future__ import annotations
+
+from te_models.config.attention import AttentionSpec
+from te_models.config.layer import FeedforwardSpec, MixerSpec
+from te_models.config.mlp import MLPSpec
+from te_models.model.attention import GatedAttention
+from te_models.model.mlp import MLP
+from te_models.model.part import Feedforward, Mixer
+
+MIXERS: dict[type[MixerSpec], type[Mixer]] = {AttentionSpec: GatedAttention}
+MLPS: dict[type[FeedforwardSpec], type[Feedforward]] = {MLPSpec: MLP}

@@ -1,0 +1,72 @@
+"""The files that a LoRA run writes at its end: its adapters, and on request the model with them in its weights.
+
+An update smaller than half the distance between two BF16 numbers vanishes when the sum is rounded, so a merged model
+may have lost part of what the adapters learned. Its loss is measured on the same batches and shown beside theirs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from te_models.causal_lm import CausalLM
+from te_models.data.tokenizer import Tokenizer
+from te_models.interop.hub import DTYPES
+from te_models.saving.folder import save_folder
+from te_models.saving.pretrained import model_content
+from te_models.training.evaluation import Batch, evaluate
+from te_models.training.lora_run import LoraRun, load_merged
+from te_models.training.result import Result
+from te_models.training.resume import run_choices
+from te_models.training.settings import RunSettings
+
+LEAST_GAIN = 0.01  # nats per token: losses of one model computed in BF16 and in FP32 may differ by as much
+LEAST_SHARE = 0.05  # of the gain; both losses are shown in any case
+
+
+def save_adapters(
+    settings: RunSettings, adapters: LoraRun, folder: Path, words: Tokenizer, batches: list[Batch], result: Result
+) -> dict[str, str]:
+    """Save the adapters in the folder adapter/ and, with --merge, the model that has them in its weights in merged/.
+
+    Args:
+        settings: those of the run.
+        adapters: of the live model.
+        folder: the run's.
+        words: the tokenizer, whose files come along.
+        batches: those that the run evaluates on, of this process.
+        result: that of the run.
+
+    Returns:
+        what was written and where, and the loss of the merged model.
+    """
+    model, lora = adapters.model, settings.lora
+    tensors, documents = adapters.content(live=False)
+    save_folder(folder / "adapter", tensors, {**documents, "run": run_choices(model), **words.files()})
+    written = {"adapters": str(folder / "adapter")}
+    if lora is None or not lora.merge:
+        return written
+    dtype = DTYPES[lora.merge_dtype] if lora.merge_dtype else model.dtype
+    options: dict[str, Any] = dict(recipe=model.recipe, engine="emulated", device="cpu", dtype=dtype)
+    merged = load_merged(folder / "adapter", base=settings.model, **options)  # into weights that FP8 has not rounded
+    tensors, documents = model_content(merged, merged.origin)
+    save_folder(folder / "merged", tensors, {**documents, **words.files()})
+    del merged, tensors  # before it is loaded once more, where the run computes
+    place: dict[str, Any] = dict(engine=model.engine, device=model.device)
+    loss = evaluate(CausalLM.from_pretrained(folder / "merged", **place), batches)
+    trained = evaluate(model, batches)  # the run's last evaluation may be of several processes
+    said = merged_loss(loss, trained, result.first_eval_loss, str(dtype).removeprefix("torch."))
+    return {**written, "merged": str(folder / "merged"), "eval loss merged": said}
+
+
+def merged_loss(loss: float, trained: float, before: float, dtype: str) -> str:
+    """Return a line about the loss of a merged model: beside that of the adapters, and the share of the gain it lost.
+
+    The gain is `before` - `trained`, the losses of the model without and with adapters.
+    """
+    said = f"{loss:.4f} in {dtype}, {trained:.4f} with adapters"
+    gain, lost = before - trained, loss - trained
+    if not (gain >= LEAST_GAIN and lost >= LEAST_SHARE * gain):
+        return said
+    said += f": updates vanish in the rounding of the weights, and {100 * lost / gain:.0f} % of the gain with them"
+    return f"{said}; " + ("use the adapters" if dtype == "float32" else "--merge-dtype float32 keeps more of it")

@@ -1,0 +1,164 @@
+"""A kind of mixer that exists only for tests: a gated causal depthwise convolution of te.Linear and te.RMSNorm.
+
+It shows what a new kind takes: one description, one module, and a row in each list (`registered`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from te_models.config import layers
+from te_models.config.chunk_sizes import FP32
+from te_models.config.layer import LinearSpec, MixerSpec, Section, Step, Tape
+from te_models.config.model import ModelConfig
+from te_models.model import parts
+from te_models.model.forward_context import ForwardContext
+from te_models.model.part import Mixer
+from te_models.model.te_modules import Factory, pad_rows
+
+TAPS = 4
+
+
+@dataclass(frozen=True)
+class ShortConvSpec(MixerSpec):
+    """out_proj(norm(sigmoid(g) * conv(x))), x and g of D channels each from one projection."""
+
+    taps: int = TAPS
+
+    name: ClassVar[str] = "short_conv"
+    title: ClassVar[str] = "convolution"
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> ShortConvSpec:
+        return cls(config.hidden_size)
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        d = self.hidden_size
+        return (
+            LinearSpec("in_proj", d, (Section("x", d, d), Section("g", d, d))),
+            LinearSpec("out_proj", d, (Section("out", d, d),), residual=True),
+        )
+
+    @property
+    def vectors(self) -> Mapping[str, int]:
+        return {"norm": self.hidden_size, "taps": self.hidden_size * self.taps}
+
+    @property
+    def features(self) -> Mapping[str, int]:
+        return {"hidden_size": self.hidden_size}
+
+    @property
+    def divided(self) -> Mapping[str, int]:
+        return {}
+
+    def local(self, ranks: int) -> ShortConvSpec:
+        return self
+
+    def parallel_obstacle(self, sequence: bool) -> str:
+        return "a short convolution is not divided between ranks: build the model without tp_mesh"
+
+    def flops(self, tokens: int, length: int) -> float:
+        return super().flops(tokens, length) + 2.0 * tokens * self.hidden_size * self.taps
+
+    def state_bytes(self, batch: int, slots: int, element: int) -> int:
+        return batch * (self.taps - 1) * self.hidden_size * element
+
+    def steps(self, tape: Tape) -> list[Step]:
+        into, out = self.linears
+        narrow, wide = (tape.tokens * width * tape.element for width in (self.hidden_size, 2 * self.hidden_size))
+        whole = tape.rows * into.outputs * tape.element
+        # The views x and g of the projection, the sum of the taps, each tap's shifted x, and sigmoid(g).
+        conv = Step("convolution", whole + self.taps * narrow, consumes=narrow, produces=wide, scratch=narrow)
+        gate = Step("gate", 2 * narrow, consumes=narrow, produces=2 * narrow)
+        norm = Step("norm", narrow + tape.tokens * FP32, consumes=narrow, produces=narrow)
+        return [tape.linear(into), conv, gate, norm, tape.linear(out)]
+
+
+class ShortConvState:
+    """The inputs of the last TAPS - 1 tokens of each row, oldest first, [B, TAPS - 1, D]."""
+
+    def __init__(self, batch: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.tail = torch.zeros(batch, TAPS - 1, width, device=device, dtype=dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tail.nbytes
+
+    def clear(self) -> None:
+        self.tail.zero_()
+
+    def roll(self, x: Tensor, positions: Tensor, real: Tensor | None) -> Tensor:
+        """Return the tail before x [B, S, D], and keep that after it; `positions` [B, S] count real tokens."""
+        before = self.tail.clone()
+        whole = torch.cat((before, x), dim=1)
+        count = torch.full((len(x),), x.shape[1], device=x.device) if real is None else real.sum(1)
+        start = torch.zeros_like(count) if real is None else real.int().argmax(1)
+        place = (start + count)[:, None] + torch.arange(TAPS - 1, device=x.device)
+        self.tail.copy_(whole.gather(1, place[..., None].expand(-1, -1, x.shape[2])))
+        return before
+
+
+class ShortConv(Mixer[ShortConvSpec]):
+    """The module of ShortConvSpec."""
+
+    entry = "in_proj"
+
+    def __init__(self, spec: ShortConvSpec, layer: int, factory: Factory) -> None:
+        super().__init__(spec, layer, factory)
+        into, out = spec.linears
+        self.in_proj = factory.linear(into)
+        taps = torch.empty(spec.hidden_size, spec.taps, device=factory.device, dtype=factory.dtype)
+        self.taps = nn.Parameter(taps)
+        self.norm = factory.norm(spec.hidden_size)
+        self.out_proj = factory.linear(out)
+
+    def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
+        if name == "taps":
+            values.normal_(0.0, self.spec.taps**-0.5)
+        else:
+            super().initialize(name, values, std, residual_std)
+
+    def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> ShortConvState:
+        return ShortConvState(batch, self.spec.hidden_size, device, dtype)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        batch, seq = context.batch, context.seq
+        rows = x.shape[0]
+        xg = context.linear(self.in_proj, x)[: batch * seq].unflatten(0, (batch, seq))  # [B, S, 2D]
+        x, g = xg.chunk(2, dim=-1)
+        positions = context.positions.expand(batch, seq)
+        real = None if context.real is None else context.real.view(batch, seq)
+        if context.cache is None:
+            before = x.new_zeros(batch, TAPS - 1, x.shape[2])
+        else:
+            state = context.cache.states[self.layer]
+            assert isinstance(state, ShortConvState)
+            before = state.roll(x.detach(), positions, real)
+        whole = torch.cat((before, x), dim=1)
+        y = torch.zeros_like(x)
+        for back in range(TAPS):
+            # The token `back` places earlier, where it is of the same row and document.
+            earlier = whole[:, TAPS - 1 - back : TAPS - 1 - back + seq] * (positions >= back)[..., None]
+            y = y + earlier * self.taps[:, back]
+        y = self.norm((y * torch.sigmoid(g)).flatten(0, 1))  # [B*S, D]
+        if context.real is not None:
+            y = y * context.real
+        return context.linear(self.out_proj, pad_rows(y, rows))
+
+
+@contextlib.contextmanager
+def registered() -> Iterator[None]:
+    """Inside, `layer_types` may name "short_conv"."""
+    layers.MIXERS["short_conv"] = ShortConvSpec.of
+    parts.MIXERS[ShortConvSpec] = ShortConv
+    try:
+        yield
+    finally:
+        del layers.MIXERS["short_conv"], parts.MIXERS[ShortConvSpec]
