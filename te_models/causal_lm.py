@@ -7,7 +7,7 @@ import html
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -224,8 +224,8 @@ class CausalLM(Decoder):
             UsageError: the package huggingface_hub is missing, an unknown keyword, or the hub refused it.
         """
         for name in options:
-            if name not in get_type_hints(PushOptions):
-                raise unknown("keyword", name, get_type_hints(PushOptions))
+            if name not in PushOptions.__annotations__:
+                raise unknown("keyword", name, PushOptions.__annotations__)
         with tempfile.TemporaryDirectory() as temp:
             folder = Path(temp) / "model"
             write_pretrained(self, self.origin, folder, "hf", parse_size(max_shard_size), name=repo_id)
@@ -297,7 +297,7 @@ class CausalLM(Decoder):
 
 def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fields of the config, and all other options; an unknown name is an error."""
-    config, known = config_fields(), get_type_hints(ModelOptions)
+    config, known = config_fields(), ModelOptions.__annotations__
     for name in options:
         if name not in known:
             raise unknown_option("keyword", name, known, "te_models.model.options.ModelOptions")

@@ -101,33 +101,6 @@ def test_cited_sections_exist() -> None:
     assert cited and cited <= headings
 
 
-# Phrases that house style replaces: private words, "a" for rates, clauses for nouns.
-ODD = {
-    r"\b(?:tokens/s|TFLOP/s|steps?|bytes?|bits?|ms|launches|scales?|files?|rows?|lines?) an? (?:GPU|token|step|second|"
-    r"parameter|element|linear|block|tensor|rank|process|recipe|model|batch|turn|case|launch|product|layer)\b": "per",
-    r"\bcodes\b": "FP8 values, FP8 data",
-    r"\b(?:alone|anew|nobody|somebody|whatever it|let go of|told|knows nothing)\b": "plain words",
-    r"\b(?:is|are|was|were) (?:kept|held)\b": "saved, retained, stored",
-    r"(?:^|[.:] )(?:What|Whether) ": "a noun",
-    r"\bnats a\b": "per",
-    r"\bto the bit\b": "in every bit",
-    r"\bno (?:less|more) flattering\b": "plain words",
-}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_english_is_plain(page: Path) -> None:
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    found = {
-        (line, better)
-        for line in text.splitlines()
-        if not line.startswith("#")
-        for phrase, better in ODD.items()
-        if re.search(phrase, re.sub(r"`[^`]*`", "", line))
-    }
-    assert not found
-
-
 @pytest.mark.parametrize("page", CURRENT, ids=name)
 def test_lines_are_short(page: Path) -> None:
     lines = page.read_text().splitlines()

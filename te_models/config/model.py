@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, FrozenInstanceError, dataclass, fields
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from te_models.config.layer import LayerSpec, LinearSpec, PartSpec, Section, distinct, named_linears
@@ -205,8 +207,8 @@ class ModelConfig(NamedFields):
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, resolved, as plain JSON values."""
-        values = dataclasses.asdict(self)
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        plain = {name: copy.deepcopy(value) for name, value in field_values(self).items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
@@ -221,10 +223,11 @@ class ModelConfig(NamedFields):
         return cls(**values)
 
 
-def config_fields() -> dict[str, Any]:
+@functools.cache
+def config_fields() -> Mapping[str, Any]:
     """Return name -> type of every field of ModelConfig, in order."""
     hints = get_type_hints(ModelConfig)
-    return {f.name: hints[f.name] for f in fields(ModelConfig)}
+    return MappingProxyType({f.name: hints[f.name] for f in fields(ModelConfig)})
 
 
 def _check_types(config: ModelConfig) -> None:

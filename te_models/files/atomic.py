@@ -37,7 +37,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     """
     temp = _hidden(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path.parent)
         sweep(path.parent, glob.escape(path.name))
         temp.mkdir()
         yield temp
@@ -123,6 +123,15 @@ def _hidden(path: Path) -> Path:
 
 def _aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.replaced")
+
+
+def _make_folder(path: Path) -> None:
+    """Create a folder and its parents, durably, unless they exist."""
+    if path.is_dir():
+        return
+    _make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    _fsync_folder(path.parent)
 
 
 def _fsync_folder(path: Path) -> None:

@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from te_models.config.recipe import Recipe
 from te_models.engine.emulated.delayed_scaling import updated
 from te_models.fp8.primary_weights import is_quantized
-from te_models.fp8.scaling_state import DIRECTIONS, delayed_states, fp8_max, make_state
+from te_models.fp8.scaling_state import WIDTHS, delayed_states, fp8_max, make_state
 
-INPUT, WEIGHT, GRADIENT = range(3)  # the measured operands; the last is the gradient of the output
+# Of the amaxes of a module, forward and then backward, those that are measured; results of its GEMMs are not quantized.
+INPUT, WEIGHT, GRADIENT = 0, 1, WIDTHS["scaling_fwd"]
 
 
 class Probe:
-    """Hooks on a te.Linear that note the amaxes of its operands in `amaxes`, FP32 [3].
+    """Hooks on a te.Linear that note the amaxes of its operands in `amaxes`, FP32 [5].
 
-    An FP8 primary weight has had its scale since it was written, and keeps 0. The probes of a model share `starts`,
-    which gets the first input of a pass.
+    That of an FP8 primary weight has been in its history since the weight was written. The probes of a model share
+    `starts`, which gets the first input of a pass.
     """
 
     def __init__(self, module: nn.Module, amaxes: Tensor, starts: list[Tensor]) -> None:
@@ -62,11 +63,11 @@ class Probe:
 
 
 class Measurement:
-    """The amaxes of te.Linear modules, FP32 [modules, 3]: input, weight and gradient of the output."""
+    """The amaxes of te.Linear modules, FP32 [modules, 5]."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self.modules, self.starts = modules, list[Tensor]()
-        self.amaxes = torch.zeros(len(modules), 3, device=device)
+        self.amaxes = torch.zeros(len(modules), sum(WIDTHS.values()), device=device)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -95,17 +96,18 @@ class Measurement:
             built: the engine's object of it.
             group: the processes that share amaxes, all of which call this; None: all processes.
         """
-        amaxes = self.amaxes.nan_to_num(nan=0.0, posinf=torch.inf)  # Transformer Engine's amax ignores NaN too
+        for module in self.modules:
+            make_state(module, built)
+        states = [[delayed_states(module)[f".{direction}"] for direction in WIDTHS] for module in self.modules]
+        written = torch.stack([torch.cat([state.amax_history[0] for state in own]) for own in states])
+        measured = self.amaxes.nan_to_num(nan=0.0, posinf=torch.inf)  # Transformer Engine's amax ignores NaN too
+        amaxes = torch.maximum(measured, written)
         if built.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
-        result = amaxes.new_zeros(1)  # of the GEMM: not quantized
-        for module, row in zip(self.modules, amaxes, strict=True):
-            make_state(module, built)
-            states = delayed_states(module)
-            for direction, operands in zip(DIRECTIONS, (row[:GRADIENT], row[GRADIENT:]), strict=True):
-                state, amax = states[f".{direction}"], torch.cat([operands, result])
-                now = (state.amax_history, state.scale, amax, built, fp8_max(recipe, direction))
-                history, scale = updated(*now)
+        for own, row in zip(states, amaxes, strict=True):
+            for state, direction, amax in zip(own, WIDTHS, row.split(list(WIDTHS.values())), strict=True):
+                most = fp8_max(recipe, direction)
+                history, scale = updated(state.amax_history, state.scale, amax, built, most)
                 state.amax_history.copy_(history)
                 state.scale.copy_(scale)
 

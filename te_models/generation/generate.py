@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from operator import index
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -152,7 +153,7 @@ def _rows(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
     try:
         rows = list(prompts)
         one = bool(rows) and isinstance(rows[0], int)
-        nested: list[Any] = [rows] if one else rows
+        nested = cast("list[Sequence[int]]", [rows] if one else rows)
         return [list(map(index, row)) for row in nested]
     except TypeError:  # of a text, in place of its tokens
         raise UsageError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.errors import needs
@@ -57,4 +57,4 @@ class TEModelsConfig(PreTrainedConfig):
 
     def build_options(self) -> dict[str, Any]:
         """Return the keywords of CausalLM that were given."""
-        return {name: self.__dict__[name] for name in get_type_hints(BuildOptions) if name in self.__dict__}
+        return {name: self.__dict__[name] for name in BuildOptions.__annotations__ if name in self.__dict__}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 
@@ -125,7 +125,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         UsageError: an unknown keyword (the nearest one is named), or one without an equivalent in
         te-models, with the reason.
     """
-    known, of_hub = get_type_hints(LoadOptions), get_type_hints(HubOptions)
+    known, of_hub = LoadOptions.__annotations__, HubOptions.__annotations__
     rest = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
     for name, value in list(rest.items()):
         if name in REFUSED and value not in (None, False, ""):

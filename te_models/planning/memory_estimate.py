@@ -10,7 +10,7 @@ up a tensor, and temporaries of the forward, which are always smaller than those
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from te_models.config.chunk_sizes import EXCHANGE_CHUNK, UPDATE_CHUNK
 from te_models.config.model import ModelConfig
@@ -44,13 +44,13 @@ class Memory:
 
     def parts(self) -> dict[str, int]:
         """Return name -> bytes of every part."""
-        return {name: value for name, value in asdict(self).items() if name != "moment"}
+        return {name: value for name, value in vars(self).items() if name != "moment"}
 
     def plus(self, moment: str | None = None, **changes: int) -> Memory:
         """Return a copy with `changes` (name -> bytes) added, and with another name of the moment if given."""
         parts = self.parts()
         grown = {name: parts[name] + change for name, change in changes.items()}
-        return replace(self, moment=self.moment if moment is None else moment, **grown)
+        return Memory(self.moment if moment is None else moment, **{**parts, **grown})
 
 
 def fp8_saving(config: ModelConfig, recipe: Recipe, training: Training) -> int:

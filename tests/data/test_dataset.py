@@ -1,5 +1,6 @@
 """Packing that loses no token, repeats none and resumes exactly."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.documents import Document, load_documents
+from te_models.data.encoding import encode_documents
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.model.targets import IGNORED
 
@@ -225,6 +227,23 @@ def test_state_is_plain_integers_that_json_keeps() -> None:
 def test_bad_arguments(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataset(**{"documents": [Document("text")], **arguments})
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents", "none"])
+def test_a_position_in_data_with_other_answers_is_refused(packing: str) -> None:
+    """Equal tokens, prompts and lengths, but one token more that counts: of what the user said between two answers."""
+    documents = [Document("yes, because" * (1 + n), prompt="why? ") for n in range(3)]
+    encoded = encode_documents(documents, ByteTokenizer())
+    assert encoded.counted is not None
+    counted = encoded.counted.copy()
+    counted[len("why? yes")] ^= True
+    sizes = dict(seq_len=64, batch_size=1, seed=0, packing=packing)
+    saved = TokenDataset(encoded, ByteTokenizer(), **sizes)
+    other = TokenDataset(dataclasses.replace(encoded, counted=counted), ByteTokenizer(), **sizes)
+    state = saved.state_dict()
+    TokenDataset(encoded, ByteTokenizer(), **sizes).load_state_dict(state)
+    with pytest.raises(ValueError, match="position is of other data"):
+        other.load_state_dict(state)
 
 
 def test_a_tokenizer_without_end_of_text_is_an_error() -> None:

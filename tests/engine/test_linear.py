@@ -78,6 +78,24 @@ def test_gemm_is_the_product_of_the_dequantized_operands(name: str) -> None:
         assert ((got.double() - expected).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("make", [R.DelayedScaling, R.Float8CurrentScaling])
+def test_both_gradients_use_split_accumulation_and_the_output_does_not(make: Callable[..., R.Recipe]) -> None:
+    """448 + 2^-6, 128 products apart: fast accumulation, 13 bits below 2^8, loses the smaller one."""
+    m = te.Linear(256, 256, bias=False, params_dtype=FP32)
+    x, g = torch.zeros(256, 256), torch.zeros(256, 256)
+    x[[0, 128], 1], g[[0, 128], 1] = 1.0, torch.tensor([448.0, 2.0**-6])  # of dw[1, 1]
+    x[3, [0, 128]] = torch.tensor([448.0, 2.0**-6])  # of y[3, 0]
+    g[2, [0, 128]] = torch.tensor([448.0, 2.0**-6])  # of dx[2, 0]
+    with torch.no_grad():
+        m.weight.fill_(1.0)[255, 255] = 448.0  # so that every scale is 1
+    x.requires_grad_()
+    with te.exact_gemm():
+        y = run(m, make(fp8_format=R.Format.E4M3), x, g)
+    assert y[3, 0] == 448.0
+    assert x.grad[2, 0] == 448.0 + 2.0**-6
+    assert m.weight.grad[1, 1] == 448.0 + 2.0**-6
+
+
 @pytest.mark.parametrize("options", [{"disable_rht": True}, {"disable_2d_quantization": True}])
 def test_nvfp4_options(options: dict[str, Any]) -> None:
     m = te.Linear(64, 96, bias=False, params_dtype=BF16)
@@ -284,6 +302,17 @@ class TestWeightCache:
     def test_without_a_flag_nothing_is_cached(self) -> None:
         m = te.Linear(32, 32, params_dtype=BF16)
         run(m, R.Float8CurrentScaling(), torch.ones(32, 32, dtype=BF16))
+        assert not m._fp8_workspaces
+
+    def test_under_fsdp2_nothing_is_cached(self) -> None:
+        """The gathered weight is freed after each pass (section 7.7)."""
+        m = te.Linear(32, 32, bias=False, params_dtype=BF16)
+        m._is_fsdp2 = True
+        x = torch.ones(32, 32, dtype=BF16)
+        first = run(m, R.Float8CurrentScaling(), x, is_first_microbatch=True)
+        with torch.no_grad():
+            m.weight.mul_(2)
+        assert_same_bits("result", run(m, R.Float8CurrentScaling(), x, is_first_microbatch=False), first * 2)
         assert not m._fp8_workspaces
 
     def test_false_without_a_cache_makes_it(self) -> None:

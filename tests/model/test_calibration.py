@@ -237,7 +237,7 @@ def test_documents_and_masks_are_taken_too() -> None:
 def test_blocks_are_recomputed_to_save_memory() -> None:
     model, calls = build(), []
     for layer in (1, 2):
-        model.layers[layer].mlp.register_forward_hook(lambda *given, layer=layer: calls.append(layer))
+        model.layers[layer].self_attn.register_forward_pre_hook(lambda *given, layer=layer: calls.append(layer))
     model.calibrate(batch())
     assert calls == [1, 2, 2, 1]
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import resource
 import sys
 import threading
@@ -108,9 +109,9 @@ def test_a_failure_at_any_point_leaves_the_previous_one(
         assert entries(root) == {"out"}
         if fault.calls < at:
             break
-    # mkdir of both folders, an fsync for each of 5 files, open and fsync of both folders, the rename in, and the rename
-    # aside.
-    assert failures == 12 + replaces
+    # mkdir of the folder, an fsync for each of 5 files, open and fsync of it and its parent, the rename in, and the
+    # rename aside.
+    assert failures == 11 + replaces
 
 
 @contextlib.contextmanager
@@ -174,6 +175,29 @@ def test_everything_is_fsynced_before_it_is_renamed(tmp_path: Path, monkeypatch:
     *files, folder, rename, parent, _ = [event.split(".saving-")[0] for event in events]
     assert set(files) == {"fsync model.safetensors", "fsync training.json", "fsync manifest.json"}
     assert (folder, rename, parent) == ("fsync .out", "rename .out", f"fsync {tmp_path.name}")
+
+
+def test_every_folder_of_a_save_is_fsynced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those inside it before they are renamed into place, and those above that were made for it."""
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def record(name: str, call: Callable[..., Any], *args: Any) -> Any:
+        path = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else str(args[0])
+        temp = re.sub(r"/\.out\.saving-[0-9a-f]+", "/NEW", str(Path(path).relative_to(tmp_path)))
+        events.append(f"{name} {temp}")
+        return call(*args)
+
+    monkeypatch.setattr(os, "fsync", partial(record, "fsync", fsync))
+    monkeypatch.setattr(os, "rename", partial(record, "rename", rename))
+    template = {"additional_chat_templates/tools.jinja": b"{{ messages }}"}
+    save_folder(tmp_path / "runs" / "mine" / "out", content(1)[0], template)
+    above = ["fsync .", "fsync runs"]
+    assert events[:2] == above and events[-1] != "rename runs/mine/NEW"
+    files, after = events[2 : events.index("rename runs/mine/NEW")], events[events.index("rename runs/mine/NEW") + 1 :]
+    inside = "runs/mine/NEW/additional_chat_templates"
+    assert set(files) >= {f"fsync {inside}/tools.jinja", f"fsync {inside}", "fsync runs/mine/NEW"}
+    assert files[-1] == "fsync runs/mine/NEW" and "fsync runs/mine" in after
 
 
 def test_the_name_of_the_newest_is_durable_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

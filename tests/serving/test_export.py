@@ -391,6 +391,25 @@ def test_fp8_primary_weights_are_served_as_they_are(recipe: str, format: str, tm
         assert_same_bits(name, back.layers[1].get_submodule(name).weight.detach(), weight.detach())
 
 
+def test_fp8_primary_weights_of_odd_sizes_get_scales_that_transformers_reads(tmp_path: Path) -> None:
+    """Their own blocks of 128 do not fill the weight, from whose shape transformers derives the size of a block."""
+    model = build("blockwise", dtype=torch.bfloat16, fp8_params=True, **ODD)
+    exported = model.export(tmp_path / "out", format="fp8-block")
+    stored, odd = tensors_of(tmp_path / "out"), 0
+    for module in exported.quantized:
+        scale, shape = stored[f"{module}.weight_scale_inv"], stored[f"{module}.weight"].shape
+        for dim in (0, 1):
+            if shape[dim] % 128 and scale.shape[dim] > 1:
+                assert torch.equal(scale, scale.narrow(dim, 0, 1).expand_as(scale)), module
+                odd += 1
+    assert odd
+    back = CausalLM.from_pretrained(tmp_path / "out", device="cpu", dtype=torch.float32)
+    for name in ("self_attn.qkvg_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+        weight = model.layers[1].get_submodule(name).weight.dequantize(dtype=torch.float32).detach()
+        found = back.layers[1].get_submodule(name).weight.detach()
+        assert ((found - weight).abs() <= weight.abs() * 2**-4 + weight.abs().amax() * 2**-15).all(), name
+
+
 @pytest.mark.parametrize(
     ("recipe", "format", "options"),
     [

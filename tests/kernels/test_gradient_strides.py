@@ -1,0 +1,144 @@
+"""Gradients and inputs of any strides: each operation with a backward of its own gives what contiguous tensors give.
+
+`y.sum().backward()` hands on one number whose strides are all 0; a kernel that computes addresses from the shape would
+read beyond it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_models
+from te_models.engine import emulated
+from te_models.kernels import early_save, elementwise, gated_attention, handover, lm_head, softcap_attention
+
+ROOT = Path(te_models.__file__).parent
+Operation = Callable[[Tensor], Tensor]
+
+
+def _linear(recipe: bool) -> Operation:
+    torch.manual_seed(0)
+    module = emulated.Linear(64, 32, params_dtype=torch.float32)
+
+    def run(x: Tensor) -> Tensor:
+        with emulated.autocast(enabled=recipe, recipe=emulated.recipe.Float8CurrentScaling()):
+            return module(x)
+
+    return run
+
+
+def _norm() -> Operation:
+    return emulated.RMSNorm(64)
+
+
+def _attention(x: Tensor) -> Tensor:
+    heads = gated_attention.Heads(2, 2, 8, "elementwise")
+    angle = torch.linspace(0, 3, 8 * 4).view(8, 4).repeat(1, 2)
+    return gated_attention.attention_core(x * 1.0, angle.cos(), angle.sin(), 2, 8, heads)
+
+
+def _softcap(x: Tensor) -> Tensor:
+    q, k, v = x.view(2, 8, 4, 16).transpose(1, 2).split([2, 1, 1], dim=1)
+    return softcap_attention.softcap_attention(q, k, v, None, 0.3, 5.0)
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    return handover.swiglu(x, nn.Identity(), nn.Identity(), elementwise.swiglu, elementwise.swiglu_backward)
+
+
+def _quantized(x: Tensor) -> Tensor:
+    quantizer = emulated.Float8CurrentScalingQuantizer(emulated.DType.kFloat8E4M3)
+    return quantizer(x).dequantize()
+
+
+def _loss(x: Tensor) -> Tensor:
+    weight = torch.linspace(-1, 1, 64 * 24).view(24, 64).requires_grad_()
+    return lm_head.linear_cross_entropy(x, weight, torch.arange(16) % 24, chunk=5).expand(3)
+
+
+# The names of autograd Functions -> an operation of x [16, 64] that uses them.
+OPERATIONS: dict[str, Operation] = {
+    "engine/emulated/linear.py": _linear(True),
+    "engine/emulated/linear.py, unquantized": _linear(False),
+    "engine/emulated/rmsnorm.py": _norm(),
+    "engine/emulated/tensors.py": _quantized,
+    "kernels/gated_attention.py": _attention,
+    "kernels/softcap_attention.py": _softcap,
+    "kernels/handover.py": _swiglu,
+    "kernels/early_save.py": early_save.save_early,
+    "kernels/lm_head.py": _loss,
+}
+# Tested by the file named, in Triton's interpreter, by several processes or on a GPU.
+ELSEWHERE = {
+    "kernels/span_attention_triton.py": "kernels/stride_cases.py",
+    "kernels/embedding_triton.py": "kernels/stride_cases.py",
+    "engine/native.py": "model/test_strides_on_gpu.py",
+    "model/tensor_parallel.py": "model/test_tensor_parallel.py",
+}
+
+
+def test_every_operation_with_a_backward_is_here() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.rglob("*.py")
+        if re.search(r"class \w+\(torch\.autograd\.Function\)", path.read_text())
+    }
+    assert found == {name.partition(",")[0] for name in OPERATIONS} | ELSEWHERE.keys()
+    for name in ELSEWHERE.values():
+        assert (Path(__file__).parents[1] / name).exists()
+
+
+def assert_alike(found: Tensor, wanted: Tensor) -> None:
+    """To the last bits of FP32: PyTorch's functions of other strides may be other code."""
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def gradient(operation: Operation, x: Tensor, spread: Callable[[Tensor], Tensor]) -> Tensor:
+    """The gradient of x for one of the output that `spread` makes of a contiguous one."""
+    torch.manual_seed(1)
+    leaf = x.detach().requires_grad_()
+    y = operation(leaf)
+    (found,) = torch.autograd.grad(y, leaf, spread(y))
+    return found
+
+
+GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "one number": (
+        lambda y: torch.full((), 0.5, dtype=y.dtype).expand(y.shape),
+        lambda y: torch.full(y.shape, 0.5, dtype=y.dtype),
+    ),
+    "one row": (
+        lambda y: torch.linspace(-1, 1, y.shape[-1]).to(y.dtype).expand(y.shape),
+        lambda y: torch.linspace(-1, 1, y.shape[-1]).to(y.dtype).expand(y.shape).contiguous(),
+    ),
+    "transposed": (
+        lambda y: torch.linspace(-1, 1, y.numel()).view(y.shape[::-1]).permute(*range(y.ndim)[::-1]),
+        lambda y: torch.linspace(-1, 1, y.numel()).view(y.shape[::-1]).permute(*range(y.ndim)[::-1]).contiguous(),
+    ),
+}
+
+
+@pytest.mark.parametrize("strides", GRADIENTS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_gradient_of_any_strides_gives_that_of_a_contiguous_one(name: str, strides: str) -> None:
+    x = torch.linspace(-2, 2, 16 * 64).sin().view(16, 64)
+    odd, plain = GRADIENTS[strides]
+    assert_alike(gradient(OPERATIONS[name], x, odd), gradient(OPERATIONS[name], x, plain))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_input_of_any_strides_gives_the_gradient_of_a_contiguous_one(name: str) -> None:
+    if name == "kernels/softcap_attention.py":
+        pytest.skip("views its input itself")
+    _, plain = GRADIENTS["transposed"]
+    wide = torch.linspace(-2, 2, 16 * 128).sin().view(16, 128)
+    for x in (wide[:, 32:96], wide[:1, :64].expand(16, 64), wide.view(32, 64)[::2], wide.view(128, 16)[:64].t()):
+        assert not x.is_contiguous()
+        found = gradient(OPERATIONS[name], x, plain)
+        assert_alike(found, gradient(OPERATIONS[name], x.contiguous(), plain))
