@@ -61,7 +61,7 @@ def swiglu(
 
     In a graph that torch.compile or torch.export traces, the compiler chooses what is saved.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return forward(gate_up)
     return _SwiGLU.apply(save_early(gate_up), forward, backward)
 

@@ -70,7 +70,7 @@ class GatedAttention(Mixer[AttentionSpec]):
         q, k, v, g = qkvg.split(self.rows, dim=-1)  # each [B, S, its rows]
         if spec.qk_norm == "all_heads":
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())  # not saving all of qkvg
-        q, k, v = (rearrange(t, "b s (a h) -> b s a h", h=spec.heads.dim) for t in (q, k, v))
+        q, k, v = (t.unflatten(-1, (-1, spec.heads.dim)) for t in (q, k, v))
         if spec.qk_norm == "head":
             q = self.tp.norm(self.q_norm, q, partial=True)
             k = self.tp.norm(self.k_norm, k, partial=True)
@@ -79,10 +79,10 @@ class GatedAttention(Mixer[AttentionSpec]):
             k = self._rotated(k, context)
         if spec.query_scale is not None:
             q = q * context.query_scales[spec.query_scale][..., None, None]
-        q, k, v = (rearrange(t, "b s a h -> b a s h") for t in (q, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, S, H]
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)  # [B, K, slots, H]
-        out = rearrange(self._attention(q, k, v, context.masks[spec.window]), "b a s h -> (b s) a h")
+        out = self._attention(q, k, v, context.masks[spec.window]).transpose(1, 2).flatten(0, 1)
         out = self._gated(out, g.flatten(0, 1), context)
         return out if context.real is None else out * context.real
 

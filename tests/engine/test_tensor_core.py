@@ -12,7 +12,7 @@ from torch import Tensor
 
 import te_models.engine.emulated as te
 from te_models.engine.emulated import tensor_core
-from te_models.engine.emulated.tensor_core import hopper_matmul
+from te_models.engine.emulated.tensor_core import Factor
 
 FORMATS = {"e4m3": (torch.float8_e4m3fn, -6, 3), "e5m2": (torch.float8_e5m2, -14, 2)}
 
@@ -47,6 +47,10 @@ def reference(a: list[float], b: list[float], floors: tuple[int, int], promote: 
     return (total + float(accumulator)).item()
 
 
+def hopper_matmul(a: Tensor, b: Tensor, floors: tuple[int, int], promote: bool) -> Tensor:
+    return tensor_core.hopper_matmul(Factor.of(a, floors[0]), Factor.of(b, floors[1]), promote)
+
+
 def values(shape: tuple[int, int], name: str, spread: float, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * torch.exp2(torch.randn(shape, generator=generator) * spread)
@@ -66,11 +70,12 @@ def test_every_bit_of_the_reference(fa: str, fb: str, k: int, promote: bool, spr
     assert got.tolist() == [[reference(x, y, floors, promote) for y in padded[1]] for x in padded[0]]
 
 
-def test_tiles_of_rows_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", ["_OUTPUTS", "_PRODUCTS"])
+def test_tiles_change_no_bit(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = values((7, 96), "e4m3", 2.0, 1), values((3, 96), "e5m2", 2.0, 2)
     floors = FORMATS["e4m3"][1], FORMATS["e5m2"][1]
     whole = hopper_matmul(a, b, floors, promote=True)
-    monkeypatch.setattr(tensor_core, "_TILE", 2 * 3 * tensor_core.INSTRUCTION_K)
+    monkeypatch.setattr(tensor_core, size, 2 * 3 * (tensor_core.INSTRUCTION_K if size == "_PRODUCTS" else 1))
     assert torch.equal(hopper_matmul(a, b, floors, promote=True), whole)
 
 

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from te_models.device.cpu_matmul import matmul
 from te_models.engine.emulated import fused
-from te_models.engine.emulated.tensor_core import PROMOTION_K, hopper_matmul
+from te_models.engine.emulated.tensor_core import PROMOTION_K, Factor, hopper_matmul
 from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, Operand, QuantizedTensorStorage
 
+# A product of fewer rows may take another way through a CPU's library, in which sums differ in the last bit.
+_FEWEST_ROWS = 4
 # The largest M*N*K that is computed as the tensor cores do, by default a millisecond or two on a CPU core.
 _EXACT_PRODUCTS: ContextVar[float] = ContextVar("exact_products", default=2**20)
 
@@ -53,29 +55,61 @@ def gemm(
     per_tensor = isinstance(a, Float8TensorStorage) and isinstance(b, Float8TensorStorage)
     on_tensor_cores = per_tensor and _tensor_cores(a._scale_inv.device)
     if on_tensor_cores or a._shape.numel() * b._matrix[columnwise[1]] <= _EXACT_PRODUCTS.get():
-        left, right = a.fp8_matrix(columnwise[0]), b.fp8_matrix(columnwise[1])
+        left = a.fp8_matrix(columnwise[0])
+        right = b.kept("fp8", columnwise[1], lambda: b.fp8_matrix(columnwise[1]))
         if left is not None and right is not None:
             if on_tensor_cores:
                 return _on_tensor_cores(left, right, bias, dtype, split_accumulator)
-            return _finish(_exact(left, right, split_accumulator), None, bias, dtype)
-    x, y = _operands(a, b, columnwise)
+            factor = b.kept("factor", columnwise[1], lambda: Factor.of(right.data.float(), right.floor))
+            rows = _rows_before_padding(left.data.view(torch.uint8), b, factor.values)
+            out = _exact(left.first(rows), right, factor, split_accumulator)
+            return _finish(_with_rows(out, len(left.data)), None, bias, dtype)
+    x, y = _operands(a, b, columnwise, bf16=bias is None and dtype == torch.bfloat16)
+    rows = _rows_before_padding(x.values, b, y.values)
+    first = x._replace(values=x.values[: max(rows, _FEWEST_ROWS)])
     scale = y.scale if x.scale is None else x.scale if y.scale is None else x.scale * y.scale
     if scale is None and bias is None:
-        return _product(x, y, dtype)
-    return _finish(_product(x, y, torch.float32), scale, bias, dtype)
+        return _with_rows(_product(first, y, dtype), len(x.values))
+    return _finish(_with_rows(_product(first, y, torch.float32), len(x.values)), scale, bias, dtype)
+
+
+def _rows_before_padding(a: Tensor, weight: QuantizedTensorStorage, values: Tensor) -> int:
+    """Return how many rows of a [M, K] have to be multiplied by `values`, those of `weight`.
+
+    The zeros that pad a step of generation give zeros, unless the weight holds NaN or infinity. That is looked up once,
+    so this serves only a weight that later products use too; for any other one it is all rows.
+    """
+    if not weight.keeps or not weight.kept("finite", False, lambda: bool(values.isfinite().all())):
+        return len(a)
+    nonzero = a.any(1).tolist()
+    while nonzero and not nonzero[-1]:
+        nonzero.pop()
+    return len(nonzero)
+
+
+def _with_rows(out: Tensor, rows: int) -> Tensor:
+    """Return [m, N] with rows of zeros appended up to [rows, N]."""
+    return out if len(out) == rows else torch.nn.functional.pad(out, (0, 0, 0, rows - len(out)))
 
 
 def _operands(
-    a: QuantizedTensorStorage, b: QuantizedTensorStorage, columnwise: tuple[bool, bool]
+    a: QuantizedTensorStorage, b: QuantizedTensorStorage, columnwise: tuple[bool, bool], bf16: bool
 ) -> tuple[Operand, Operand]:
-    """Return the matrices `[M, K]` and `[K, N]`."""
+    """Return the matrices `[M, K]` and `[K, N]`; with `bf16`, a weight that is kept in BF16 where that is exact."""
     a_blocks, b_blocks = a.blocks(columnwise[0]), b.blocks(columnwise[1])
     if a_blocks is not None and b_blocks is not None and fused.decodes(a_blocks, b_blocks):
         left, right, scale = fused.decode(a_blocks, b_blocks)
         x, y = Operand(left, scale, narrow=True), Operand(right, None, narrow=True)
     else:
-        x, y = a.operand(columnwise[0]), b.operand(columnwise[1])
+        x = a.operand(columnwise[0])
+        y = b.kept("operand", columnwise[1], lambda: _narrowed(b.operand(columnwise[1]), bf16 and x.narrow))
     return x.t if columnwise[0] else x, y if columnwise[1] else y.t
+
+
+def _narrowed(operand: Operand, bf16: bool) -> Operand:
+    """Return an operand for a product in BF16 in that dtype."""
+    usable = bf16 and operand.narrow and operand.scale is None
+    return operand._replace(values=operand.values.bfloat16()) if usable else operand
 
 
 @functools.cache
@@ -93,16 +127,15 @@ def _on_tensor_cores(
     )
 
 
-def _exact(a: FP8Matrix, b: FP8Matrix, split_accumulator: bool) -> Tensor:
-    """Return FP32 [M, N], scales included. Block scales are applied per 128 elements of K."""
-    floors = a.floor, b.floor
-    left, right = a.data.float(), b.data.float()
+def _exact(a: FP8Matrix, b: FP8Matrix, right: Factor, split_accumulator: bool) -> Tensor:
+    """Return FP32 [M, N], scales included; `right` is made of b. Block scales are applied per 128 elements of K."""
+    left = Factor.of(a.data.float(), a.floor)
     if a.per_tensor:
-        return hopper_matmul(left, right, floors, split_accumulator) * (a.scale * b.scale)
-    total = left.new_zeros(len(left), len(right))
-    for block, start in enumerate(range(0, left.shape[1], PROMOTION_K)):
+        return hopper_matmul(left, right, split_accumulator) * (a.scale * b.scale)
+    total = a.scale.new_zeros(len(a.data), len(b.data))
+    for block, start in enumerate(range(0, a.data.shape[1], PROMOTION_K)):
         part = slice(start, start + PROMOTION_K)
-        product = hopper_matmul(left[:, part], right[:, part], floors, False)
+        product = hopper_matmul(left.of_columns(part), right.of_columns(part), False)
         total += product * (a.scale[:, block, None] * b.scale[None, :, block])
     return total
 
@@ -124,9 +157,9 @@ def _product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 def _narrow_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the same for BF16 numbers, of which the faster BF16 units give the same products."""
-    a, b = a.bfloat16(), b.bfloat16()
     if a.is_cuda:  # rounding to BF16 within the product saves a launch; FP16 would round twice
+        a, b = a.bfloat16(), b.bfloat16()
         return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=torch.float32).to(dtype)
     # A CPU's BF16 units return BF16. With FP32 results they are reached only through a switch of the whole process,
     # under which the products of other threads would be rounded too.
-    return matmul(a, b) if dtype == a.dtype else (a.float() @ b.float()).to(dtype)
+    return matmul(a.bfloat16(), b.bfloat16()) if dtype == torch.bfloat16 else (a.float() @ b.float()).to(dtype)

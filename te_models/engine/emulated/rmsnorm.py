@@ -23,12 +23,10 @@ class _RMSNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, updates: ScaleRegistry | None
     ) -> Tensor:
         """Return `gamma * r * x` of x `[T, H]` and weight `[H]`, of one dtype."""
-        r = reciprocal_rms(x, eps)
-        gamma = weight.float() + 1 if zero_centered else weight.float()
+        y, r = _normalized(x, weight, eps, zero_centered)
         ctx.save_for_backward(x, r, weight)
         ctx.zero_centered, ctx.updates = zero_centered, updates
-        wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)  # which a traced graph can view
-        return wide.mul_(r).mul_(gamma).to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -45,6 +43,14 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.updates is not None:
             FP8GlobalStateManager.update_backward(ctx.updates)
         return dx, dw, None, None, None
+
+
+def _normalized(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    """Return `gamma * r * x` of x `[T, H]` and weight `[H]`, of one dtype, and r FP32 `[T, 1]`."""
+    r = reciprocal_rms(x, eps)
+    gamma = weight.float() + 1 if zero_centered else weight.float()
+    wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)  # which a traced graph can view
+    return wide.mul_(r).mul_(gamma).to(x.dtype), r
 
 
 class RMSNorm(EmptyExtraState):
@@ -102,13 +108,14 @@ class RMSNorm(EmptyExtraState):
             )
         device = input_.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        x, how = input_.to(dtype).reshape(-1, weight.numel()), (self.eps, self.zero_centered_gamma)
+        if not torch.is_grad_enabled():
+            return _normalized(x, weight.to(dtype).reshape(-1), *how)[0].view(shape)
         # Without FP8 of its own, the module still takes the "first module" flag and with it the backward update.
-        tracked = torch.is_grad_enabled() and (input_.requires_grad or weight.requires_grad)
+        tracked = input_.requires_grad or weight.requires_grad
         first = tracked and FP8GlobalStateManager.is_first_fp8_module()
         updates = FP8GlobalStateManager.quantization_state.scales if first else None
-        x = input_.to(dtype).reshape(-1, weight.numel())
-        y = _RMSNorm.apply(x, weight.to(dtype).reshape(-1), self.eps, self.zero_centered_gamma, updates)
-        return y.view(shape)
+        return _RMSNorm.apply(x, weight.to(dtype).reshape(-1), *how, updates).view(shape)
 
     def extra_repr(self) -> str:
         """Return the shape and the options."""

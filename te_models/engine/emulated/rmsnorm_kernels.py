@@ -17,7 +17,7 @@ Source: transformer_engine/common/normalization (rmsnorm/*_kernels.cuh, kernel_t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -69,11 +69,13 @@ class Kernel:
         """Lanes that share a row, over its warps and blocks."""
         return self.warps * self.blocks * LANES
 
-    def spread(self, t: Tensor) -> Iterator[Tensor]:
-        """Yield t [T, H] as the sequence of [T, lanes] that the lanes see, as views; narrower where the row ends."""
+    def spread(self, t: Tensor) -> list[Tensor]:
+        """Return t [T, H] as the sequence of [T, lanes] that the lanes see, as views; narrower where the row ends."""
+        found: list[Tensor] = []
         for step in t.split(self.lanes * self.width, dim=1):
             step = pad(step, (0, -step.shape[1] % self.width)) if step.shape[1] % self.width else step
-            yield from step.unflatten(1, (step.shape[1] // self.width, self.width)).unbind(-1)
+            found += step.view(len(step), step.shape[1] // self.width, self.width).unbind(-1)
+        return found
 
     def row_sum(self, lanes: Tensor) -> Tensor:
         """Return the sums over rows [T, 1] of what the lanes [T, lanes] hold."""
@@ -160,9 +162,11 @@ def _strided_sum(t: Tensor, stride: int) -> Tensor:
 
 def _dot(kernel: Kernel, a: Tensor, b: Tensor) -> Tensor:
     """Return the sums of products that the lanes [T, lanes] hold, added one after the other with FMAs."""
-    sums = a.new_zeros(a.shape[0], kernel.lanes)
-    for p, q in zip(kernel.spread(a), kernel.spread(b), strict=True):
-        _add_product(sums[:, : p.shape[1]], p, q)
+    sums = part = a.new_zeros(a.shape[0], kernel.lanes)
+    terms = kernel.spread(a)
+    for p, q in zip(terms, terms if b is a else kernel.spread(b), strict=True):
+        part = part if part.shape[1] == p.shape[1] else sums[:, : p.shape[1]]
+        _add_product(part, p, q)
     return sums
 
 
@@ -204,7 +208,8 @@ _fuses(torch.device("cpu"))  # now: torch.export from cold has no numbers to mea
 def _tree(lanes: Tensor) -> Tensor:
     """Add the last dimension in pairs of neighbors, as a butterfly of shuffles does."""
     while lanes.shape[-1] > 1:
-        lanes = lanes[..., ::2] + lanes[..., 1::2]
+        even, odd = lanes.unflatten(-1, (-1, 2)).unbind(-1)
+        lanes = even + odd
     return lanes
 
 

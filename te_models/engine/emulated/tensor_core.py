@@ -16,6 +16,8 @@ and exact comparisons, not training at size.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -23,49 +25,83 @@ INSTRUCTION_K = 32  # products added at a time: one wgmma of 8-bit operands
 PROMOTION_K = 128  # elements of K between additions to the FP32 accumulator under split accumulation
 FRACTION_BITS = 13
 _CUT = ~((1 << (23 - FRACTION_BITS)) - 1)  # clears the fraction bits of an FP32 number beyond the 13th
-_TILE = 1 << 24  # elements of an intermediate
-_NONE = -1000.0  # the exponent of zero: below any other
+_OUTPUTS = 1 << 14  # elements of the result that are computed at a time, at least one row
+_PRODUCTS = 1 << 19  # products that are made at a time, at least one instruction
+# Exponents are integers at the place where FP32 has its own, so that no shift is needed.
+_ONE = 1 << 23
+_EXPONENT_BITS = 255 * _ONE
+_BIAS = 127 * _ONE
+_NONE = -120 * _ONE  # the exponent of zero: with any other below _LOWEST
+_LOWEST = -100 * _ONE  # of a largest term; nothing that counts is smaller
+_INFINITE = 63 * _ONE  # that of infinity and NaN, of which two can still be added
 
 
-def hopper_matmul(a: Tensor, b: Tensor, floors: tuple[int, int], promote: bool) -> Tensor:
-    """Multiply a [M, K] by b [N, K] transposed: FP32 [M, N].
+class Factor(NamedTuple):
+    """A matrix for `hopper_matmul`: FP32 `values` and int32 `exponents`, both [K, R], K padded to instructions."""
 
-    `a` and `b` hold FP8 values in FP32; `floors` are the exponents of their formats' smallest normal numbers (E4M3 -6,
-    E5M2 -14), which subnormal numbers have too. `promote` is split accumulation.
-    """
-    k = a.shape[1]
-    pad = -k % INSTRUCTION_K
-    if pad:
-        a, b = (torch.nn.functional.pad(t, (0, pad)) for t in (a, b))
-    exponents = _exponent(a, floors[0]), _exponent(b, floors[1])
-    rows = max(1, _TILE // (b.shape[0] * INSTRUCTION_K))
-    parts = [
-        _tile(a[i : i + rows], exponents[0][i : i + rows], b, exponents[1], promote) for i in range(0, len(a), rows)
-    ]
-    return torch.cat(parts) if parts else a.new_zeros(0, len(b))
+    values: Tensor
+    exponents: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, floor: int) -> Factor:
+        """Return the factor of x [R, K], FP8 values in FP32; `floor` is the exponent of the format's smallest normal
+        number (E4M3 -6, E5M2 -14), which subnormal numbers have too."""
+        x = torch.nn.functional.pad(x, (0, -x.shape[1] % INSTRUCTION_K)).t().contiguous()
+        exponents = (x.view(torch.int32) & _EXPONENT_BITS).sub_(_BIAS).clamp_(floor * _ONE, _INFINITE)
+        return cls(x, exponents.masked_fill_(x == 0, _NONE))
+
+    def of_rows(self, part: slice) -> Factor:
+        """Return the factor of some of the rows R."""
+        return Factor(self.values[:, part], self.exponents[:, part])
+
+    def of_columns(self, part: slice) -> Factor:
+        """Return the factor of some of the columns K, whole instructions."""
+        return Factor(self.values[part], self.exponents[part])
 
 
-def _tile(a: Tensor, ea: Tensor, b: Tensor, eb: Tensor, promote: bool) -> Tensor:
-    accumulator, total = a.new_zeros(len(a), len(b)), a.new_zeros(len(a), len(b))
-    for start in range(0, a.shape[1], INSTRUCTION_K):
-        part = slice(start, start + INSTRUCTION_K)
-        accumulator = _add_products(accumulator, a[:, part], ea[:, part], b[:, part], eb[:, part])
-        if promote and (start + INSTRUCTION_K) % PROMOTION_K == 0:
-            total, accumulator = total + accumulator, torch.zeros_like(accumulator)
+def hopper_matmul(a: Factor, b: Factor, promote: bool) -> Tensor:
+    """Multiply a [M, K] by b [N, K] transposed: FP32 [M, N]. `promote` is split accumulation."""
+    rows, columns = a.values.shape[1], b.values.shape[1]
+    step = max(1, _OUTPUTS // max(1, columns))
+    parts = [_tile(a.of_rows(slice(start, start + step)), b, promote) for start in range(0, rows, step)]
+    return torch.cat(parts) if parts else a.values.new_zeros(0, columns)
+
+
+def _tile(a: Factor, b: Factor, promote: bool) -> Tensor:
+    total = a.values.new_zeros(a.values.shape[1], b.values.shape[1])
+    accumulator = torch.zeros_like(total)
+    step = INSTRUCTION_K * max(1, _PRODUCTS // (INSTRUCTION_K * max(1, total.numel())))
+    done = 0
+    for start in range(0, len(a.values), step):
+        part = slice(start, start + step)
+        for terms, top in zip(*_instructions(a.of_columns(part), b.of_columns(part)), strict=True):
+            accumulator = _add_products(accumulator, terms, top)
+            done += INSTRUCTION_K
+            if promote and done % PROMOTION_K == 0:
+                total, accumulator = total + accumulator, torch.zeros_like(accumulator)
     return total + accumulator
 
 
-def _add_products(accumulator: Tensor, a: Tensor, ea: Tensor, b: Tensor, eb: Tensor) -> Tensor:
-    """Run one instruction. The sum of 33 cut terms has at most 21 bits, so that adding them in FP32 is exact."""
-    top = (ea[:, None] + eb[None]).amax(-1)
-    top = torch.maximum(top, _exponent(accumulator, -126)).clamp(min=-100)
-    unit = torch.exp2(FRACTION_BITS - top)
-    terms = (a[:, None] * b[None]).mul_(unit[..., None]).trunc_()
-    sums = terms.sum(-1).add_((accumulator * unit).trunc_()) / unit
-    return (sums.view(torch.int32) & _CUT).view(torch.float32)
+def _instructions(a: Factor, b: Factor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return for each instruction its products [33, M, N], the last for the accumulator, and their largest biased
+    exponents [M, N]."""
+    (left, left_exponents), (right, right_exponents) = (
+        (t.unflatten(0, (-1, INSTRUCTION_K)) for t in factor) for factor in (a, b)
+    )
+    tops = (left_exponents[..., None] + right_exponents[:, :, None]).amax(1).clamp_(min=_LOWEST).add_(_BIAS)
+    terms = left.new_empty(len(left), INSTRUCTION_K + 1, left.shape[2], right.shape[2])
+    torch.mul(left[..., None], right[:, :, None], out=terms[:, :INSTRUCTION_K])
+    return terms.unbind(), tops.unbind()
 
 
-def _exponent(x: Tensor, floor: int) -> Tensor:
-    """Return the exponents of FP32 numbers as FP32, at least `floor`; _NONE for zero."""
-    exponent = ((x.abs().view(torch.int32) >> 23) - 127).clamp(min=floor).float()
-    return exponent.masked_fill(x == 0, _NONE)
+def _add_products(accumulator: Tensor, terms: Tensor, top: Tensor) -> Tensor:
+    """Run one instruction, overwriting `terms`.
+
+    The sum of 33 cut terms has at most 21 bits, so that adding them in FP32 is exact in any order.
+    """
+    terms[-1] = accumulator
+    top = torch.maximum(accumulator.view(torch.int32) & _EXPONENT_BITS, top)
+    unit = (top - FRACTION_BITS * _ONE).view(torch.float32)  # of the last bit that is kept
+    sums = terms.mul_(unit.reciprocal()).trunc_().sum(0).mul_(unit)
+    sums.view(torch.int32).bitwise_and_(_CUT)
+    return sums

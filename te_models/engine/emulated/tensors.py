@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from te_models.engine.emulated.numerics import DType
 
 BLOCK = 128
 MX_BLOCK = 32
+T = TypeVar("T")
 
 
 class Operand(NamedTuple):
@@ -54,6 +55,12 @@ class FP8Matrix(NamedTuple):
         """True if the whole tensor has one scale."""
         return self.scale.ndim == 1
 
+    def first(self, rows: int) -> FP8Matrix:
+        """Return its first rows."""
+        if rows == len(self.data):
+            return self
+        return FP8Matrix(self.data[:rows], self.scale if self.per_tensor else self.scale[:rows])
+
     @property
     def floor(self) -> int:
         """The exponent of the format's smallest normal number."""
@@ -82,6 +89,7 @@ class QuantizedTensorStorage:
     _quantizer: Any
     _dtype: torch.dtype
     _shape: torch.Size
+    _kept: dict[tuple[str, bool], Any] | None = None
 
     def __init__(self, *, shape: torch.Size, dtype: torch.dtype, quantizer: Any = None, **data: Any) -> None:
         """Take `shape` and `dtype` of the high-precision tensor; `data` sets the other attributes."""
@@ -99,6 +107,23 @@ class QuantizedTensorStorage:
     def operand(self, columnwise: bool) -> Operand:
         """Return the rowwise or columnwise copy as a matrix `[M, K]`."""
         raise NotImplementedError
+
+    def keep(self) -> None:
+        """Keep what products derive from the data from now on, for as long as this object lives and keeps its data."""
+        self._kept = {}
+
+    @property
+    def keeps(self) -> bool:
+        """True after `keep`."""
+        return self._kept is not None
+
+    def kept(self, name: str, columnwise: bool, make: Callable[[], T]) -> T:
+        """Return make(), which runs once for each name and copy if this storage keeps what it derives."""
+        if self._kept is None:
+            return make()
+        if (name, columnwise) not in self._kept:
+            self._kept[name, columnwise] = make()
+        return self._kept[name, columnwise]
 
     def blocks(self, columnwise: bool) -> BlockScaled | None:
         """Return the rowwise or columnwise copy `[M, K]` with its block scales; None for other formats."""
@@ -159,6 +184,7 @@ class QuantizedTensorStorage:
 
     def set_data_tensors(self, tensors: tuple[Tensor | None, ...]) -> None:
         """Replace the tensors that hold the data."""
+        self._kept = None
         self.__dict__.update(zip(self._tensors, tensors, strict=True))
 
     @classmethod
