@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,7 @@ STREAMED_BYTES = 2**30  # larger corpora are streamed by default
 EVAL_SPLIT = 0.05  # of the documents in memory
 STREAMED_EVAL_SPLIT = 0.01
 
+Paths = str | os.PathLike[str] | Sequence[str] | None
 Data = str | os.PathLike[str] | Sequence[str] | DataConfig | Iterable[Any] | None
 
 
@@ -74,16 +75,20 @@ def open_data(
         DataError: the data cannot be read, is of no known format, or is too short.
     """
     if not isinstance(tokenizer, Tokenizer):
-        tokenizer = load_tokenizer(tokenizer)
+        tokenizer = load_tokenizer(Path(tokenizer) if isinstance(tokenizer, os.PathLike) else tokenizer)
     eval_data = options.pop("eval_data", ())
-    own = {name: given for name, given in ((OWN, data), (OWN_EVALUATION, eval_data)) if is_records(given)}
+    own = {
+        name: cast(Iterable[Any], given)
+        for name, given in ((OWN, data), (OWN_EVALUATION, eval_data))
+        if is_records(given)
+    }
     if formatting is not None and not own:
         raise UsageError("formatting is for records in memory: give a list or a datasets.Dataset, or for files columns")
     if isinstance(data, DataConfig):
         settings = data
     else:
-        paths = (OWN,) if OWN in own else _paths(data)
-        eval_paths = (OWN_EVALUATION,) if OWN_EVALUATION in own else _paths(eval_data)
+        paths = (OWN,) if OWN in own else _paths(cast(Paths, data))
+        eval_paths = (OWN_EVALUATION,) if OWN_EVALUATION in own else _paths(cast(Paths, eval_data))
         settings = DataConfig(data=paths, eval_data=eval_paths, **options)
     if not (data is None or isinstance(data, DataConfig) or settings.data):
         raise UsageError("no data in the list: give a path, or None for Python's own documentation and sources")
