@@ -28,6 +28,9 @@ OWN = {"stablelm": (80, "none"), "kimi": (112, "elementwise"), "mla": (192, "ele
 NEEDED: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(num_experts=0, layer_types=[FULL] * LAYERS),
     "afmoe": DENSE_AFMOE,
+    "granite": dict(
+        attention_multiplier=1 / 64, embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0
+    ),
     "laguna": {**DENSE_LAGUNA, "mlp_layer_types": ["dense"] * LAYERS, "gating": "per-head"},
 }
 

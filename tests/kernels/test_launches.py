@@ -1,0 +1,105 @@
+"""Launches of Triton kernels on tensors without memory: their grids, and whether they compile, without a GPU."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from te_models.kernels.gated_attention import Heads
+
+triton = pytest.importorskip("triton", "3.6")
+pytestmark = pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="the interpreter launches nothing")
+
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
+OPTIONS = ("num_warps", "num_stages")
+
+
+class Launch(NamedTuple):
+    """A kernel, the programs of its grid, its arguments and the options of the compiler."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """What would have been launched."""
+    found: list[Launch] = []
+
+    def run(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        found.append(Launch(kernel, grid, dict(inspect.signature(kernel.fn).bind(*args, **kwargs).arguments), options))
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
+    return found
+
+
+def attend(batch: int, seq: int, heads: Heads) -> None:
+    """All operations of attention, forward and backward, with and without FP8."""
+    from te_models.kernels.gated_attention_triton import TRITON  # noqa: PLC0415  the skip above comes first
+    from te_models.kernels.span_attention_triton import Spans  # noqa: PLC0415
+
+    assert TRITON.fp8 is not None
+    device, bf16 = torch.device("meta"), dict(dtype=torch.bfloat16, device="meta")
+    width = sum(section.stored for section in heads.sections)
+    q, k, v, gate = heads.split(torch.empty(batch * seq, width, **bf16), batch)
+    assert gate is not None
+    cos, one = torch.empty(seq, heads.dim, **bf16), torch.empty(1, dtype=torch.float32, device=device)
+    TRITON.rotate(q, q, cos, cos, True)
+    TRITON.copy(k, v)
+    TRITON.gate(q, gate)
+    dy = torch.empty_like(q)
+    TRITON.gate_backward(dy, q, gate, gate)
+    first = torch.empty(1, seq, dtype=torch.int32, device=device)
+    turned = [t.transpose(1, 2) for t in (q, k, v)]
+    out, sums = Spans(first, first).forward(*turned)
+    Spans(first, first).backward(out, *turned, out, sums)
+    fp8, place = TRITON.fp8.new(batch * seq, width, device), (one, one, True)
+    TRITON.fp8.rotate(fp8, place, 0, q, cos, cos, True)
+    TRITON.fp8.gate(fp8, place, 0, k, None)
+    TRITON.fp8.gate_backward(fp8, place, 0, dy, q, gate)
+
+
+@pytest.mark.parametrize(("batch", "seq", "heads"), [(700, 64, 128), (1, 262144, 128), (80000, 16, 1), (4, 2048, 4)])
+def test_grids_are_those_that_a_gpu_has(batch: int, seq: int, heads: int, launches: list[Launch]) -> None:
+    """2**31 - 1 programs in the first dimension, and 65,535 in the others."""
+    attend(batch, seq, Heads(heads, max(1, heads // 4), 128, "elementwise"))
+    assert len(launches) == 11
+    for launch in launches:
+        most = (2**31 - 1, 65535, 65535)
+        assert all(size <= limit for size, limit in zip(launch.grid, most, strict=False)), launch.kernel.fn.__name__
+
+
+def compile_for_h200(launch: Launch) -> None:
+    """Compile a kernel to machine code with the types and constants of a launch."""
+    compiler, backends = triton.compiler, triton.backends.compiler
+    types: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    for number, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        if isinstance(value, torch.Tensor):
+            types[parameter.name] = TYPES[value.dtype]
+        elif parameter.is_constexpr or value is None or value == 1:
+            types[parameter.name], constants[(number,)] = "constexpr", value
+        else:
+            types[parameter.name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+    source = compiler.ASTSource(launch.kernel, types, constants)
+    triton.compile(source, target=backends.GPUTarget("cuda", 90, 32), options=launch.options)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(
+    "size", [80, pytest.param(96, marks=pytest.mark.slow), pytest.param(192, marks=pytest.mark.slow)]
+)
+def test_heads_of_any_size_compile(size: int, launches: list[Launch]) -> None:
+    attend(1, 64, Heads(4, 2, size, "elementwise"))
+    for launch in launches:
+        if size == 80 and "fp8" not in launch.kernel.fn.__name__:  # the interpreter runs the others
+            continue
+        compile_for_h200(launch)
