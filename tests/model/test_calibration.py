@@ -170,8 +170,9 @@ def test_micro_batches_are_measured_together() -> None:
         torch.testing.assert_close(state(model)[name], tensor, rtol=1e-4, atol=0)
 
 
-def test_scales_that_are_there_are_kept(tmp_path: Path) -> None:
-    model = build()
+@pytest.mark.parametrize("length", [1, 4])
+def test_scales_that_are_there_are_kept(length: int, tmp_path: Path) -> None:
+    model = build(amax_history_len=length)
     model.calibrate(batch())
     first = state(model)
     model.calibrate(batch(1))
@@ -180,6 +181,16 @@ def test_scales_that_are_there_are_kept(tmp_path: Path) -> None:
     loaded = CausalLM.from_pretrained(tmp_path, device="cpu")
     loaded.calibrate(batch(1))
     assert_same(state(loaded), first)
+
+
+def test_a_measured_scale_may_be_1() -> None:
+    model = build(amax_history_len=4)
+    model.calibrate(batch())
+    for name, tensor in fp8_state(model).items():
+        tensor.fill_(1.0) if name.endswith("scale") else tensor[-1].fill_(448.0)
+    first = state(model)
+    model.calibrate(batch())
+    assert_same(state(model), first)
 
 
 def test_a_change_of_recipe_is_measured_anew() -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,9 @@ def test_a_run_begins_with_the_scales_of_its_first_step(tmp_path: Path) -> None:
     states: list[dict[str, Any]] = [{**fp8_state(runs[name].model), **runs[name].model.state_dict()} for name in runs]
     assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
     assert [len(losses(tmp_path / name)) for name in runs] == [3, 3, 3]
+    read = trainer(tmp_path).dataset
+    list(islice(read, 3))
+    assert [run.dataset.state_dict() for run in runs.values()] == [read.state_dict()] * 3
 
 
 def amax_rows(run: Trainer) -> set[int]:
