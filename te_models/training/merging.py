@@ -52,7 +52,8 @@ def save_adapters(
     tensors, documents = model_content(merged, merged.origin)
     save_folder(folder / "merged", tensors, {**documents, **words.files()})
     del merged, tensors  # before it is loaded once more, where the run computes
-    loss = evaluate(CausalLM.from_pretrained(folder / "merged", engine=model.engine, device=model.device), batches)
+    where: dict[str, Any] = dict(engine=model.engine, device=model.device)
+    loss = evaluate(CausalLM.from_pretrained(folder / "merged", **where), batches)
     trained = evaluate(model, batches)  # the run's last evaluation may be of several processes
     said = merged_loss(loss, trained, result.first_eval_loss, str(dtype).removeprefix("torch."))
     return {**written, "merged": str(folder / "merged"), "eval loss merged": said}

@@ -58,6 +58,7 @@ FIXED = (
     "lora_alpha", "lora_dropout",
 )  # fmt: skip
 PATHS = ("model", "data", "eval_data", "chat_template", "tokenizer")  # settings that may be paths
+SOURCES = ("data", "eval_data")  # settings that are one path or several
 SAID = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 
 
@@ -311,6 +312,8 @@ def _recipe_values(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _checked(path: Path, name: str, value: Any) -> Any:
     """Return the value of a setting; a ConfigError if it is of a wrong type."""
     kind = SETTINGS[name]
+    if name in SOURCES and not all(isinstance(one, str) for one in (value if isinstance(value, list) else [value])):
+        raise ConfigError(f"{path}: {name} = {value!r}: give a path, or a list of paths")
     allowed: Any = (int, float) if kind is float else (str, Mapping) if name == "optimizer_options" else kind
     if kind is not object and (not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool)):
         raise ConfigError(f"{path}: {name} = {value!r}: give {SAID[kind]}")
