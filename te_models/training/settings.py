@@ -58,6 +58,7 @@ FIXED = (
     "lora_alpha", "lora_dropout",
 )  # fmt: skip
 PATHS = ("model", "data", "eval_data", "chat_template", "tokenizer")  # settings that may be paths
+SOURCES = ("data", "eval_data")  # settings that are one path or several
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +311,8 @@ def _recipe_values(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _checked(path: Path, name: str, value: Any) -> Any:
     """Return the value of a setting; a ConfigError if it is of a wrong type."""
     kind = SETTINGS[name]
+    if name in SOURCES and not all(isinstance(one, str) for one in (value if isinstance(value, list) else [value])):
+        raise ConfigError(f"{path}: {name} = {value!r}: give a path, or a list of paths")
     options = name == "optimizer_options" and isinstance(value, Mapping)
     if not options and (wanted := mistyped(value, kind)):
         raise ConfigError(f"{path}: {name} = {value!r}: give {wanted}")

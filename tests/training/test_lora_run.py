@@ -150,6 +150,14 @@ def test_a_finished_run_can_be_merged(start: list[str], capsys: Any) -> None:
     assert main(["finetune", "--resume", "run"]) == 2
     assert main(["finetune", "--resume", "run", "--merge"]) == 0
     assert Path("run/merged").is_dir() and len(losses(Path("run"))) == 3
+    assert "eval loss merged" in capsys.readouterr().out
+    assert main(["finetune", "--resume", "run", "--merge"]) == 2
+    assert main(["finetune", "--resume", "run", "--merge", "--merge-dtype", "float32"]) == 0
+    assert (
+        " in float32, " in capsys.readouterr().out
+        and read_toml(Path("run/run.toml"))["lora"]["merge_dtype"] == "float32"
+    )
+    assert CausalLM.from_pretrained("run/merged", device="cpu").dtype == torch.float32
 
 
 def test_the_head_can_have_adapters(start: list[str], capsys: Any) -> None:
@@ -200,6 +208,9 @@ def test_from_the_command_line_to_a_merged_model(choices: list[str], start: list
         ("finetune", {"lora": 4, "lora_alpha": 0.0}, "give a positive number, such as 8"),
         ("finetune", {"merge": True}, "--merge is for adapters: give --lora RANK"),
         ("finetune", {"lora_targets": "o_proj"}, "--lora-targets is for adapters"),
+        ("finetune", {"merge_dtype": "float32"}, "--merge-dtype is for adapters"),
+        ("finetune", {"lora": 4, "merge_dtype": "float32"}, "is for the merged model: give --merge too"),
+        ("finetune", {"lora": 4, "merge": True, "merge_dtype": "float23"}, "did you mean 'float32'"),
         ("pretrain", {"lora": 4}, "adapts a model that has weights"),
     ],
 )

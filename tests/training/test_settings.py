@@ -89,6 +89,8 @@ def test_another_recipe_or_shape_replaces_that_of_the_file_as_a_whole(tmp_path: 
         ('[training]\nlearning_rate = "x"\n', "learning_rate = 'x': give a number"),
         ("[model]\nfp8_params = 1\n", "fp8_params = 1: give true or false"),
         ("[run]\npreset = 1\n", "preset = 1: give text"),
+        ("[data]\ndata = 5\n", "data = 5: give a path, or a list of paths"),
+        ("[data]\neval_data = ['a', 1]\n", r"eval_data = .'a', 1.: give a path, or a list of paths"),
     ],
 )
 def test_a_mistake_in_a_file_is_named(text: str, message: str, tmp_path: Path) -> None:
