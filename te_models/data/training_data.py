@@ -74,9 +74,12 @@ def open_data(
         DataError: the data cannot be read, is of no known format, or is too short.
     """
     if not isinstance(tokenizer, Tokenizer):
-        tokenizer = load_tokenizer(tokenizer)
+        tokenizer = load_tokenizer(os.fspath(tokenizer))
     eval_data = options.pop("eval_data", ())
-    own = {name: given for name, given in ((OWN, data), (OWN_EVALUATION, eval_data)) if is_records(given)}
+    own: dict[str, Iterable[Any]] = {}
+    for name, given in ((OWN, data), (OWN_EVALUATION, eval_data)):
+        if is_records(given):
+            own[name] = given
     if formatting is not None and not own:
         raise UsageError("formatting is for records in memory: give a list or a datasets.Dataset, or for files columns")
     if isinstance(data, DataConfig):
@@ -295,7 +298,7 @@ class _Opening:
         ]
 
 
-def _paths(data: str | os.PathLike[str] | Sequence[str] | None) -> tuple[str, ...]:
+def _paths(data: str | os.PathLike[str] | Iterable[Any] | None) -> tuple[str, ...]:
     if data is None:
         return ()
     return (os.fspath(data),) if isinstance(data, str | os.PathLike) else tuple(map(os.fspath, data))

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,7 +151,7 @@ def pad_id(model: Decoder, stops: Tensor | None) -> int:
 def _rows(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
     """Return one or several prompts as lists of ids."""
     try:
-        rows = list(prompts)
+        rows: list[Any] = list(prompts)
         one = bool(rows) and isinstance(rows[0], int)
         return [list(map(index, row)) for row in ([rows] if one else rows)]
     except TypeError:  # of a text, in place of its tokens

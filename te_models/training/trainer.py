@@ -138,8 +138,9 @@ class Trainer(NamedFields):
 
     def __post_init__(self) -> None:
         config, parallel, self.out = self.config, self.parallel, Path(self.out)
-        own = not isinstance(self.dataset, TokenDataset | StreamingDataset)
-        self.data = OwnBatches(self.dataset, config.seed, parallel.ranks) if own else self.dataset
+        given = self.dataset
+        ours = isinstance(given, TokenDataset | StreamingDataset)
+        self.data = given if ours else OwnBatches(given, config.seed, parallel.ranks)
         evaluated = () if self.eval_batches is None else self.eval_batches
         self.evaluation = [checked_batch(batch, f"evaluation batch {n}") for n, batch in enumerate(evaluated, 1)]
         if config.patience and self.eval_batches is None:
