@@ -1,10 +1,10 @@
 #!/bin/sh
-# The H200 figures of speed and memory in README and docs, into the folder $1: a GPU with Transformer Engine and TRL,
-# about 30 minutes; with a second GPU 7 more. Nothing else may run beside it.
+# The H200 figures in README and docs, into the folder $1: a GPU with Transformer Engine, TRL and pytest, about 30
+# minutes and those of soak, parity and the journeys; with a second GPU 7 more. Nothing else may run beside it.
 set -u
 out=${1:?usage: benchmarks/all.sh FOLDER}
 cd "$(dirname "$0")/.." && mkdir -p "$out" && export PYTHONPATH=.
-bench="python3 -m te_models bench --peers torch,torchao,te-layer --recipes delayed+plain+no_edges,delayed+no_edges,delayed+no_edges+graph"
+bench="python3 -m te_models bench --peers torch,torchao,te-layer --recipes delayed+plain+no_edges,delayed+no_edges,delayed+no_edges+graph,delayed,delayed+graph"
 
 $bench --preset gated-1b --batch-size 8 --seq-len 2048 --out "$out/step_1b"
 $bench --preset gated-8b --num-hidden-layers 4 --num-key-value-heads 32 --batch-size 4 --seq-len 4096 --out "$out/step_8b4"
@@ -23,6 +23,11 @@ python3 benchmarks/finetune_against_trl.py run --out "$out/finetune_against_trl.
 python3 benchmarks/span_attention.py --out "$out/span_attention.json"
 python3 benchmarks/fast_and_plain.py --seeds 12 --processes 6 --out "$out/fast_and_plain.json"
 python3 benchmarks/checkpoint_parity.py --out "$out/checkpoint_parity.json"
+python3 benchmarks/engine_parity.py --out "$out/engine_parity.json"
+python3 benchmarks/resume_parity.py --out "$out/resume_parity.json"
+python3 -m benchmarks.serving_parity --model gated-nano --out "$out/serving_parity.json"
+python3 benchmarks/soak.py --out "$out/soak.json" --figure "$out/soak.png"
+TE_MODELS_RESULTS="$out/journeys.json" python3 -m pytest -q -m gpu tests/test_journeys.py
 
 [ "$(nvidia-smi --list-gpus | wc -l)" -ge 2 ] || exit 0
 two="torchrun --nproc-per-node 2 benchmarks/scaling.py run --recipe delayed"

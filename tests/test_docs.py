@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import benchmarks.make_tables as make_tables
 import te_models
 from te_models.cli.commands import cli
+from te_models.data.formats import ALPACA, MESSAGES, PAIRS, SHAREGPT, TEXT, recognize, row_document
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -147,6 +152,8 @@ RUNNABLE = [
     ("docs/guide/checkpoints.md", 0),
     ("docs/guide/generation.md", 0),
     ("docs/internals/emulation.md", 0),
+    ("docs/guide/data.md", 0),
+    ("docs/guide/fine_tuning.md", -1),
 ]
 
 
@@ -156,3 +163,25 @@ RUNNABLE = [
 def test_snippets_run(page: str, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(blocks(ROOT / page, "python")[place], page, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_own_modules_go_to_disk_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page as one program: the restored block has the weights and the scales of the first."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for code in blocks(ROOT / "docs/guide/own_modules.md", "python"):
+        exec(compile(code, "own_modules.md", "exec"), names)
+    restored, block = names["restored"], names["block"]
+    assert all(torch.equal(restored.get_parameter(name), value) for name, value in block.named_parameters())
+    saved = load_file(tmp_path / "scales.safetensors")
+    assert saved and any(bool((value != 0).any()) for name, value in saved.items() if "amax" in name)
+    assert names["again"].shape == names["x"].shape
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide/data.md"])
+def test_records_in_the_guide_are_of_all_formats(page: str) -> None:
+    lines = [json.loads(line) for code in blocks(ROOT / page, "json") for line in code.splitlines()]
+    assert [recognize(line) for line in lines] == [MESSAGES, SHAREGPT, ALPACA, PAIRS, TEXT]
+    for line in lines:
+        assert row_document(line, {}, page, page)

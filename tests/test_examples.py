@@ -102,6 +102,46 @@ def test_finetune_lora(run: Any, model: Path, corpus: Path, tmp_path: Path) -> N
     }
 
 
+def test_memory_plan(run: Any) -> None:
+    out = run("memory_plan.py", "--preset", "gated-350m", "--gigabytes", 24)
+    fits = [int(number) for number in re.findall(r"^activation_checkpointing=\w+: (\d+) x 2048", out, re.MULTILINE)]
+    assert len(fits) == 3 and 0 < fits[0] < fits[1] < fits[2]
+    peak = re.search(r"\S+ \(peak\)", out)
+    assert peak is not None and float(peak[0].split()[0]) < 24e9 / 2**30
+
+
+def test_own_recipe(run: Any, tmp_path: Path) -> None:
+    out = run("own_recipe.py", "--steps", 3, "--out", tmp_path)
+    assert "Float8BlockScaling" in out and "num_layers_at_start_in_bf16 = 2" in out
+    before, after = map(float, re.findall(r"held-out loss ([\d.]+) before, ([\d.]+) after 3 steps", out)[0])
+    assert after < before
+    saved = CausalLM.from_pretrained(tmp_path / "run", device="cpu").recipe
+    assert saved.scheme == "Float8BlockScaling" and saved.num_layers_at_end_in_bf16 == 2
+
+
+def test_export_and_parity(run: Any, corpus: Path, tmp_path: Path) -> None:
+    out = run("export_and_parity.py", "--data", corpus, "--out", tmp_path / "served")
+    agreement = re.search(r"([\d.]+) %", out)
+    assert "linears quantized" in out and agreement is not None and float(agreement[1]) > 50
+    assert json.loads((tmp_path / "served/config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.slow
+def test_preferences_trl(run: Any, model: Path, tmp_path: Path) -> None:
+    for package in ("trl", "datasets"):
+        pytest.importorskip(package)
+    pairs = [{"prompt": f"Say {n}: ", "chosen": "yes it is", "rejected": "no"} for n in range(16)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    out = run(
+        "preferences_trl.py", "--model", model, "--data", tmp_path / "data.jsonl", "--recipe", "bf16",
+        "--steps", 6, "--batch-size", 4, "--learning-rate", 1e-3, "--out", tmp_path / "dpo",
+    )  # fmt: skip
+    losses = printed_losses(out)
+    assert len(losses) == 6 and losses[0] == pytest.approx(0.6931, abs=0.01) and losses[-1] < losses[0] - 0.1
+    tuned, first = (CausalLM.from_pretrained(folder, device="cpu") for folder in (tmp_path / "dpo", model))
+    assert not torch.equal(tuned.layers[0].mlp.down_proj.weight, first.layers[0].mlp.down_proj.weight)
+
+
 def test_swap_recipes(run: Any, model: Path, corpus: Path, tmp_path: Path) -> None:
     args = ["--data", corpus, *SIZES, "--every", 2, "--recipes", "bf16,delayed,mxfp8", "--out", tmp_path / "a"]
     out = run("swap_recipes.py", "--model", model, *args)

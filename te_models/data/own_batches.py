@@ -18,7 +18,7 @@ OPTIONAL = ("attention_mask", "document_ids")
 
 
 class OwnBatches:
-    """An endless iterator over batches of the user's own, which begin anew when they end, with exact resume.
+    """An endless iterator over batches of the user's own, which start again when they end, with exact resume.
 
     The position is the number of batches so far in the epoch, and a resumed run draws and drops as many. PyTorch's
     random numbers in the data, such as the order of a shuffling DataLoader, have a state of their own that `seed` and
@@ -94,7 +94,7 @@ class OwnBatches:
         if not all(self.ranks.gather(same or not self.ranks.first)):
             raise UsageError(
                 "the data gives other batches than in the saved run: draw its random numbers from PyTorch or from a "
-                "seed that begins anew with each iteration, or start a new run"
+                "seed that is the same for each iteration, or start a new run"
             )
 
     def _begin(self) -> None:

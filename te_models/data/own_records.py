@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from te_models.data.formats import misspelled, recognize, rename, row_document, without_nulls
 from te_models.data.sources import Source
@@ -13,7 +13,7 @@ from te_models.errors import DataError, UsageError
 Formatting = Callable[[Mapping[str, Any]], Any]  # a record -> its text, its messages, or a dict with a format's fields
 
 
-def is_records(data: Any) -> bool:
+def is_records(data: object) -> TypeGuard[Iterable[Any]]:
     """Return whether `data` is records rather than a path or a list of paths."""
     if data is None or isinstance(data, str | os.PathLike) or not isinstance(data, Iterable):
         return False

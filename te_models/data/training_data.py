@@ -300,7 +300,7 @@ class _Opening:
         ]
 
 
-def _paths(data: str | os.PathLike[str] | Sequence[str] | None) -> tuple[str, ...]:
+def _paths(data: str | os.PathLike[str] | Iterable[Any] | None) -> tuple[str, ...]:
     if data is None:
         return ()
     return (os.fspath(data),) if isinstance(data, str | os.PathLike) else tuple(map(os.fspath, data))
