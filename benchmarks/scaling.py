@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Self
 
 from te_models.config.presets import get_preset
 from te_models.config.training import TrainConfig
@@ -41,6 +42,9 @@ class RandomTokens:
     def __init__(self, vocabulary: int, batch: int, length: int) -> None:
         ids = torch.randint(0, vocabulary, (batch, length))
         self.batch = {"input_ids": ids, "labels": ids}
+
+    def __iter__(self) -> Self:
+        return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
         return self.batch

@@ -13,8 +13,9 @@ import torch
 from fewer import every
 from torch import Tensor
 
+from te_models.config.attention import Heads
 from te_models.kernels import embedding_triton, gated_attention_triton, handover_triton, lm_head, lm_head_triton
-from te_models.kernels.gated_attention import Heads, attention_core
+from te_models.kernels.gated_attention import attention_core, split_heads
 from te_models.kernels.span_attention_triton import Spans, spans
 
 ON_GPU = torch.cuda.is_available()
@@ -69,7 +70,7 @@ def test_attention_in_spans_serves_heads_of_any_size(size: int, gate: str) -> No
     operations = gated_attention_triton.TRITON._replace(fp8=None)
     seen = spans(TOKENS, WINDOW, documents.to(DEVICE), DEVICE)
     mine = attention_core(one * 1.0, cos, sin, 2, TOKENS, heads, operations, spans=seen)
-    q, k, v, logits = heads.split(other, 2)
+    q, k, v, logits = split_heads(heads, other, 2)
     q, k = (rotate(t, cos.cpu().double(), sin.cpu().double()) for t in (q, k))
     mixed = attend(q, k, v, documents, WINDOW)
     theirs = (mixed if logits is None else mixed * torch.sigmoid(logits)).reshape(2 * TOKENS, -1)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from te_models.kernels.gated_attention import Heads
+from te_models.config.attention import Heads
+from te_models.kernels.gated_attention import split_heads
 
 triton = pytest.importorskip("triton", "3.6")
 pytestmark = pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="the interpreter launches nothing")
@@ -48,7 +49,7 @@ def attend(batch: int, seq: int, heads: Heads) -> None:
     assert TRITON.fp8 is not None
     device, bf16 = torch.device("meta"), dict(dtype=torch.bfloat16, device="meta")
     width = sum(section.stored for section in heads.sections)
-    q, k, v, gate = heads.split(torch.empty(batch * seq, width, **bf16), batch)
+    q, k, v, gate = split_heads(heads, torch.empty(batch * seq, width, **bf16), batch)
     assert gate is not None
     cos, one = torch.empty(seq, heads.dim, **bf16), torch.empty(1, dtype=torch.float32, device=device)
     TRITON.rotate(q, q, cos, cos, True)
