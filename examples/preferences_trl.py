@@ -6,9 +6,10 @@ Each line of the data is {"prompt": ..., "chosen": ..., "rejected": ...}, texts 
 """
 
 import argparse
+from typing import cast
 
 from datasets import load_dataset
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 
 from te_models import TEModelsForCausalLM
@@ -27,7 +28,7 @@ def main() -> None:
 
     model = TEModelsForCausalLM.from_pretrained(arguments.model, recipe=arguments.recipe, dtype="bfloat16")
     reference = TEModelsForCausalLM.from_pretrained(arguments.model, recipe=arguments.recipe, dtype="bfloat16")
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(arguments.model))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     config = DPOConfig(
         arguments.out,

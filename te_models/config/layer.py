@@ -163,7 +163,7 @@ class PartSpec(ABC):
     @property
     @abstractmethod
     def features(self) -> Mapping[str, int]:
-        """What users call the inputs and outputs of its te.Linears that FP8 uses -> their number."""
+        """Name that users know, such as intermediate_size -> number, of the inputs and outputs of its te.Linears."""
 
     # Tensor parallelism.
 

@@ -30,7 +30,7 @@ class Cache(Protocol):
 
 
 class State(Protocol):
-    """What one layer keeps of the tokens seen so far; a mixer makes it (te_models.model.part.Mixer.new_state)."""
+    """The state of one layer: its tokens so far. A mixer makes it (te_models.model.part.Mixer.new_state)."""
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Whether a recipe suits a model: the sizes that its GEMMs need, and the choice behind recipe="auto"."""
+"""Check that a recipe suits the sizes of a model, and choose the recipe for recipe="auto"."""
 
 from __future__ import annotations
 

@@ -553,7 +553,7 @@ OWN = {"messages": TALKS, "pairs": PAIRS, "alpaca": ALPACA, "sharegpt": SHAREGPT
 
 
 def same_data(one: tuple, other: tuple) -> bool:
-    """Whether two datasets give the same batches, and are evaluated on the same ones."""
+    """Return whether two datasets give the same batches, and are evaluated on the same ones."""
     found = []
     for data, evaluated in (one, other):
         start = data.state_dict()

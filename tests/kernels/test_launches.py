@@ -30,7 +30,7 @@ class Launch(NamedTuple):
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """What would have been launched."""
+    """A launch that did not happen."""
     found: list[Launch] = []
 
     def run(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:

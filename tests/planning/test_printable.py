@@ -1,4 +1,4 @@
-"""What is printed obeys no character of a name, of data or of generated text."""
+"""Printed text obeys no character of a name, of data or of generated text."""
 
 from __future__ import annotations
 
