@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 from te_models.config.layer import LayerSpec, LinearSpec, PartSpec, Section, distinct, named_linears
 from te_models.config.layers import MIXERS, describe_layers
-from te_models.config.rope import Rope, check_rotary_size, checked_scaling, checked_sliding_rope
+from te_models.config.rope import Rope, check_rotary_size, checked_scaling, checked_sliding_rope, frozen
 from te_models.errors import ConfigError, NamedFields, documented, field_values, unknown
 
 # Field -> its values.
@@ -170,7 +170,7 @@ class ModelConfig(NamedFields):
         """The rotary embedding of layers without a window, and of the others too where there is no `sliding_rope`."""
         return Rope(
             self.rope_theta, self.head_dim, self.partial_rotary_factor, self.max_position_embeddings,
-            self.rope_interleaved, self.rope_scaling,
+            self.rope_interleaved, frozen(self.rope_scaling),
         )  # fmt: skip
 
     @functools.cached_property
@@ -180,7 +180,7 @@ class ModelConfig(NamedFields):
             return self.rope
         scaling = dict(self.sliding_rope)
         theta, share = scaling.pop("rope_theta"), scaling.pop("partial_rotary_factor", 1.0)
-        return dataclasses.replace(self.rope, theta=theta, share=share, scaling=scaling or None)
+        return dataclasses.replace(self.rope, theta=theta, share=share, stretching=frozen(scaling))
 
     @property
     def longest_sequence(self) -> int:

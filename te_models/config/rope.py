@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from te_models.errors import ConfigError
@@ -32,7 +32,7 @@ class Rope:
         share: the share of them that is rotated.
         context: max_position_embeddings, to which some scalings relate.
         interleaved: rotate neighboring channels instead of the two halves.
-        scaling: None, or a row of ROPE_SCALINGS with its `rope_type`.
+        stretching: the items of `scaling`, hashable; none without one.
     """
 
     theta: float
@@ -40,7 +40,13 @@ class Rope:
     share: float
     context: int
     interleaved: bool = False
-    scaling: Mapping[str, Any] | None = field(default=None, hash=False)
+    stretching: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def scaling(self) -> dict[str, Any] | None:
+        """None, or a row of ROPE_SCALINGS with its `rope_type`."""
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in self.stretching}
+        return values or None
 
     @property
     def size(self) -> int:
@@ -63,6 +69,11 @@ class Rope:
         if scaling.get("rope_type") not in ("dynamic", "yarn", "longrope"):
             return self.context
         return max(self.context, int(self.original_context * scaling.get("factor", 1)))
+
+
+def frozen(scaling: Mapping[str, Any] | None) -> tuple[tuple[str, Any], ...]:
+    """Return the items of `rope_scaling`, hashable."""
+    return tuple((name, tuple(v) if isinstance(v, list) else v) for name, v in (scaling or {}).items())
 
 
 def check_rotary_size(head_dim: int, factor: float) -> None:
