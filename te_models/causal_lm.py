@@ -84,7 +84,7 @@ class CausalLM(Decoder):
         """Return the precision and engine of each te.Linear with the reason, and what fused kernels do not support."""
         rows, fp8 = [], self.fp8_layers
         for name, module in self.named_modules():
-            if not isinstance(module, self.te.Linear):
+            if not isinstance(module, self.te.LINEARS):
                 continue
             name = name.removesuffix(".base_layer")  # of a linear with adapters
             if name == "lm_head":

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from te_models.config.attention import AttentionSpec
-from te_models.config.layer import LayerSpec, MixerSpec
+from te_models.config.layer import FeedforwardSpec, LayerSpec, MixerSpec
 from te_models.config.mlp import MLPSpec
+from te_models.config.moe import MoESpec
 
 if TYPE_CHECKING:
     from te_models.config.model import ModelConfig
@@ -22,11 +23,16 @@ MIXERS: dict[str, Callable[[ModelConfig, int], MixerSpec]] = {
     "sliding_attention": AttentionSpec.of,
 }
 
+# The same for `mlp_layer_types` and the MLP.
+MLPS: dict[str, Callable[[ModelConfig, int], FeedforwardSpec]] = {"dense": MLPSpec.of, "sparse": MoESpec.of}
+
 
 def describe_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """Return the layers of a model, from its first to its last."""
-    kinds = config.layer_types or ("full_attention",) * config.num_hidden_layers
+    count = config.num_hidden_layers
+    mixers = config.layer_types or ("full_attention",) * count
+    mlps = config.mlp_layer_types or ("dense" if config.moe is None else "sparse",) * count
     return tuple(
-        LayerSpec(MIXERS[kind](config, layer), MLPSpec.of(config, layer), config.norm_position)
-        for layer, kind in enumerate(kinds)
+        LayerSpec(MIXERS[mixer](config, layer), MLPS[mlp](config, layer), config.norm_position)
+        for layer, (mixer, mlp) in enumerate(zip(mixers, mlps, strict=True))
     )

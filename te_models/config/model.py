@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from te_models.config.layer import LayerSpec, LinearSpec, PartSpec, Section, distinct, named_linears
-from te_models.config.layers import MIXERS, describe_layers
+from te_models.config.layers import MIXERS, MLPS, describe_layers
+from te_models.config.moe import MoEConfig
 from te_models.config.rope import Rope, check_rotary_size, checked_scaling, checked_sliding_rope, frozen
 from te_models.errors import ConfigError, NamedFields, documented, field_values, unknown
 
@@ -27,7 +28,8 @@ CHOICES = {
 
 MAX_PARAMETERS = 2**60  # PyTorch counts bytes in 64 bits
 MAX_LAYERS = 10_000  # planning a model loops over its layers
-PER_LAYER = ("no_rope_layers", "layer_types")  # fields with one entry per layer
+PER_LAYER = ("no_rope_layers", "layer_types", "mlp_layer_types")  # fields with one entry per layer
+GROUPS = {"moe": MoEConfig}  # fields that are groups of fields; a file has the values of each by name
 
 
 @dataclass(kw_only=True, unsafe_hash=True)  # frozen by __setattr__ below
@@ -89,6 +91,10 @@ class ModelConfig(NamedFields):
     hidden_act: str = documented("silu", "Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2.")
     mlp_gate: bool = documented(True, "Gate the MLP, act(gate) * up; without, act(up) (Arcee).")
     mlp_bias: bool = documented(False, "Bias on the projections of the MLP.")
+    moe: MoEConfig | None = documented(None, "Experts in place of MLPs.")
+    mlp_layer_types: tuple[str, ...] | None = documented(
+        None, 'One entry per layer, "dense" or "sparse" (experts); None: all sparse with moe, else all dense.'
+    )
     embedding_multiplier: float = documented(1.0, "Factor on the embeddings (Granite, Gemma).")
     residual_multiplier: float = documented(
         1.0, "Factor on the outputs of attention and MLP before the residual addition (Granite)."
@@ -103,9 +109,12 @@ class ModelConfig(NamedFields):
 
     def __post_init__(self) -> None:
         values = field_values(self)
-        for name in ("no_rope_layers", "layer_types", "eos_token_id"):
+        for name in (*PER_LAYER, "eos_token_id"):
             if isinstance(values[name], list):
                 object.__setattr__(self, name, tuple(values[name]))
+        for name, group in GROUPS.items():
+            if isinstance(values[name], Mapping):
+                object.__setattr__(self, name, group(**values[name]))
         _check_types(self)
         _check_layers(self)
         if self.num_key_value_heads is None:
@@ -199,6 +208,11 @@ class ModelConfig(NamedFields):
         blocks = sum(count * layer.num_parameters for layer, count in Counter(self.layers).items())
         return tables + blocks + self.hidden_size
 
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token goes through: of its own experts only."""
+        return self.num_parameters - sum(layer.num_parameters - layer.num_active_parameters for layer in self.layers)
+
     def with_layers(self, depths: Sequence[int]) -> ModelConfig:
         """Return the config of a model of these layers of this one, in this order."""
         own = {name: getattr(self, name) for name in PER_LAYER}
@@ -208,6 +222,7 @@ class ModelConfig(NamedFields):
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, resolved, as plain JSON values; those that a subclass adds are not saved with a model."""
         values = field_values(self)
+        values |= {name: dataclasses.asdict(values[name]) for name in GROUPS if values[name] is not None}
         plain = {name: copy.deepcopy(values[name]) for name in config_fields()}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
@@ -248,6 +263,8 @@ def _check_types(config: ModelConfig) -> None:
             good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
         elif kind.startswith("Mapping"):
             good = isinstance(value, Mapping)
+        elif f.name in GROUPS:
+            good = isinstance(value, GROUPS[f.name])
         else:
             good = isinstance(value, tuple if kind.startswith("tuple") else str)
         if not good:
@@ -258,7 +275,11 @@ def _check_layers(config: ModelConfig) -> None:
     """Require a number of layers that can be planned, and a known kind for each in fields that name one."""
     if config.num_hidden_layers > MAX_LAYERS:
         raise ConfigError(f"num_hidden_layers={config.num_hidden_layers} is too large: give {MAX_LAYERS} or fewer")
-    per_layer = {"no_rope_layers": (config.no_rope_layers, (0, 1)), "layer_types": (config.layer_types, tuple(MIXERS))}
+    per_layer = {
+        "no_rope_layers": (config.no_rope_layers, (0, 1)),
+        "layer_types": (config.layer_types, tuple(MIXERS)),
+        "mlp_layer_types": (config.mlp_layer_types, tuple(MLPS)),
+    }
     for name, (values, allowed) in per_layer.items():
         if values is None:
             continue
@@ -269,6 +290,10 @@ def _check_layers(config: ModelConfig) -> None:
                 raise ConfigError(f"{name} holds {value!r}, which is not supported: choose from {allowed}")
     if config.layer_types and "sliding_attention" in config.layer_types and config.sliding_window is None:
         raise ConfigError("layer_types asks for sliding_attention: give sliding_window")
+    if "sparse" in (config.mlp_layer_types or ()) and config.moe is None:
+        raise ConfigError("mlp_layer_types asks for sparse layers: give moe, their experts")
+    if config.moe is not None and (config.mlp_bias or not config.mlp_gate):
+        raise ConfigError("experts have a gate and no bias: leave out mlp_bias and mlp_gate")
 
 
 def _check_pairs(config: ModelConfig) -> None:

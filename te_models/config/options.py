@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
+from te_models.config.moe import MoEConfig
+
 
 class RecipeOptions(TypedDict, total=False):
     """Fields of a recipe; each recipe accepts those of its scheme (te_models.config.recipe.SCHEMES)."""
@@ -77,6 +79,8 @@ class ConfigOptions(TypedDict, total=False):
     hidden_act: str
     mlp_gate: bool
     mlp_bias: bool
+    moe: MoEConfig | Mapping[str, Any] | None
+    mlp_layer_types: tuple[str, ...] | None
     embedding_multiplier: float
     residual_multiplier: float
     logits_scaling: float

@@ -45,7 +45,7 @@ def _fp8_linears(model: Decoder) -> list[nn.Module]:
     parts = [model.layers[layer] for layer in model.fp8_layers]
     if model.recipe.head_in_fp8:
         parts.append(model.lm_head)
-    return [module for part in parts for module in part.modules() if isinstance(module, model.te.Linear)]
+    return [module for part in parts for module in part.modules() if isinstance(module, model.te.LINEARS)]
 
 
 @contextlib.contextmanager

@@ -41,16 +41,21 @@ from te_models.model.kv_cache import Cache, DecodingCache, slots_for
 from te_models.model.offload import HostMemory, Offload
 from te_models.model.recipe_fit import check_layers, check_sizes, choose_recipe
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
+from te_models.model.router import RoutingReport
 from te_models.model.targets import nan_if, next_token_targets
 from te_models.model.te_modules import Factory, pad_rows
 from te_models.model.tensor_parallel import TensorParallel
 
 
 class Output(NamedTuple):
-    """loss: FP32 scalar, None without labels; logits [B, S, V] in the model's dtype, None if not asked for."""
+    """loss: FP32 scalar, None without labels; logits [B, S, V] in the model's dtype, None if not asked for.
+
+    In training, the loss of a model with experts includes those of its routers, which `routing` has.
+    """
 
     loss: Tensor | None
     logits: Any
+    routing: RoutingReport | None = None
 
 
 _register_namedtuple(Output, serialized_type_name="te_models.Output")  # for torch.export.save
@@ -196,7 +201,7 @@ class Decoder(nn.Module):
         """Restore a copy or a pickle, which trains its own scales."""
         super().__setstate__(state)
         for module in self.modules():
-            if isinstance(module, self.te.Linear):
+            if isinstance(module, self.te.LINEARS):
                 self.te.separate_copy(module)
         relink(self, self.te_recipe)
 
@@ -304,11 +309,15 @@ class Decoder(nn.Module):
             tokens, unknown = known_ids(tokens, self.config.vocab_size)
         recompute = self._recompute(tokens.device, is_first_microbatch)
         passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
-        context = forward_context(self.specs, tokens, *passed, self.dtype)
+        context = forward_context(self.specs, tokens, *passed, self.dtype, self.recipe.row_alignment)
         wanted = (labels, attention_mask, document_ids, return_logits, logits_to_keep)
         with forward_pass(self, self.te, self.recipe, self.te_recipe):
             evaluated = not self.training
             output = self._decode(tokens, context, *wanted)
+            if self.config.moe is not None and context.routing.layers and output.loss is not None:
+                report = context.routing.report()
+                loss = output.loss + report.loss(self.config.moe) if self.training else output.loss
+                output = Output(loss, output.logits, report)
         if output.loss is not None and unknown is not None:
             output = output._replace(loss=nan_if(output.loss, unknown))
         if self.recipe.stateful and evaluated:
@@ -447,7 +456,7 @@ class Decoder(nn.Module):
         old = self.recipe
         keep = self.copied_fp8_state() if new.stateful else {}
         for module in self.modules():
-            if isinstance(module, self.te.Linear):
+            if isinstance(module, self.te.LINEARS):
                 self.te.reset_fp8_state(module)
         self.recipe, self.te_recipe, self.recipe_reason = new, new.build(self.te), reason
         relink(self, self.te_recipe)

@@ -16,6 +16,7 @@ from te_models.kernels.sdpa import attention_mask, masks_nothing
 from te_models.model.kv_cache import Cache
 from te_models.model.recompute import Recompute
 from te_models.model.rope import rotary_tables
+from te_models.model.router import Routing
 from te_models.model.te_modules import pad_rows
 
 
@@ -44,6 +45,8 @@ class ForwardContext(NamedTuple):
     recompute: Recompute  # which activations backward recomputes
     kernels: Kernels
     fp8_layers: range  # the blocks that belong inside the model's autocast
+    routing: Routing  # what routers did
+    alignment: int  # the number of rows of each GEMM is a multiple of this
 
     def without_padding(self, x: Tensor) -> Tensor:
         """Return x [N, D] with zeros at padding, which a bias has made nonzero."""
@@ -56,6 +59,10 @@ class ForwardContext(NamedTuple):
         """Return a te.Linear of x [N, I], [N, O]; it reuses its quantized weight where this pass allows it."""
         return self.kernels.linear(module, x, is_first_microbatch=self.recompute.first_microbatch)
 
+    def grouped(self, module: nn.Module, x: Tensor, rows: list[int]) -> Tensor:
+        """Return a te.GroupedLinear of x [R, I], whose experts have these numbers of rows: [R, O]."""
+        return module(x, rows, is_first_microbatch=self.recompute.first_microbatch)
+
 
 def forward_context(
     layers: tuple[LayerSpec, ...],
@@ -67,6 +74,7 @@ def forward_context(
     kernels: Kernels,
     fp8_layers: range,
     dtype: torch.dtype,
+    alignment: int = 1,
 ) -> ForwardContext:
     """Compute positions and masks of the newest tokens `ids` [B, S] (or [B, S, D]) of each row, on their device.
 
@@ -102,6 +110,8 @@ def forward_context(
         recompute=recompute,
         kernels=kernels,
         fp8_layers=fp8_layers,
+        routing=Routing(),
+        alignment=alignment,
     )
 
 

@@ -36,7 +36,15 @@ class Factory:
         return 0.0 if self.zero_centered else 1.0
 
     def linear(self, spec: LinearSpec) -> nn.Module:
-        """Return the te.Linear of this rank's share `spec`, without values: `initialize`, or a loader, gives them."""
+        """Return the te.Linear of this rank's share `spec`, without values: `initialize`, or a loader, gives them.
+
+        A description of several experts is a te.GroupedLinear, whose GEMMs are those of a te.Linear each.
+        """
+        if spec.experts:
+            return self.te.GroupedLinear(
+                spec.experts, spec.inputs, spec.outputs, bias=spec.bias, init_method=_leave_empty,
+                params_dtype=self.dtype, device=self.device, use_grouped_tensor=False,
+            )  # fmt: skip
         ranks = self.tp.size
         inputs = spec.inputs * (ranks if spec.split == "row" else 1)
         outputs = spec.outputs * (ranks if spec.split == "column" else 1)

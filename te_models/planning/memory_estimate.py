@@ -67,8 +67,10 @@ def fp8_saving(config: ModelConfig, recipe: Recipe, training: Training) -> int:
         linears.append(config.head)
     element = training.dtype_bytes
     return sum(
-        linear.outputs * linear.inputs * element - operand_bytes(recipe, linear.outputs, linear.inputs, "w", copies)
+        linear.gemms
+        * (linear.outputs * linear.inputs * element - operand_bytes(recipe, linear.outputs, linear.inputs, "w", copies))
         for linear in linears
+        if linear.fp8
     )
 
 
@@ -147,8 +149,8 @@ def _delayed_state(config: ModelConfig, recipe: Recipe) -> int:
     if not recipe.stateful:
         return 0
     layers = recipe.fp8_layers(config.num_hidden_layers)
-    linears = sum(len(config.layers[depth].linears) for depth in layers) + recipe.head_in_fp8
-    return linears * 5 * FP32 * (recipe.fields.get("amax_history_len", AMAX_HISTORY_LEN) + 1)
+    gemms = [lin.gemms for depth in layers for lin in config.layers[depth].linears.values() if lin.fp8]
+    return (sum(gemms) + recipe.head_in_fp8) * 5 * FP32 * (recipe.fields.get("amax_history_len", AMAX_HISTORY_LEN) + 1)
 
 
 def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> list[Memory]:

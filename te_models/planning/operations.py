@@ -116,6 +116,7 @@ class Tape:
         tokens: T = B*S.
         rows: N, tokens padded to the recipe's row alignment.
         seq_len: S.
+        alignment: of the rows of each GEMM.
         element: bytes of an activation.
         compiled: whether operations between the GEMMs are compiled.
         fused: whether fused kernels run.
@@ -125,7 +126,8 @@ class Tape:
     def __init__(self, config: ModelConfig, recipe: Recipe, training: Training) -> None:
         self.config, self.recipe, self.training = config, recipe, training
         self.tokens = training.batch_size * training.seq_len
-        self.rows = _up(self.tokens, recipe.row_alignment)
+        self.alignment = recipe.row_alignment
+        self.rows = _up(self.tokens, self.alignment)
         self.seq_len, self.element = training.seq_len, training.dtype_bytes
         self.compiled, self.fused, self.cuda = training.compile, training.fused_kernels, training.cuda
         self.stream = self.rows * config.hidden_size * self.element  # the residual stream, or its gradient
@@ -138,42 +140,47 @@ class Tape:
         weights = self.config.hidden_size * self.element
         return Step(name, saved, consumes=self.stream, scratch=self.stream, weights=weights)
 
-    def linear(self, linear: LinearSpec, *, shared: bool = False) -> Step:
+    def linear(self, linear: LinearSpec, *, shared: bool = False, rows: int | None = None) -> Step:
         """Return a te.Linear, which saves its input (in FP8 the columnwise copy) and the FP8 copies of its weight.
 
         Both copies of the weight are saved unless engine/native.py drops the rowwise one. The backward quantizes the
         output gradient rowwise and columnwise. If `shared`, another operation already saves the unquantized input.
+        It has `rows` rows (None: N). A te.GroupedLinear is that for all experts together.
 
         With an adapter, the adapter alone saves the input, unquantized, and its product with A; backward computes two
         gradients of the input, the linear's and the adapter's.
         """
-        name, inputs, outputs, fp8 = linear.name, linear.inputs, linear.outputs, self._fp8
+        name, inputs, outputs = linear.name, linear.inputs, linear.outputs
+        fp8 = self._fp8 and linear.fp8
         if name == "lm_head":
             fp8 = self.recipe.head_in_fp8
-        rows, element, override = self.rows, self.element, self.recipe.fields.get("backward_override", "none")
-        rank = 0 if name == "lm_head" else self.training.lora_rank
+        rows, element, override = rows or self.rows, self.element, self.recipe.fields.get("backward_override", "none")
+        rank = self.training.lora_rank if name != "lm_head" and linear.adaptable else 0
         step = Step(
             name,
             saved=(0 if shared else rows * inputs * element) + rows * rank * element,
             scratch=rows * inputs * element if rank else 0,
             consumes=rows * outputs * element,
             produces=rows * inputs * element,
-            weights=outputs * (inputs + linear.bias) * element,
+            weights=linear.gemms * outputs * (inputs + linear.bias) * element,
         )
         if not fp8 or override == "high_precision":
             return step
         if override == "dequantized":
             x = step.saved if rank else operand_bytes(self.recipe, rows, inputs, "x", "rowwise")
-            return step._replace(saved=x, copies=operand_bytes(self.recipe, outputs, inputs, "w", "rowwise"))
+            return step._replace(
+                saved=x, copies=linear.gemms * operand_bytes(self.recipe, outputs, inputs, "w", "rowwise")
+            )
         x = step.saved if rank else operand_bytes(self.recipe, rows, inputs, "x", "columnwise")
-        w, dy = operand_bytes(self.recipe, outputs, inputs, "w"), operand_bytes(self.recipe, rows, outputs, "grad")
+        w = linear.gemms * operand_bytes(self.recipe, outputs, inputs, "w")
+        dy = operand_bytes(self.recipe, rows, outputs, "grad")
         if rank:
             dy = max(step.scratch, operand_bytes(self.recipe, rows, outputs, "grad", "rowwise"))
         if self.training.fp8_params:  # transposed data is freed before the larger weight gradient is allocated
             return step._replace(saved=x, scratch=dy)
         if self.training.gpus > 1:  # Transformer Engine requantizes weights sharded by FSDP2 in backward
             return step._replace(saved=x, scratch=dy + w)
-        if self.fused and self.recipe.stateful and not self.training.cached_weights:
+        if self.fused and self.recipe.stateful and not self.training.cached_weights and not linear.experts:
             w = operand_bytes(self.recipe, outputs, inputs, "w", "columnwise")
         return step._replace(saved=x, copies=w, scratch=dy)
 

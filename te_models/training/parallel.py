@@ -243,7 +243,7 @@ def requantize_in_backward(model: CausalLM, requantize: bool) -> None:
     decides it in a module's first forward pass, unless `_is_fsdp2` has been set before.
     """
     for module in model.modules():
-        if isinstance(module, model.te.Linear):
+        if isinstance(module, model.te.LINEARS):
             object.__setattr__(module, "_is_fsdp2", requantize)
 
 

@@ -44,7 +44,7 @@ from te_models.engine.emulated.tensors import Float8BlockwiseQTensor, Float8Tens
 
 __all__ = [
     "DType", "FP8GlobalStateManager", "Float8BlockQuantizer", "Float8BlockwiseQTensor",
-    "Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "GroupedLinear", "Linear",
+    "Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "GroupedLinear", "LINEARS", "Linear",
     "MXFP8Quantizer", "MXFP8Tensor",
     "NVFP4Quantizer", "NVFP4Tensor", "QuantizedTensor", "RMSNorm", "autocast", "checkpoint",
     "drop_cached_weights", "exact_gemm",
@@ -63,5 +63,7 @@ def __getattr__(name: str) -> Any:
     )
 
 
+# The layers that quantize: each has `fp8_meta` and quantizers.
+LINEARS = (Linear, GroupedLinear)
 # No twins of te_models.kernels.handover: each module casts by itself, as Transformer Engine's modules do.
 handover: dict[str, Any] = {}
