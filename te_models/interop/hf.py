@@ -241,14 +241,17 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
     """Return their tensor's name -> its place in ours, in their order; `shapes` are those of our parameters."""
     found: dict[str, Place] = {}
 
-    def place(theirs: str, module: str, blocks: list[tuple[int, int]], groups: int) -> None:
-        """Note the place of their weight and bias: these blocks of rows (none: all), which alternate `groups` times."""
-        for kind in ("weight", "bias"):
-            ours = f"{module}.{kind}"
+    def place(theirs: str, module: str, blocks: list[tuple[int, int]], groups: int, expert: str = "") -> None:
+        """Note the place of their weight and bias: these blocks of rows (none: all), which alternate `groups` times.
+
+        `module` may also be a parameter itself.
+        """
+        for kind in (".weight", ".bias", ""):
+            ours = f"{module}{kind}{expert}"
             if ours in shapes:
                 ranges = blocks or [(0, shapes[ours][0])]
                 shape = (sum(rows for _, rows in ranges), *shapes[ours][1:])
-                found[f"{theirs}.{kind}"] = Place(ours, tuple((at, n // groups) for at, n in ranges), groups, shape)
+                found[f"{theirs}{kind}"] = Place(ours, tuple((at, n // groups) for at, n in ranges), groups, shape)
 
     for theirs, module in TOP.items():
         if theirs != "lm_head" or not config.tie_word_embeddings:
@@ -256,12 +259,17 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
     for depth, layer in enumerate(config.layers):
         counts = {name: count for part in layer.parts for name, count in part.divided.items()}
         for name, rows in family.layer.items():
-            ranges = layer.linears[rows.module].row_ranges if rows.blocks and rows.module in layer.linears else {}
+            linear = layer.linears.get(rows.module)
+            if rows.experts != bool(linear and linear.experts):
+                continue  # of a dense layer, or of one with experts
+            ranges = linear.row_ranges if rows.blocks and linear else {}
             blocks = [ranges.get(block, (0, 0)) for block in rows.blocks]
             if rows.blocks and not any(used for _, used in blocks):
                 continue  # a model without a gate, or a layer of another kind
             groups = 1 if rows.per is None else counts[rows.per]
-            place(f"model.layers.{depth}.{name}", f"layers.{depth}.{rows.module}", blocks, groups)
+            for expert in range(linear.experts) if linear and linear.experts else ("",):
+                theirs, ours = f"model.layers.{depth}.{name.format(expert)}", f"layers.{depth}.{rows.module}"
+                place(theirs, ours, blocks, groups, str(expert))
     return found
 
 

@@ -216,7 +216,7 @@ def test_splits_may_be_a_tensor_and_the_input_may_have_more_dimensions() -> None
 
 def test_errors() -> None:
     m, x = grouped(2), torch.randn(32, 64).to(BF16)
-    with pytest.raises(ValueError, match="should match number of GEMMs"):
+    with pytest.raises(ValueError, match="does not match number of GEMMs"):
         m(x, [16, 8, 8])
     with pytest.raises(RuntimeError, match="split_sizes"):
         m(x, [16, 8])
@@ -229,6 +229,8 @@ def test_errors() -> None:
             assert m(torch.randn(21, 64, dtype=BF16), [16, 5]).shape == (21, 96)
         with pytest.raises(TypeError, match="in FP8"):
             m(te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)(x), [16, 16])
+    with te.autocast(recipe=R.Float8BlockScaling()), torch.no_grad(), pytest.raises(ValueError, match="in 8s"):
+        grouped(2)(torch.randn(21, 64, dtype=BF16), [16, 5])
     with pytest.raises(ValueError, match="TP > 1"):
         te.GroupedLinear(2, 64, 96, tp_size=2)
     with pytest.raises(NotImplementedError, match="single_grouped_weight"):

@@ -41,6 +41,9 @@ if PART or not NATIVE:
         import transformer_engine_torch as tex
         import triton
         from transformer_engine.common import recipe as R
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager as _manager
+
+        te.FP8GlobalStateManager = _manager
         from transformer_engine.common.triton import permutation as triton_kernels
         from transformer_engine.pytorch import router as fused
         from transformer_engine.pytorch.module.grouped_linear import is_module_grouped_tensor_path_supported
@@ -466,7 +469,7 @@ def kernels_part():
 def save():
     metadata = {"digests": json.dumps(digests), "facts": json.dumps(facts), "torch": torch.__version__}
     if NATIVE:
-        metadata |= {"gpu": torch.cuda.get_device_name(), "te": te.__version__}
+        metadata |= {"gpu": torch.cuda.get_device_name(), "te": __import__("transformer_engine").__version__}
     save_file(tensors, OUT, metadata=metadata)
 
 

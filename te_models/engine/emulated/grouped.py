@@ -177,7 +177,9 @@ class GroupedLinear(TransformerEngineBaseModule):
             raise TypeError("GroupedLinear doesn't support input tensor in FP8.")
         rows = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
         if len(rows) != self.num_gemms:
-            raise ValueError(f"Number of splits ({len(rows)}) should match number of GEMMs ({self.num_gemms}).")
+            raise ValueError(
+                f"Shape of splits tensor ({(len(rows),)}) does not match number of GEMMs ({self.num_gemms})."
+            )
         self.prepare_forward(inp)
         biases = [] if self.return_bias else self.biases
         try:
@@ -205,7 +207,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             raise ValueError("GroupedLinear doesn't support TP > 1 with Float8 current scaling.")
         override = recipe.backward_override
         tracked = grad and any(t.requires_grad for t in (inp, self.weights[0], *biases[:1]))
-        _check_sizes(rows, self.in_features, self.out_features, tracked)
+        _check_sizes(rows, self.in_features, self.out_features, 16 if tracked else 8 * recipe.float8_block_scaling())
         updates = registry_to_update() if tracked and override is None else None
         context = contextvars.copy_context()
         forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
@@ -227,10 +229,13 @@ class GroupedLinear(TransformerEngineBaseModule):
         return f"num_gemms={self.num_gemms}, {sizes}, bias={self.use_bias}"
 
 
-def _check_sizes(rows: list[int], inputs: int, outputs: int, grad: bool) -> None:
-    """Check what the FP8 products need, of which Transformer Engine says in backward: "Caller must pad."."""
+def _check_sizes(rows: list[int], inputs: int, outputs: int, step: int) -> None:
+    """Check what the FP8 products need, before any of them runs; `step` 0: any number of rows will do.
+
+    Transformer Engine finds out in backward: "Caller must pad.".
+    """
     if inputs % 16 or outputs % 16:
         raise ValueError(f"FP8 execution requires in_features and out_features in 16s, not {inputs} and {outputs}")
-    wrong = [f"{i} has {count}" for i, count in enumerate(rows) if count % 16]
-    if grad and wrong:
-        raise ValueError(f"FP8 execution requires m_splits in 16s: expert {wrong[0]} rows; pad each expert's rows")
+    wrong = [f"{i} has {count}" for i, count in enumerate(rows) if step and count % step]
+    if wrong:
+        raise ValueError(f"FP8 execution requires m_splits in {step}s: expert {wrong[0]} rows; pad each expert's rows")
