@@ -229,6 +229,22 @@ def test_generation_with_a_cache_is_that_without(kind: Kind, where: Where) -> No
     assert (logits.amax(-1) - taken).max() <= 4 * bound * logits.abs().max()
 
 
+def test_transformers_generates_the_same_or_says_why_not(kind: Kind) -> None:
+    modeling = pytest.importorskip("te_models.huggingface.modeling")
+    model = build(kind, dtype=torch.float32).eval()
+    ids = tokens(model, 2, 7)
+    expected = model.generate(ids, 6, eos_token_id=None)
+    wrapped = modeling.TEModelsForCausalLM.wrap(model).eval()
+    options: dict[str, Any] = dict(attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    assert torch.equal(wrapped.generate(ids, use_cache=False, **options), expected)
+    if kind.known is contextlib.nullcontext:
+        assert torch.equal(wrapped.generate(ids, **options), expected)
+        return
+    for call in (wrapped, lambda ids: wrapped.generate(ids, **options)):
+        with pytest.raises(UsageError, match="has no place for what a convolution keeps: give use_cache=False"):
+            call(ids)
+
+
 def step_of(kind: Kind, recipe: str, mode: str | int, place: dict[str, Any]) -> dict[str, Tensor]:
     """Return all gradients and scales after two passes, the second with packed documents."""
     model = build(kind, recipe, activation_checkpointing=mode, **place)
