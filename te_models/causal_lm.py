@@ -93,11 +93,14 @@ class CausalLM(Decoder):
             else:
                 layer = name.split(".")[1]
                 inside, reason = int(layer) in fp8, self._reason(int(layer))
+                if inside and not self.config.linears[name].fp8:
+                    inside, reason = False, "BF16 by its nature"
             precision = f"{self.recipe.formats} {self.recipe.scheme}" if inside else "BF16"
             if not inside and self.dtype != torch.bfloat16:
                 precision = str(self.dtype).removeprefix("torch.").upper()
             short = name.removeprefix(f"layers.{layer}.")
-            gemm = f"{module.in_features} -> {module.out_features}"
+            experts = f"{module.num_gemms} x " if isinstance(module, self.te.GroupedLinear) else ""
+            gemm = f"{experts}{module.in_features} -> {module.out_features}"
             rows.append(PlanRow(layer, short, gemm, precision, self.engine, reason))
         weights = ", FP8 primary weights" if self.fp8_params else ""
         recipe = f"recipe {self.recipe.name}{self._chosen(', ')}{weights}"

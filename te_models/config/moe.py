@@ -145,33 +145,42 @@ class MoESpec(FeedforwardSpec):
         chosen = self.experts.num_experts_per_tok
         return 2.0 * tokens * sum(lin.inputs * lin.outputs * (chosen if lin.experts else 1) for lin in self.linears)
 
-    def halves(self, tape: Tape) -> tuple[list[Step], list[Step]]:
-        """Return router, dispatch, gate_up_proj and the activation; and down_proj, combination and shared expert.
+    def rows(self, tape: Tape) -> int:
+        """Return the rows of all experts of a step, padding included, if tokens are divided evenly among them."""
+        count = tape.tokens * self.experts.num_experts_per_tok
+        each = -(-count // self.experts.num_experts)
+        return count if tape.alignment == 1 else self.experts.num_experts * -(-each // tape.alignment) * tape.alignment
 
-        Tokens are taken to be divided evenly among the experts.
-        """
-        e, element = self.experts, tape.element
+    def halves(self, tape: Tape) -> tuple[list[Step], list[Step]]:
+        """Return what is up to the inputs of the projections down, and those projections with the combination."""
+        e, element, rows = self.experts, tape.element, self.rows(tape)
         router, into, out, *shared = self.linears
-        rows = e.num_experts * -(-tape.tokens * e.num_experts_per_tok // e.num_experts)
-        rows = e.num_experts * -(-rows // e.num_experts // tape.alignment) * tape.alignment
         scores, chosen = tape.tokens * e.num_experts * FP32, tape.tokens * e.num_experts_per_tok
         stream, width = tape.rows * self.hidden_size * element, rows * self.hidden_size * element
+        choosing = tape.linear(router)
+        if e.router_fp32 and element != FP32:
+            choosing = choosing._replace(saved=(tape.rows + e.num_experts) * self.hidden_size * FP32)
+        # The logits, their softmax and the scores; logsumexp; the indices of the chosen, and what their division needs.
+        kept = tape.rows * e.num_experts * FP32 + 2 * scores + tape.tokens * FP32 + chosen * INT64
+        kept += (chosen + tape.tokens) * FP32 * e.norm_topk_prob
         first = [
-            tape.linear(router, rows=tape.tokens),
-            Step("scores", 2 * scores + chosen * (INT64 + 3 * FP32), consumes=scores, produces=scores),
-            Step("dispatch", (rows + chosen) * INT64, consumes=width, produces=stream),
+            choosing,
+            Step("scores", kept, consumes=scores, produces=scores),
+            Step("dispatch", consumes=width, produces=stream),
             tape.linear(into, rows=rows),
             self._swiglu(tape, rows, e.moe_intermediate_size),
         ]
-        second = [tape.linear(out, rows=rows), Step("combine", width, consumes=stream, produces=width)]
-        if shared:
+        if shared:  # it reads the router's input
             size = e.shared_expert_intermediate_size
-            second += [tape.linear(shared[0]), self._swiglu(tape, tape.rows, size), tape.linear(shared[1])]
+            first += [tape.linear(shared[0], shared=True), self._swiglu(tape, tape.rows, size)]
         if e.shared_expert_gate:
-            second += [
-                tape.linear(shared[2], shared=True),
-                Step("shared gate", stream, consumes=stream, produces=stream),
-            ]
+            first.append(tape.linear(shared[2], shared=True))
+        places = (rows + chosen) * INT64 + chosen * FP32  # of tokens and rows, and the weights
+        second = [tape.linear(out, rows=rows), Step("combine", width + places, consumes=stream, produces=width)]
+        if shared:
+            second.append(tape.linear(shared[1]))
+        if e.shared_expert_gate:
+            second.append(Step("shared gate", stream + tape.rows * element, consumes=stream, produces=stream))
         return first, second
 
     @staticmethod

@@ -27,7 +27,8 @@ class Routed(NamedTuple):
     weights: Tensor  # FP32 [T, k]
     places: Places
     count: int  # N
-    x: Tensor | None  # [N, D], for the shared expert
+    shared: Tensor | None  # [N, Fs], the input of shared_down_proj
+    gate: Tensor | None  # [N, 1], the factor of the shared expert
 
 
 class Experts(Feedforward[MoESpec]):
@@ -74,16 +75,18 @@ class Experts(Feedforward[MoESpec]):
             context.routing.layers.append(routing)
         gate_up = context.grouped(self.get_submodule("gate_up_proj"), dispatch(tokens, where), where.rows)  # [R, 2F]
         hidden = self._activated(gate_up, "", context)
-        shared = x if moe.shared_expert_intermediate_size else None
-        return Routed(hidden, weights_of(logits, chosen, moe), where, len(x), shared)
+        return Routed(hidden, weights_of(logits, chosen, moe), where, len(x), *self._shared(x, context))
 
     def output(self, hidden: Routed, context: ForwardContext) -> Tensor:
         """Return [N, D]."""
-        rows, weights, where, count, x = hidden
+        rows, weights, where, count, shared, gate = hidden
         with context.recompute.discarding(rows):
             out = context.grouped(self.get_submodule("down_proj"), rows, where.rows)  # [R, D]
         out = pad_rows(combine(out, weights, where), count)
-        return out if x is None else out + self._shared(x, context)
+        if shared is None:
+            return out
+        own = context.linear(self.get_submodule("shared_down_proj"), shared)
+        return out + (own if gate is None else own * gate)
 
     def _logits(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the router's logits of x [N, D], FP32 [N, E]; it never runs in FP8."""
@@ -110,10 +113,12 @@ class Experts(Feedforward[MoESpec]):
             lambda dy, both: kernels.mlp_activation_backward(dy, both, activation, True),
         )  # fmt: skip
 
-    def _shared(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the shared expert of x [N, D]."""
-        gate_up = context.linear(self.get_submodule("shared_gate_up_proj"), x)
-        out = context.linear(self.get_submodule("shared_down_proj"), self._activated(gate_up, "shared_", context))
-        if not self.spec.experts.shared_expert_gate:
-            return out
-        return out * torch.sigmoid(self._plain(self.get_submodule("shared_gate"), x, context))
+    def _shared(self, x: Tensor, context: ForwardContext) -> tuple[Tensor | None, Tensor | None]:
+        """Return the input of the shared expert's projection down [N, Fs] and its gate [N, 1], from x [N, D]."""
+        moe = self.spec.experts
+        if not moe.shared_expert_intermediate_size:
+            return None, None
+        hidden = self._activated(context.linear(self.get_submodule("shared_gate_up_proj"), x), "shared_", context)
+        if not moe.shared_expert_gate:
+            return hidden, None
+        return hidden, torch.sigmoid(self._plain(self.get_submodule("shared_gate"), x, context))

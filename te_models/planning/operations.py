@@ -167,13 +167,13 @@ class Tape:
         if not fp8 or override == "high_precision":
             return step
         if override == "dequantized":
-            x = step.saved if rank else operand_bytes(self.recipe, rows, inputs, "x", "rowwise")
+            x = step.saved if rank else self._of_each(linear, rows, inputs, "x", "rowwise")
             return step._replace(
                 saved=x, copies=linear.gemms * operand_bytes(self.recipe, outputs, inputs, "w", "rowwise")
             )
-        x = step.saved if rank else operand_bytes(self.recipe, rows, inputs, "x", "columnwise")
+        x = step.saved if rank else self._of_each(linear, rows, inputs, "x", "columnwise")
         w = linear.gemms * operand_bytes(self.recipe, outputs, inputs, "w")
-        dy = operand_bytes(self.recipe, rows, outputs, "grad")
+        dy = self._of_each(linear, rows, outputs, "grad")
         if rank:
             dy = max(step.scratch, operand_bytes(self.recipe, rows, outputs, "grad", "rowwise"))
         if self.training.fp8_params:  # transposed data is freed before the larger weight gradient is allocated
@@ -183,6 +183,10 @@ class Tape:
         if self.fused and self.recipe.stateful and not self.training.cached_weights and not linear.experts:
             w = operand_bytes(self.recipe, outputs, inputs, "w", "columnwise")
         return step._replace(saved=x, copies=w, scratch=dy)
+
+    def _of_each(self, linear: LinearSpec, rows: int, columns: int, role: str, copies: str = "both") -> int:
+        """Return `operand_bytes` of the rows of all GEMMs of a linear, of which each is quantized by itself."""
+        return linear.gemms * operand_bytes(self.recipe, rows // linear.gemms, columns, role, copies)
 
     def block(self, depth: int) -> tuple[list[Step], list[Step], list[Step]]:
         """Return a block in three parts: the mixer, the MLP up to what recompute may discard, and the rest of it."""
@@ -219,8 +223,9 @@ class Tape:
     def head(self) -> list[Step]:
         """Return the final norm, lm_head and the loss."""
         c = self.config
+        routers = [] if c.moe is None else [Step("losses of routers", (c.moe.num_experts + 1) * FP32)]
         if not self.training.logits and not self.recipe.head_in_fp8:
-            return [self.norm("norm")._replace(produces=self.stream, scratch=0), self.fused_head()]
+            return [*routers, self.norm("norm")._replace(produces=self.stream, scratch=0), self.fused_head()]
         width = self.tokens * c.vocab_size
         logits, fp32 = width * self.element, width * FP32
         if self.training.compile:  # saves logits, a maximum and a sum per row, and the targets
@@ -234,6 +239,7 @@ class Tape:
         cap = [Step("logit cap", cut, consumes=cut, produces=cut, of_logits=True)] if capped else []
         padding = [Step("removal of padding", consumes=logits, produces=cut)] if self.rows > self.tokens else []
         return [
+            *routers,
             self.norm("norm")._replace(produces=self.stream, scratch=0),
             self.linear(c.head),
             *cap,
