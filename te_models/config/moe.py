@@ -157,8 +157,8 @@ class MoESpec(FeedforwardSpec):
         router, into, out, *shared = self.linears
         scores, chosen = tape.tokens * e.num_experts * FP32, tape.tokens * e.num_experts_per_tok
         stream, width = tape.rows * self.hidden_size * element, rows * self.hidden_size * element
-        choosing = tape.linear(router)
-        if e.router_fp32 and element != FP32:
+        choosing, widened = tape.linear(router), e.router_fp32 and element != FP32
+        if widened:
             choosing = choosing._replace(saved=(tape.rows + e.num_experts) * self.hidden_size * FP32)
         # The logits, their softmax and the scores; logsumexp; the indices of the chosen, and what their division needs.
         kept = tape.rows * e.num_experts * FP32 + 2 * scores + tape.tokens * FP32 + chosen * INT64
@@ -170,9 +170,9 @@ class MoESpec(FeedforwardSpec):
             tape.linear(into, rows=rows),
             self._swiglu(tape, rows, e.moe_intermediate_size),
         ]
-        if shared:  # it reads the router's input
+        if shared:
             size = e.shared_expert_intermediate_size
-            first += [tape.linear(shared[0], shared=True), self._swiglu(tape, tape.rows, size)]
+            first += [tape.linear(shared[0], shared=not widened), self._swiglu(tape, tape.rows, size)]
         if e.shared_expert_gate:
             first.append(tape.linear(shared[2], shared=True))
         places = (rows + chosen) * INT64 + chosen * FP32  # of tokens and rows, and the weights
