@@ -114,6 +114,8 @@ class CausalLM(Decoder):
             for title, names in obstacles.items()
             if names
         ]
+        if self.config.dynamic:
+            notes.append(f"no CUDA graph of a step: {self.config.dynamic}")
         return PrecisionPlan(title, tuple(rows), tuple(notes))
 
     def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:

@@ -170,6 +170,11 @@ class ModelConfig(NamedFields):
         return distinct(part for layer in self.layers for part in layer.parts)
 
     @property
+    def dynamic(self) -> str:
+        """Why no CUDA graph can contain a pass; "" if one can."""
+        return next((part.dynamic for part in self.parts if part.dynamic), "")
+
+    @property
     def head(self) -> LinearSpec:
         """The te.Linear of the head, which every rank has as a whole."""
         return LinearSpec("lm_head", self.hidden_size, (Section("logits", self.vocab_size, self.vocab_size, "head"),))

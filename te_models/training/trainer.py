@@ -43,7 +43,7 @@ from te_models.saving.run_folder import Checkpoints
 from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import Batch, count_targets, evaluate, first_bad_module, to_device
-from te_models.training.metrics import MetricsLog
+from te_models.training.metrics import MetricsLog, mean_of_routers, router_row
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.restore import check_data_position, check_random_state, check_result
 from te_models.training.result import Result
@@ -92,8 +92,8 @@ class Callback:
 class QueuedStep:
     """A step that the device may still be computing.
 
-    `values` [3] are loss, gradient norm and number of processes asked to stop; the host may read them once `ready` is
-    reached. `end` follows the optimizer's update. `row` is filled in when the values have been read.
+    `values` are loss, gradient norm, number of processes asked to stop, and RoutingReport.metrics with experts; the
+    host may read them once `ready` is reached. `end` follows the optimizer's update; `row` then has the values.
     """
 
     step: int
@@ -167,6 +167,7 @@ class Trainer(NamedFields):
             name: document if isinstance(document, bytes) else render_json(document, name)
             for name, document in self.documents.items()
         }
+        self.routed: list[Tensor] = []  # RoutingReport.metrics of the step's micro-batches
         self.stop_requested: Callable[[], int] = lambda: 0  # of this process: the signal's number
         self.stopping = False  # of any process, as of the last step that was read
         self.result = Result()
@@ -294,7 +295,8 @@ class Trainer(NamedFields):
         loss = self._forward_backward(micro_batches)
         loss, stops = self.parallel.mean_and_any(loss, self.stop_requested() != 0)
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
-        queued = QueuedStep(step, start, micro_batches, *copy_to_host(torch.stack([loss, norm.to(loss), stops])))
+        values = torch.cat([torch.stack([loss, norm.to(loss), stops]), mean_of_routers(self.routed, loss)])
+        queued = QueuedStep(step, start, micro_batches, *copy_to_host(values))
         if before is not None:
             self._check(before)
         if not self.ahead:
@@ -334,6 +336,7 @@ class Trainer(NamedFields):
         self.model.train()
         device, last = self.model.device, len(micro_batches) - 1
         weights = self._loss_weights(micro_batches)
+        self.routed.clear()
         self._calibrate(micro_batches, weights)
         self._follow_recipe()
         if self.graphed is not None:
@@ -350,6 +353,8 @@ class Trainer(NamedFields):
                 loss = output.loss * weight
                 loss.backward()
                 total += loss.detach()
+                if output.routing is not None:
+                    self.routed.append(output.routing.metrics())
         return total
 
     def _check(self, queued: QueuedStep) -> None:
@@ -358,12 +363,12 @@ class Trainer(NamedFields):
             return
         if queued.ready is not None:
             queued.ready.synchronize()
-        loss, norm, stops = queued.values.tolist()
+        loss, norm, stops, *routed = queued.values.tolist()
         self.stopping = self.stopping or bool(stops)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(self._diagnosis(queued.step, loss, norm, queued.micro_batches))
         rate = self.config.learning_rate_at(queued.step)
-        queued.row = dict(step=queued.step, loss=loss, grad_norm=norm, learning_rate=rate)
+        queued.row = dict(step=queued.step, loss=loss, grad_norm=norm, learning_rate=rate, **router_row(routed))
 
     def _finish(self, queued: QueuedStep) -> Row:
         """Return a step's metrics once its values are there; evaluate if that is due."""
