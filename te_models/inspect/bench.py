@@ -196,7 +196,7 @@ def _floor(
     recipe, ways = quantized[0]
     fields = {name: value for name, value in {**options, **ways}.items() if name in EDGES}
     on_meta = CausalLM(config, recipe=recipe, device="meta", engine="emulated", **fields)
-    return roofline(config, batch, seq, on_meta.fp8_layers, device)
+    return roofline(config, batch, seq, on_meta.precision.linears, device)
 
 
 def _wall(step: Step) -> float:
