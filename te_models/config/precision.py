@@ -48,9 +48,7 @@ def precisions(recipe: Recipe, layers: tuple[LayerSpec, ...]) -> dict[str, Preci
         if not matches:
             raise _unknown_pattern(pattern, linears)
         if chosen.recipe is not None and not able.intersection(matches):
-            raise ConfigError(
-                f"precision[{pattern!r}]={value!r}: {matches[0]} is BF16 by nature: leave the pattern out"
-            )
+            raise ConfigError(f"precision[{pattern!r}]={value!r}: {matches[0]} is BF16 by nature: leave it out")
         found |= dict.fromkeys(matches, chosen)
     return found | {name: Precision(None, "by nature", True) for name in found if name not in able}
 
@@ -74,7 +72,7 @@ def _unknown_pattern(pattern: str, linears: dict[str, LinearSpec]) -> Exception:
     """Return the error for a pattern that matches nothing; it names the fused te.Linear of q_proj and the like."""
     before, _, leaf = pattern.rpartition(".")
     for name, linear in linears.items():
-        fused = ".".join(part for part in (before, linear.name) if part)
+        fused = f"{before or '*'}.{linear.name}"
         parts = [part for section in linear.sections for part in (section.name, f"{section.name}_proj")]
         if leaf in parts and leaf != linear.name and fnmatchcase(name, fused):
             advice = f"its rows are part of {linear.name}, one GEMM: write {fused!r}"

@@ -49,7 +49,8 @@ TABLES: dict[str, tuple[Callable[[str], dict[str, str]], Callable[[str, str], st
     ),
     "delayed in a few": (
         lambda own: {"*": "bf16", "layers.[12].mlp.gate_up_proj": "delayed", "layers.2.mlp.*": "current"},
-        lambda name, own: "delayed" if name == "layers.1.mlp.gate_up_proj" else "current" if "2.mlp" in name else "bf16",
+        lambda name, own: "delayed" if name == "layers.1.mlp.gate_up_proj"
+        else "current" if "2.mlp" in name else "bf16",
     ),
 }  # fmt: skip
 
@@ -89,7 +90,7 @@ def walk(model: CausalLM, ids: Tensor, asked: Callable[[str], Any]) -> Tensor:
 
 
 def reference(model: CausalLM, ids: Tensor, asked: Callable[[str], Any]) -> Tensor:
-    """A training step's loss and gradients by `walk`; every scale is updated once after forward, once after backward."""
+    """A training step's loss and gradients by `walk`; scales are updated once after forward, once after backward."""
     te = model.te
     with te.autocast(enabled=False):  # so that no inner autocast updates a scale when it ends
         loss = walk(model, ids, asked)
@@ -284,7 +285,8 @@ def test_fp8_weights_are_made_per_linear(own: str, tmp_path: Path) -> None:
     for one in (model, plain):
         one(tokens(), labels=tokens()).loss.backward()
     for (name, quantized), (_, other) in zip(linears(model), linears(plain), strict=True):
-        assert bool(quantized.weight.grad.isfinite().all()), name
+        close = (quantized.weight.grad - other.weight.grad).norm() / other.weight.grad.norm()
+        assert float(close) < 0.1, name
     model.save_pretrained(tmp_path)
     loaded = CausalLM.from_pretrained(tmp_path, **PLACE)
     assert loaded.fp8_params
