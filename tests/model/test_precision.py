@@ -283,10 +283,11 @@ def test_fp8_weights_are_made_per_linear(own: str, tmp_path: Path) -> None:
             if kinds[name] != "Parameter":
                 other.weight.copy_(quantized.weight.dequantize())
     for one in (model, plain):
+        one.calibrate(dict(input_ids=tokens(), labels=tokens()))
         one(tokens(), labels=tokens()).loss.backward()
     for (name, quantized), (_, other) in zip(linears(model), linears(plain), strict=True):
-        close = (quantized.weight.grad - other.weight.grad).norm() / other.weight.grad.norm()
-        assert float(close) < 0.1, name
+        apart = (quantized.weight.grad - other.weight.grad).norm() / other.weight.grad.norm()
+        assert float(apart) < 2**-3, name  # weights that are rounded to E4M3 once more, by up to 2**-4
     model.save_pretrained(tmp_path)
     loaded = CausalLM.from_pretrained(tmp_path, **PLACE)
     assert loaded.fp8_params
