@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 TRAIN_GROUPS = {  # heading of the help -> fields of TrainConfig; the others are everyday options
     "Training": (
-        "gradient_accumulation", "cache_fp8_weights", "calibrate", "cuda_graph", "memory_check", "deterministic",
+        "gradient_accumulation", "recipe_schedule", "cache_fp8_weights", "calibrate", "cuda_graph", "memory_check",
+        "deterministic",
     ),
     "Optimizer": (
         "optimizer", "optimizer_options", "optimizer_offload", "schedule", "final_learning_rate", "warmup_steps",
@@ -131,6 +132,8 @@ def _memory_advice(ctx: click.Context) -> str:
             continue
         if isinstance(value, bool):
             given.append((parameter.opts if value else parameter.secondary_opts)[0])
+        elif isinstance(value, Mapping):
+            given += [text for pair in value.items() for text in (parameter.opts[0], "=".join(pair))]
         else:
             given += [parameter.opts[0], str(value)]
     return (

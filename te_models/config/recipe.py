@@ -250,6 +250,15 @@ class Recipe:
         own = {name: overrides.pop(name) for name in list(overrides) if name in EDGES}
         return dataclasses.replace(self, fields={**self.fields, **overrides}, **own)
 
+    def followed_by(self, name: str) -> Recipe:
+        """Return the recipe `name` for a run that continues under it: with the edges and the table of this one.
+
+        Under BF16 only those entries of the table remain that ask for BF16, which exports read.
+        """
+        other = _named(name)
+        table = {pattern: used for pattern, used in self.precision.items() if other.quantized or used == "bf16"}
+        return self if name == self.name else other.replace(**{**self.edges, "precision": table})
+
     def to_dict(self) -> dict[str, Any]:
         """Return every resolved value as plain JSON values: the content of `recipe.json`."""
         default = SCHEMES[self.scheme].fp8_format

@@ -446,9 +446,7 @@ class Decoder(nn.Module):
         place: dict[str, Any] = dict(engine=self.engine, device=target_device(self), dtype=self.dtype)
         place["fp8_params"] = self.fp8_params
         chosen, reason = choose_recipe(recipe, recipe_options, self.config, layers=self.specs, **place)
-        new = self._checked(chosen)
-        if self.fp8_params:
-            self._check_weights_fit(new)
+        new = self.check_change(chosen)
         old = self.recipe
         keep = self.copied_fp8_state() if new.recipe.stateful else {}
         for module in self.modules():
@@ -485,15 +483,18 @@ class Decoder(nn.Module):
             convert_scales(self, lambda name: then[now.known(name)].recipe, now.recipe_of)
         return len(taken)
 
-    def _check_weights_fit(self, new: ModelPrecision) -> None:
-        """Refuse a recipe whose format the FP8 primary weights do not have."""
-        linears = self.precision.linears
-        if not all(quantize_weights_alike(was.recipe, new.linears[name].recipe) for name, was in linears.items()):
+    def check_change(self, recipe: Recipe) -> ModelPrecision:
+        """Return the precision that the live model would have under another recipe, if it can change to it."""
+        new, linears = self._checked(recipe), self.precision.linears
+        if self.fp8_params and not all(
+            quantize_weights_alike(was.recipe, new.linears[name].recipe) for name, was in linears.items()
+        ):
             raise UsageError(
                 f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and "
                 f"{new.recipe.name!r} needs others: save the model and load it with from_pretrained(folder, "
                 "recipe=..., fp8_params=True)"
             )
+        return new
 
     def _checked(self, recipe: Recipe) -> ModelPrecision:
         """Return the precision that a recipe gives this model, if it can run here."""
