@@ -22,6 +22,7 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels import elementwise
 from te_models.model.forward_context import forward_context
 from te_models.model.recompute import Recompute
+from te_models.training.lora import add_lora
 
 SHAPE: dict[str, Any] = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4)
 SHAPE |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=64)
@@ -309,6 +310,30 @@ def test_a_copy_trains_as_the_original(own: str) -> None:
     for one in (model, twin):
         one(tokens(2), labels=tokens(2)).loss.backward()
     assert_same_step(twin, model)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("own", ["delayed", "current", "bf16"])
+def test_the_base_of_an_adapter_keeps_its_precision(own: str, mode: str) -> None:
+    """Adapters start at zero, so that the loss and the forward scales are those of the model without them."""
+    table = {**MIXED, "layers.2.mlp.down_proj": "delayed", "layers.0.self_attn.o_proj": "current"}
+    plain, model = build(own, table), build(own, table, activation_checkpointing=mode)
+    plan = str(model.plan())
+    adapted = add_lora(model, r=4)
+    assert str(model.plan()) == plan
+    for number in range(2):
+        for one in (plain, adapted):
+            one.zero_grad()
+        losses = [one(input_ids=tokens(number), labels=tokens(number)).loss for one in (plain, adapted)]
+        assert_same_bits("loss", *losses)
+        for loss in losses:
+            loss.backward()
+    state = {name.replace(".base_layer.", "."): tensor for name, tensor in fp8_state(model).items()}
+    wanted = fp8_state(plain)
+    assert state.keys() == wanted.keys()
+    for name in wanted:
+        if "scaling_fwd" in name:
+            assert_same_bits(name, state[name][..., 0], wanted[name][..., 0])
 
 
 def test_micro_batches_share_the_quantized_weights() -> None:
