@@ -143,6 +143,22 @@ def test_a_pass_is_that_of_linears_with_autocasts_of_their_own(own: str, table: 
             assert int((tensor[:, 0] > 0).sum()) == 3, name
 
 
+@pytest.mark.parametrize(("mode", "position"), [("none", "pre"), ("full", "pre"), ("none", "post")])
+@pytest.mark.parametrize("own", ["delayed", "current", "bf16"])
+@pytest.mark.parametrize("table", TABLES)
+def test_scales_are_updated_once_per_pass(
+    table: str, own: str, mode: str, position: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second update would be one more collective, and would change histories wherever a module ran twice."""
+    model = build(own, TABLES[table][0](own), activation_checkpointing=mode, norm_position=position)
+    manager, updates = model.te.FP8GlobalStateManager, []
+    monkeypatch.setattr(manager, "reduce_and_update_fp8_tensors", lambda forward=True: updates.append(forward))
+    for _ in range(2):
+        updates.clear()
+        model(tokens(), labels=tokens()).loss.backward()
+        assert updates == [True] * model.recipe.stateful + [False] * model.recipe.quantized
+
+
 @pytest.mark.parametrize("mode", ["selective", "full", 2])
 @pytest.mark.parametrize("own", ["delayed", "current", "bf16"])
 @pytest.mark.parametrize("table", ["bf16 and another", "edges come back", "delayed in a few"])
