@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor, nn
+
 from te_models.config.layer import LayerSpec
 from te_models.config.precision import HEAD, Precision, precisions
-from te_models.config.recipe import Recipe
+from te_models.config.recipe import SCHEMES, Recipe
+from te_models.fp8.primary_weights import quantize_weights_alike
+from te_models.fp8.scaling_state import convert_scales, load_fp8_state
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,33 @@ class ModelPrecision:
     def te_recipe_of(self, name: str) -> Any:
         """Return the engine's object of that recipe."""
         return self.te_recipes.get(self.known(name))
+
+    def quantizes_weights_as(self, other: ModelPrecision) -> bool:
+        """Return whether both quantize the weight of every te.Linear in the same way."""
+        pairs = ((own.recipe, other.linears[name].recipe) for name, own in self.linears.items())
+        return all(quantize_weights_alike(*pair) for pair in pairs)
+
+
+def take_scales(
+    model: nn.Module, state: Mapping[str, Tensor], now: ModelPrecision, then: Mapping[str, Precision]
+) -> int:
+    """Load FP8 state (`fp8_state`) of te.Linears with the precisions `then` into `model`; return how many were used.
+
+    Scales are converted to the recipes that the te.Linears have `now`. State of one that has no use for it is ignored.
+
+    Raises:
+        CheckpointError: a tensor does not fit the model; nothing was written.
+    """
+
+    def stateful(name: str) -> bool:
+        recipe = now.recipe_of(name)
+        return recipe is not None and SCHEMES[recipe.scheme].stateful
+
+    taken = {name: tensor for name, tensor in state.items() if stateful(name.rsplit(".", 2)[0])}
+    load_fp8_state(model, taken, now.te_recipe_of)
+    if taken:
+        convert_scales(model, lambda name: then[now.known(name)].recipe, now.recipe_of)
+    return len(taken)
 
 
 def model_precision(te: ModuleType, recipe: Recipe, layers: tuple[LayerSpec, ...]) -> ModelPrecision:

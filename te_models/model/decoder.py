@@ -25,17 +25,17 @@ from typing_extensions import Unpack
 from te_models.config.model import ModelConfig
 from te_models.config.options import RecipeOptions
 from te_models.config.precision import precisions
-from te_models.config.recipe import AUTO, SCHEMES, Recipe
+from te_models.config.recipe import AUTO, Recipe
 from te_models.config.recompute_modes import check_mode, offload_allows_fused
 from te_models.device.choice import choose_device
 from te_models.device.cpu_threads import TOO_SMALL_TO_SHARE, one_thread
 from te_models.device.measured import once
 from te_models.engine import check_support, engine_module, get_engine
 from te_models.errors import OutOfMemory, UsageError
-from te_models.fp8.precision import ModelPrecision, model_precision
-from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, quantize_weights_alike, relink
+from te_models.fp8.precision import ModelPrecision, model_precision, take_scales
+from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink
 from te_models.fp8.region import Autocasts, forward_pass, preserve_scales_in_backward
-from te_models.fp8.scaling_state import convert_scales, fp8_state, load_fp8_state
+from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
 from te_models.kernels.elementwise import scaled_logits
 from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
@@ -484,24 +484,12 @@ class Decoder(nn.Module):
         Those of te.Linears that have no use for them now are ignored. If one does not fit, raise a ValueError before
         anything is written.
         """
-        now, then = self.precision, precisions(old, self.specs)
-
-        def stateful(name: str) -> bool:
-            recipe = now.recipe_of(name)
-            return recipe is not None and SCHEMES[recipe.scheme].stateful
-
-        taken = {name: tensor for name, tensor in state.items() if stateful(name.rsplit(".", 2)[0])}
-        load_fp8_state(self, taken, now.te_recipe_of)
-        if taken and self.recipe != old:
-            convert_scales(self, lambda name: then[now.known(name)].recipe, now.recipe_of)
-        return len(taken)
+        return take_scales(self, state, self.precision, precisions(old, self.specs))
 
     def check_change(self, recipe: Recipe) -> ModelPrecision:
         """Return the precision that the live model would have under another recipe, if it can change to it."""
-        new, linears = self._checked(recipe), self.precision.linears
-        if self.fp8_params and not all(
-            quantize_weights_alike(was.recipe, new.linears[name].recipe) for name, was in linears.items()
-        ):
+        new = self._checked(recipe)
+        if self.fp8_params and not self.precision.quantizes_weights_as(new):
             raise UsageError(
                 f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and "
                 f"{new.recipe.name!r} needs others: save the model and load it with from_pretrained(folder, "

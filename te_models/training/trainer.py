@@ -48,7 +48,7 @@ from te_models.training.parallel import Parallel, reshard
 from te_models.training.recipe_schedule import RecipeSchedule
 from te_models.training.restore import check_data_position, check_random_state, check_result
 from te_models.training.result import Result
-from te_models.training.resume import run_choices, saved_choices
+from te_models.training.resume import run_choices
 from te_models.training.settings import RUN_FILE
 from te_models.training.stop_signals import stop_signals
 from te_models.training.timing import Timestamp, copy_to_host, elapsed, timestamp
@@ -273,10 +273,8 @@ class Trainer(NamedFields):
             before, queued = queued, self._queue(step, batches, queued)
             if before is not None:
                 yield self._finish(before)
-            pause = step == self.config.steps or any(
-                self._due(every, step) for every in (self.config.eval_every, self.config.save_every)
-            )
-            if not self.ahead or pause:
+            due = [self._due(every, step) for every in (self.config.eval_every, self.config.save_every)]
+            if not self.ahead or step == self.config.steps or any(due):
                 yield self._finish(queued)
                 queued = None
         if queued is not None:
@@ -369,8 +367,7 @@ class Trainer(NamedFields):
             raise Diverged(self._diagnosis(queued.step, loss, norm, queued.micro_batches))
         rate = self.config.learning_rate_at(queued.step)
         queued.row = dict(step=queued.step, loss=loss, grad_norm=norm, learning_rate=rate)
-        if self.config.recipe_schedule:
-            queued.row["recipe"] = self.schedule.at(queued.step).name
+        queued.row |= self.schedule.row(queued.step)
 
     def _finish(self, queued: QueuedStep) -> Row:
         """Return a step's metrics once its values are there; evaluate if that is due."""
@@ -453,8 +450,7 @@ class Trainer(NamedFields):
         newest = self.checkpoints.latest()
         if newest is None:
             raise UsageError(f"nothing to resume: {self.out} has no checkpoint; start without --resume")
-        if self.config.recipe_schedule:
-            self.schedule.take(saved_choices(newest)["recipe"])
+        self.schedule.take(newest)
         found = read_training_state(self.model, newest) if self.saved is None else self.saved.read(newest)
         state, optimizer = found.state, found.state["optimizer"]
         if self.parallel.sharded and self.parallel.owners() is None:
