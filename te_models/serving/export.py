@@ -227,6 +227,7 @@ def _input_scales(
         return {name: static_scale(format, _largest(model, name) / s.item()) for name, s in trained.items()}, []
     if format.static == "input_scale":
         why = f"under recipe {model.recipe.name!r} has none" if not model.recipe.stateful else "has not trained"
+        why = f"has them for {len(trained)} of {len(modules)} linears" if trained else why
         raise UsageError(
             "fp8-tensor stores one scale per input, which recipe 'delayed' learns in training, and this model "
             f"{why}: give calibration=token ids (--data PATH), or choose fp8-channel"
