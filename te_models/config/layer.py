@@ -59,6 +59,8 @@ class LinearSpec:
             or the inputs ("row"); None: every rank has all of it.
         bias: whether it has one.
         residual: whether it writes into the residual stream.
+        fp8: whether it may run below BF16 (te_models.config.precision); False for what is BF16 by its nature, such as a
+            router.
     """
 
     name: str
@@ -67,6 +69,7 @@ class LinearSpec:
     split: Literal["column", "row"] | None = None
     bias: bool = False
     residual: bool = False
+    fp8: bool = True
 
     @property
     def rows(self) -> list[int]:
