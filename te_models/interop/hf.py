@@ -243,16 +243,16 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
 
     def place(theirs: str, module: str, blocks: list[tuple[int, int]], groups: int) -> None:
         """Note the place of their weight and bias: these blocks of rows (none: all), which alternate `groups` times."""
-        for kind in ("weight", "bias"):
-            ours = f"{module}.{kind}"
+        for kind in (".weight", ".bias", ""):  # the last is a parameter by itself
+            ours = module + kind
             if ours in shapes:
                 ranges = blocks or [(0, shapes[ours][0])]
                 shape = (sum(rows for _, rows in ranges), *shapes[ours][1:])
-                found[f"{theirs}.{kind}"] = Place(ours, tuple((at, n // groups) for at, n in ranges), groups, shape)
+                found[theirs + kind] = Place(ours, tuple((at, n // groups) for at, n in ranges), groups, shape)
 
     for theirs, module in TOP.items():
         if theirs != "lm_head" or not config.tie_word_embeddings:
-            place(theirs, module, [], 1)
+            place(theirs.replace("model.", family.root), module, [], 1)
     for depth, layer in enumerate(config.layers):
         counts = {name: count for part in layer.parts for name, count in part.divided.items()}
         for name, rows in family.layer.items():
@@ -261,7 +261,7 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
             if rows.blocks and not any(used for _, used in blocks):
                 continue  # a model without a gate, or a layer of another kind
             groups = 1 if rows.per is None else counts[rows.per]
-            place(f"model.layers.{depth}.{name}", f"layers.{depth}.{rows.module}", blocks, groups)
+            place(f"{family.root}layers.{depth}.{name}", f"layers.{depth}.{rows.module}", blocks, groups)
     return found
 
 
@@ -455,7 +455,7 @@ def _config_document(model: Decoder, origin: Origin, family: Family) -> dict[str
     if not own or family_of(own) is not family:
         return {**family.write(model.config), "torch_dtype": dtype}
     if family.read(own) != model.config:
-        own = {key: value for key, value in own.items() if key not in family.known()} | family.write(model.config)
+        own = family.rewritten(own, model.config)
     return {**own, "dtype" if "dtype" in own else "torch_dtype": dtype}
 
 

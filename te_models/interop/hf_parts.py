@@ -6,16 +6,19 @@ No torch. Facts: the configuration and modeling files of transformers 5.23.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from te_models.config.attention import window
+from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.model import CHOICES, ModelConfig
 from te_models.config.rope import Rope
 from te_models.errors import ConfigError, unknown
 
 Values = Mapping[str, Any]
+DELTANET_SIZES = tuple(field.name for field in dataclasses.fields(DeltaNetConfig))
 
 
 @dataclass(frozen=True)
@@ -256,27 +259,53 @@ def _write_gate(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_dense(theirs: Values) -> dict[str, Any]:
-    """Refuse experts and linear attention; te-models supports the dense full-attention layers of Qwen3-Next."""
-    count = theirs["num_hidden_layers"]
-    interval = theirs.get("full_attention_interval", 4)
-    types = theirs.get("layer_types") or [
-        "full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(count)
-    ]
-    for layer, kind in enumerate(types):
-        if kind != "full_attention":
-            raise ConfigError(
-                f"layer_types: layer {layer} is {kind!r}, which is not supported: te-models reads full_attention"
-            )
+    """Refuse layers with experts."""
     experts, step = theirs["num_experts"], theirs["decoder_sparse_step"]
-    for layer in range(count):
+    for layer in range(theirs["num_hidden_layers"]):
         if experts and (layer + 1) % step == 0 and layer not in theirs["mlp_only_layers"]:
             raise ConfigError(f"num_experts={experts} in layer {layer} is not supported: te-models reads dense layers")
     return {}
 
 
 def _write_dense(config: ModelConfig) -> dict[str, Any]:
-    layers = list(range(config.num_hidden_layers))
-    return {"num_experts": 0, "mlp_only_layers": layers, "layer_types": ["full_attention"] * len(layers)}
+    return {"num_experts": 0, "mlp_only_layers": list(range(config.num_hidden_layers))}
+
+
+_LINEAR = "linear_"  # the prefix of the sizes of Gated DeltaNet
+
+
+def _read_hybrid(theirs: Values) -> dict[str, Any]:
+    """Read the kinds of layers, by default one of full_attention after three of linear_attention, and their sizes."""
+    interval = theirs.get("full_attention_interval", 4)
+    types = theirs.get("layer_types") or [
+        "linear_attention" if (layer + 1) % interval else "full_attention"
+        for layer in range(theirs["num_hidden_layers"])
+    ]
+    for layer, kind in enumerate(types):
+        if kind not in ("linear_attention", "full_attention"):
+            raise ConfigError(
+                f"layer_types: layer {layer} is {kind!r}, which is not supported: te-models reads linear_attention and "
+                "full_attention"
+            )
+    if "linear_attention" not in types:
+        return {}
+    sizes = {name: theirs[_LINEAR + name] for name in DELTANET_SIZES if _LINEAR + name in theirs}
+    return {"layer_types": types, "linear_attention": sizes}
+
+
+def _write_hybrid(config: ModelConfig) -> dict[str, Any]:
+    sizes = {} if config.linear_attention is None else vars(config.linear_attention)
+    types = list(config.layer_types or ["full_attention"] * config.num_hidden_layers)
+    return {"layer_types": types, **{_LINEAR + name: size for name, size in sizes.items()}}
+
+
+def _read_mrope(theirs: Values) -> dict[str, Any]:
+    """Read a RoPE whose channels belong to three positions, which are one number for text."""
+    found = dict(theirs)
+    for key in ("rope_scaling", "rope_parameters"):
+        values = theirs.get(key) or {}
+        found[key] = {name: value for name, value in values.items() if not name.startswith("mrope_")}
+    return _read_rope(found)
 
 
 # The defaults of transformers where a config.json has no RoPE.
@@ -439,10 +468,14 @@ EXAONE_WINDOW = window_with_rope(_by_pattern("sliding_window_pattern"), "sliding
 AFMOE_WINDOW = window_with_rope(_by_pattern("global_attn_every_n_layers"), "global_attn_every_n_layers")
 NO_ROPE = Part(("no_rope_layers", "no_rope_layer_interval"), _read_no_rope, _write_no_rope)
 GATE = Part((*GATE_FLAGS.values(), "use_qk_norm"), _read_gate, _write_gate)
-DENSE = Part(
-    ("mlp_only_layers", "num_experts", "decoder_sparse_step", "layer_types", "full_attention_interval"),
-    _read_dense,
-    _write_dense,
+DENSE = Part(("mlp_only_layers", "num_experts", "decoder_sparse_step"), _read_dense, _write_dense)
+HYBRID = Part(
+    ("layer_types", "full_attention_interval", *(_LINEAR + name for name in DELTANET_SIZES)),
+    _read_hybrid,
+    _write_hybrid,
+)
+MROPE = Part(
+    PARTIAL_ROPE.keys, _read_mrope, lambda config: {"rope_parameters": _rope_parameters(config.rope, partial=True)}
 )
 DENSE_AFMOE = Part(
     ("num_dense_layers", "num_experts", "mup_enabled"),

@@ -22,7 +22,7 @@ from te_models.kernels.elementwise import swiglu as silu_times_up
 from te_models.kernels.elementwise import swiglu_backward
 
 
-def norm(module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module) -> tuple[Tensor, Tensor]:
+def norm(module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module | None) -> tuple[Tensor, Tensor]:
     """Return a te.RMSNorm of x + delta [N, D] (None: of x), and x + delta, the residual stream.
 
     Use the returned sum: a twin adds both of its gradients in one kernel.
