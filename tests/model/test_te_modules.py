@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fewer import every, some
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -85,7 +86,7 @@ def tokens(model: CausalLM) -> Tensor:
     return torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(0)).to(model.device)
 
 
-@pytest.mark.parametrize("preset", list_presets())
+@pytest.mark.parametrize("preset", every(3, list_presets()))
 def test_parameters_belong_to_te_modules_and_the_embedding(preset: str) -> None:
     """At full size, without memory. Nothing else has values: no buffers, and no tensors among attributes."""
     model = CausalLM.from_preset(preset, device="meta", engine="emulated")
@@ -102,7 +103,7 @@ def test_parameters_belong_to_te_modules_and_the_embedding(preset: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    ("preset", "recipe"), list(zip(list_presets(), itertools.cycle(["bf16", "delayed"]), strict=False))
+    ("preset", "recipe"), some(3, zip(list_presets(), itertools.cycle(["bf16", "delayed"]), strict=False))
 )
 def test_the_forward_of_each_runs_once(preset: str, recipe: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a pass with logits. In one for the loss alone the head and the loss are one operation, fused or not."""
@@ -120,7 +121,7 @@ def test_the_forward_of_each_runs_once(preset: str, recipe: str, engine: str, mo
     assert alone.loss.item() == pytest.approx(output.loss.item(), rel=2e-3)
 
 
-@pytest.mark.parametrize("preset", list_presets())
+@pytest.mark.parametrize("preset", every(3, list_presets()))
 def test_only_te_modules_compute_with_weights(preset: str) -> None:
     model = small(preset, "emulated")
     ids = tokens(model)
