@@ -1,10 +1,10 @@
-"""Gated DeltaNet as data: linear attention with a state that is a matrix (Yang et al. 2024, arXiv 2412.06464). No torch.
+"""Gated DeltaNet as data: linear attention whose state is a matrix (Yang et al. 2024, arXiv 2412.06464). No torch.
 
-    qkvz_proj.weight  [q: Kd | k: Kd | v: Vd | z: Vd]    Kd = key heads * key_head_dim, Vd = value heads * value_head_dim
+    qkvz_proj.weight  [q: Kd | k: Kd | v: Vd | z: Vd]
     ba_proj.weight    [b: value heads | a: value heads]
     conv1d.weight     [2 Kd + Vd, 1, taps]
 
-Each key head serves as many consecutive value heads as there are value heads per key head.
+Kd is the channels of all key heads, Vd those of all value heads. Each key head serves as many consecutive value heads as there are value heads per key head.
 """
 
 from __future__ import annotations

@@ -15,22 +15,20 @@ from typing import Any
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, unknown
+from te_models.interop.hf_hybrid_parts import DENSE, HYBRID, MROPE
 from te_models.interop.hf_parts import (
     AFMOE_WINDOW,
     ALL_SLIDE,
     ATTENTION_MULTIPLIER,
-    DENSE,
     DENSE_AFMOE,
     EMBEDDING_ROOT,
     EXAONE_WINDOW,
     FIRST_OF_FOUR_IS_FULL,
     GATE,
     GEMMA3_ROPE,
-    HYBRID,
     INTERNLM_BIASES,
     LAGUNA,
     LAGUNA_ROPE,
-    MROPE,
     NO_ROPE,
     OLMO3_ROPE,
     OWN,
@@ -303,7 +301,7 @@ FAMILIES = (
     Family(
         model_type="qwen3_5", architecture="Qwen3_5ForConditionalGeneration",
         models="Qwen3.5, 3.6 and 3.8, dense, with images", **_QWEN3_5, inner="text_config",
-        root="model.language_model.", aside=("model.visual.", "mtp."), written=False,
+        root="model.language_model.", aside=("model.visual.", "mtp."), accepts=lambda config: False,
         note="the text model of a folder whose other tensors are kept aside and written back",
     ),
     Family(
@@ -473,6 +471,13 @@ def family_of(config: Values) -> Family:
     for family in (*marked, *plain):
         return family
     raise unknown("architecture (model_type)", kind, {f.model_type for f in FAMILIES})
+
+
+def text_part(config: Any) -> tuple[Any, str]:
+    """Return the part of a config.json that describes the text model, and the prefix of its tensors' names."""
+    kind = config.get("model_type") if isinstance(config, Mapping) else None
+    nested = (family for family in FAMILIES if family.inner and family.model_type == kind)
+    return next(((config.get(family.inner), family.root) for family in nested), (config, "model."))
 
 
 def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:

@@ -96,9 +96,7 @@ QWEN3_5_LAYER = {
 QWEN3_NEXT_LAYER = {
     **GATED_BY_HEAD,
     **_DELTANET,
-    "linear_attn.in_proj_qkvz": Rows(
-        "linear_attn.qkvz_proj", ("q", "k", "v", "z"), "linear_attention.num_key_heads"
-    ),
+    "linear_attn.in_proj_qkvz": Rows("linear_attn.qkvz_proj", ("q", "k", "v", "z"), "linear_attention.num_key_heads"),
     "linear_attn.in_proj_ba": Rows("linear_attn.ba_proj", ("b", "a"), "linear_attention.num_key_heads"),
 }
 # Outside the layers: their name -> ours, below the prefix of a family where it begins with "model.".

@@ -31,8 +31,8 @@ EPSILON = 1e-6  # added to the squared lengths of queries and keys
 # sums with -infinity are NaN. exp(-60) is 9e-27, which changes no FP32 number that it is added to.
 FORGET = -60.0
 HINT = (
-    "linear attention runs in plain PyTorch: pip install 'te-models[hybrid]' for the kernels of flash-linear-attention, "
-    "which are many times faster on a GPU"
+    "linear attention runs in plain PyTorch: pip install 'te-models[hybrid]' for flash-linear-attention, whose kernels "
+    "are many times faster on a GPU"
 )
 
 

@@ -73,9 +73,7 @@ def mlp_activation_backward(dy: Tensor, gate_up: Tensor, activation: str, gated:
     return torch.cat((backward(dy * up, gate_half), dy * forward(gate_half)), dim=-1)
 
 
-def causal_conv(
-    x: Tensor, taps: Tensor, documents: Tensor | None, activation: str = "silu"
-) -> Tensor:
+def causal_conv(x: Tensor, taps: Tensor, documents: Tensor | None, activation: str = "silu") -> Tensor:
     """Return act of a causal depthwise convolution, computed in FP32, in the dtype of x: [B, S, C].
 
     x [B, K - 1 + S, C] begins with the K - 1 tokens before the first; taps [C, 1, K], the last for the token itself.
