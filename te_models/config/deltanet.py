@@ -4,7 +4,8 @@
     ba_proj.weight    [b: value heads | a: value heads]
     conv1d.weight     [2 Kd + Vd, 1, taps]
 
-Kd is the channels of all key heads, Vd those of all value heads. Each key head serves as many consecutive value heads as there are value heads per key head.
+Kd is the channels of all key heads, Vd those of all value heads. Each key head serves
+the same number of consecutive value heads.
 """
 
 from __future__ import annotations
@@ -152,4 +153,47 @@ class DeltaNetSpec(MixerSpec):
 
     def steps(self, tape: Tape) -> list[Step]:
         """Return qkvz_proj, ba_proj, the convolution, the gates, the delta rule, norm, output gate and out_proj."""
-        raise NotImplementedError
+        into, ba, out = self.linears
+        sizes, heads = self.sizes, self.sizes.num_value_heads
+        whole, logits = (tape.rows * linear.outputs * tape.element for linear in (into, ba))
+        mixed, value = (tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.value_size))
+        gates = 2 * tape.tokens * heads * FP32
+        taps = sizes.mixed_size * sizes.conv_kernel_dim * tape.element
+        return [
+            tape.linear(into, shared=True),  # with ba_proj, which saves it unquantized under any recipe
+            tape.linear(ba),
+            Step("split of q, k, v, z", consumes=mixed + value, produces=whole),
+            # The convolution reads q, k and v, the output gate z: views of the output of qkvz_proj.
+            Step("convolution", whole, consumes=mixed, produces=mixed, weights=taps),
+            Step("gates", logits, consumes=gates, produces=logits, weights=2 * heads * tape.element),
+            self._rule(tape),
+            Step(
+                "norm", value + tape.tokens * heads * FP32, consumes=value, produces=value,
+                weights=sizes.value_head_dim * tape.element,
+            ),
+            Step("output gate", value, consumes=tape.rows * sizes.value_size * tape.element, produces=2 * value),
+            tape.linear(out),
+        ]  # fmt: skip
+
+    def _rule(self, tape: Tape) -> Step:
+        """Return the delta rule, which saves its inputs; on a GPU also what te_models.kernels.delta_rule calls saves.
+
+        That is the lengths of queries and keys, and per token, value head and token of its chunk an element of the
+        inverse of the chunk's system. Its backward computes the states [d_k, d_v] of all chunks anew, and their
+        gradients. The plain version computes all of a row in FP32.
+        """
+        sizes, heads = self.sizes, self.sizes.num_value_heads
+        mixed, value = (tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.value_size))
+        gates = 2 * tape.tokens * heads * FP32
+        chunk = min(CHUNK, tape.seq_len)
+        state = tape.tokens // chunk * heads * sizes.key_head_dim * sizes.value_head_dim
+        between = tape.tokens * heads * chunk
+        if tape.cuda and tape.element < FP32:
+            keys = tape.tokens * heads * sizes.key_head_dim * tape.element  # of each value head
+            saved = mixed + gates + 2 * tape.tokens * sizes.num_key_heads * FP32 + between * tape.element
+            scratch = 2 * state * tape.element + 3 * value + 4 * keys + between * tape.element
+        else:
+            width = 4 * sizes.key_head_dim + 4 * sizes.value_head_dim
+            saved = mixed + gates
+            scratch = (tape.tokens * heads * width + 4 * between + 2 * state) * FP32
+        return Step("delta rule", saved, consumes=value, produces=mixed + gates, scratch=scratch)

@@ -73,17 +73,19 @@ def mlp_activation_backward(dy: Tensor, gate_up: Tensor, activation: str, gated:
     return torch.cat((backward(dy * up, gate_half), dy * forward(gate_half)), dim=-1)
 
 
-def causal_conv(x: Tensor, taps: Tensor, documents: Tensor | None, activation: str = "silu") -> Tensor:
-    """Return act of a causal depthwise convolution, computed in FP32, in the dtype of x: [B, S, C].
+def causal_conv(
+    x: Tensor, tail: Tensor | None, taps: Tensor, documents: Tensor | None, activation: str = "silu"
+) -> Tensor:
+    """Return act of a causal depthwise convolution of x [B, S, C], computed in FP32, in the shape and dtype of x.
 
-    x [B, K - 1 + S, C] begins with the K - 1 tokens before the first; taps [C, 1, K], the last for the token itself.
+    tail [B, K - 1, C] holds the tokens before the first, None: zeros; taps [C, 1, K], the last for the token itself.
     With `documents` int [B, S] a token sees only its own.
     """
-    size = taps.shape[-1]
-    seq = x.shape[1] - size + 1
+    size, seq = taps.shape[-1], x.shape[1]
+    whole = F.pad(x, (0, 0, size - 1, 0)) if tail is None else torch.cat((tail, x), dim=1)
     total = torch.zeros((), device=x.device)
     for back in range(size):
-        earlier = x[:, size - 1 - back :][:, :seq].float()
+        earlier = whole[:, size - 1 - back :][:, :seq].float()
         if documents is not None and back:
             same = F.pad(documents[:, back:] == documents[:, :-back], (min(back, seq), 0), value=False)
             earlier = earlier.masked_fill(~same[..., None], 0.0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.config.deltanet import DeltaNetSpec
@@ -106,10 +105,9 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
             state = context.cache.recurrent(
                 self.layer, lambda: self.new_state(context.batch, 0, mixed.device, mixed.dtype)
             )
-        # The tokens before: zeros, or those of the state.
-        taps = sizes.conv_kernel_dim
-        whole = F.pad(mixed, (0, 0, taps - 1, 0)) if state is None else torch.cat((state.tail, mixed), dim=1)
-        mixed = kernels.causal_conv(whole, self.conv1d.weight, context.documents, activation=self.spec.activation)
+        tail = None if state is None else state.tail
+        x = mixed
+        mixed = kernels.causal_conv(x, tail, self.conv1d.weight, context.documents, activation=self.spec.activation)
         real = None if counts is None else torch.arange(seq, device=counts.device) < counts[:, None]
         g, beta = kernels.delta_gates(ba, self.A_log, self.dt_bias, real)
         q, k, v = mixed.split([sizes.key_size, sizes.key_size, sizes.value_size], dim=-1)
@@ -118,13 +116,13 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         before = None if state is None else state.matrix
         out, matrix = delta_rule(q, k, v, g, beta, before, context.documents)
         if state is not None and matrix is not None:
-            state.write(_newest(whole, seq, taps - 1, counts), matrix)
+            state.write(_newest(torch.cat((state.tail, x), dim=1), seq, counts), matrix)
         return out
 
 
-def _newest(whole: Tensor, seq: int, size: int, counts: Tensor | None) -> Tensor:
-    """Return the last `size` tokens [B, size, C] of whole [B, size + S, C], of which `counts` [B] of S are tokens."""
+def _newest(whole: Tensor, seq: int, counts: Tensor | None) -> Tensor:
+    """Return the last K - 1 tokens of whole [B, K - 1 + S, C], of whose newest S those of `counts` [B] are tokens."""
     if counts is None:
         return whole[:, seq:]
-    place = counts[:, None] + torch.arange(size, device=whole.device)
+    place = counts[:, None] + torch.arange(whole.shape[1] - seq, device=whole.device)
     return whole.gather(1, place[..., None].expand(-1, -1, whole.shape[2]))
