@@ -116,7 +116,7 @@ def test_documents_of_a_row_do_not_see_each_other(length: int) -> None:
         for number in documents[row].unique():
             (places,) = torch.where(documents[row] == number)
             alone, _ = chunked(*(x[row : row + 1, places] for x in given))
-            close(out[row : row + 1, places], alone)
+            torch.testing.assert_close(out[row : row + 1, places], alone, atol=TOLERANCE, rtol=0)
 
 
 def test_nothing_of_another_document_is_seen_however_large() -> None:
