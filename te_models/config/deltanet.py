@@ -159,8 +159,11 @@ class DeltaNetSpec(MixerSpec):
         mixed, value = (tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.value_size))
         gates = 2 * tape.tokens * heads * FP32
         taps = sizes.mixed_size * sizes.conv_kernel_dim * tape.element
+        # ba_proj saves the input of both, unquantized under any recipe; the gradient of qkvz_proj is added to its own.
+        first = tape.linear(into, shared=True)
+        first = first._replace(produces=0, scratch=first.scratch + first.produces)
         return [
-            tape.linear(into, shared=True),  # with ba_proj, which saves it unquantized under any recipe
+            first,
             tape.linear(ba),
             Step("split of q, k, v, z", consumes=mixed + value, produces=whole),
             # The convolution reads q, k and v, the output gate z: views of the output of qkvz_proj.
