@@ -73,9 +73,8 @@ class ShortConvSpec(MixerSpec):
     def steps(self, tape: Tape) -> list[Step]:
         into, out = self.linears
         narrow, wide = (tape.tokens * width * tape.element for width in (self.hidden_size, 2 * self.hidden_size))
-        whole = tape.rows * into.outputs * tape.element
-        # The views x and g of the projection, the sum of the taps, each tap's shifted x, and sigmoid(g).
-        conv = Step("convolution", whole + self.taps * narrow, consumes=narrow, produces=wide, scratch=narrow)
+        # Of each tap the shifted x, and which tokens it has; then the sum of the taps and sigmoid(g).
+        conv = Step("convolution", self.taps * (narrow + tape.tokens), consumes=narrow, produces=wide, scratch=narrow)
         gate = Step("gate", 2 * narrow, consumes=narrow, produces=2 * narrow)
         norm = Step("norm", narrow + tape.tokens * FP32, consumes=narrow, produces=narrow)
         return [tape.linear(into), conv, gate, norm, tape.linear(out)]
@@ -92,7 +91,7 @@ class ShortConvState:
         return self.tail.nbytes
 
     def clear(self) -> None:
-        self.tail.zero_()
+        """Do nothing: positions tell which tokens are of the same text."""
 
     def roll(self, x: Tensor, positions: Tensor, real: Tensor | None) -> Tensor:
         """Return the tail before x [B, S, D], and keep that after it; `positions` [B, S] count real tokens."""

@@ -143,17 +143,30 @@ def frozen_fp8_state(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS)
     Transformer Engine records the amax of any forward, evaluation included, and uses it in the next training update
     (section 2.5).
     """
-    live = fp8_state(model, directions)
+    modules = [module for module in model.modules() if "fp8_meta" in vars(module)]  # searched once: a step takes ms
+    live = _tensors(modules, directions)
     before = {name: torch.empty_like(tensor) for name, tensor in live.items()}
     overwrite(list(before.values()), list(live.values()))
     try:
         yield
     finally:
-        now = fp8_state(model, directions)
+        now = _tensors(modules, directions)
         names = [name for name in before if name in now]
         overwrite([now[name] for name in names], [before[name] for name in names])
         for name in now.keys() - before.keys():  # a module that ran for the first time: its initial values
-            now[name].fill_(1.0 if name.endswith("scale") else 0.0)
+            now[name].fill_(1.0 if name[-1] == "scale" else 0.0)
+
+
+def _tensors(modules: list[nn.Module], directions: tuple[str, ...]) -> dict[tuple[int, str, str], Tensor]:
+    """Return (place in `modules`, direction, part) -> live tensor of every scale and amax history."""
+    found = {}
+    for place, module in enumerate(modules):
+        for direction in directions:
+            state = vars(module)["fp8_meta"].get(direction)
+            if getattr(state, "amax_history", None) is not None:
+                found[place, direction, "scale"] = state.scale
+                found[place, direction, "amax_history"] = state.amax_history
+    return found
 
 
 @torch.no_grad()

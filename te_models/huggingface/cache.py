@@ -13,10 +13,22 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from te_models.config.attention import AttentionSpec
+from te_models.config.layer import MixerSpec
 from te_models.config.model import ModelConfig
+from te_models.errors import UsageError
 from te_models.kernels.sdpa import attention_mask as causal_mask
 from te_models.kernels.sdpa import masks_nothing
 from te_models.model.kv_cache import RecurrentState
+
+
+def refuse_other_states(config: ModelConfig) -> None:
+    """Raise a UsageError if a layer keeps something else than keys and values while decoding."""
+    for part in config.parts:
+        if isinstance(part, MixerSpec) and not isinstance(part, AttentionSpec):
+            raise UsageError(
+                f"a cache of transformers has no place for what a {part.title} keeps: give use_cache=False, or call "
+                "generate of the CausalLM inside (`.model`)"
+            )
 
 
 class CacheView:

@@ -25,7 +25,7 @@ from te_models.files.formats import list_some, parse_size
 from te_models.fp8.extra_state import EXTRA
 from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
-from te_models.huggingface.cache import CacheView
+from te_models.huggingface.cache import CacheView, refuse_other_states
 from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.saving import save_model
 from te_models.interop.hf import is_hugging_face
@@ -210,6 +210,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the cache of a forward pass, a new one where it should return one."""
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not wants_loss
+        if use_cache or past is not None:
+            refuse_other_states(self.model.config)
         return DynamicCache(config=self.config) if use_cache and past is None else past
 
     def _attention(
@@ -248,6 +250,11 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     def generate(self, *args: Any, **options: Any) -> Any:
         """Continue prompts as transformers does, with all of its options; FP8 weights are quantized once per call."""
         options.setdefault("disable_compile", True)  # with a static cache it would compile forward, into many pieces
+        if (
+            options.get("use_cache", (options.get("generation_config") or self.generation_config).use_cache)
+            is not False
+        ):
+            refuse_other_states(self.model.config)
         with self._weights_quantized_once():
             return super().generate(*args, **options)  # type: ignore[bad-argument-type]  # protocol without properties
 

@@ -7,6 +7,7 @@ whatever autocast a caller opens around the model, and every scale is updated ex
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from te_models.config.options import RecipeOptions
 from te_models.config.recipe import AUTO, Recipe
 from te_models.config.recompute_modes import check_mode, offload_allows_fused
 from te_models.device.choice import choose_device
+from te_models.device.cpu_threads import TOO_SMALL_TO_SHARE, one_thread
 from te_models.device.measured import once
 from te_models.engine import check_support, engine_module, get_engine
 from te_models.errors import OutOfMemory, UsageError
@@ -306,7 +308,7 @@ class Decoder(nn.Module):
         passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
         context = forward_context(self.specs, tokens, *passed, self.dtype)
         wanted = (labels, attention_mask, document_ids, return_logits, logits_to_keep)
-        with forward_pass(self, self.te, self.recipe, self.te_recipe):
+        with one_thread(self._too_small_to_share(tokens)), forward_pass(self, self.te, self.recipe, self.te_recipe):
             evaluated = not self.training
             output = self._decode(tokens, context, *wanted)
         if output.loss is not None and unknown is not None:
@@ -314,6 +316,17 @@ class Decoder(nn.Module):
         if self.recipe.stateful and evaluated:
             preserve_scales_in_backward(self, output)
         return output
+
+    def _too_small_to_share(self, tokens: Tensor) -> bool:
+        """Return whether no product of a pass over `tokens` [B, S, ...] is worth a second thread of the CPU."""
+        if tokens.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        return tokens.shape[0] * tokens.shape[1] * self._largest_weight <= TOO_SMALL_TO_SHARE
+
+    @functools.cached_property
+    def _largest_weight(self) -> int:
+        """The elements of the largest parameter."""
+        return max(parameter.numel() for parameter in self.parameters())
 
     def _decode(self, tokens: Tensor, context: ForwardContext, *wanted: Any) -> Output:
         """Pass ids [B, S] or vectors [B, S, D] through all blocks and the head; `wanted` as in `_output`."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from autograd_bytes import autograd_bytes
 from fewer import every, some
 
 import te_models.optim as optim
@@ -97,34 +98,6 @@ CASES: list[tuple[str, str | int, dict[str, Any]]] = [
 
 
 ROWS = [(2, 64), (1, 23)]  # the second is padded
-
-
-def autograd_bytes(model: CausalLM, ids: torch.Tensor, logits: bool = True) -> int:
-    """Bytes that autograd keeps after a forward: each storage once, parameters not, each copy of FP8 codes by itself.
-
-    The emulated engine's two copies of a weight are views of one buffer; on a GPU they are two buffers.
-    """
-    found: dict[tuple[int, tuple[int, ...]], int] = {}
-    weights: list[Any] = list(model.parameters())
-    own = {
-        part.untyped_storage().data_ptr()
-        for p in weights
-        for part in (p.get_data_tensors() if is_quantized(p) else (p,))
-        if part is not None
-    }
-    alive: list[torch.Tensor] = []  # an address is a tensor's own only as long as it lives
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            copy = tensor.stride() if tensor.dtype == torch.uint8 else ()
-            found[storage.data_ptr(), copy] = storage.nbytes()
-        alive.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(ids, labels=ids.clone(), return_logits=logits)
-    return sum(found.values())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,429 @@
+"""The suite that every kind of layer passes. A new kind enters it by a row of KINDS.
+
+The judges know no kind: a pass without padding, without neighbors, without a cache or without recompute; autograd's own
+saved tensors; a run that was not interrupted; the modules of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from autograd_bytes import autograd_bytes
+from bits import assert_same_bits
+from fewer import every
+from places import PLACE
+from ranks import run_ranks
+from short_conv import registered
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from te_models import CausalLM, list_recipes
+from te_models.config.model import ModelConfig
+from te_models.config.training import TrainConfig
+from te_models.errors import UsageError
+from te_models.fp8.scaling_state import fp8_state
+from te_models.inspect.verify import verify
+from te_models.model.tensor_parallel import divided_linear, gather_state
+from te_models.planning.memory_estimate import saved_bytes
+from te_models.planning.operations import Tape, Training
+from te_models.training.trainer import Trainer
+
+# Multiples of 32, so that every recipe runs each linear, also one half of it.
+SHAPE: dict[str, Any] = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=64, initializer_range=0.1,
+)  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """The fields of a tiny model with this kind of layer, and what makes the kind known while it is used."""
+
+    fields: dict[str, Any]
+    known: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig(**SHAPE | self.fields)
+
+
+KINDS = {
+    "attention": Kind(dict(qk_norm=True)),
+    "headwise gate": Kind(
+        dict(attention_gate="headwise", partial_rotary_factor=0.5, no_rope_layers=(1, 0, 1), tie_word_embeddings=True)
+    ),
+    "no gate": Kind(
+        dict(
+            attention_gate="none",
+            attention_bias=True,
+            attention_output_bias=True,
+            mlp_bias=True,
+            norm_position="both",
+            attn_logit_softcapping=5.0,
+        )
+    ),
+    "sliding": Kind(dict(sliding_window=4, layer_types=("sliding_attention", "full_attention", "sliding_attention"))),
+    "short convolution": Kind(dict(layer_types=("short_conv", "full_attention", "short_conv")), registered),
+    "no attention": Kind(dict(layer_types=("short_conv",) * 3), registered),
+}
+EMULATED: dict[str, Any] = dict(engine="emulated", device="cpu")
+NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+# The first is FP32, and the second BF16 by whatever kernels run by default. Relative differences of whole tensors: a
+# BF16 number is rounded by up to 2^-9, and about 20 roundings between an embedding and a logit add up as their root.
+WHERE = [
+    pytest.param((EMULATED | dict(dtype=torch.float32), 1e-5), id="emulated"),
+    pytest.param((PLACE, 2.0**-6), id="default", marks=pytest.mark.gpu),
+]
+Where = tuple[dict[str, Any], float]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    with KINDS[request.param].known():
+        yield KINDS[request.param]
+
+
+def build(kind: Kind, recipe: str = "bf16", **options: Any) -> CausalLM:
+    torch.manual_seed(0)
+    edges = NO_EDGES if recipe != "bf16" else {}
+    return CausalLM(kind.config, recipe=recipe, **{**EMULATED, **edges, **options})
+
+
+def tokens(model: CausalLM, rows: int = 2, length: int = 24, seed: int = 0) -> Tensor:
+    ids = torch.randint(0, SHAPE["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
+    return ids.to(model.device)
+
+
+def gradients(model: CausalLM) -> dict[str, Tensor]:
+    """Take the gradients of all parameters."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    assert found
+    return found
+
+
+def assert_close(found: Tensor, expected: Tensor, bound: float, name: str = "") -> None:
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert error <= bound, f"{name}: relative difference {error:.2g}"
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert_same_bits(name, tensor, other[name])
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_packed_documents_are_those_alone(kind: Kind, where: Where) -> None:
+    place, bound = where
+    model, lengths = build(kind, **place), (1, 5, 18)
+    ids = tokens(model, 1)
+    documents = torch.repeat_interleave(torch.tensor((4, 2, 9)), torch.tensor(lengths))[None].to(ids.device)
+    labels = ids.clone()
+    labels[:, [0, 1, 6]] = -100
+    together = model(ids, labels=labels, document_ids=documents)
+    together.loss.backward()
+    found = gradients(model)
+    loss = torch.zeros((), device=ids.device)
+    for own, logits in zip(ids.split(lengths, 1), together.logits.split(lengths, 1), strict=True):
+        alone = model(own, labels=own) if own.shape[1] > 1 else model(own)
+        assert_close(logits, alone.logits, bound)
+        loss = loss if alone.loss is None else loss + alone.loss * (own.shape[1] - 1) / 21
+    assert_close(together.loss, loss, bound)
+    loss.backward()
+    for name, gradient in gradients(model).items():
+        assert_close(found[name], gradient, 4 * bound, name)
+    assert (together.logits - model(ids).logits)[0, -12:].norm() > 2 * bound * together.logits[0, -12:].norm()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("where", WHERE)
+def test_padding_changes_nothing(kind: Kind, where: Where, side: str) -> None:
+    place, bound = where
+    model, count = build(kind, **place), 11
+    ids = tokens(model)
+    mask = torch.ones_like(ids)
+    real = slice(24 - count, 24) if side == "left" else slice(count)
+    mask[1] = 0
+    mask[1, real] = 1
+    padded = model(ids, labels=ids.masked_fill(mask == 0, -100), attention_mask=mask)
+    padded.loss.backward()
+    found = gradients(model)
+    own = [ids[:1], ids[1:, real]]
+    outputs = [model(row, labels=row) for row in own]
+    assert_close(padded.logits[0], outputs[0].logits[0], bound)
+    assert_close(padded.logits[1, real], outputs[1].logits[0], bound)
+    loss = (outputs[0].loss * 23 + outputs[1].loss * (count - 1)) / (23 + count - 1)
+    assert_close(padded.loss, loss, bound)
+    loss.backward()
+    for name, gradient in gradients(model).items():
+        assert_close(found[name], gradient, 4 * bound, name)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_padding_stays_zero(kind: Kind, recipe: str) -> None:
+    """Between all blocks, in both directions, so that it changes no scale: before, after and below the tokens."""
+    model = build(kind, recipe)
+    ids = tokens(model, 3, 7)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    mask[1, 5:] = 0
+    rows: list[Tensor] = []
+
+    def keep(block: nn.Module, args: Any, output: Tensor) -> None:
+        rows.append(output)
+        output.register_hook(rows.append)
+
+    for block in model.layers:
+        block.register_forward_hook(keep)
+    model(ids, labels=ids.masked_fill(mask == 0, -100), attention_mask=mask).loss.backward()
+    assert len(rows) == 6
+    padding = torch.cat((mask.flatten() == 0, torch.ones(len(rows[0]) - 21, dtype=torch.bool)))
+    for row in rows:
+        assert not row[padding].any() and row[~padding].any()
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("where", WHERE)
+@torch.no_grad()
+def test_decoding_is_the_forward_pass(kind: Kind, where: Where, padded: bool) -> None:
+    """A prompt, several tokens at once and single ones, twice with one cache, which forgets the first text."""
+    place, bound = where
+    model = build(kind, **place).eval()
+    cache = model.new_cache(2, 24)
+    for seed in (1, 2):
+        ids = tokens(model, seed=seed)
+        mask = torch.ones_like(ids)
+        if padded:
+            mask[0, :5] = 0
+        expected = model(ids, attention_mask=mask).logits
+        cache.clear()
+        steps = [
+            model(part, cache=cache, attention_mask=seen).logits
+            for part, seen in zip(ids.split((8, 3, 1, 1, 2, 9), 1), mask.split((8, 3, 1, 1, 2, 9), 1), strict=True)
+        ]
+        found = torch.cat(steps, 1)
+        assert_close(found[mask.bool()], expected[mask.bool()], bound)
+    assert cache.nbytes == sum(
+        spec.mixer.state_bytes(2, cache.real.shape[1], model.dtype.itemsize) for spec in model.specs
+    )
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_generation_with_a_cache_is_that_without(kind: Kind, where: Where) -> None:
+    """On a GPU the steps are a CUDA graph. Where two logits are equal up to rounding, either may be taken."""
+    place, bound = where
+    model = build(kind, **place).eval()
+    ids = tokens(model, 2, 7)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    found = model.generate(ids, 12, attention_mask=mask, eos_token_id=None)
+    mask = torch.nn.functional.pad(mask, (0, 12), value=1)
+    with torch.no_grad():
+        logits = model(found, attention_mask=mask).logits[:, 6:-1].float()
+    taken = logits.gather(2, found[:, 7:, None])[..., 0]
+    assert (logits.amax(-1) - taken).max() <= 4 * bound * logits.abs().max()
+
+
+def test_transformers_generates_the_same_or_says_why_not(kind: Kind) -> None:
+    modeling = pytest.importorskip("te_models.huggingface.modeling")
+    model = build(kind, dtype=torch.float32).eval()
+    ids = tokens(model, 2, 7)
+    expected = model.generate(ids, 6, eos_token_id=None)
+    wrapped = modeling.TEModelsForCausalLM.wrap(model).eval()
+    options: dict[str, Any] = dict(attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    assert torch.equal(wrapped.generate(ids, use_cache=False, **options), expected)
+    if kind.known is contextlib.nullcontext:
+        assert torch.equal(wrapped.generate(ids, **options), expected)
+        return
+    for call in (wrapped, lambda ids: wrapped.generate(ids, **options)):
+        with pytest.raises(UsageError, match="has no place for what a convolution keeps: give use_cache=False"):
+            call(ids)
+
+
+def step_of(kind: Kind, recipe: str, mode: str | int, place: dict[str, Any]) -> dict[str, Tensor]:
+    """Return all gradients and scales after two passes, the second with packed documents."""
+    model = build(kind, recipe, activation_checkpointing=mode, **place)
+    model.te.FP8GlobalStateManager.reset()
+    ids = tokens(model)
+    documents = (torch.arange(24, device=ids.device) // 7).expand_as(ids)
+    model(ids, labels=ids).loss.backward()
+    model(ids, labels=ids, document_ids=documents).loss.backward()
+    return gradients(model) | fp8_state(model)
+
+
+@pytest.mark.parametrize(
+    "recipe, mode, kind", every(3, list_recipes(), ("full", "selective", 2), KINDS), indirect=["kind"]
+)
+def test_recompute_changes_no_bit(kind: Kind, recipe: str, mode: str | int) -> None:
+    assert_same(step_of(kind, recipe, mode, EMULATED), step_of(kind, recipe, "none", EMULATED))
+
+
+@pytest.mark.parametrize("recipe, kind", every(3, list_recipes(), KINDS), indirect=["kind"])
+def test_every_recipe_trains(kind: Kind, recipe: str) -> None:
+    """One batch is learned by heart."""
+    found = losses(build(kind, recipe))
+    assert found[-1] < 0.8 * found[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
+def test_every_recipe_trains_by_the_default_path(kind: Kind, recipe: str) -> None:
+    """And begins with the loss of the emulated engine, up to the rounding of FP8's three mantissa bits in a logit."""
+    native, emulated = build(kind, recipe, **PLACE), build(kind, recipe)
+    native.load_state_dict(dict(emulated.named_parameters()), strict=False)
+    found, expected = losses(native), losses(emulated)
+    assert found[0] == pytest.approx(expected[0], rel=2.0**-5)
+    assert found[-1] < 0.8 * found[0]
+
+
+def losses(model: CausalLM) -> list[float]:
+    """Return the loss of each of a few steps on one batch."""
+    ids, found = tokens(model), []
+    model.calibrate(dict(input_ids=ids, labels=ids))
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = model(ids, labels=ids).loss
+        assert loss is not None and bool(loss.isfinite())
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("recipe, kind", every(6, list_recipes(), KINDS), indirect=["kind"])
+def test_a_resumed_run_is_exact(kind: Kind, recipe: str, tmp_path: Path) -> None:
+    config = TrainConfig(steps=3, warmup_steps=1, eval_every=0, save_every=2)
+
+    def run(out: str) -> Trainer:
+        model = build(kind, recipe)
+        batches = [dict(input_ids=ids, labels=ids) for ids in (tokens(model, seed=seed) for seed in range(3))]
+        return Trainer(model, batches, None, config, tmp_path / out)
+
+    def kill(row: dict[str, Any]) -> None:
+        if row["step"] == 3:
+            raise Killed
+
+    whole = run("whole")
+    whole.run()
+    expected = {name: t.clone() for name, t in {**whole.model.state_dict(), **fp8_state(whole.model)}.items()}
+    first = run("again")
+    first.on_step = kill
+    with pytest.raises(Killed):
+        first.run()
+    resumed = run("again")
+    torch.manual_seed(99)
+    assert resumed.run(resume=True).step == 3
+    assert_same({**resumed.model.state_dict(), **fp8_state(resumed.model)}, expected)
+    for number, (one, other) in enumerate(zip(resumed.optimizer.masters, whole.optimizer.masters, strict=True)):
+        assert_same_bits(f"master {number}", one, other)
+
+
+def test_a_folder_keeps_every_bit(kind: Kind, tmp_path: Path) -> None:
+    model = build(kind, "delayed")
+    ids = tokens(model)
+    model(ids, labels=ids).loss.backward()
+    model.save_pretrained(tmp_path / "te")
+    again = CausalLM.from_pretrained(tmp_path / "te", **EMULATED)
+    assert again.config == kind.config
+    assert_same({**again.state_dict(), **fp8_state(again)}, {**model.state_dict(), **fp8_state(model)})
+    if kind.known is contextlib.nullcontext:
+        model.save_pretrained(tmp_path / "hf", format="hf")
+        again = CausalLM.from_pretrained(tmp_path / "hf", **EMULATED, recipe="bf16")
+        assert torch.equal(again.eval()(ids).logits, build(kind).eval()(ids).logits)
+    else:
+        with pytest.raises(UsageError, match="short_conv"):
+            model.save_pretrained(tmp_path / "hf", format="hf")
+        assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("recipe, mode", every(3, ("bf16", "current", "delayed"), ("none", "selective", "full")))
+def test_the_memory_plan_is_what_autograd_keeps(kind: Kind, recipe: str, mode: str) -> None:
+    model = build(kind, recipe, activation_checkpointing=mode)
+    size = dict(batch_size=2, seq_len=64, compile=False, cuda=False)  # whole blocks of 128 rows
+    training = Training(**size, activation_checkpointing=mode)
+    expected = saved_bytes(model.config, model.recipe, training)
+    if mode == "full":  # the rotary tables are held by the recomputes, not by autograd
+        expected -= Tape(model.config, model.recipe, training).rotary_tables()
+    assert autograd_bytes(model, tokens(model, 2, 64)) == expected
+    assert kind.config.num_parameters + kind.config.num_padding_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_plan_and_verify_know_every_linear(kind: Kind) -> None:
+    model = build(kind, "current")
+    linears = {name for name, module in model.named_modules() if isinstance(module, model.te.Linear)}
+    planned = {
+        f"layers.{row.layer}.{row.module}" if row.layer != "head" else row.module: row for row in model.plan().rows
+    }
+    assert planned.keys() == linears
+    assert {name for name, row in planned.items() if row.precision == "BF16"} == {"lm_head"}
+    found = verify(model, 2, 24)
+    assert not found.failures
+    assert sum(gemm.in_fp8 for gemm in found.gemms) == len(linears) - 1
+    assert sum(gemm.in_bf16 for gemm in found.gemms) == 1
+
+
+def test_adapters_train_merge_and_come_back(kind: Kind, tmp_path: Path) -> None:
+    lora = pytest.importorskip("te_models.training.lora")
+    model = build(kind, dtype=torch.float32)
+    ids = tokens(model)
+    plain = model(ids).logits.detach()
+    adapted = lora.add_lora(model, r=4, lora_alpha=8, target_modules="all-linear")
+    adapters = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    linears = [name for name, m in build(kind).named_modules() if isinstance(m, model.te.Linear) and name != "lm_head"]
+    assert len(adapters) == 2 * len(linears)
+    optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], 1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        adapted(ids, labels=ids).loss.backward()
+        optimizer.step()
+    tuned = adapted(ids).logits.detach()
+    assert (tuned - plain).norm() > 0.01 * plain.norm()
+    lora.save_lora(adapted, tmp_path)
+    again = lora.load_lora(build(kind, dtype=torch.float32), tmp_path)
+    assert_close(again(ids).logits, tuned, 1e-6)
+    assert_close(adapted.merge_and_unload()(ids).logits, tuned, 1e-5)
+
+
+def on_two_ranks(rank: int, folder: str) -> None:
+    """Save each kind's loss and gradients, or the reason why it is not divided."""
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    for name, kind in KINDS.items():
+        with kind.known():
+            try:
+                model = build(kind, dtype=torch.float32, tp_mesh=mesh)
+            except UsageError as error:
+                found[name] = str(error)
+                continue
+            ids = tokens(model)
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            found[name] = {"loss": loss.detach()} | gather_state(gradients(model), model.config, model.tp)
+    torch.save(found, f"{folder}/{rank}.pt")
+
+
+def test_two_ranks_compute_the_same_or_say_why_not(tmp_path: Path) -> None:
+    run_ranks(on_two_ranks, tmp_path, 2)
+    for rank, (name, kind) in ((rank, item) for rank in range(2) for item in KINDS.items()):
+        found = torch.load(tmp_path / f"{rank}.pt")[name]
+        with kind.known():
+            model = build(kind, dtype=torch.float32)
+            if obstacles := [o for part in kind.config.parts if (o := part.parallel_obstacle(sequence=False))]:
+                assert found == obstacles[0]
+                continue
+            assert any(divided_linear(parameter, model.config) for parameter, _ in model.named_parameters())
+            ids = tokens(model)
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+        expected = {"loss": loss.detach()} | gradients(model)
+        for parameter, tensor in expected.items():
+            assert_close(found[parameter], tensor, 1e-5, f"{name}, rank {rank}: {parameter}")
