@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from te_models.config.attention import AttentionSpec
+from te_models.config.deltanet import DeltaNetSpec
 from te_models.config.layer import MixerSpec
 from te_models.config.model import ModelConfig
 from te_models.errors import UsageError
@@ -22,9 +23,9 @@ from te_models.model.kv_cache import RecurrentState
 
 
 def refuse_other_states(config: ModelConfig) -> None:
-    """Raise a UsageError if a layer keeps something else than keys and values while decoding."""
+    """Raise a UsageError if a layer keeps something while decoding for which transformers has no kind of layer."""
     for part in config.parts:
-        if isinstance(part, MixerSpec) and not isinstance(part, AttentionSpec):
+        if isinstance(part, MixerSpec) and not isinstance(part, (AttentionSpec, DeltaNetSpec)):
             raise UsageError(
                 f"a cache of transformers has no place for what a {part.title} keeps: give use_cache=False, or call "
                 "generate of the CausalLM inside (`.model`)"

@@ -98,6 +98,19 @@ def test_generation_is_that_of_transformers(seed: int, theirs: Callable[[int], P
 
 
 @pytest.mark.parametrize("seed", FEW)
+def test_transformers_generates_with_our_model(seed: int, theirs: Callable[[int], Pair]) -> None:
+    """With its own cache, whose rows beam search reorders."""
+    modeling = pytest.importorskip("te_models.huggingface.modeling")
+    judge, folder = theirs(seed)
+    wrapped, ids = modeling.TEModelsForCausalLM.wrap(load(folder)), tokens(3, 21)
+    mask = torch.ones(3, 21, dtype=torch.long)
+    mask[1, :8] = mask[2, :18] = 0
+    for options in (dict(), dict(num_beams=3), dict(cache_implementation="static")):
+        given: dict[str, Any] = dict(attention_mask=mask, max_new_tokens=10, do_sample=False, **options)
+        assert torch.equal(wrapped.generate(ids, **given), judge.generate(ids, **given)), options
+
+
+@pytest.mark.parametrize("seed", FEW)
 @torch.no_grad()
 def test_a_round_trip_is_exact(seed: int, theirs: Callable[[int], Pair], tmp_path: Path) -> None:
     _, folder = theirs(seed)

@@ -67,6 +67,15 @@ KINDS = {
         )
     ),
     "sliding": Kind(dict(sliding_window=4, layer_types=("sliding_attention", "full_attention", "sliding_attention"))),
+    "linear attention": Kind(
+        dict(
+            layer_types=("linear_attention", "full_attention", "linear_attention"),
+            linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
+            attention_gate="elementwise",
+            qk_norm=True,
+            zero_centered_norm=True,
+        )
+    ),
     "short convolution": Kind(dict(layer_types=("short_conv", "full_attention", "short_conv")), registered),
     "no attention": Kind(dict(layer_types=("short_conv",) * 3), registered),
 }
