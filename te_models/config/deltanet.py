@@ -126,9 +126,12 @@ class DeltaNetSpec(MixerSpec):
             self, sizes=dataclasses.replace(self.sizes, num_key_heads=keys, num_value_heads=values)
         )
 
-    def parallel_obstacle(self, sequence: bool) -> str:
-        """Return that its heads are not divided yet."""
-        return "linear_attention layers are not divided between ranks: build the model without tp_mesh"
+    @property
+    def divided_vectors(self) -> Mapping[str, tuple[Section, ...]]:
+        """The taps of the channels and the decays of the heads that a rank has."""
+        heads = (Section("heads", self.sizes.num_value_heads, self.sizes.num_value_heads),)
+        mixed = self.linears[0].sections[:3]
+        return MappingProxyType({"conv1d.weight": mixed, "A_log": heads, "dt_bias": heads})
 
     def flops(self, tokens: int, length: int) -> float:
         """Return those of the te.Linears, of the convolution, and of the delta rule in chunks.

@@ -165,6 +165,15 @@ class ModelConfig(NamedFields):
         return dict(named_linears(self.layers))
 
     @functools.cached_property
+    def divided_vectors(self) -> dict[str, LinearSpec]:
+        """Name, such as "layers.0.linear_attn.A_log" -> the vectors that tensor parallelism divides, of all layers."""
+        return {
+            f"layers.{depth}.{name}": vector
+            for depth, layer in enumerate(self.layers)
+            for name, vector in layer.divided_vectors.items()
+        }
+
+    @functools.cached_property
     def parts(self) -> list[PartSpec]:
         """The distinct mixers and MLPs of the layers."""
         return distinct(part for layer in self.layers for part in layer.parts)

@@ -79,7 +79,7 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         mixed, z = qkvz[:count].split([self.spec.sizes.mixed_size, self.spec.sizes.value_size], dim=-1)
         mixed, ba = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (mixed, ba))
         out = self._without_padding(mixed, ba, context)  # [B, S, n, d_v]
-        out = self.norm(out.flatten(0, 2)).view(count, -1)
+        out = self.tp.norm(self.norm, out.flatten(0, 2), partial=True).view(count, -1)
         out = context.kernels.silu_gate(out, z)  # 0 at padding, where z is 0
         return context.linear(self.out_proj, pad_rows(out, qkvz.shape[0]))
 
