@@ -203,7 +203,12 @@ def verify(model: CausalLM, batch_size: int, seq_len: int, plan: PrecisionPlan |
 
 
 def sample_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
-    """Return `config` with one layer of all with the same GEMMs in one precision: enough for an untrained model."""
+    """Return `config` with one layer of all with the same GEMMs in one precision: enough for an untrained model.
+
+    A recipe whose patterns may name layers needs all of them.
+    """
+    if recipe.precision:
+        return config
     count = config.num_hidden_layers
     inside = recipe.fp8_layers(count) or range(count)
     first: dict[tuple[LinearSpec, ...], int] = {}  # one layer of all that have the same GEMMs
@@ -217,14 +222,14 @@ def _met_in_training(model: CausalLM, batch_size: int, seq_len: int) -> dict[str
 
     Of several linears with one name, take the first that the recipe quantizes.
     """
-    met: dict[str, list[Any]] = {}
+    met: dict[str, tuple[str, nn.Module]] = {}
     hooks = []
     for name, linear in model.named_modules():
         if isinstance(linear, model.te.Linear):
-            layer, short = _kind(name)
+            short = _kind(name)
             known = met.get(short)
-            if known is None or (not known[1] and layer in model.fp8_layers):
-                met[short] = [linear, layer in model.fp8_layers]
+            if known is None or (model.precision.recipe_of(known[0]) is None and model.precision.recipe_of(name)):
+                met[short] = name, linear
     found: dict[nn.Module, list[Tensor]] = {}
 
     def keep(linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -235,7 +240,7 @@ def _met_in_training(model: CausalLM, batch_size: int, seq_len: int) -> dict[str
     training, mode = model.training, model.activation_checkpointing
     try:
         model.activation_checkpointing = "none"  # a recompute would be a second forward
-        hooks = [linear.register_forward_hook(keep) for linear, _ in met.values()]
+        hooks = [linear.register_forward_hook(keep) for _, linear in met.values()]
         with model.unfused():  # with fused kernels the input of a linear may be quantized already
             loss = model.train()(ids, labels=ids).loss
             torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
@@ -244,22 +249,20 @@ def _met_in_training(model: CausalLM, batch_size: int, seq_len: int) -> dict[str
         model.activation_checkpointing = mode
         for hook in hooks:
             hook.remove()
-    return {name: (linear, found[linear][0], found[linear][1]) for name, (linear, _) in met.items()}
+    return {short: (linear, found[linear][0], found[linear][1]) for short, (_, linear) in met.items()}
 
 
-def _kind(name: str) -> tuple[int, str]:
-    """Split "layers.3.mlp.down_proj" into (3, "mlp.down_proj"); a module outside the layers has number -1."""
-    if not name.startswith("layers."):
-        return -1, name
-    _, layer, short = name.split(".", 2)
-    return int(layer), short
+def _kind(name: str) -> str:
+    """Return "mlp.down_proj" for "layers.3.mlp.down_proj"."""
+    return name.split(".", 2)[2] if name.startswith("layers.") else name
 
 
 @torch.enable_grad()
 def _verified(model: CausalLM, name: str, linear: Any, x: Tensor, dy: Tensor, counts: list[int]) -> Verified:
     """Verify one linear on its recorded input and output gradient."""
     te, copy = model.te, _copy(model, linear)
-    recipe = model.te_recipe if counts[0] else None
+    own = next(own for own, module in model.named_modules() if module is linear)
+    recipe = model.precision.te_recipe_of(own)
     try:
         bf16 = _trial(te, copy, x, dy, None)
         trial = [_trial(te, copy, x, dy, recipe) for _ in range(WARM_UP)][-1]

@@ -38,7 +38,7 @@ class Norm(Protocol):
 class SwiGLU(Protocol):
     """SwiGLU between the te.Linear `producer` and `consumer`: [N, 2F] -> [N, F]."""
 
-    def __call__(self, gate_up: Tensor, producer: nn.Module, consumer: nn.Module) -> Tensor: ...
+    def __call__(self, gate_up: Tensor, producer: nn.Module | None, consumer: nn.Module | None) -> Tensor: ...
 
 
 class Linear(Protocol):
@@ -50,7 +50,7 @@ class Linear(Protocol):
 class Targets(Protocol):
     """Where attention may write FP8: the gradient for `producer` and the input of `consumer`; None where it may not."""
 
-    def __call__(self, producer: nn.Module, consumer: nn.Module) -> tuple[Any, Any]: ...
+    def __call__(self, producer: nn.Module | None, consumer: nn.Module | None) -> tuple[Any, Any]: ...
 
 
 @dataclass(frozen=True)

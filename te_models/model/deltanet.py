@@ -75,7 +75,7 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         """Return linear attention of x [N, D]: [N, D]."""
         count = context.batch * context.seq
         qkvz = context.linear(self.qkvz_proj, x)  # [N, C + Vd]
-        ba = context.linear_outside_fp8(self.ba_proj, x)  # [N, 2n]
+        ba = context.linear(self.ba_proj, x)  # [N, 2n], in BF16 under any recipe
         mixed, z = qkvz[:count].split([self.spec.sizes.mixed_size, self.spec.sizes.value_size], dim=-1)
         mixed, ba = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (mixed, ba))
         out = self._without_padding(mixed, ba, context)  # [B, S, n, d_v]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from te_models.config.attention import AttentionSpec
 from te_models.config.layer import LayerSpec, distinct
 from te_models.config.rope import Rope
+from te_models.fp8.region import Autocasts
 from te_models.kernels.dispatch import Kernels
 from te_models.kernels.sdpa import attention_mask, masks_nothing
 from te_models.model.kv_cache import Cache
@@ -45,6 +46,7 @@ class ForwardContext(NamedTuple):
     recompute: Recompute  # which activations backward recomputes
     kernels: Kernels
     fp8_layers: range  # the blocks that belong inside the model's autocast
+    autocasts: Autocasts
 
     def without_padding(self, x: Tensor) -> Tensor:
         """Return x [N, D] with zeros at padding, which a bias has made nonzero."""
@@ -65,15 +67,15 @@ class ForwardContext(NamedTuple):
 
     def linear(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return a te.Linear of x [N, I], [N, O]; it reuses its quantized weight where this pass allows it."""
-        return self.kernels.linear(module, x, is_first_microbatch=self.recompute.first_microbatch)
+        if module not in self.autocasts.others:
+            return self.kernels.linear(module, x, is_first_microbatch=self.recompute.first_microbatch)
+        self.recompute.check_restored(self.autocasts.others[module])
+        with self.autocasts.linear(module):
+            return self.kernels.linear(module, x, is_first_microbatch=self.recompute.first_microbatch)
 
-    def linear_outside_fp8(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Return `linear` in the dtype of x, also inside the model's autocast."""
-        te = self.recompute.te
-        if not te.FP8GlobalStateManager.is_fp8_enabled():
-            return self.linear(module, x)
-        with te.autocast(enabled=False):
-            return self.linear(module, x)
+    def neighbour(self, module: nn.Module) -> nn.Module | None:
+        """Return a te.Linear for which a kernel beside it may write FP8; None if it has an autocast of its own."""
+        return None if module in self.autocasts.others else module
 
 
 def forward_context(
@@ -86,6 +88,7 @@ def forward_context(
     kernels: Kernels,
     fp8_layers: range,
     dtype: torch.dtype,
+    autocasts: Autocasts,
 ) -> ForwardContext:
     """Compute positions and masks of the newest tokens `ids` [B, S] (or [B, S, D]) of each row, on their device.
 
@@ -122,6 +125,7 @@ def forward_context(
         recompute=recompute,
         kernels=kernels,
         fp8_layers=fp8_layers,
+        autocasts=autocasts,
     )
 
 

@@ -120,11 +120,12 @@ class TensorParallel:
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Raise if the ranks could not read each other's FP8 data under this recipe."""
-        if self.scatters and recipe.stateful and not recipe.fields.get("reduce_amax", True):
-            raise UsageError(
-                f"recipe {recipe.name!r} has reduce_amax=False, and sequence parallelism needs the same scales on all "
-                "ranks: use reduce_amax=True or sequence_parallel=False"
-            )
+        for used in recipe.in_use:
+            if self.scatters and not used.fields.get("reduce_amax", True):
+                raise UsageError(
+                    f"recipe {used.name!r} has reduce_amax=False, and sequence parallelism needs the same scales on "
+                    "all ranks: use reduce_amax=True or sequence_parallel=False"
+                )
 
     def rows(self, count: int, alignment: int) -> int:
         """Return the rows that `count` tokens are padded to; those of each rank are a multiple of `alignment`."""
