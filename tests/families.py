@@ -242,8 +242,9 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         for name, case in _experts(
             {**_QWEN, "head_dim": 16},
             "n_routed_experts",
-            *_ANY[1:],
-            sparse=dict(first_k_dense_replace=0),
+            "all-keys",
+            *_ANY[3:],
+            sparse=dict(first_k_dense_replace=0, tie_word_embeddings=True),
             groups=dict(n_routed_experts=6, n_group=3, topk_group=2, num_experts_per_tok=3, n_shared_experts=2),
             normed=dict(use_qk_norm=True, norm_topk_prob=False, routed_scaling_factor=2.5, attention_bias=True),
         ).items()

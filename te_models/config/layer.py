@@ -79,11 +79,6 @@ class LinearSpec:
         return max(1, self.experts)
 
     @property
-    def adaptable(self) -> bool:
-        """Whether an adapter (LoRA) may change it: a te.Linear that the recipe may run below BF16."""
-        return self.fp8 and not self.experts
-
-    @property
     def weights(self) -> tuple[str, ...]:
         """The names of its weights."""
         return tuple(f"weight{expert}" for expert in range(self.experts)) or ("weight",)
@@ -207,6 +202,11 @@ class PartSpec(ABC):
     def local(self, ranks: int) -> Self:
         """Return one rank's share."""
 
+    @property
+    def divided_vectors(self) -> Mapping[str, tuple[Section, ...]]:
+        """Parameter among `vectors` that it divides, such as "conv1d.weight" -> the sections of its rows."""
+        return MappingProxyType({})
+
     def parallel_obstacle(self, sequence: bool) -> str:
         """Return why tensor parallelism (and sequence parallelism) cannot divide it, and what to do; "" if it can."""
         return ""
@@ -233,11 +233,16 @@ class MixerSpec(PartSpec):
 class FeedforwardSpec(PartSpec):
     """A part that treats each token by itself."""
 
+    @property
+    def last(self) -> LinearSpec:
+        """The te.Linear whose input recompute may discard."""
+        return self.linears[-1]
+
     @abstractmethod
     def halves(self, tape: Tape) -> tuple[list[Step], list[Step]]:
         """Return the operations of a training step in forward order.
 
-        The first half ends at a tensor that recompute may discard: the input of the last te.Linear.
+        The first half ends at a tensor that recompute may discard: the input of the te.Linear `last`.
         """
 
 
@@ -262,6 +267,15 @@ class LayerSpec:
     def linears(self) -> dict[str, LinearSpec]:
         """Name in the block, such as "self_attn.o_proj" -> te.Linear, in forward order."""
         return {f"{part.name}.{linear.name}": linear for part in self.parts for linear in part.linears}
+
+    @property
+    def divided_vectors(self) -> dict[str, LinearSpec]:
+        """Name in the block -> the parameters that tensor parallelism divides like the rows of a te.Linear."""
+        return {
+            f"{part.name}.{name}": LinearSpec(name, 1, sections, "column")
+            for part in self.parts
+            for name, sections in part.divided_vectors.items()
+        }
 
     @property
     def num_norms(self) -> int:

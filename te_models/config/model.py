@@ -11,6 +11,7 @@ from dataclasses import MISSING, FrozenInstanceError, dataclass, fields
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
+from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.layer import LayerSpec, LinearSpec, PartSpec, Section, distinct, named_linears
 from te_models.config.layers import MIXERS, MLPS, describe_layers
 from te_models.config.moe import MoEConfig
@@ -29,7 +30,8 @@ CHOICES = {
 MAX_PARAMETERS = 2**60  # PyTorch counts bytes in 64 bits
 MAX_LAYERS = 10_000  # planning a model loops over its layers
 PER_LAYER = ("no_rope_layers", "layer_types", "mlp_layer_types")  # fields with one entry per layer
-GROUPS = {"moe": MoEConfig}  # fields that are groups of fields; a file has the values of each by name
+# Fields that are groups of fields; a file has the values of each by name.
+GROUPS = {"linear_attention": DeltaNetConfig, "moe": MoEConfig}
 
 
 @dataclass(kw_only=True, unsafe_hash=True)  # frozen by __setattr__ below
@@ -68,7 +70,12 @@ class ModelConfig(NamedFields):
     no_rope_layers: tuple[int, ...] | None = documented(None, "One entry per layer: 1 with RoPE, 0 without (SmolLM3).")
     sliding_window: int | None = documented(None, "Number of keys that a query sees, itself included (Mistral).")
     layer_types: tuple[str, ...] | None = documented(
-        None, 'One entry per layer, "full_attention" or "sliding_attention"; None: the window applies to all.'
+        None,
+        'One entry per layer, "full_attention", "sliding_attention" or "linear_attention"; None: the window applies to '
+        "all.",
+    )
+    linear_attention: DeltaNetConfig | None = documented(
+        None, "Sizes of the linear_attention layers, Gated DeltaNet (Qwen3.5, Qwen3-Next)."
     )
     attention_gate: str = documented("elementwise", "Gate of the attention output: elementwise, headwise or none.")
     attention_gate_activation: str = documented("sigmoid", "Function of the gate: sigmoid or softplus (Laguna).")
@@ -163,6 +170,15 @@ class ModelConfig(NamedFields):
     def linears(self) -> dict[str, LinearSpec]:
         """Name, such as "layers.0.self_attn.o_proj" -> te.Linear, of all layers in forward order."""
         return dict(named_linears(self.layers))
+
+    @functools.cached_property
+    def divided_vectors(self) -> dict[str, LinearSpec]:
+        """Name, such as "layers.0.linear_attn.A_log" -> the vectors that tensor parallelism divides, of all layers."""
+        return {
+            f"layers.{depth}.{name}": vector
+            for depth, layer in enumerate(self.layers)
+            for name, vector in layer.divided_vectors.items()
+        }
 
     @functools.cached_property
     def parts(self) -> list[PartSpec]:
@@ -293,8 +309,10 @@ def _check_layers(config: ModelConfig) -> None:
         for value in values:
             if value not in allowed:
                 raise ConfigError(f"{name} holds {value!r}, which is not supported: choose from {allowed}")
-    if config.layer_types and "sliding_attention" in config.layer_types and config.sliding_window is None:
-        raise ConfigError("layer_types asks for sliding_attention: give sliding_window")
+    needs = {"sliding_attention": "sliding_window", "linear_attention": "linear_attention"}
+    for kind, field in needs.items():
+        if kind in (config.layer_types or ()) and field_values(config)[field] is None:
+            raise ConfigError(f"layer_types asks for {kind}: give {field}")
     if "sparse" in (config.mlp_layer_types or ()) and config.moe is None:
         raise ConfigError("mlp_layer_types asks for sparse layers: give moe, their experts")
     if config.moe is not None and (config.mlp_bias or not config.mlp_gate):

@@ -100,6 +100,11 @@ class MoESpec(FeedforwardSpec):
         return tuple(found)
 
     @property
+    def last(self) -> LinearSpec:
+        """The experts' projection down."""
+        return self.linear("down_proj")
+
+    @property
     def vectors(self) -> Mapping[str, int]:
         """The experts' numbers for the choice."""
         return {"expert_bias": self.experts.num_experts} if self.experts.expert_bias else {}

@@ -10,7 +10,7 @@ the engine's registry holds the same tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -82,11 +82,11 @@ def check_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Any) -> None:
+def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Callable[[str], Any]) -> None:
     """Copy `tensors` (as from `fp8_state`) into the model, which need not have run yet.
 
-    `built` is the engine's DelayedScaling object that the model will run under. A history of another length keeps its
-    newest entries.
+    `built` returns the engine's DelayedScaling object that a module, given its name, will run under. A history of
+    another length keeps its newest entries.
 
     Raises:
         CheckpointError: a tensor does not fit the model; nothing was written.
@@ -94,7 +94,7 @@ def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Any) 
     check_fp8_state(model, tensors)
     modules: dict[str, Any] = dict(model.named_modules())
     for owner in sorted({name.rsplit(".", 2)[0] for name in tensors}):
-        make_state(modules[owner], built)
+        make_state(modules[owner], built(owner))
     live = fp8_state(model)
     for name, value in tensors.items():
         if live[name].shape[-1] != value.shape[-1]:
@@ -116,18 +116,22 @@ def make_state(module: Any, built: Any) -> None:
 
 
 @torch.no_grad()
-def convert_scales(model: nn.Module, old: Recipe, new: Recipe) -> None:
-    """Convert the model's scales from one DelayedScaling recipe to another.
+def convert_scales(model: nn.Module, old: Callable[[str], Recipe | None], new: Callable[[str], Recipe | None]) -> None:
+    """Convert the model's scales from DelayedScaling recipes to others: `old` and `new` of a module, given its name.
 
     Histories hold amaxes of the tensors themselves and stay as they are. A scale is the format's largest number, less
     the margin, over an amax, so it changes by a power of two. A tensor without an amax so far keeps scale 1.
     """
     live = fp8_state(model)
     for name, scale in live.items():
-        if name.endswith(".scale"):
-            direction = name.split(".")[-2]
-            seen = (scale != 1) | (live[name.removesuffix("scale") + "amax_history"].amax(0) > 0)
-            scale.mul_(torch.where(seen, _largest(new, direction) / _largest(old, direction), 1.0)).clamp_(max=FLT_MAX)
+        if not name.endswith(".scale"):
+            continue
+        owner, direction, _ = name.rsplit(".", 2)
+        before, now = old(owner), new(owner)
+        if before is None or now is None or before == now:
+            continue
+        seen = (scale != 1) | (live[name.removesuffix("scale") + "amax_history"].amax(0) > 0)
+        scale.mul_(torch.where(seen, _largest(now, direction) / _largest(before, direction), 1.0)).clamp_(max=FLT_MAX)
 
 
 def _largest(recipe: Recipe, direction: str) -> float:

@@ -9,31 +9,20 @@ transformers 5.23, and modeling_qwen3.py of qiuzh20/gated_attention.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, unknown
-from te_models.interop.hf_experts import (
-    ALL_SLIDE_BY_FLAG,
-    GLM_EXPERTS,
-    IGNORED,
-    MIXTRAL_EXPERTS,
-    OLMOE_EXPERTS,
-    QK_NORM,
-    QKV_BIAS,
-    QWEN2_EXPERTS,
-    QWEN3_EXPERTS,
-)
+from te_models.interop.hf_expert_families import EXPERT_FAMILIES
+from te_models.interop.hf_family import COPIED, LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
+from te_models.interop.hf_hybrid_parts import DENSE, HYBRID, MROPE
 from te_models.interop.hf_parts import (
     AFMOE_WINDOW,
     ALL_SLIDE,
     ATTENTION_MULTIPLIER,
-    DENSE,
     DENSE_AFMOE,
     EMBEDDING_ROOT,
-    EVEN_SLIDE_BY_FLAG,
     EXAONE_WINDOW,
     FIRST_OF_FOUR_IS_FULL,
     GATE,
@@ -53,7 +42,6 @@ from te_models.interop.hf_parts import (
     WINDOW,
     WINDOW_BY_FLAG,
     WINDOW_WITHOUT_ROPE,
-    Part,
     Values,
     activation,
     biases,
@@ -61,9 +49,7 @@ from te_models.interop.hf_parts import (
 )
 from te_models.interop.hf_places import (
     AFMOE_LAYER,
-    EXPERTS,
     GATED_BY_GROUP,
-    GATED_BY_HEAD,
     GEMMA_NORMS,
     GLM_LAYER,
     LAGUNA_LAYER,
@@ -72,143 +58,15 @@ from te_models.interop.hf_places import (
     OWN_LAYER,
     PHI_LAYER,
     POST_NORMED_LAYER,
+    QWEN3_5_LAYER,
+    QWEN3_NEXT_LAYER,
     UNGATED_MLP_LAYER,
-    Rows,
     both_normed,
 )
-from te_models.interop.hf_places import (
-    GLM_EXPERTS as GLM_EXPERT_PLACES,
-)
-from te_models.interop.hf_places import (
-    MIXTRAL_EXPERTS as MIXTRAL_PLACES,
-)
-from te_models.interop.hf_places import (
-    QWEN2_EXPERTS as QWEN2_EXPERT_PLACES,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One architecture of Hugging Face.
-
-    Attributes:
-        model_type, architecture: as in config.json.
-        models: the published models, for people.
-        layer: their name below "model.layers.<i>." -> its place in ours, for weights and biases.
-        parts: keys that need more than copying.
-        constants: values of our fields that all models of the family share.
-        defaults: the values that transformers uses for absent keys.
-        only: their keys -> the values that te-models supports; any other is refused.
-        ignored: their keys that change nothing in a model that is accepted.
-        marks: keys that distinguish the family from others of its model_type.
-        written: False if only models read as this family are written as it, since transformers has no code for it.
-        accepts: whether transformers accepts a config that the keys can express, for models not read as this family.
-        code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
-        sign: these marks, for people.
-        note: what sets it apart, for people.
-    """
-
-    model_type: str
-    architecture: str
-    models: str
-    layer: Mapping[str, Rows]
-    parts: tuple[Part, ...]
-    constants: Values = field(default_factory=dict)
-    defaults: Values = field(default_factory=dict)
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    ignored: frozenset[str] = frozenset()
-    marks: tuple[str, ...] = ()
-    written: bool = True
-    accepts: Callable[[ModelConfig], bool] = lambda config: True
-    code: bool = False
-    sign: str = ""
-    note: str = ""
-
-    def read(self, config: Values) -> ModelConfig:
-        """Return the ModelConfig of a config.json; a ConfigError names a request that te-models does not support."""
-        self._refuse_unsupported(config)
-        for key in SIZES:
-            if not isinstance(config.get(key), int):
-                raise ConfigError(
-                    f"{key}={config[key]!r} is not a whole number" if key in config else f"it lacks {key}"
-                )
-        stated = {**self.defaults, **config}  # a null among these is a statement, such as having no eos token
-        ours = {key: stated[key] for key in COPIED if key in stated}
-        theirs = {**self.defaults, **{k: value for k, value in config.items() if value is not None or k in NULLABLE}}
-        for part in self.parts:
-            ours |= part.read(theirs)
-        return ModelConfig.from_dict({**ours, **self.constants})
-
-    def write(self, config: ModelConfig) -> dict[str, Any]:
-        """The config.json of a model, without its dtype."""
-        ours = config.to_dict()
-        theirs: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-        theirs |= {key: ours[key] for key in COPIED}
-        theirs |= {key: values[0] for key, values in self.only.items()}
-        for part in self.parts:
-            theirs |= part.write(config)
-        return theirs
-
-    def has_places(self, config: ModelConfig) -> bool:
-        """Return whether every te.Linear of the model has a place in this architecture."""
-        modules = {rows.module for rows in self.layer.values()}
-        return all(layer.linears.keys() <= modules for layer in config.layers)
-
-    def known(self) -> set[str]:
-        """The keys that `write` writes or a part reads."""
-        return {*COPIED, *self.only, *(key for part in self.parts for key in part.keys)}
-
-    def _refuse_unsupported(self, config: Values) -> None:
-        for key, value in config.items():
-            if key in self.only and value not in self.only[key]:
-                wanted = " or ".join(map(repr, self.only[key]))
-                raise ConfigError(
-                    f"{key}={value!r} is not supported for {self.model_type}: te-models computes {wanted}"
-                )
-            known = key in self.known() or key in HARMLESS or key in self.ignored or key.startswith(("_", "unsloth_"))
-            if not known and value is not None and value is not False:
-                shown = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:77]}..."
-                raise ConfigError(
-                    f"{key}={shown} is not supported for {self.model_type}: te-models does not know it; if it changes "
-                    "nothing in what the model computes, take it out of config.json"
-                )
-        for name in config.get("architectures") or ():
-            if not str(name).endswith("ForCausalLM"):
-                raise ConfigError(f"architectures={name!r} is not supported: te-models reads {self.architecture}")
-
-
-COPIED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range", "bos_token_id",
-    "eos_token_id", "pad_token_id",
-)  # fmt: skip
-
-# Keys whose null means "none" rather than the default.
-NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-# Keys without effect on logits or training: bookkeeping, and defaults of generation and of other heads.
-HARMLESS = frozenset({
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "pretraining_tp",
-    "tokenizer_class", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
-    "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "output_scores",
-    "torchscript", "chunk_size_feed_forward", "is_decoder", "do_sample", "early_stopping", "max_length", "min_length",
-    "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "diversity_penalty",
-    "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "num_beams", "num_beam_groups", "num_return_sequences",
-    "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids",
-    "begin_suppress_tokens", "suppress_tokens", "remove_invalid_values", "prefix", "sep_token_id",
-    "decoder_start_token_id", "model_max_length", "tf_legacy_loss", "use_bfloat16", "keys_to_ignore_at_inference",
-    "max_sequence_length", "attn_implementation", "cache_implementation", "is_llama_config", "transformers.js_config",
-})  # fmt: skip
-
-
-def _whole_heads(config: ModelConfig) -> bool:
-    return config.hidden_size % config.num_attention_heads == 0
 
 
 def _internlm(config: ModelConfig) -> bool:
-    return _whole_heads(config) and config.attention_bias == config.mlp_bias
+    return whole_heads(config) and config.attention_bias == config.mlp_bias
 
 
 def _phi(config: ModelConfig) -> bool:
@@ -219,11 +77,8 @@ def _phi(config: ModelConfig) -> bool:
 
 ACT, GELU = activation(), activation("hidden_activation")
 ALL_BIASES = biases(mlp="mlp_bias")
-NO_DROPOUT = {"attention_dropout": (0.0,)}
-UNGATED = {"attention_gate": "none"}
 POST_NORM = {**UNGATED, "qk_norm": True, "norm_position": "post"}
 GEMMA = {**UNGATED, "norm_position": "both", "zero_centered_norm": True}
-_LENGTHS = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
 _LLAMA = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
 _GEMMA = {
     "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "bos_token_id": 2,
@@ -237,41 +92,49 @@ _EXPERTS = (
     "shared_expert_intermediate_size",
 )  # fmt: skip
 
+_GATED_NEXT = {"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True}
+_QWEN3_5: dict[str, Any] = dict(
+    layer=QWEN3_5_LAYER, parts=(MROPE, HYBRID, ACT), constants=_GATED_NEXT,
+    defaults={**LENGTHS, "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
+    only={**NO_DROPOUT, **_NO_BIAS, "attn_output_gate": (True,)},
+    ignored=frozenset(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers")),
+)  # fmt: skip
+
 FAMILIES = (
     Family(
         model_type="llama", architecture="LlamaForCausalLM", models="Llama 2, 3, 3.1, 3.2", layer=LAYER,
-        parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED, defaults=_LLAMA, accepts=_whole_heads, only=NO_DROPOUT,
+        parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED, defaults=_LLAMA, accepts=whole_heads, only=NO_DROPOUT,
     ),
     Family(
         model_type="mistral", architecture="MistralForCausalLM", models="Mistral, Ministral 8B of 2024", layer=LAYER,
         parts=(ROPE, WINDOW, ACT), constants=UNGATED,
-        defaults={**_LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
+        defaults={**LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
                   "eos_token_id": 2, "sliding_window": 4096},
         only=NO_DROPOUT, note="sliding window in all layers",
     ),
     Family(
         model_type="qwen2", architecture="Qwen2ForCausalLM", models="Qwen2, Qwen2.5", layer=LAYER,
         parts=(ROPE, WINDOW_BY_FLAG, ACT), constants={**UNGATED, "attention_bias": True},
-        defaults={**_LENGTHS, "num_key_value_heads": 32, "max_window_layers": 28}, only=NO_DROPOUT,
+        defaults={**LENGTHS, "num_key_value_heads": 32, "max_window_layers": 28}, only=NO_DROPOUT,
         note="bias on q, k, v; sliding window per layer",
     ),
     Family(
         model_type="qwen3", architecture="Qwen3ForCausalLM", models="Qwen3, dense", layer=NORMED_LAYER,
         parts=(ROPE, WINDOW_BY_FLAG, ACT, biases()), constants={**UNGATED, "qk_norm": True},
-        defaults={**_LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
+        defaults={**LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
         only=NO_DROPOUT, note="RMSNorm on each head of q and k",
     ),
     Family(
         model_type="smollm3", architecture="SmolLM3ForCausalLM", models="SmolLM3", layer=LAYER,
         parts=(ROPE, NO_ROPE, WINDOW_WITHOUT_ROPE, ACT, ALL_BIASES), constants=UNGATED,
-        defaults={**_LENGTHS, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2000000.0,
+        defaults={**LENGTHS, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2000000.0,
                   "no_rope_layer_interval": 4, "bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004},
         only=NO_DROPOUT, note="layers without RoPE",
     ),
     Family(  # qiuzh20/gated_attention, whose published files say "qwen2"
         model_type="qwen3", architecture="Qwen3ForCausalLM", models="`QwQZh/gated_attention`", layer=GATED_BY_GROUP,
         parts=(ROPE, GATE, ACT),
-        defaults={**_LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "use_qk_norm": True},
+        defaults={**LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "use_qk_norm": True},
         only={**NO_DROPOUT, **_NO_BIAS, "qkv_bias": (False,), "use_sliding_window": (False,)},
         ignored=frozenset(("auto_map", "sliding_window", "max_window_layers")),
         marks=(*GATE.keys, "qkv_bias"), written=False,
@@ -279,23 +142,29 @@ FAMILIES = (
         note="the gate's rows are inside q_proj, after the queries of each group of heads that share a key",
     ),
     Family(
-        model_type="qwen3_next", architecture="Qwen3NextForCausalLM",
-        models="Qwen3-Next where every layer is dense full attention", layer=GATED_BY_HEAD,
-        parts=(PARTIAL_ROPE, DENSE, ACT),
-        constants={"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True},
-        defaults={**_LENGTHS, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
+        model_type="qwen3_5_text", architecture="Qwen3_5ForCausalLM", models="Qwen3.5, 3.6 and 3.8, dense (text)",
+        **_QWEN3_5, accepts=lambda config: config.linear_attention is not None,
+        note="three layers of Gated DeltaNet, then one of gated attention as in Qwen3-Next",
+    ),
+    Family(
+        model_type="qwen3_5", architecture="Qwen3_5ForConditionalGeneration",
+        models="Qwen3.5, 3.6 and 3.8, dense, with images", **_QWEN3_5, inner="text_config",
+        root="model.language_model.", aside=("model.visual.", "mtp."), accepts=lambda config: False,
+        note="the text model of a folder whose other tensors are kept aside and written back",
+    ),
+    Family(
+        model_type="qwen3_next", architecture="Qwen3NextForCausalLM", models="Qwen3-Next where every layer is dense",
+        layer=QWEN3_NEXT_LAYER, parts=(PARTIAL_ROPE, DENSE, HYBRID, ACT), constants=_GATED_NEXT,
+        defaults={**LENGTHS, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
                   "num_experts": 512, "decoder_sparse_step": 1, "mlp_only_layers": ()},
-        only={**NO_DROPOUT, **_NO_BIAS},
-        ignored=frozenset((
-            *_EXPERTS, "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads",
-            "linear_num_value_heads", "linear_value_head_dim", "norm_topk_prob",
-        )),
-        note="the gate after the queries of each head, RoPE on a part of each head, norms that store gamma - 1",
+        only={**NO_DROPOUT, **_NO_BIAS}, ignored=frozenset((*_EXPERTS, "norm_topk_prob")),
+        note="the gate after the queries of each head, RoPE on a part of each head, norms that store gamma - 1, "
+             "Gated DeltaNet in some layers",
     ),
     Family(
         model_type="ministral", architecture="MinistralForCausalLM", models="Ministral", layer=LAYER,
         parts=(ROPE, ALL_SLIDE, ACT), constants=UNGATED,
-        defaults={**_LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
+        defaults={**LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
                   "eos_token_id": 2, "sliding_window": 4096},
         only=NO_DROPOUT, note="sliding window per layer",
     ),
@@ -312,7 +181,7 @@ FAMILIES = (
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "bos_token_id": 128000, "sliding_window": 8192, "eos_token_id": [128001, 128008, 128009],
                   "rope_theta": 1000000.0},
-        accepts=_whole_heads, only={**NO_DROPOUT, "mlp_bias": (False,)}, note="sliding window per layer",
+        accepts=whole_heads, only={**NO_DROPOUT, "mlp_bias": (False,)}, note="sliding window per layer",
     ),
     Family(
         model_type="internlm3", architecture="InternLM3ForCausalLM", models="InternLM3", layer=LAYER,
@@ -326,7 +195,7 @@ FAMILIES = (
         parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "bos_token_id": 1, "eos_token_id": 2},
-        accepts=_whole_heads, only={**NO_DROPOUT, "use_sliding_window": (False,)},
+        accepts=whole_heads, only={**NO_DROPOUT, "use_sliding_window": (False,)},
         ignored=frozenset(("auto_map", "max_window_layers", "sliding_window")),
     ),
     Family(
@@ -359,7 +228,7 @@ FAMILIES = (
         parts=(ROPE, ACT, ALL_BIASES), constants={**UNGATED, "mlp_gate": False},
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 128000,
                   "eos_token_id": 128001, "hidden_act": "relu2"},
-        accepts=_whole_heads, only=NO_DROPOUT, note="MLP without a gate, ReLU squared",
+        accepts=whole_heads, only=NO_DROPOUT, note="MLP without a gate, ReLU squared",
     ),
     Family(
         model_type="olmo2", architecture="Olmo2ForCausalLM", models="OLMo 2", layer=POST_NORMED_LAYER,
@@ -398,7 +267,7 @@ FAMILIES = (
         constants=GEMMA,
         defaults={**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
                   "final_logit_softcapping": 30.0},
-        accepts=_whole_heads, only={**NO_DROPOUT, **_CAUSAL}, ignored=frozenset(("hidden_act", "sliding_window_size")),
+        accepts=whole_heads, only={**NO_DROPOUT, **_CAUSAL}, ignored=frozenset(("hidden_act", "sliding_window_size")),
         note="four norms per layer, GELU, capped logits of attention and head",
     ),
     Family(
@@ -408,7 +277,7 @@ FAMILIES = (
         constants={**GEMMA, "qk_norm": True},
         defaults={**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
                   "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
-        accepts=_whole_heads, only={**NO_DROPOUT, **_CAUSAL, "attn_logit_softcapping": (None,)},
+        accepts=whole_heads, only={**NO_DROPOUT, **_CAUSAL, "attn_logit_softcapping": (None,)},
         ignored=frozenset(("hidden_act",)),
         note="as Gemma 2, with norms of q and k instead of caps; layers with a sliding window have a RoPE of their own",
     ),
@@ -434,51 +303,7 @@ FAMILIES = (
         )),
         note="a projection for the gate, which is a softplus; one RoPE for each kind of layer",
     ),
-    Family(
-        model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", models="Qwen3 with experts, such as 30B-A3B",
-        layer={**NORMED_LAYER, **EXPERTS}, parts=(ROPE, ALL_SLIDE_BY_FLAG, ACT, biases(), QWEN3_EXPERTS),
-        constants={**UNGATED, "qk_norm": True},
-        defaults={**_LENGTHS, "num_key_value_heads": 4, "head_dim": None, "num_experts": 128, "num_experts_per_tok": 8,
-                  "moe_intermediate_size": 768, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
-        only=NO_DROPOUT, ignored=IGNORED, note="experts",
-    ),
-    Family(
-        model_type="qwen2_moe", architecture="Qwen2MoeForCausalLM", models="Qwen1.5-MoE, Qwen2-57B-A14B",
-        layer={**LAYER, **QWEN2_EXPERT_PLACES}, parts=(ROPE, EVEN_SLIDE_BY_FLAG, ACT, QKV_BIAS, QWEN2_EXPERTS),
-        constants=UNGATED,
-        defaults={**_LENGTHS, "num_key_value_heads": 16, "max_window_layers": 28, "num_experts": 60,
-                  "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
-                  "norm_topk_prob": False, "router_aux_loss_coef": 0.001, "qkv_bias": True},
-        accepts=_whole_heads, only=NO_DROPOUT, ignored=IGNORED, note="experts, and one for all tokens with a gate",
-    ),
-    Family(
-        model_type="mixtral", architecture="MixtralForCausalLM", models="Mixtral 8x7B, 8x22B",
-        layer={**{name: rows for name, rows in LAYER.items() if "mlp" not in name}, **MIXTRAL_PLACES},
-        parts=(ROPE, WINDOW, ACT, MIXTRAL_EXPERTS), constants=UNGATED,
-        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "bos_token_id": 1,
-                  "eos_token_id": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001,
-                  "router_jitter_noise": 0.0, "rope_theta": 1000000.0},
-        only=NO_DROPOUT, ignored=IGNORED, note="experts",
-    ),
-    Family(
-        model_type="olmoe", architecture="OlmoeForCausalLM", models="OLMoE", layer={**NORMED_LAYER, **EXPERTS},
-        parts=(ROPE, ACT, biases(), OLMOE_EXPERTS),
-        constants={**UNGATED, "qk_norm": True, "qk_norm_scope": "all_heads"},
-        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "pad_token_id": 1, "eos_token_id": 50279,
-                  "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
-        accepts=_whole_heads, only={**NO_DROPOUT, "clip_qkv": (None,)}, ignored=IGNORED, note="experts",
-    ),
-    Family(
-        model_type="glm4_moe", architecture="Glm4MoeForCausalLM", models="GLM-4.5, GLM-4.6, GLM-4.7",
-        layer={**NORMED_LAYER, **GLM_EXPERT_PLACES},
-        parts=(PARTIAL_ROPE, ACT, biases(out=None), QK_NORM, GLM_EXPERTS), constants=UNGATED,
-        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None, "rms_norm_eps": 1e-5,
-                  "partial_rotary_factor": 0.5, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 1,
-                  "n_routed_experts": 128, "moe_intermediate_size": 1408, "norm_topk_prob": True, "topk_group": 1,
-                  "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "use_qk_norm": False},
-        only=NO_DROPOUT, ignored=IGNORED,
-        note="experts and one for all tokens; sigmoid scores with a bias for the choice; the first layers are dense",
-    ),
+    *EXPERT_FAMILIES,
     Family(
         model_type="te_models_decoder", architecture="TEModelsDecoderForCausalLM", models="te-models' own",
         layer=OWN_LAYER, parts=(OWN,), code=True,
@@ -495,6 +320,13 @@ def family_of(config: Values) -> Family:
     for family in (*marked, *plain):
         return family
     raise unknown("architecture (model_type)", kind, {f.model_type for f in FAMILIES})
+
+
+def text_part(config: Any) -> tuple[Any, str]:
+    """Return the part of a config.json that describes the text model, and the prefix of its tensors' names."""
+    kind = config.get("model_type") if isinstance(config, Mapping) else None
+    nested = (family for family in FAMILIES if family.inner and family.model_type == kind)
+    return next(((config.get(family.inner), family.root) for family in nested), (config, "model."))
 
 
 def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:

@@ -37,7 +37,7 @@ class Experts(Feedforward[MoESpec]):
     A router, a linear outside FP8, chooses the experts of each token (te_models.model.router).
     """
 
-    entry = "gate_up_proj"
+    entry = None  # the router takes BF16, and each expert quantizes its own rows
 
     def __init__(self, spec: MoESpec, layer: int, factory: Factory) -> None:
         super().__init__(spec, layer, factory)
@@ -46,7 +46,6 @@ class Experts(Feedforward[MoESpec]):
         if spec.experts.expert_bias:  # in FP32, as in transformers: differences between experts are small
             bias = torch.zeros(spec.experts.num_experts, device=factory.device)
             self.expert_bias = nn.Parameter(bias, requires_grad=False)
-        self.autocast = factory.te.autocast
         self.jitters = spec.experts.router_jitter_noise > 0
 
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
@@ -80,8 +79,9 @@ class Experts(Feedforward[MoESpec]):
     def output(self, hidden: Routed, context: ForwardContext) -> Tensor:
         """Return [N, D]."""
         rows, weights, where, count, shared, gate = hidden
-        with context.recompute.discarding(rows):
-            out = context.grouped(self.get_submodule("down_proj"), rows, where.rows)  # [R, D]
+        down = self.get_submodule("down_proj")
+        with context.recompute.discarding(rows, context.autocasts.in_fp8(down)):
+            out = context.grouped(down, rows, where.rows)  # [R, D]
         out = pad_rows(combine(out, weights, where), count)
         if shared is None:
             return out
@@ -93,17 +93,12 @@ class Experts(Feedforward[MoESpec]):
         router = self.get_submodule("router")
         if self.spec.experts.router_fp32:
             return F.linear(x.float(), router.get_parameter("weight").float())
-        return self._plain(router, x, context).float()
-
-    def _plain(self, linear: nn.Module, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return a te.Linear of x outside FP8."""
-        with self.autocast(enabled=False):
-            return context.linear(linear, x)
+        return context.linear(router, x).float()
 
     def _activated(self, gate_up: Tensor, prefix: str, context: ForwardContext) -> Tensor:
         """Return the input [n, F] of the projection down, from the output [n, 2F] of gate and up."""
-        producer = self.get_submodule(f"{prefix}gate_up_proj")
-        consumer = self.get_submodule(f"{prefix}down_proj")
+        producer = context.neighbour(self.get_submodule(f"{prefix}gate_up_proj"))
+        consumer = context.neighbour(self.get_submodule(f"{prefix}down_proj"))
         if not self.spec.obstacles:
             return context.kernels.swiglu(gate_up, producer, consumer)
         kernels, activation = context.kernels, self.spec.activation
@@ -121,4 +116,4 @@ class Experts(Feedforward[MoESpec]):
         hidden = self._activated(context.linear(self.get_submodule("shared_gate_up_proj"), x), "shared_", context)
         if not moe.shared_expert_gate:
             return hidden, None
-        return hidden, torch.sigmoid(self._plain(self.get_submodule("shared_gate"), x, context))
+        return hidden, torch.sigmoid(context.linear(self.get_submodule("shared_gate"), x))

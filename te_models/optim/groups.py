@@ -80,6 +80,9 @@ def _structure(module: nn.Module) -> Iterator[tuple[Any, list[tuple[Role, int]]]
             owner = module.get_submodule(linear.name)
             for name in linear.weights:
                 yield owner.get_parameter(name), [(s.role, s.stored) for s in linear.sections if s.stored]
+        for name, parameter in module.named_parameters():
+            if name.partition(".")[0] in module.spec.vectors:
+                yield parameter, [("vector", len(parameter))]
 
 
 def _split(parameter: nn.Parameter, rows: list[tuple[Role, int]]) -> list[Part]:

@@ -129,6 +129,7 @@ def trained_parameters(config: ModelConfig, lora_rank: int) -> list[Parameter]:
         Parameter("vector", shape, count)
         for layer, count in Counter(config.layers).items()
         for linear in layer.linears.values()
+        if not linear.experts
         for shape in ((lora_rank, linear.inputs), (lora_rank, linear.outputs))
     ]
 

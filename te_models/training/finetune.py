@@ -15,7 +15,7 @@ from rich.console import Console
 from te_models.causal_lm import CausalLM
 from te_models.config.model import config_fields
 from te_models.config.presets import get_preset
-from te_models.config.recipe import AUTO, recipe_fields
+from te_models.config.recipe import AUTO, Recipe, get_recipe, recipe_fields
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.streaming import StreamingDataset
@@ -89,9 +89,10 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
                 sampler.note_before()
         record = {**(read_record(folder) if resume else {})}
         record["id"] = shared.ranks.from_first(lambda: run_id(record))
-        run_file = run_document(settings, model, dataset, eval_batches, shared, record)
+        first = _first_recipe(settings, model)
+        run_file = run_document(settings, model, dataset, eval_batches, shared, record, first)
         logged = dataclasses.asdict(config) | {"model": settings.label, **model.recipe.to_dict()}
-        parts: dict[str, Any] = dict(run_file=run_file, parallel=shared, saved=adapters)
+        parts: dict[str, Any] = dict(run_file=run_file, parallel=shared, saved=adapters, recipe=first)
         trainer = Trainer(model, dataset, eval_batches, config, folder, words.files(), **parts)
         names, run = loggers if shared.ranks.first else [], Run(folder, record["id"], logged)
         with progress(console, config, start) as trainer.on_step, open_loggers(names, run) as sent:
@@ -188,6 +189,14 @@ def _build(settings: RunSettings, shared: Parallel, newest: Path | None) -> Caus
         return CausalLM.from_pretrained(settings.model, build=shared.build, **options)
     options = {name: value for name, value in options.items() if name not in config_fields()}  # the checkpoint has them
     return CausalLM.from_pretrained(newest, build=shared.build, **options)
+
+
+def _first_recipe(settings: RunSettings, model: CausalLM) -> Recipe:
+    """Return the recipe of the run's first step, which a resumed model may have left (--recipe-schedule)."""
+    if not (settings.train.recipe_schedule and settings.recipe != AUTO):
+        return model.recipe
+    fields = {name: value for name, value in settings.build.items() if name in recipe_fields()}
+    return get_recipe(settings.recipe, **fields)
 
 
 def _adapters(settings: RunSettings, model: CausalLM) -> LoraRun | None:

@@ -38,7 +38,7 @@ class Logger(Callback):
 
     def on_step(self, trainer: Trainer, row: Row) -> None:
         """Send all numbers of the row."""
-        numbers = {name: value for name, value in row.items() if name != "step" and not isinstance(value, list)}
+        numbers = {name: value for name, value in row.items() if isinstance(value, (int, float)) and name != "step"}
         self.send(numbers, row["step"])
 
 

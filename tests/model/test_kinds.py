@@ -74,6 +74,15 @@ KINDS = {
     "shared expert": Kind(
         dict(attention_gate="none", moe=EXPERTS | SHARED, mlp_layer_types=("dense", "sparse", "sparse"))
     ),
+    "linear attention": Kind(
+        dict(
+            layer_types=("linear_attention", "full_attention", "linear_attention"),
+            linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
+            attention_gate="elementwise",
+            qk_norm=True,
+            zero_centered_norm=True,
+        )
+    ),
     "short convolution": Kind(dict(layer_types=("short_conv", "full_attention", "short_conv")), registered),
     "no attention": Kind(dict(layer_types=("short_conv",) * 3), registered),
 }
@@ -374,12 +383,12 @@ def test_plan_and_verify_know_every_linear(kind: Kind) -> None:
         f"layers.{row.layer}.{row.module}" if row.layer != "head" else row.module: row for row in model.plan().rows
     }
     assert planned.keys() == linears
-    outside = {"lm_head", *(name for name, linear in model.config.linears.items() if not linear.fp8)}
-    assert {name for name, row in planned.items() if row.precision == "BF16"} == outside
+    high = {"lm_head"} | {name for name, linear in model.config.linears.items() if not linear.fp8}
+    assert {name for name, row in planned.items() if row.precision == "BF16"} == high
     found = verify(model, 2, 24)
     assert not found.failures
-    assert sum(gemm.in_fp8 for gemm in found.gemms) == len(linears) - len(outside)
-    assert sum(gemm.in_bf16 for gemm in found.gemms) == len(outside)
+    assert sum(gemm.in_fp8 for gemm in found.gemms) == len(linears) - len(high)
+    assert sum(gemm.in_bf16 for gemm in found.gemms) == len(high)
 
 
 def test_adapters_train_merge_and_come_back(kind: Kind, tmp_path: Path) -> None:
