@@ -56,7 +56,8 @@ class MoEConfig(NamedFields):
             if not good or (kind != "bool" and isinstance(value, bool)):
                 raise ConfigError(f"moe.{f.name}={value!r} is not a valid {kind}")
             may_be_zero = f.default == 0 or f.name.endswith("_coef")
-            if kind in ("int", "float") and not (0 < value < 2**40 or (may_be_zero and value == 0)):
+            number = value if isinstance(value, (int, float)) else 1
+            if not (0 < number < 2**40 or (number == 0 and (may_be_zero or kind == "bool"))):
                 raise ConfigError(f"moe.{f.name}={value!r} is out of range: give a positive {kind}")
         if self.router_scores not in SCORES:
             raise unknown("moe.router_scores", self.router_scores, SCORES)
