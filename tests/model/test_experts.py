@@ -312,3 +312,17 @@ def test_what_does_not_fit_is_refused(fields: dict[str, Any], message: str) -> N
         config(**fields)
     with pytest.raises(ConfigError, match="give moe"):
         ModelConfig(**SHAPE, mlp_layer_types=("dense", "sparse", "dense"))
+
+
+def test_a_backward_of_an_evaluation_changes_no_scale() -> None:
+    """From the loss, and from what the routers report."""
+    model, ids = build("delayed"), tokens()
+    model(ids, labels=ids).loss.backward()
+    before = model.copied_fp8_state()
+    output = model.eval()(ids, labels=ids)
+    assert output.routing is not None
+    (output.loss + output.routing.balance_loss).backward()
+    output = model(ids, labels=ids)
+    output.routing.z_loss.backward()
+    for name, tensor in fp8_state(model).items():
+        assert_same_bits(name, tensor, before[name])
