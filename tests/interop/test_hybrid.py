@@ -110,6 +110,22 @@ def test_transformers_generates_with_our_model(seed: int, theirs: Callable[[int]
         assert torch.equal(wrapped.generate(ids, **given), judge.generate(ids, **given)), options
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing", "ignore:.*were set but no parameter was matched")
+@pytest.mark.filterwarnings("ignore:.*did not match any targeted module")
+@pytest.mark.parametrize("seed", [0, pytest.param(4, marks=pytest.mark.slow), 10])
+@torch.no_grad()
+def test_adapters_compute_the_same_in_transformers(seed: int, theirs: Callable[[int], Pair], tmp_path: Path) -> None:
+    lora, peft = pytest.importorskip("te_models.training.lora"), pytest.importorskip("peft")
+    _, folder = theirs(seed)
+    adapted = lora.add_lora(load(folder), r=4, lora_alpha=8, target_modules="all-linear")
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(0, 0.05)
+    lora.save_lora(adapted, tmp_path)
+    judge = peft.PeftModel.from_pretrained(hybrid_judge(seed), tmp_path).eval()
+    close(adapted.eval()(tokens(2, 70)).logits, judge(tokens(2, 70)).logits)
+
+
 @pytest.mark.parametrize("seed", FEW)
 @torch.no_grad()
 def test_a_round_trip_is_exact(seed: int, theirs: Callable[[int], Pair], tmp_path: Path) -> None:
