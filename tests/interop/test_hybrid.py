@@ -22,7 +22,7 @@ from te_models.interop.origin import Origin
 Pair = tuple[Any, Path]
 TOLERANCE = 1e-4  # of the largest logit, but at least of 1
 # A few in every run: both model types, and 1, 2 and 4 value heads per key head.
-FEW = [seed if seed in (0, 5, 7, 10) else pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS]
+FEW = [seed if seed in (0, 1, 7, 14) else pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_transformers_generates_with_our_model(seed: int, theirs: Callable[[int]
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing", "ignore:.*were set but no parameter was matched")
 @pytest.mark.filterwarnings("ignore:.*did not match any targeted module")
-@pytest.mark.parametrize("seed", [0, pytest.param(4, marks=pytest.mark.slow), 10])
+@pytest.mark.parametrize("seed", [0, pytest.param(4, marks=pytest.mark.slow), 14])
 @torch.no_grad()
 def test_adapters_compute_the_same_in_transformers(seed: int, theirs: Callable[[int], Pair], tmp_path: Path) -> None:
     lora, peft = pytest.importorskip("te_models.training.lora"), pytest.importorskip("peft")
