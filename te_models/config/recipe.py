@@ -135,6 +135,7 @@ class Recipe:
             "bf16", another of `list_recipes()`, or this one by its name. The last pattern that matches decides, also
             over the fields above (te_models.config.precision).
         description, hardware: text for `te-models list`.
+        in_use: this recipe, then those that `precision` names, BF16 left out.
 
     Raises:
         ConfigError: an unknown scheme or field, or a value out of range.
@@ -149,6 +150,7 @@ class Recipe:
     precision: Mapping[str, str] = field(default_factory=dict)
     description: str = ""
     hardware: str = ""
+    in_use: tuple[Recipe, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for text in (self.name, self.scheme, self.description, self.hardware):
@@ -172,6 +174,8 @@ class Recipe:
                 raise unknown(f"recipe of precision[{pattern!r:.40}]", value, dict.fromkeys((*_shipped(), self.name)))
         object.__setattr__(self, "fields", MappingProxyType(fields))
         object.__setattr__(self, "precision", MappingProxyType(dict(self.precision)))
+        used = [self.called(name) for name in dict.fromkeys((self.name, *self.precision.values()))]
+        object.__setattr__(self, "in_use", tuple(recipe for recipe in used if recipe is not None))
 
     def __reduce__(self) -> tuple[Any, ...]:
         about = {"description": self.description, "hardware": self.hardware}
@@ -192,19 +196,12 @@ class Recipe:
         found = self if name == self.name else _named(name)
         return None if found.scheme == "none" else found
 
-    @functools.cached_property
-    def in_use(self) -> list[Recipe]:
-        """This recipe, then those that `precision` names, BF16 left out."""
-        own = self.called(self.name)
-        others = [self.called(name) for name in dict.fromkeys(self.precision.values()) if name != self.name]
-        return [recipe for recipe in (own, *others) if recipe is not None]
-
-    @functools.cached_property
+    @property
     def quantized(self) -> bool:
         """Return whether any te.Linear runs below BF16."""
         return bool(self.in_use)
 
-    @functools.cached_property
+    @property
     def stateful(self) -> bool:
         """Return whether any te.Linear has scales and amax histories that persist over steps."""
         return any(SCHEMES[recipe.scheme].stateful for recipe in self.in_use)
@@ -222,12 +219,12 @@ class Recipe:
         """Return whether the output head is inside the recipe's own autocast."""
         return self.scheme != "none" and self.lm_head == "fp8"
 
-    @functools.cached_property
+    @property
     def row_alignment(self) -> int:
         """Alignment of the number of tokens of every GEMM."""
         return max((SCHEMES[recipe.scheme].rows for recipe in self.in_use), default=1)
 
-    @functools.cached_property
+    @property
     def scattered_row_alignment(self) -> int:
         """Alignment of the number of tokens per rank under sequence parallelism."""
         schemes = [SCHEMES[recipe.scheme] for recipe in self.in_use]
