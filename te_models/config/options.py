@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
+from te_models.config.deltanet import DeltaNetConfig
+
 
 class RecipeOptions(TypedDict, total=False):
     """Fields of a recipe; each recipe accepts those of its scheme (te_models.config.recipe.SCHEMES)."""
@@ -63,6 +65,7 @@ class ConfigOptions(TypedDict, total=False):
     no_rope_layers: tuple[int, ...] | None
     sliding_window: int | None
     layer_types: tuple[str, ...] | None
+    linear_attention: DeltaNetConfig | None
     attention_gate: str
     attention_gate_activation: str
     attention_bias: bool

@@ -110,6 +110,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the input of the part `reader`, and x + delta."""
         if norm is not None and self.tp.size == 1:
-            return context.kernels.norm(norm, x, delta, context.neighbour(reader.get_submodule(reader.entry)))
+            consumer = None if reader.entry is None else context.neighbour(reader.get_submodule(reader.entry))
+            return context.kernels.norm(norm, x, delta, consumer)
         x = x if delta is None else x + delta
         return x if norm is None else self.tp.norm(norm, x, self.tp.scatters), x

@@ -42,6 +42,7 @@ class ForwardContext(NamedTuple):
     cache: Cache | None
     masks: dict[int | None, Visible]  # sliding window -> which keys are seen
     real: Tensor | None  # bool [B*S, 1], False at padding inside the batch; None where there is none
+    documents: Tensor | None  # int [B, S], the document of each token; None: each row is one
     recompute: Recompute  # which activations backward recomputes
     kernels: Kernels
     fp8_layers: range  # the blocks that belong inside the model's autocast
@@ -53,6 +54,16 @@ class ForwardContext(NamedTuple):
         if x.shape[0] != count:
             x = pad_rows(x[:count], x.shape[0])
         return x if self.real is None else x * pad_rows(self.real.to(x.dtype), x.shape[0])
+
+    def tokens_first(self) -> tuple[Tensor, Tensor] | None:
+        """Return the order of each row's tokens with padding at its end, int64 [B, S], and their count [B].
+
+        None where there is no padding.
+        """
+        if self.real is None:
+            return None
+        real = self.real.view(self.batch, self.seq)
+        return real.logical_not().to(torch.uint8).argsort(dim=1, stable=True), real.sum(1)
 
     def linear(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return a te.Linear of x [N, I], [N, O]; it reuses its quantized weight where this pass allows it."""
@@ -110,6 +121,7 @@ def forward_context(
         cache=cache,
         masks=masks,
         real=None if padded is None else padded.reshape(-1, 1),
+        documents=cache.documents if cache else documents,
         recompute=recompute,
         kernels=kernels,
         fp8_layers=fp8_layers,

@@ -68,11 +68,16 @@ class Factory:
             **(self.tp.linear(spec.split) if spec.split is not None else {}),
         )  # fmt: skip
 
-    def norm(self, size: int) -> nn.Module:
-        """Return a te.RMSNorm of this many channels."""
+    def norm(self, size: int, zero_centered: bool | None = None) -> nn.Module:
+        """Return a te.RMSNorm of this many channels; `zero_centered` None: as the model's others."""
+        zero_centered = self.zero_centered if zero_centered is None else zero_centered
         return self.te.RMSNorm(
-            size, eps=self.eps, zero_centered_gamma=self.zero_centered, device=self.device, dtype=self.dtype
+            size, eps=self.eps, zero_centered_gamma=zero_centered, device=self.device, dtype=self.dtype
         )
+
+    def vector(self, *shape: int) -> nn.Parameter:
+        """Return a parameter of this shape without values."""
+        return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype))
 
 
 def _leave_empty(weight: Tensor) -> None:

@@ -67,6 +67,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Laguna": dict(attention_gate="headwise", attention_gate_activation="softplus"),
     "GLM": dict(rope_interleaved=True, partial_rotary_factor=0.5, norm_position="both"),
     "Ministral 3": dict(query_scale_beta=0.1, query_scale_length=5),
+    "hybrid": dict(
+        layer_types=("linear_attention", "full_attention", "linear_attention"),
+        linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=64, value_head_dim=32),
+    ),
     "FP32": dict(dtype=torch.float32),
     "FP32 Llama": dict(dtype=torch.float32, attention_gate="none"),
 }
@@ -267,7 +271,7 @@ def test_parameters_are_the_models(name: str) -> None:
     found = model_parameters(model.config)
     assert sum(p.numel for p in found) == sum(p.numel() for p in model.parameters())
     tables = {id(model.embed_tokens.weight), id(model.lm_head.weight)}
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2 and id(p) not in tables)
     assert sum(p.numel for p in found if p.kind in ("hidden", "gate")) == matrices
 
 
