@@ -222,13 +222,13 @@ class Recipe:
     @property
     def row_alignment(self) -> int:
         """Alignment of the number of tokens of every GEMM."""
-        return max((SCHEMES[recipe.scheme].rows for recipe in self.in_use), default=1)
+        return max([1, *(SCHEMES[recipe.scheme].rows for recipe in self.in_use)])
 
     @property
     def scattered_row_alignment(self) -> int:
         """Alignment of the number of tokens per rank under sequence parallelism."""
         schemes = [SCHEMES[recipe.scheme] for recipe in self.in_use]
-        return max((scheme.scattered_rows or scheme.rows for scheme in schemes), default=1)
+        return max([1, *(scheme.scattered_rows or scheme.rows for scheme in schemes)])
 
     @property
     def feature_alignment(self) -> int:
