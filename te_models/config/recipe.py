@@ -73,7 +73,7 @@ FP8_WEIGHTS = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "
 
 # A history takes 20 bytes per row and linear layer; FP32's exponent allows no larger margin.
 LARGEST = dict(amax_history_len=65536, margin=100)
-MOST_PATTERNS, LONGEST_PATTERN = 1000, 200  # of a table `precision`
+MOST_PATTERNS, LONGEST_PATTERN = 256, 200  # of a table `precision`
 # Fields of te-models in every recipe: what stays out of FP8, or runs under another recipe.
 EDGES: dict[str, Check] = dict(
     num_layers_at_start_in_bf16=int, num_layers_at_end_in_bf16=int, lm_head=("bf16", "fp8"), precision=dict
@@ -171,7 +171,8 @@ class Recipe:
             raise ConfigError("lm_head='fp8' needs num_layers_at_end_in_bf16=0: the FP8 layers are one region")
         for pattern, value in self.precision.items():
             if not isinstance(value, str) or value not in (self.name, *_shipped()):
-                raise unknown(f"recipe of precision[{pattern!r:.40}]", value, dict.fromkeys((*_shipped(), self.name)))
+                choices = dict.fromkeys((*_shipped(), self.name))
+                raise unknown(f"recipe of precision[{pattern!r:.40}]", f"{value}"[:40], choices)
         object.__setattr__(self, "fields", MappingProxyType(fields))
         object.__setattr__(self, "precision", MappingProxyType(dict(self.precision)))
         used = [self.called(name) for name in dict.fromkeys((self.name, *self.precision.values()))]
