@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from te_models.config.deltanet import DeltaNetSpec
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.precision import HEAD
 from te_models.config.presets import get_preset
@@ -24,9 +25,10 @@ from te_models.generation.generate import Prompts, generate, stream
 from te_models.generation.options import GenerationOptions
 from te_models.interop.hub import local_folder, push_folder, split_options
 from te_models.interop.origin import Origin
+from te_models.kernels.delta_rule import delta_rule_kernel
 from te_models.kernels.sdpa import attention_kernel
 from te_models.model.calibration import calibrate
-from te_models.model.decoder import Decoder
+from te_models.model.decoder import Decoder, target_device
 from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, PushOptions
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.precision_plan import PlanRow, PrecisionPlan
@@ -108,6 +110,8 @@ class CausalLM(Decoder):
             for title, names in obstacles.items()
             if names
         ]
+        if any(isinstance(part, DeltaNetSpec) for part in self.config.parts):
+            notes.append(f"{DeltaNetSpec.title}: {delta_rule_kernel(target_device(self), self.dtype)}")
         return PrecisionPlan(title, tuple(rows), tuple(notes))
 
     def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:
