@@ -9,7 +9,7 @@ from te_models.config.model import ModelConfig, config_fields
 from te_models.errors import needs
 from te_models.model.options import BuildOptions
 
-with needs("TEModelsForCausalLM", "transformers", "5.0", "hf"):
+with needs("TEModelsForCausalLM", "transformers", "5.12", "hf"):
     from transformers.configuration_utils import PreTrainedConfig
 
 MODEL_TYPE = "te_models"

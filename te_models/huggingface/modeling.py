@@ -156,7 +156,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         _refuse_unknown(loss_options)
         tokens = self._tokens(input_ids, inputs_embeds, labels, shift_labels)
         wants_loss = labels is not None or shift_labels is not None
-        past_key_values = self._cache(past_key_values, use_cache, wants_loss)
+        past_key_values = self._past(past_key_values, use_cache, wants_loss)
         passed = self._attention(tokens, attention_mask, position_ids, past_key_values)
         count = logits_to_keep if isinstance(logits_to_keep, int) else 0  # of positions, or all
         passed |= dict(is_first_microbatch=self._weights_pass, logits_to_keep=count or None)
@@ -206,7 +206,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             check_inputs(self.model.config, tokens, given, None, None, None)
         return tokens
 
-    def _cache(self, past: Cache | None, use_cache: bool | None, wants_loss: bool) -> Cache | None:
+    def _past(self, past: Cache | None, use_cache: bool | None, wants_loss: bool) -> Cache | None:
         """Return the cache of a forward pass, a new one where it should return one."""
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not wants_loss
@@ -269,15 +269,37 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
         transformers derives the arguments that `generate` accepts from these names.
         """
-        original, seen = context_before_long_angles(self.model.config.rope), 0
-        if past_key_values is not None and original is not None:
-            seen = past_key_values.get_seq_length()
-        if original is not None and 0 < seen <= original < input_ids.shape[1]:
-            past_key_values = None
-            kwargs |= dict.fromkeys(kwargs.keys() & {"next_sequence_length"})  # all tokens are passed
+        told = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if past_key_values is not None and self._angles_change(input_ids, past_key_values, *told):
+            past_key_values = None  # and all tokens are passed
+            kwargs |= dict.fromkeys(kwargs.keys() & {"next_sequence_length"})
         kwargs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
         prepare = super().prepare_inputs_for_generation
         return prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties
+
+    def _angles_change(self, ids: Tensor, past: Cache, mask: Tensor | None, positions: Tensor | None) -> bool:
+        """Return whether the longest text exceeds LongRoPE's original context with its newest tokens.
+
+        Raises:
+            UsageError: it does, and `ids` are not all of its tokens, from which the keys would be computed again.
+        """
+        original, seen = context_before_long_angles(self.model.config.rope), past.get_seq_length()
+        if original is None or not seen:
+            return False
+        total = max(given.shape[1] for given in (ids, mask, positions) if given is not None)
+        total += 0 if total > seen else seen  # all of them are those of one chunk of the prompt
+        if positions is not None:
+            longest = int(positions.max()) + 1
+        else:
+            longest = total if mask is None else int(mask.sum(-1).max())
+        if not longest - (total - seen) <= original < longest:
+            return False
+        if ids.shape[1] < total:
+            raise UsageError(
+                f"LongRoPE has other angles after {original} tokens, with which all keys are computed again from their "
+                "ids: give no inputs_embeds and no prefill_chunk_size"
+            )
+        return True
 
     @contextlib.contextmanager
     def _weights_quantized_once(self) -> Iterator[None]:
@@ -383,7 +405,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _refuse_unknown(options: dict[str, Any]) -> None:
-    """Raise a UsageError for arguments with an effect; the ends of packed documents are in position_ids too."""
+    """Raise a UsageError for arguments that would have an effect."""
     if unknown := [name for name in options if name not in PACKING]:
         raise UsageError(f"forward takes no {list_some(unknown)}: leave it out")
 
