@@ -25,6 +25,7 @@ from te_models.files.formats import list_some, parse_size
 from te_models.fp8.extra_state import EXTRA
 from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
+from te_models.huggingface.adapters import Head, place_adapters, show_linears
 from te_models.huggingface.cache import CacheView, refuse_other_states
 from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.saving import save_model
@@ -67,12 +68,19 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             own.setdefault("device", "meta" if torch.get_default_device().type == "meta" else None)
             model = CausalLM(config.model_config(), **{**own, **options})
         self.model = model
+        self._rows, self.head = show_linears(model), Head(model)
         if model.origin.generation is not None:
             self.generation_config = GenerationConfig.from_dict(dict(model.origin.generation))
         self.register_state_dict_post_hook(_leave_out_empty)
         self.register_load_state_dict_pre_hook(_add_prefix)
         self._weights_pass: bool | None = None  # is_first_microbatch of the next forward pass
         self.post_init()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; `peft_config` is set by peft, once it has placed an adapter."""
+        super().__setattr__(name, value)
+        if name == "peft_config":
+            place_adapters(self.model, self._rows)
 
     @classmethod
     def wrap(cls, model: CausalLM) -> TEModelsForCausalLM:
@@ -327,10 +335,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.embed_tokens
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the head's weight as an nn.Linear without a bias: that of a te.Linear is an empty tensor, not None."""
-        head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False, device="meta")
-        head.weight = self.model.lm_head.get_parameter("weight")
-        return head
+        """Return the head as an nn.Linear; peft leaves it out of "all-linear"."""
+        return self.head
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
@@ -406,7 +412,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
 def _refuse_unknown(options: dict[str, Any]) -> None:
     """Raise a UsageError for arguments that would have an effect."""
-    if unknown := [name for name in options if name not in PACKING]:
+    if unknown := [name for name, value in options.items() if name not in PACKING and value is not None]:
         raise UsageError(f"forward takes no {list_some(unknown)}: leave it out")
 
 
