@@ -74,7 +74,9 @@ def compare(recipe: str, steps: int, how: str) -> dict[str, Any]:
         batch = {name: tensor.cuda() for name, tensor in next(data).items()}
         if how == "lockstep":
             load_weights(emulated, weights(native))
-            load_fp8_state(emulated, {k: v.clone() for k, v in fp8_state(native).items()}, emulated.te_recipe)
+            load_fp8_state(
+                emulated, {k: v.clone() for k, v in fp8_state(native).items()}, emulated.precision.te_recipe_of
+            )
         losses = []
         for model, optimizer in zip((native, emulated), optimizers, strict=True):
             loss = model(**batch).loss

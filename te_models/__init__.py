@@ -13,6 +13,7 @@ from te_models.huggingface.registration import register_with_transformers as _re
 
 if _TYPE_CHECKING:
     from te_models.causal_lm import CausalLM, plan
+    from te_models.config.deltanet import DeltaNetConfig
     from te_models.config.model import ModelConfig
     from te_models.config.presets import get_preset, list_presets
     from te_models.config.recipe import Recipe, get_recipe, list_recipes
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 _MODULES = {  # public name -> its module below te_models
     "Callback": "training.trainer",
     "CausalLM": "causal_lm",
+    "DeltaNetConfig": "config.deltanet",
     "GraphedStep": "training.cuda_graph",
     "ModelConfig": "config.model",
     "Recipe": "config.recipe",
@@ -64,6 +66,7 @@ _MODULES = {  # public name -> its module below te_models
 __all__ = [
     "Callback",
     "CausalLM",
+    "DeltaNetConfig",
     "GraphedStep",
     "ModelConfig",
     "Recipe",

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from te_models.config.model import ModelConfig, config_fields
+from te_models.config.precision import HEAD
 from te_models.config.presets import get_preset
 from te_models.config.recipe import unknown_option
 from te_models.data.tokenizer import Tokenizer
@@ -73,7 +74,8 @@ class CausalLM(Decoder):
         lines = [f"{head}engine={self.engine}, device={self.device})"]
         for layer, module, gemm, precision, *_ in self.plan().folded():
             inputs, outputs = gemm.split(" -> ")
-            place = module if layer == "head" else f"layer{'s' * ('-' in layer)} {layer}: {module}"
+            several = not layer.isdecimal()
+            place = module if layer == "head" else f"layer{'s' * several} {layer}: {module}"
             lines.append(f"  {place}: Linear(in={inputs}, out={outputs}, {precision})")
         return "\n".join(lines)
 
@@ -82,20 +84,15 @@ class CausalLM(Decoder):
 
     def plan(self) -> PrecisionPlan:
         """Return the precision and engine of each te.Linear with the reason, and what fused kernels do not support."""
-        rows, fp8 = [], self.fp8_layers
+        rows = []
+        high = "BF16" if self.dtype == torch.bfloat16 else str(self.dtype).removeprefix("torch.").upper()
         for name, module in self.named_modules():
             if not isinstance(module, self.te.Linear):
                 continue
-            name = name.removesuffix(".base_layer")  # of a linear with adapters
-            if name == "lm_head":
-                layer, inside = "head", self.recipe.head_in_fp8
-                reason = f"lm_head = {self.recipe.lm_head!r}"
-            else:
-                layer = name.split(".")[1]
-                inside, reason = int(layer) in fp8, self._reason(int(layer))
-            precision = f"{self.recipe.formats} {self.recipe.scheme}" if inside else "BF16"
-            if not inside and self.dtype != torch.bfloat16:
-                precision = str(self.dtype).removeprefix("torch.").upper()
+            name = self.precision.known(name)  # without the part that an adapter adds
+            recipe, reason, _ = self.precision.linears[name]
+            layer = "head" if name == HEAD else name.split(".")[1]
+            precision = high if recipe is None else f"{recipe.formats} {recipe.scheme}"
             short = name.removeprefix(f"layers.{layer}.")
             gemm = f"{module.in_features} -> {module.out_features}"
             rows.append(PlanRow(layer, short, gemm, precision, self.engine, reason))
@@ -126,16 +123,6 @@ class CausalLM(Decoder):
     def _chosen(self, separator: str) -> str:
         """Return why recipe="auto" chose the recipe, after a separator; empty if the recipe was given."""
         return f"{separator}auto: {self.recipe_reason}" if self.recipe_reason else ""
-
-    def _reason(self, layer: int) -> str:
-        """Return the reason for this layer's precision."""
-        if not self.recipe.quantized:
-            return f"recipe = {self.recipe.name!r}"
-        if layer < self.fp8_layers.start:
-            return f"num_layers_at_start_in_bf16 = {self.recipe.num_layers_at_start_in_bf16}"
-        if layer >= self.fp8_layers.stop:
-            return f"num_layers_at_end_in_bf16 = {self.recipe.num_layers_at_end_in_bf16}"
-        return f"inside the autocast of {self.recipe.name!r}"
 
     def attention_kernel(self) -> str:
         """Return the attention kernel that runs first on the model's device."""

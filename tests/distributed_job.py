@@ -48,7 +48,7 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     dtype, tied = getattr(torch, case.pop("dtype", "float32")), case.pop("tied", True)
     options = dict(fp8_params=case.pop("fp8_params", False))
     documents = ANSWERS if case.pop("answers", False) else TEXT
-    fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=2, learning_rate=3e-3)
+    fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=0, learning_rate=3e-3)
     config = TrainConfig(**{**fields, **case})
     shared = replace(shared, kind=config.parallel, config=config)
     if config.parallel in ("tp", "fsdp+tp"):

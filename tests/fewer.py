@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -19,3 +19,8 @@ def every(step: int, *axes: Iterable[Any]) -> list[Any]:
         pytest.param(*(value for _, value in case), marks=[pytest.mark.slow] if sum(n for n, _ in case) % step else [])
         for case in cases
     ]
+
+
+def some(step: int, table: Iterable[Sequence[Any]]) -> list[Any]:
+    """Return the rows of a table, of which only each `step`-th is not slow."""
+    return [pytest.param(*row, marks=[pytest.mark.slow] if n % step else []) for n, row in enumerate(table)]

@@ -78,6 +78,7 @@ NO_TORCH = {
     "data.python_docstrings",
     "errors",
     "interop.hf_families",
+    "interop.hf_hybrid_parts",
     "interop.hf_parts",
     "interop.hf_places",
     "planning.memory_estimate",

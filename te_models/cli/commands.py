@@ -30,6 +30,7 @@ from te_models.cli.parity import parity
 from te_models.cli.plan import plan
 from te_models.cli.pretrain import pretrain
 from te_models.cli.verify import verify
+from te_models.config.recipe import ELSEWHERE
 from te_models.errors import TeModelsError, one_line
 
 # torchao, which peft and lm-evaluation-harness import, logs its missing kernels and its use of torch's registry.
@@ -46,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 0
+    except click.NoSuchOption as error:
+        advice = ELSEWHERE.get(error.option_name.lstrip("-").replace("-", "_"))
+        return _fail(error, f"No such option {error.option_name!r}: {advice}" if advice else error.format_message())
     except click.ClickException as error:
         return _fail(error, error.format_message())
     except (click.Abort, KeyboardInterrupt):

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 TRAIN_GROUPS = {  # heading of the help -> fields of TrainConfig; the others are everyday options
     "Training": (
-        "gradient_accumulation", "cache_fp8_weights", "calibrate", "cuda_graph", "memory_check", "deterministic",
+        "gradient_accumulation", "recipe_schedule", "cache_fp8_weights", "calibrate", "cuda_graph", "memory_check",
+        "deterministic",
     ),
     "Optimizer": (
         "optimizer", "optimizer_options", "optimizer_offload", "schedule", "final_learning_rate", "warmup_steps",
@@ -131,6 +132,8 @@ def _memory_advice(ctx: click.Context) -> str:
             continue
         if isinstance(value, bool):
             given.append((parameter.opts if value else parameter.secondary_opts)[0])
+        elif isinstance(value, Mapping):
+            given += [text for pair in value.items() for text in (parameter.opts[0], "=".join(pair))]
         else:
             given += [parameter.opts[0], str(value)]
     return (
@@ -189,11 +192,24 @@ def _field_options() -> Iterator[Decorator]:
     """Yield a flag per field of a recipe, and of ModelConfig unless it is a list with one entry per layer."""
     for name, check in recipe_fields().items():
         kind = click.Choice([str(value) for value in check]) if isinstance(check, tuple) else check
-        yield flag(name, kind, default=None, group="Recipe fields", help=FIELD_HELP[name])
+        how: dict[str, Any] = dict(group="Recipe fields", help=FIELD_HELP[name])
+        if check is dict:
+            yield flag(name, str, multiple=True, metavar="PATTERN=RECIPE", callback=_table, **how)
+        else:
+            yield flag(name, kind, default=None, **how)
     types = config_fields()
     for field in dataclasses.fields(ModelConfig):
         if kind := _scalar(types[field.name]):
             yield flag(field.name, kind, default=None, group="Model shape", help=field.metadata["help"])
+
+
+def _table(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
+    """Return the table that a repeatable option NAME=VALUE gives; None without one."""
+    pairs = [value.partition("=") for value in values]
+    for name, equals, value in pairs:
+        if not (name and equals and value):
+            raise UsageError(f"{parameter.opts[0]} {name}{equals}{value}: write PATTERN=RECIPE, as in *.down_proj=bf16")
+    return {name: value for name, _, value in pairs} or None
 
 
 def _scalar(kind: Any) -> type | None:

@@ -71,7 +71,8 @@ def training_options(learning_rate: str, lora: bool) -> Decorator:
         option("--log", metavar="NAMES", group="Evaluation and checkpoints",
                help="Send metrics also to tensorboard, wandb or trackio: one or more names, separated by commas."),
         data_option("--sample-tokens", type=click.IntRange(min=0), default=200,
-                    help="Length of the sample printed at the end; 0: no sample."),
+                    help="Length of the samples printed at the end; 0: none. By default they also take at most a tenth "
+                    "of the run's time."),
     )  # fmt: skip
 
 

@@ -59,6 +59,8 @@ class LinearSpec:
             or the inputs ("row"); None: every rank has all of it.
         bias: whether it has one.
         residual: whether it writes into the residual stream.
+        fp8: whether it may run below BF16 (te_models.config.precision); False for what is BF16 by its nature, such as a
+            router.
     """
 
     name: str
@@ -67,6 +69,7 @@ class LinearSpec:
     split: Literal["column", "row"] | None = None
     bias: bool = False
     residual: bool = False
+    fp8: bool = True
 
     @property
     def rows(self) -> list[int]:
@@ -176,6 +179,11 @@ class PartSpec(ABC):
     def local(self, ranks: int) -> Self:
         """Return one rank's share."""
 
+    @property
+    def divided_vectors(self) -> Mapping[str, tuple[Section, ...]]:
+        """Parameter among `vectors` that it divides, such as "conv1d.weight" -> the sections of its rows."""
+        return MappingProxyType({})
+
     def parallel_obstacle(self, sequence: bool) -> str:
         """Return why tensor parallelism (and sequence parallelism) cannot divide it, and what to do; "" if it can."""
         return ""
@@ -231,6 +239,15 @@ class LayerSpec:
     def linears(self) -> dict[str, LinearSpec]:
         """Name in the block, such as "self_attn.o_proj" -> te.Linear, in forward order."""
         return {f"{part.name}.{linear.name}": linear for part in self.parts for linear in part.linears}
+
+    @property
+    def divided_vectors(self) -> dict[str, LinearSpec]:
+        """Name in the block -> the parameters that tensor parallelism divides like the rows of a te.Linear."""
+        return {
+            f"{part.name}.{name}": LinearSpec(name, 1, sections, "column")
+            for part in self.parts
+            for name, sections in part.divided_vectors.items()
+        }
 
     @property
     def num_norms(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from te_models.config.attention import AttentionSpec
+from te_models.config.deltanet import DeltaNetSpec
 from te_models.config.layer import LayerSpec, MixerSpec
 from te_models.config.mlp import MLPSpec
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 MIXERS: dict[str, Callable[[ModelConfig, int], MixerSpec]] = {
     "full_attention": AttentionSpec.of,
     "sliding_attention": AttentionSpec.of,
+    "linear_attention": DeltaNetSpec.of,
 }
 
 

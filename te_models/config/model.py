@@ -11,6 +11,7 @@ from dataclasses import MISSING, FrozenInstanceError, dataclass, fields
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
+from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.layer import LayerSpec, LinearSpec, PartSpec, Section, distinct, named_linears
 from te_models.config.layers import MIXERS, describe_layers
 from te_models.config.rope import Rope, check_rotary_size, checked_scaling, checked_sliding_rope, frozen
@@ -66,7 +67,12 @@ class ModelConfig(NamedFields):
     no_rope_layers: tuple[int, ...] | None = documented(None, "One entry per layer: 1 with RoPE, 0 without (SmolLM3).")
     sliding_window: int | None = documented(None, "Number of keys that a query sees, itself included (Mistral).")
     layer_types: tuple[str, ...] | None = documented(
-        None, 'One entry per layer, "full_attention" or "sliding_attention"; None: the window applies to all.'
+        None,
+        'One entry per layer, "full_attention", "sliding_attention" or "linear_attention"; None: the window applies to '
+        "all.",
+    )
+    linear_attention: DeltaNetConfig | None = documented(
+        None, "Sizes of the linear_attention layers, Gated DeltaNet (Qwen3.5, Qwen3-Next)."
     )
     attention_gate: str = documented("elementwise", "Gate of the attention output: elementwise, headwise or none.")
     attention_gate_activation: str = documented("sigmoid", "Function of the gate: sigmoid or softplus (Laguna).")
@@ -106,6 +112,9 @@ class ModelConfig(NamedFields):
         for name in ("no_rope_layers", "layer_types", "eos_token_id"):
             if isinstance(values[name], list):
                 object.__setattr__(self, name, tuple(values[name]))
+        if isinstance(self.linear_attention, Mapping):
+            object.__setattr__(self, "linear_attention", DeltaNetConfig(**self.linear_attention))
+            values = field_values(self)
         _check_types(self)
         _check_layers(self)
         if self.num_key_value_heads is None:
@@ -154,6 +163,15 @@ class ModelConfig(NamedFields):
     def linears(self) -> dict[str, LinearSpec]:
         """Name, such as "layers.0.self_attn.o_proj" -> te.Linear, of all layers in forward order."""
         return dict(named_linears(self.layers))
+
+    @functools.cached_property
+    def divided_vectors(self) -> dict[str, LinearSpec]:
+        """Name, such as "layers.0.linear_attn.A_log" -> the vectors that tensor parallelism divides, of all layers."""
+        return {
+            f"layers.{depth}.{name}": vector
+            for depth, layer in enumerate(self.layers)
+            for name, vector in layer.divided_vectors.items()
+        }
 
     @functools.cached_property
     def parts(self) -> list[PartSpec]:
@@ -209,7 +227,7 @@ class ModelConfig(NamedFields):
         """Return all fields, resolved, as plain JSON values; those that a subclass adds are not saved with a model."""
         values = field_values(self)
         plain = {name: copy.deepcopy(values[name]) for name in config_fields()}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+        return {name: _plain(value) for name, value in plain.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
@@ -222,6 +240,13 @@ class ModelConfig(NamedFields):
         if missing := [name for name in required if name not in values]:
             raise ConfigError(f"the config lacks {', '.join(missing)}")
         return cls(**values)
+
+
+def _plain(value: Any) -> Any:
+    """Return the value of a field as JSON has it."""
+    if isinstance(value, DeltaNetConfig):
+        return dataclasses.asdict(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 @functools.cache
@@ -248,6 +273,8 @@ def _check_types(config: ModelConfig) -> None:
             good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
         elif kind.startswith("Mapping"):
             good = isinstance(value, Mapping)
+        elif kind.startswith("DeltaNetConfig"):
+            good = isinstance(value, DeltaNetConfig)
         else:
             good = isinstance(value, tuple if kind.startswith("tuple") else str)
         if not good:
@@ -267,8 +294,10 @@ def _check_layers(config: ModelConfig) -> None:
         for value in values:
             if value not in allowed:
                 raise ConfigError(f"{name} holds {value!r}, which is not supported: choose from {allowed}")
-    if config.layer_types and "sliding_attention" in config.layer_types and config.sliding_window is None:
-        raise ConfigError("layer_types asks for sliding_attention: give sliding_window")
+    needs = {"sliding_attention": "sliding_window", "linear_attention": "linear_attention"}
+    for kind, field in needs.items():
+        if kind in (config.layer_types or ()) and field_values(config)[field] is None:
+            raise ConfigError(f"layer_types asks for {kind}: give {field}")
 
 
 def _check_pairs(config: ModelConfig) -> None:

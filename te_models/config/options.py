@@ -10,14 +10,17 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
+from te_models.config.deltanet import DeltaNetConfig
+
 
 class RecipeOptions(TypedDict, total=False):
     """Fields of a recipe; each recipe accepts those of its scheme (te_models.config.recipe.SCHEMES)."""
 
-    # All recipes: the layers outside FP8.
+    # All recipes: what stays out of FP8, or runs under another recipe.
     num_layers_at_start_in_bf16: int
     num_layers_at_end_in_bf16: int
     lm_head: Literal["bf16", "fp8"]
+    precision: Mapping[str, str]
     # All but nvfp4.
     fp8_format: Literal["HYBRID", "E4M3"]
     # DelayedScaling
@@ -62,6 +65,7 @@ class ConfigOptions(TypedDict, total=False):
     no_rope_layers: tuple[int, ...] | None
     sliding_window: int | None
     layer_types: tuple[str, ...] | None
+    linear_attention: DeltaNetConfig | None
     attention_gate: str
     attention_gate_activation: str
     attention_bias: bool

@@ -81,6 +81,24 @@ def _gemma3(hidden: int, layers: int, window: int = 1024, factor: float | None =
     return {**_GEMMA, **_layers(layers, 6, 5), **rope, **sizes, **own, **fields}
 
 
+def _hybrid(hidden: int, layers: int, value_heads: int = 16, **fields: Any) -> dict[str, Any]:
+    """Return the shape of a Qwen3.5's text model: three layers of linear attention, then one of gated attention."""
+    sizes = dict(vocab_size=248320, hidden_size=hidden, num_hidden_layers=layers, max_position_embeddings=262144)
+    own = dict(
+        linear_attention=dict(num_key_heads=16, num_value_heads=value_heads, key_head_dim=128, value_head_dim=128),
+        head_dim=256, rope_theta=10000000.0, rms_norm_eps=1e-6, eos_token_id=248044,
+    )  # fmt: skip
+    return {**_hybrid_layers(layers), **sizes, **own, **fields}
+
+
+def _hybrid_layers(layers: int) -> dict[str, Any]:
+    """Return the fields that all hybrids share, whatever their sizes."""
+    kinds = ("linear_attention",) * 3 + ("full_attention",)
+    return dict(
+        layer_types=kinds * (layers // 4), partial_rotary_factor=0.25, qk_norm=True, zero_centered_norm=True
+    )  # fmt: skip
+
+
 # QwQZh/gated_attention; the elementwise model pays for its gate with a narrower MLP.
 _QWEN_GATED: dict[str, Any] = dict(
     vocab_size=152064, hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
@@ -93,6 +111,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gated-nano": dict(
         vocab_size=288, hidden_size=192, intermediate_size=512, num_hidden_layers=6, num_attention_heads=6,
         num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
+    ),
+    "gated-hybrid-nano": dict(
+        vocab_size=288, hidden_size=192, intermediate_size=512, num_hidden_layers=8, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, **_hybrid_layers(8),
+        linear_attention=dict(num_key_heads=3, num_value_heads=6, key_head_dim=32, value_head_dim=32),
     ),
     "gated-124m": dict(
         vocab_size=32000, hidden_size=768, intermediate_size=2304, num_hidden_layers=12, num_attention_heads=12,
@@ -270,6 +293,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         qk_norm=True, norm_position="both", zero_centered_norm=True, logits_scaling=26**0.5,
         final_logit_softcapping=20.0, bos_token_id=200000, eos_token_id=200001,
     ),
+    "qwen3.5-0.8b": _hybrid(
+        1024, 24, intermediate_size=3584, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True
+    ),
+    "qwen3.5-2b": _hybrid(
+        2048, 24, intermediate_size=6144, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True
+    ),
+    "qwen3.5-4b": _hybrid(
+        2560, 32, 32, intermediate_size=9216, num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=True
+    ),
+    "qwen3.5-9b": _hybrid(4096, 32, 32, intermediate_size=12288, num_attention_heads=16, num_key_value_heads=4),
+    "qwen3.5-27b": _hybrid(5120, 64, 48, intermediate_size=17408, num_attention_heads=24, num_key_value_heads=4),
     "qwen-gated-1b-elementwise": dict(**_QWEN_GATED, intermediate_size=5504, attention_gate="elementwise"),
     "qwen-gated-1b-headwise": dict(**_QWEN_GATED, intermediate_size=6144, attention_gate="headwise"),
     "qwen-gated-1b-baseline": dict(**_QWEN_GATED, intermediate_size=6144, attention_gate="none"),

@@ -10,6 +10,7 @@ Transformer Engine ignores unknown fields silently (section 1.1 of docs/internal
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 from te_models.config.toml import read_toml
 from te_models.errors import ConfigError, UsageError, unknown
 
-Check = type | tuple[Any, ...]  # bool, int (any), or the allowed values
+Check = type | tuple[Any, ...]  # bool, int (any), dict (a table of names), or the allowed values
 
 HYBRID_OR_E4M3 = ("HYBRID", "E4M3")
 OVERRIDE = ("none", "high_precision", "dequantized")
@@ -72,8 +73,11 @@ FP8_WEIGHTS = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "
 
 # A history takes 20 bytes per row and linear layer; FP32's exponent allows no larger margin.
 LARGEST = dict(amax_history_len=65536, margin=100)
-# Fields of te-models in every recipe: layers that stay out of FP8.
-EDGES: dict[str, Check] = dict(num_layers_at_start_in_bf16=int, num_layers_at_end_in_bf16=int, lm_head=("bf16", "fp8"))
+MOST_PATTERNS, LONGEST_PATTERN = 1000, 200  # of a table `precision`
+# Fields of te-models in every recipe: what stays out of FP8, or runs under another recipe.
+EDGES: dict[str, Check] = dict(
+    num_layers_at_start_in_bf16=int, num_layers_at_end_in_bf16=int, lm_head=("bf16", "fp8"), precision=dict
+)
 
 # What to do with names that Megatron-LM, older releases of Transformer Engine and guides to FP8 use.
 ELSEWHERE = {
@@ -113,6 +117,7 @@ FIELD_HELP = {  # of every field that is a flag of the command line
     "num_layers_at_start_in_bf16": "Blocks at the start that stay in BF16.",
     "num_layers_at_end_in_bf16": "Blocks at the end that stay in BF16.",
     "lm_head": "Precision of the output head: bf16 or fp8.",
+    "precision": 'Recipe of linears by pattern, such as "*.down_proj=bf16"; repeatable, the last match decides.',
 }
 
 
@@ -126,6 +131,9 @@ class Recipe:
         fields: the values of that class's fields.
         num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: blocks at both ends that run in BF16.
         lm_head: precision of the output head, "bf16" or "fp8".
+        precision: pattern of te.Linears, such as "layers.2.*" or "*.down_proj" -> the recipe that they run under:
+            "bf16", another of `list_recipes()`, or this one by its name. The last pattern that matches decides, also
+            over the fields above (te_models.config.precision).
         description, hardware: text for `te-models list`.
 
     Raises:
@@ -138,6 +146,7 @@ class Recipe:
     num_layers_at_start_in_bf16: int = 1  # as in the files in recipes/; a saved recipe gives both
     num_layers_at_end_in_bf16: int = 1
     lm_head: str = "bf16"
+    precision: Mapping[str, str] = field(default_factory=dict)
     description: str = ""
     hardware: str = ""
 
@@ -151,13 +160,18 @@ class Recipe:
         if "fp8_format" in fields:
             fields["fp8_format"] = _format(fields["fp8_format"])
         checks = {**SCHEMES[self.scheme].fields, **EDGES}
+        _check("precision", self.precision, dict)
         for name, value in {**fields, **self.edges}.items():
             if name not in checks:
                 raise unknown_option(f"field of recipe {self.name!r}", name, checks)
             _check(name, value, checks[name])
         if self.lm_head == "fp8" and self.num_layers_at_end_in_bf16:
             raise ConfigError("lm_head='fp8' needs num_layers_at_end_in_bf16=0: the FP8 layers are one region")
+        for pattern, value in self.precision.items():
+            if not isinstance(value, str) or value not in (self.name, *_shipped()):
+                raise unknown(f"recipe of precision[{pattern!r:.40}]", value, dict.fromkeys((*_shipped(), self.name)))
         object.__setattr__(self, "fields", MappingProxyType(fields))
+        object.__setattr__(self, "precision", MappingProxyType(dict(self.precision)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         about = {"description": self.description, "hardware": self.hardware}
@@ -168,23 +182,36 @@ class Recipe:
 
     @property
     def edges(self) -> dict[str, Any]:
-        """The fields of EDGES, by name."""
+        """The fields of EDGES, by name; without `precision` if it is empty."""
         start, end = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
-        return dict(num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end, lm_head=self.lm_head)
+        found = dict(num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end, lm_head=self.lm_head)
+        return found | ({"precision": dict(self.precision)} if self.precision else {})
 
-    @property
+    def called(self, name: str) -> Recipe | None:
+        """Return the recipe that `precision` calls by this name: this one by its own; None for BF16."""
+        found = self if name == self.name else _named(name)
+        return None if found.scheme == "none" else found
+
+    @functools.cached_property
+    def in_use(self) -> list[Recipe]:
+        """This recipe, then those that `precision` names, BF16 left out."""
+        own = self.called(self.name)
+        others = [self.called(name) for name in dict.fromkeys(self.precision.values()) if name != self.name]
+        return [recipe for recipe in (own, *others) if recipe is not None]
+
+    @functools.cached_property
     def quantized(self) -> bool:
-        """Return whether any layer runs below BF16."""
-        return self.scheme != "none"
+        """Return whether any te.Linear runs below BF16."""
+        return bool(self.in_use)
 
-    @property
+    @functools.cached_property
     def stateful(self) -> bool:
-        """Return whether scales and amax histories persist over steps."""
-        return SCHEMES[self.scheme].stateful
+        """Return whether any te.Linear has scales and amax histories that persist over steps."""
+        return any(SCHEMES[recipe.scheme].stateful for recipe in self.in_use)
 
     def fp8_layers(self, layers: int) -> range:
-        """Return the numbers of the layers, of `layers` in all, that run below BF16."""
-        return self.inner_layers(layers) if self.quantized else range(0)
+        """Return the numbers of the layers, of `layers` in all, that are inside the recipe's own autocast."""
+        return self.inner_layers(layers) if self.scheme != "none" else range(0)
 
     def inner_layers(self, layers: int) -> range:
         """Return the numbers of the layers, of `layers` in all, that the recipe does not keep in BF16."""
@@ -192,22 +219,23 @@ class Recipe:
 
     @property
     def head_in_fp8(self) -> bool:
-        """Return whether the output head runs below BF16."""
-        return self.quantized and self.lm_head == "fp8"
+        """Return whether the output head is inside the recipe's own autocast."""
+        return self.scheme != "none" and self.lm_head == "fp8"
 
-    @property
+    @functools.cached_property
     def row_alignment(self) -> int:
-        """Alignment of the number of tokens of a GEMM."""
-        return SCHEMES[self.scheme].rows
+        """Alignment of the number of tokens of every GEMM."""
+        return max((SCHEMES[recipe.scheme].rows for recipe in self.in_use), default=1)
 
-    @property
+    @functools.cached_property
     def scattered_row_alignment(self) -> int:
         """Alignment of the number of tokens per rank under sequence parallelism."""
-        return SCHEMES[self.scheme].scattered_rows or self.row_alignment
+        schemes = [SCHEMES[recipe.scheme] for recipe in self.in_use]
+        return max((scheme.scattered_rows or scheme.rows for scheme in schemes), default=1)
 
     @property
     def feature_alignment(self) -> int:
-        """Alignment of the input and output features of a GEMM."""
+        """Alignment of the input and output features of a GEMM under this recipe itself."""
         return SCHEMES[self.scheme].features
 
     @property
@@ -222,6 +250,15 @@ class Recipe:
         own = {name: overrides.pop(name) for name in list(overrides) if name in EDGES}
         return dataclasses.replace(self, fields={**self.fields, **overrides}, **own)
 
+    def followed_by(self, name: str) -> Recipe:
+        """Return the recipe `name` for a run that continues under it: with the edges and the table of this one.
+
+        Under BF16 only those entries of the table remain that ask for BF16, which exports read.
+        """
+        other = _named(name)
+        table = {pattern: used for pattern, used in self.precision.items() if other.quantized or used == "bf16"}
+        return self if name == self.name else other.replace(**{**self.edges, "precision": table})
+
     def to_dict(self) -> dict[str, Any]:
         """Return every resolved value as plain JSON values: the content of `recipe.json`."""
         default = SCHEMES[self.scheme].fp8_format
@@ -230,7 +267,7 @@ class Recipe:
 
     def build(self, te: Any) -> Any:
         """Return the engine's recipe object, an instance of Transformer Engine's class; None for BF16."""
-        if not self.quantized:
+        if self.scheme == "none":
             return None
         values = dict(self.fields)
         if "fp8_format" in values:
@@ -302,11 +339,18 @@ def recipe_fields() -> dict[str, Check]:
     return {**merged, **EDGES}
 
 
+@functools.cache
 def _shipped() -> dict[str, Path]:
     """Return name -> file. In a wheel the files are inside the package, in a checkout beside it."""
     here = Path(__file__).parent.parent
     folder = next(f for f in (here / "recipes", here.parent / "recipes") if f.is_dir())
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+@functools.cache
+def _named(name: str) -> Recipe:
+    """Return a recipe that comes with the package, as `precision` names it."""
+    return get_recipe(name)
 
 
 def _from_file(path: Path) -> Recipe:
@@ -358,6 +402,12 @@ def _check(name: str, value: Any, check: Check) -> None:
     elif check is bool:
         if not isinstance(value, bool):
             raise ConfigError(f"{name}={value!r}: give true or false")
+    elif check is dict:
+        patterns = list(value) if isinstance(value, Mapping) else [None]
+        if len(patterns) > MOST_PATTERNS or not all(
+            isinstance(pattern, str) and 0 < len(pattern) <= LONGEST_PATTERN for pattern in patterns
+        ):
+            raise ConfigError(f'{name}={value!r:.60}: give a table of patterns, such as {{"*.down_proj": "bf16"}}')
     elif not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{name}={value!r}: give a whole number")
     else:

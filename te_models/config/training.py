@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from te_models.config.recipe import list_recipes
 from te_models.config.shares import share_of
 from te_models.errors import ConfigError, NamedFields, documented, field_values, mistyped, unknown
 
@@ -54,6 +55,9 @@ class TrainConfig(NamedFields):
     final_learning_rate: float = documented(0.1, "Learning rate at the last step as a fraction of the peak.")
     warmup_steps: float = documented(0.05, "Steps of linear warm-up; below 1, a share of all steps.")
     decay_steps: float = documented(0.2, "Steps of decay of warmup-stable-decay; below 1, a share of all steps.")
+    recipe_schedule: str = documented(
+        "", 'Recipes that follow --recipe: "bf16@0.9" trains the last tenth of the steps in BF16; also "bf16@900".'
+    )
     weight_decay: float = documented(0.1, "Weight decay of matrices.")
     clip_grad_norm: float = documented(1.0, "Maximum norm of the gradient; 0 disables clipping.")
     eval_every: int = documented(50, "Steps between evaluations; 0: only at the end.")
@@ -87,6 +91,7 @@ class TrainConfig(NamedFields):
         for name, choices in dict(parallel=PARALLEL, reduce_dtype=REDUCE_DTYPES, schedule=SCHEDULES).items():
             if values[name] not in choices:
                 raise unknown(name, values[name], choices)
+        self.recipe_changes  # noqa: B018  raises if it cannot be read
         if self.patience and not self.eval_every:
             raise ConfigError(f"patience={self.patience} counts evaluations, and eval_every=0 makes none: give both")
 
@@ -94,6 +99,26 @@ class TrainConfig(NamedFields):
     def tokens_per_step(self) -> int:
         """Tokens per optimizer step, over all processes."""
         return self.batch_size * self.seq_len * self.gradient_accumulation
+
+    @property
+    def recipe_changes(self) -> list[tuple[int, str]]:
+        """The steps done before each change of `recipe_schedule`, and the name of the recipe that follows, in order."""
+        found = []
+        for change in filter(None, self.recipe_schedule.split(",")):
+            name, _, at = change.strip().partition("@")
+            try:
+                place = float(at)
+            except ValueError:
+                place = 0.0
+            if name not in list_recipes() or not 0 < place < MOST:
+                raise ConfigError(
+                    f"recipe_schedule={self.recipe_schedule!r}: write RECIPE@PLACE, a name and a share of the steps or "
+                    'a number of them, such as "bf16@0.9"'
+                )
+            found.append((self._count(place), name))
+        if [done for done, _ in found] != sorted({done for done, _ in found}):
+            raise ConfigError(f"recipe_schedule={self.recipe_schedule!r}: give the changes in the order of their steps")
+        return found
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of `step`, counted from 1: linear warm-up to the peak, then the schedule.

@@ -64,16 +64,15 @@ def engine_module(name: str) -> ModuleType:
 
 def check_support(te: ModuleType, engine: str, recipe: Recipe) -> None:
     """Raise a UsageError with the reason if the engine cannot run the recipe on this machine."""
-    if not recipe.quantized:
-        return
-    possible, reason = getattr(te, SCHEMES[recipe.scheme].available)(return_reason=True)
-    if possible and engine == "native":
-        reason = _fails_here(recipe)
-    if not possible or reason:
-        raise UsageError(
-            f"recipe {recipe.name!r} does not run on the {engine} engine here: {reason} "
-            "engine='emulated' runs its numerics on any device"
-        )
+    for used in recipe.in_use:
+        possible, reason = getattr(te, SCHEMES[used.scheme].available)(return_reason=True)
+        if possible and engine == "native":
+            reason = _fails_here(used)
+        if not possible or reason:
+            raise UsageError(
+                f"recipe {used.name!r} does not run on the {engine} engine here: {reason} "
+                "engine='emulated' runs its numerics on any device"
+            )
 
 
 def _fails_here(recipe: Recipe) -> str:

@@ -88,23 +88,25 @@ class Measurement:
         self.starts.clear()
 
     @torch.no_grad()
-    def set_scales(self, recipe: Recipe, built: Any, group: Any) -> None:
+    def set_scales(self, recipes: Sequence[tuple[Recipe, Any]], group: Any) -> None:
         """Give the modules the scales and histories that they would have after a step with these amaxes.
 
         Args:
-            recipe: the model's recipe.
-            built: the engine's object of it.
+            recipes: the recipe of each module, and the engine's object of it.
             group: the processes that share amaxes, all of which call this; None: all processes.
         """
-        for module in self.modules:
+        for module, (_, built) in zip(self.modules, recipes, strict=True):
             make_state(module, built)
         states = [[delayed_states(module)[f".{direction}"] for direction in WIDTHS] for module in self.modules]
         written = torch.stack([torch.cat([state.amax_history[0] for state in own]) for own in states])
         measured = self.amaxes.nan_to_num(nan=0.0, posinf=torch.inf)  # Transformer Engine's amax ignores NaN too
         amaxes = torch.maximum(measured, written)
-        if built.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
-        for own, row in zip(states, amaxes, strict=True):
+        reduced = amaxes
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            reduced = amaxes.clone()
+            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
+        for own, mine, shared, (recipe, built) in zip(states, amaxes, reduced, recipes, strict=True):
+            row = shared if built.reduce_amax else mine
             for state, direction, amax in zip(own, WIDTHS, row.split(list(WIDTHS.values())), strict=True):
                 most = fp8_max(recipe, direction)
                 history, scale = updated(state.amax_history, state.scale, amax, built, most)

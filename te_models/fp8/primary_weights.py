@@ -10,7 +10,7 @@ Under FSDP2 a parameter is a DTensor whose local tensor is an FP8Shard (te_model
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,16 +35,19 @@ _PARTS = ("data", "scale_inv", "rowwise_data", "rowwise_scale_inv", "columnwise_
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise a UsageError if weights cannot be stored in the format of this recipe."""
-    if recipe.scheme not in FP8_WEIGHTS:
-        raise UsageError(
-            f"fp8_params=True needs an FP8 recipe, and {recipe.name!r} is {recipe.scheme!r}: choose recipe='current', "
-            "'blockwise', 'delayed' or 'mxfp8', or leave fp8_params out"
-        )
+    """Raise a UsageError if weights cannot be stored in the format of this recipe, and of those that it names."""
+    for used in recipe.in_use or [recipe]:
+        if used.scheme not in FP8_WEIGHTS:
+            raise UsageError(
+                f"fp8_params=True needs an FP8 recipe, and {used.name!r} is {used.scheme!r}: choose recipe='current', "
+                "'blockwise', 'delayed' or 'mxfp8', or leave fp8_params out"
+            )
 
 
-def quantize_weights_alike(one: Recipe, other: Recipe) -> bool:
-    """Return True if both recipes quantize weights in the same way."""
+def quantize_weights_alike(one: Recipe | None, other: Recipe | None) -> bool:
+    """Return True if both recipes (None: BF16) quantize weights in the same way."""
+    if one is None or other is None:
+        return one is other
     return one.scheme == other.scheme and all(one.fields.get(f) == other.fields.get(f) for f in WEIGHT_FIELDS)
 
 
@@ -68,21 +71,21 @@ def plain(tensor: Tensor) -> Tensor:
 
 def clear_states(model: nn.Module) -> None:
     """Reset scales to 1 and histories to 0 in modules with FP8 weights, which were built from uninitialized memory."""
-    for module in _owners(model):
+    for _, module in _owners(model):
         if delayed_states(module):  # Transformer Engine's own reset fails under other recipes (2.20)
             module.reset_fp8_meta_tensors()
 
 
 @torch.no_grad()
-def drop_transposed(model: nn.Module, recipe: Recipe) -> None:
+def drop_transposed(model: nn.Module) -> None:
     """Transpose weights in each backward and drop that copy after it, which saves a byte per parameter.
 
     Transformer Engine does so where FSDP2 gathers weights; for weights with one scale it can be done anywhere.
     """
-    if recipe.scheme not in SHARDED_SCHEMES:
-        return
-    for module in _owners(model):
+    for _, module in _owners(model):
         fp8 = quantized(module.weight)
+        if "data" not in _parts(fp8):  # blocks have scales
+            continue
         module._is_fsdp2 = True
         fp8._quantizer.set_usage(columnwise=False)
         fp8.update_usage(columnwise_usage=False)
@@ -233,13 +236,13 @@ def _transpose_again(fp8: Any) -> None:
 
 
 @torch.no_grad()
-def relink(model: nn.Module, built: Any) -> None:
+def relink(model: nn.Module, built: Callable[[str], Any]) -> None:
     """Connect FP8 weights to the new FP8 state of their modules after the old one was dropped.
 
-    `built` is the engine's recipe object. The caller copies delayed scales.
+    `built` returns the engine's recipe object of a module, given its name. The caller copies delayed scales.
     """
-    for module in _owners(model):
-        fp8, quantizer = quantized(module.weight), _weight_quantizer(module, built)
+    for name, module in _owners(model):
+        fp8, quantizer = quantized(module.weight), _weight_quantizer(module, built(name))
         quantizer.set_usage(columnwise=fp8._quantizer.columnwise_usage)
         reduce_amax_over(quantizer, amax_group(fp8._quantizer))
         fp8._quantizer = quantizer
@@ -247,24 +250,27 @@ def relink(model: nn.Module, built: Any) -> None:
 
 
 @torch.no_grad()
-def make_shards(model: nn.Module, linear: type[nn.Module], recipe: Recipe, built: Any, group: Any) -> None:
+def make_shards(
+    model: nn.Module, linear: type[nn.Module], recipe: Recipe, built: Callable[[str], Any], group: Any
+) -> None:
     """Replace this rank's rows of the FP8 layers' weights by empty FP8 ones, for `write_weight` to fill.
 
     Args:
         model: the model.
         linear: the engine's te.Linear.
         recipe: the model's recipe.
-        built: the engine's recipe object made of it.
+        built: returns the engine's recipe object of a module, given its name.
         group: the processes that share each weight, over which current scaling takes its amax.
 
     Raises:
         UsageError: if the recipe gives blocks their own scales, or a weight's rows cannot be divided evenly.
     """
-    if recipe.scheme not in SHARDED_SCHEMES:
-        raise UsageError(
-            f"sharded FP8 primary weights need one scale per weight, which recipe {recipe.name!r} does not have: "
-            "choose recipe='delayed' or 'current', or leave fp8_params out"
-        )
+    for used in recipe.in_use:
+        if used.scheme not in SHARDED_SCHEMES:
+            raise UsageError(
+                f"sharded FP8 primary weights need one scale per weight, which recipe {used.name!r} does not have: "
+                "choose recipe='delayed' or 'current', or leave fp8_params out"
+            )
     for name, module in model.named_modules():
         if not (isinstance(module, linear) and module.primary_weights_in_fp8):
             continue
@@ -274,7 +280,7 @@ def make_shards(model: nn.Module, linear: type[nn.Module], recipe: Recipe, built
                 f"the {len(weight)} rows of {name}.weight cannot be divided evenly among {weight.device_mesh.size()} "
                 "processes, as FP8 primary weights have to be: change the number of processes, or leave fp8_params out"
             )
-        quantizer, own = _weight_quantizer(module, built), local(weight)
+        quantizer, own = _weight_quantizer(module, built(name)), local(weight)
         quantizer.set_usage(rowwise=True, columnwise=False)
         fp8 = quantizer.make_empty(own.shape, dtype=own.dtype, device=own.device)
         reduce_amax_over(fp8._quantizer, group)
@@ -289,10 +295,10 @@ def _weight_quantizer(module: Any, built: Any) -> Any:
     return quantizer
 
 
-def _owners(model: nn.Module) -> list[Any]:
-    """Return the modules with FP8 weights."""
+def _owners(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the modules with FP8 weights, by name."""
     # Blocks and containers have no weight of their own.
-    return [module for module in model.modules() if is_quantized(getattr(module, "weight", None))]
+    return [(name, module) for name, module in model.named_modules() if is_quantized(getattr(module, "weight", None))]
 
 
 def _parts(fp8: Any) -> dict[str, Tensor]:

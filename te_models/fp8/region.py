@@ -1,7 +1,7 @@
 """A model's forward pass under its own recipe, regardless of autocasts around it and of other threads.
 
-Two contexts per pass: `forward_pass` around all of it, and `fp8_layers` inside, around the layers that run in FP8. The
-forward scales of delayed scaling are updated when a training pass, including the loss, has succeeded, and never else.
+`forward_pass` is around all of it, and inside are the `Autocasts` of what runs in FP8. The forward scales of delayed
+scaling are updated when a training pass, including the loss, has succeeded, and never else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +25,7 @@ from te_models.fp8.scaling_state import delayed_states, fp8_state, frozen_fp8_st
 
 @contextlib.contextmanager
 def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: Any) -> Iterator[None]:
-    """Run a forward pass of `model` in high precision, except inside `fp8_layers`.
+    """Run a forward pass of `model` in high precision, except inside `Autocasts`.
 
     Threads that run the same model take turns; on the native engine, whose FP8 state belongs to the process, threads
     that run any model do. In evaluation mode, or without grad, all scales and amax histories stay as they are. A
@@ -139,16 +139,59 @@ def _note_training(model: nn.Module) -> None:
         _TRAINERS[model] = own
 
 
-@contextlib.contextmanager
-def fp8_layers(te: ModuleType, te_recipe: Any, amax_group: Any) -> Iterator[None]:
-    """Run te.Linear under the engine's recipe object `te_recipe`, inside a `forward_pass`.
+class Autocasts:
+    """The autocasts of one pass: one around the layers that run under the model's recipe, and one around each te.Linear
+    that runs in something else than its surroundings.
 
-    The backward of the first module inside updates the backward scales. `amax_group` holds the processes that share
-    their amaxes (None: all).
+    The first module of the pass that trains in FP8, in whichever of them, takes Transformer Engine's flag, and its
+    backward updates all backward scales. An autocast restores the flag on exit, so it is set here, from what the pass
+    has seen.
+
+    Args:
+        te: the engine.
+        te_recipe: the engine's object of the model's recipe; None for BF16.
+        group: the processes that share their amaxes; None: all.
+        others: te.Linear, or a module in its place -> the engine's object of its recipe, None for BF16.
     """
-    with te.autocast(enabled=True, recipe=te_recipe, amax_reduction_group=amax_group):
-        te.FP8GlobalStateManager.quantization_state.is_first_fp8_module = True
-        yield
+
+    def __init__(self, te: ModuleType, te_recipe: Any, group: Any, others: Mapping[nn.Module, Any]) -> None:
+        self.te, self.te_recipe, self.group, self.others = te, te_recipe, group, others
+        self.first = True  # whether the flag is still to be taken
+
+    @contextlib.contextmanager
+    def layers(self) -> Iterator[None]:
+        """Surround the layers that run under the model's recipe."""
+        with self._autocast(self.te_recipe):
+            yield
+
+    @contextlib.contextmanager
+    def linear(self, module: nn.Module) -> Iterator[None]:
+        """Surround a call of a te.Linear, which may be one of `others`."""
+        if module not in self.others:
+            yield
+            return
+        with self._autocast(self.others[module]):
+            yield
+
+    def in_fp8(self, module: nn.Module) -> bool:
+        """Return whether a te.Linear runs below BF16 where the pass is now."""
+        if module in self.others:
+            return self.others[module] is not None
+        return self.te.FP8GlobalStateManager.is_fp8_enabled()
+
+    @contextlib.contextmanager
+    def _autocast(self, te_recipe: Any) -> Iterator[None]:
+        state = self.te.FP8GlobalStateManager.quantization_state
+        if state.fp8_enabled:
+            self.first = state.is_first_fp8_module
+        enabled = te_recipe is not None
+        recipe = te_recipe if enabled else self.te_recipe
+        with self.te.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=self.group):
+            state.is_first_fp8_module = enabled and self.first
+            yield
+            if enabled:
+                self.first = state.is_first_fp8_module
+        state.is_first_fp8_module = state.fp8_enabled and self.first
 
 
 @contextlib.contextmanager

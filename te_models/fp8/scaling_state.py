@@ -9,7 +9,7 @@ row to the newest finished one. They are written in place, never rebound: the en
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -81,11 +81,11 @@ def check_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Any) -> None:
+def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Callable[[str], Any]) -> None:
     """Copy `tensors` (as from `fp8_state`) into the model, which need not have run yet.
 
-    `built` is the engine's DelayedScaling object that the model will run under. A history of another length keeps its
-    newest entries.
+    `built` returns the engine's DelayedScaling object that a module, given its name, will run under. A history of
+    another length keeps its newest entries.
 
     Raises:
         CheckpointError: a tensor does not fit the model; nothing was written.
@@ -94,7 +94,7 @@ def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Any) 
     modules: dict[str, Any] = dict(model.named_modules())
     for owner in sorted({name.rsplit(".", 2)[0] for name in tensors}):
         forward = tensors.get(f"{owner}.scaling_fwd.scale")
-        make_state(modules[owner], built, gemms=1 if forward is None else len(forward) // WIDTHS["scaling_fwd"])
+        make_state(modules[owner], built(owner), gemms=1 if forward is None else len(forward) // WIDTHS["scaling_fwd"])
     live = fp8_state(model)
     for name, value in tensors.items():
         if live[name].shape[-1] != value.shape[-1]:
@@ -111,18 +111,22 @@ def make_state(module: Any, built: Any, gemms: int = 1) -> None:
 
 
 @torch.no_grad()
-def convert_scales(model: nn.Module, old: Recipe, new: Recipe) -> None:
-    """Convert the model's scales from one DelayedScaling recipe to another.
+def convert_scales(model: nn.Module, old: Callable[[str], Recipe | None], new: Callable[[str], Recipe | None]) -> None:
+    """Convert the model's scales from DelayedScaling recipes to others: `old` and `new` of a module, given its name.
 
     Histories hold amaxes of the tensors themselves and stay as they are. A scale is the format's largest number, less
     the margin, over an amax, so it changes by a power of two. A tensor without an amax so far keeps scale 1.
     """
     live = fp8_state(model)
     for name, scale in live.items():
-        if name.endswith(".scale"):
-            direction = name.split(".")[-2]
-            seen = (scale != 1) | (live[name.removesuffix("scale") + "amax_history"].amax(0) > 0)
-            scale.mul_(torch.where(seen, _largest(new, direction) / _largest(old, direction), 1.0)).clamp_(max=FLT_MAX)
+        if not name.endswith(".scale"):
+            continue
+        owner, direction, _ = name.rsplit(".", 2)
+        before, now = old(owner), new(owner)
+        if before is None or now is None or before == now:
+            continue
+        seen = (scale != 1) | (live[name.removesuffix("scale") + "amax_history"].amax(0) > 0)
+        scale.mul_(torch.where(seen, _largest(now, direction) / _largest(before, direction), 1.0)).clamp_(max=FLT_MAX)
 
 
 def _largest(recipe: Recipe, direction: str) -> float:
@@ -143,17 +147,30 @@ def frozen_fp8_state(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS)
     Transformer Engine records the amax of any forward, evaluation included, and uses it in the next training update
     (section 2.5).
     """
-    live = fp8_state(model, directions)
+    modules = [module for module in model.modules() if "fp8_meta" in vars(module)]  # searched once: a step takes ms
+    live = _tensors(modules, directions)
     before = {name: torch.empty_like(tensor) for name, tensor in live.items()}
     overwrite(list(before.values()), list(live.values()))
     try:
         yield
     finally:
-        now = fp8_state(model, directions)
+        now = _tensors(modules, directions)
         names = [name for name in before if name in now]
         overwrite([now[name] for name in names], [before[name] for name in names])
         for name in now.keys() - before.keys():  # a module that ran for the first time: its initial values
-            now[name].fill_(1.0 if name.endswith("scale") else 0.0)
+            now[name].fill_(1.0 if name[-1] == "scale" else 0.0)
+
+
+def _tensors(modules: list[nn.Module], directions: tuple[str, ...]) -> dict[tuple[int, str, str], Tensor]:
+    """Return (place in `modules`, direction, part) -> live tensor of every scale and amax history."""
+    found = {}
+    for place, module in enumerate(modules):
+        for direction in directions:
+            state = vars(module)["fp8_meta"].get(direction)
+            if getattr(state, "amax_history", None) is not None:
+                found[place, direction, "scale"] = state.scale
+                found[place, direction, "amax_history"] = state.amax_history
+    return found
 
 
 @torch.no_grad()

@@ -6,22 +6,26 @@ values and says which slots it returns; the masks are made here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from te_models.config.attention import AttentionSpec
+from te_models.config.deltanet import DeltaNetSpec
 from te_models.config.layer import MixerSpec
 from te_models.config.model import ModelConfig
 from te_models.errors import UsageError
 from te_models.kernels.sdpa import attention_mask as causal_mask
 from te_models.kernels.sdpa import masks_nothing
+from te_models.model.kv_cache import RecurrentState
 
 
 def refuse_other_states(config: ModelConfig) -> None:
-    """Raise a UsageError if a layer keeps something else than keys and values while decoding."""
+    """Raise a UsageError if a layer keeps something while decoding for which transformers has no kind of layer."""
     for part in config.parts:
-        if isinstance(part, MixerSpec) and not isinstance(part, AttentionSpec):
+        if isinstance(part, MixerSpec) and not isinstance(part, (AttentionSpec, DeltaNetSpec)):
             raise UsageError(
                 f"a cache of transformers has no place for what a {part.title} keeps: give use_cache=False, or call "
                 "generate of the CausalLM inside (`.model`)"
@@ -85,6 +89,17 @@ class CacheView:
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [B, K, S, H] of the newest tokens; return those of all slots, [B, K, slots, H]."""
         return (k, v) if self.past is None else self.past.update(k, v, layer)
+
+    def recurrent(self, layer: int, make: Callable[[], RecurrentState]) -> RecurrentState | None:
+        """Return the state of a layer of linear attention, which the cache stores; `make` makes one without tokens."""
+        if self.past is None:
+            return None
+        own = self.past.layers[layer]
+        if not own.is_recurrent_states_initialized[0]:
+            new = make()
+            own.lazy_initialization(conv_states=new.tail, recurrent_states=new.matrix)
+            own.has_previous_state[0] = True
+        return RecurrentState(own.conv_states[0], own.recurrent_states[0])
 
     def _sizes(self, window: int | None, seq: int) -> tuple[int, int]:
         """Return the number of slots that layers with this window attend to, and the position of the first."""

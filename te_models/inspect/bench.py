@@ -112,8 +112,13 @@ def builders(
 
 
 def _applies(option: str, recipe: str) -> bool:
-    """Return whether this recipe has the option; amax_history_len, for example, belongs to delayed scaling only."""
-    return option not in recipe_fields() or option in {*EDGES, *SCHEMES[get_recipe(recipe).scheme].fields}
+    """Return whether this recipe has the option; amax_history_len, for example, belongs to delayed scaling only.
+
+    The table `precision` is for recipes in FP8: BF16 stays what they are compared with.
+    """
+    scheme = get_recipe(recipe).scheme
+    own = EDGES.keys() - {"precision"} if scheme == "none" else EDGES.keys()
+    return option not in recipe_fields() or option in {*own, *SCHEMES[scheme].fields}
 
 
 def bench(
@@ -196,7 +201,7 @@ def _floor(
     recipe, ways = quantized[0]
     fields = {name: value for name, value in {**options, **ways}.items() if name in EDGES}
     on_meta = CausalLM(config, recipe=recipe, device="meta", engine="emulated", **fields)
-    return roofline(config, batch, seq, on_meta.fp8_layers, device)
+    return roofline(config, batch, seq, on_meta.precision.linears, device)
 
 
 def _wall(step: Step) -> float:

@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
 from te_models.config.attention import AttentionSpec, Heads
 from te_models.config.model import ModelConfig
+from te_models.config.precision import Precision
 from te_models.kernels.sdpa import causal_attention
 
 
@@ -41,16 +42,18 @@ def model_flops(config: ModelConfig, batch: int, seq: int, gated: bool = True) -
     return 3 * (blocks + 2.0 * tokens * config.hidden_size * config.vocab_size)
 
 
-def roofline(config: ModelConfig, batch: int, seq: int, fp8_layers: range, device: torch.device) -> Roofline:
-    """Measure the roofline on `device`, a CUDA device with FP8 units, with the layers of `fp8_layers` in FP8."""
+def roofline(
+    config: ModelConfig, batch: int, seq: int, precision: Mapping[str, Precision], device: torch.device
+) -> Roofline:
+    """Measure the roofline on `device`, a CUDA device with FP8 units; `precision` is that of each te.Linear."""
     rows = batch * seq
     gemm = 3 * _gemm(rows, config.hidden_size, config.vocab_size, False, device)
     attention, moved = 0.0, 0
     measure_gemm = functools.cache(functools.partial(_gemm, device=device))
     measure_attention = functools.cache(functools.partial(_attention, batch=batch, seq=seq, device=device))
     for depth, layer in enumerate(config.layers):
-        fp8 = depth in fp8_layers
-        for linear in layer.linears.values():
+        for name, linear in layer.linears.items():
+            fp8 = precision[f"layers.{depth}.{name}"].recipe is not None
             i, o = linear.inputs, linear.outputs
             # fprop, dgrad and wgrad: the same product with its dimensions exchanged.
             gemm += sum(measure_gemm(*shape, fp8) for shape in ((rows, i, o), (rows, o, i), (o, rows, i)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -65,6 +65,8 @@ class Verified:
     differs: tuple[bool, ...]  # from the BF16 result, in any bit
     sqnr_db: tuple[float, ...]  # against the BF16 result; infinite where they are equal
     milliseconds: dict[str, float] | None  # of "bf16" and "recipe", forward and backward; None if not timed
+    formats: str = "E4M3/E5M2"  # of its recipe, as is the next
+    override: str = "none"
 
     def h200_seconds(self) -> tuple[float, float]:
         """Return an estimate of forward and backward on an H200: seconds in BF16, and in FP8 with casts of x, w and dy.
@@ -94,19 +96,17 @@ class Verification(Printable):
 
     def ran(self, gemm: Verified) -> bool:
         """Return whether a linear ran below BF16 in every GEMM for which the recipe asks so, by all evidence."""
-        override = self.recipe.fields.get("backward_override", "none")
-        wanted = gemm.differs[:1] if override == "high_precision" else gemm.differs
-        saved = gemm.saved_fp8 or override == "high_precision"
+        wanted = gemm.differs[:1] if gemm.override == "high_precision" else gemm.differs
+        saved = gemm.saved_fp8 or gemm.override == "high_precision"
         return all(wanted) and saved and len(gemm.quantizers) == len(GEMMS)
 
     def ran_in(self, gemm: Verified, number: int) -> str:
         """Return the precision that GEMM `number` (an index into `GEMMS`) of a linear ran in."""
-        override = self.recipe.fields.get("backward_override", "none")
         if not gemm.differs[number]:
             return "BF16"
-        if number and override == "dequantized":
+        if number and gemm.override == "dequantized":
             return "BF16 of dequantized"
-        return "FP4" if self.recipe.formats == "E2M1" else "FP8"
+        return "FP4" if gemm.formats == "E2M1" else "FP8"
 
     def verdict(self) -> list[str]:
         """Return the conclusions, one sentence each."""
@@ -116,7 +116,8 @@ class Verification(Printable):
                     "Try --recipe delayed."]  # fmt: skip
         if failed := ", ".join(self.failures):
             return [f"FP8 DID NOT RUN in {failed}: their results equal BF16's, or no FP8 data was saved."]
-        ran = f"{self.recipe.formats} really ran in {fp8} of {fp8 + bf16} linears; {bf16} are in BF16, as planned."
+        formats = " and ".join(dict.fromkeys(gemm.formats for gemm in self.gemms if gemm.in_fp8))
+        ran = f"{formats} really ran in {fp8} of {fp8 + bf16} linears; {bf16} are in BF16, as planned."
         return [ran, *self._measured(), *self._estimate()]
 
     def _measured(self) -> list[str]:
@@ -166,7 +167,7 @@ class Verification(Printable):
         columns = ["module", "gemm", "linears", "quantizers of x, w, dy", *GEMMS]
         table = Table(*columns, *(["BF16 / FP8 ms"] if has_times else []), box=None, pad_edge=False)
         for gemm in self.gemms:
-            counts = ((gemm.in_fp8, "FP8" if self.recipe.formats != "E2M1" else "FP4"), (gemm.in_bf16, "BF16"))
+            counts = ((gemm.in_fp8, "FP8" if gemm.formats != "E2M1" else "FP4"), (gemm.in_bf16, "BF16"))
             linears = " + ".join(f"{count} {kind}" for count, kind in counts if count)
             passes = [
                 self.ran_in(gemm, i) + (f" {gemm.sqnr_db[i]:.1f} dB" if gemm.differs[i] else "")
@@ -194,8 +195,8 @@ def verify(model: CausalLM, batch_size: int, seq_len: int, plan: PrecisionPlan |
         UsageError: if the sequence is longer than the model allows.
     """
     counts: dict[str, list[int]] = {}
-    for row in plan or model.plan():
-        counts.setdefault(row.module, [0, 0])[row.precision in ("BF16", "FLOAT32", "FLOAT16")] += 1
+    for label, high in _labels(plan or model.plan()):
+        counts.setdefault(label, [0, 0])[high] += 1
     with frozen_fp8_state(model):
         met = _met_in_training(model, batch_size, seq_len)
         gemms = tuple(_verified(model, name, linear, x, dy, counts[name]) for name, (linear, x, dy) in met.items())
@@ -203,7 +204,12 @@ def verify(model: CausalLM, batch_size: int, seq_len: int, plan: PrecisionPlan |
 
 
 def sample_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
-    """Return `config` with one layer of all with the same GEMMs in one precision: enough for an untrained model."""
+    """Return `config` with one layer of all with the same GEMMs in one precision: enough for an untrained model.
+
+    A recipe whose patterns may name layers needs all of them.
+    """
+    if recipe.precision:
+        return config
     count = config.num_hidden_layers
     inside = recipe.fp8_layers(count) or range(count)
     first: dict[tuple[LinearSpec, ...], int] = {}  # one layer of all that have the same GEMMs
@@ -215,16 +221,14 @@ def sample_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
 def _met_in_training(model: CausalLM, batch_size: int, seq_len: int) -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
     """Return module -> (linear, input [N, I], output gradient [N, O]) of one training pass.
 
-    Of several linears with one name, take the first that the recipe quantizes.
+    Of several linears with one name, take the first in each recipe, or one in BF16 if there is no other.
     """
-    met: dict[str, list[Any]] = {}
+    met: dict[str, tuple[bool, nn.Module]] = {}
     hooks = []
-    for name, linear in model.named_modules():
-        if isinstance(linear, model.te.Linear):
-            layer, short = _kind(name)
-            known = met.get(short)
-            if known is None or (not known[1] and layer in model.fp8_layers):
-                met[short] = [linear, layer in model.fp8_layers]
+    linears = [module for module in model.modules() if isinstance(module, model.te.Linear)]
+    for (label, high), linear in zip(_labels(model.plan()), linears, strict=True):
+        if label not in met or met[label][0] > high:
+            met[label] = high, linear
     found: dict[nn.Module, list[Tensor]] = {}
 
     def keep(linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -235,7 +239,7 @@ def _met_in_training(model: CausalLM, batch_size: int, seq_len: int) -> dict[str
     training, mode = model.training, model.activation_checkpointing
     try:
         model.activation_checkpointing = "none"  # a recompute would be a second forward
-        hooks = [linear.register_forward_hook(keep) for linear, _ in met.values()]
+        hooks = [linear.register_forward_hook(keep) for _, linear in met.values()]
         with model.unfused():  # with fused kernels the input of a linear may be quantized already
             loss = model.train()(ids, labels=ids).loss
             torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
@@ -244,22 +248,27 @@ def _met_in_training(model: CausalLM, batch_size: int, seq_len: int) -> dict[str
         model.activation_checkpointing = mode
         for hook in hooks:
             hook.remove()
-    return {name: (linear, found[linear][0], found[linear][1]) for name, (linear, _) in met.items()}
+    return {label: (linear, found[linear][0], found[linear][1]) for label, (_, linear) in met.items()}
 
 
-def _kind(name: str) -> tuple[int, str]:
-    """Split "layers.3.mlp.down_proj" into (3, "mlp.down_proj"); a module outside the layers has number -1."""
-    if not name.startswith("layers."):
-        return -1, name
-    _, layer, short = name.split(".", 2)
-    return int(layer), short
+def _labels(plan: PrecisionPlan) -> Iterator[tuple[str, bool]]:
+    """Yield the name under which each linear is listed, and whether it is in BF16 (or FP32 or FP16).
+
+    That is the module, with the precision where a module of this name has another in an earlier layer.
+    """
+    first: dict[str, str] = {}
+    for row in plan:
+        high = row.precision in ("BF16", "FLOAT32", "FLOAT16")
+        same = high or first.setdefault(row.module, row.precision) == row.precision
+        yield row.module if same else f"{row.module} ({row.precision})", high
 
 
 @torch.enable_grad()
 def _verified(model: CausalLM, name: str, linear: Any, x: Tensor, dy: Tensor, counts: list[int]) -> Verified:
     """Verify one linear on its recorded input and output gradient."""
     te, copy = model.te, _copy(model, linear)
-    recipe = model.te_recipe if counts[0] else None
+    own = next(own for own, module in model.named_modules() if module is linear)
+    recipe, used = model.precision.te_recipe_of(own), model.precision.recipe_of(own) or model.recipe
     try:
         bf16 = _trial(te, copy, x, dy, None)
         trial = [_trial(te, copy, x, dy, recipe) for _ in range(WARM_UP)][-1]
@@ -274,7 +283,7 @@ def _verified(model: CausalLM, name: str, linear: Any, x: Tensor, dy: Tensor, co
     return Verified(
         module=name, inputs=linear.in_features, outputs=linear.out_features, rows=len(x), in_fp8=counts[0],
         in_bf16=counts[1], quantizers=trial.quantizers, saved_fp8=trial.saved_fp8, differs=differs, sqnr_db=decibels,
-        milliseconds=times,
+        milliseconds=times, formats=used.formats, override=used.fields.get("backward_override", "none"),
     )  # fmt: skip
 
 

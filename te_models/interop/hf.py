@@ -7,6 +7,7 @@ host memory holds one tensor at a time. te_models.interop.hf_families says which
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import warnings
 from collections import Counter
@@ -35,7 +36,7 @@ from te_models.files.formats import (
     split_by_size,
 )
 from te_models.fp8.primary_weights import plain, write_weight
-from te_models.interop.hf_families import Family, family_for, family_of
+from te_models.interop.hf_families import Family, family_for, family_of, text_part
 from te_models.interop.hf_places import TOP
 from te_models.interop.hub import saved_dtype
 from te_models.interop.model_card import CARD, model_card, user_card
@@ -46,6 +47,8 @@ from te_models.model.decoder import Decoder
 from te_models.model.options import SKETCH
 
 Model = TypeVar("Model", bound=Decoder)
+
+log = logging.getLogger(__name__)
 
 CODE = Path(__file__).parent / "remote_code"  # code for transformers, for models of which it has no architecture
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -142,7 +145,8 @@ def open_folder(build: Callable[..., Decoder], folder: Path) -> OpenFolder:
     """
     document, shards = read_json(folder / "config.json"), _shard_files(folder)
     found = _shard_tensors(folder, shards)
-    check_sizes(folder / "config.json", document, found, "model.layers.", "model.embed_tokens.weight")
+    text, root = text_part(document)
+    check_sizes(folder / "config.json", text, found, f"{root}layers.", f"{root}embed_tokens.weight")
     stored = open_weights(folder, read_scheme(folder, document), found, shards)
     document = {key: value for key, value in document.items() if key not in CONFIG_KEYS}
     try:
@@ -152,7 +156,13 @@ def open_folder(build: Callable[..., Decoder], folder: Path) -> OpenFolder:
     except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}/config.json: {first_line(error)}") from None
     places = tensor_places(family, config, {name: p.shape for name, p in sketch.named_parameters()})
-    check_tensors(folder, stored.tensors, places, optional={"lm_head.weight"} if config.tie_word_embeddings else set())
+    own = {name: tensor for name, tensor in stored.tensors.items() if not name.startswith(family.aside)}
+    check_tensors(folder, own, places, optional={"lm_head.weight"} if config.tie_word_embeddings else set())
+    if others := len(stored.tensors) - len(own):
+        log.warning(
+            "%s: the text model is read; %s tensors of other parts (%s) are not, and save_pretrained(format='hf') "
+            "copies them from there", folder, others, ", ".join(f"{prefix}*" for prefix in family.aside),
+        )  # fmt: skip
     return OpenFolder(document, shards, stored, config, places)
 
 
@@ -243,16 +253,16 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
 
     def place(theirs: str, module: str, blocks: list[tuple[int, int]], groups: int) -> None:
         """Note the place of their weight and bias: these blocks of rows (none: all), which alternate `groups` times."""
-        for kind in ("weight", "bias"):
-            ours = f"{module}.{kind}"
+        for kind in (".weight", ".bias", ""):  # the last is a parameter by itself
+            ours = module + kind
             if ours in shapes:
                 ranges = blocks or [(0, shapes[ours][0])]
                 shape = (sum(rows for _, rows in ranges), *shapes[ours][1:])
-                found[f"{theirs}.{kind}"] = Place(ours, tuple((at, n // groups) for at, n in ranges), groups, shape)
+                found[theirs + kind] = Place(ours, tuple((at, n // groups) for at, n in ranges), groups, shape)
 
     for theirs, module in TOP.items():
         if theirs != "lm_head" or not config.tie_word_embeddings:
-            place(theirs, module, [], 1)
+            place(theirs.replace("model.", family.root), module, [], 1)
     for depth, layer in enumerate(config.layers):
         counts = {name: count for part in layer.parts for name, count in part.divided.items()}
         for name, rows in family.layer.items():
@@ -261,7 +271,7 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
             if rows.blocks and not any(used for _, used in blocks):
                 continue  # a model without a gate, or a layer of another kind
             groups = 1 if rows.per is None else counts[rows.per]
-            place(f"model.layers.{depth}.{name}", f"layers.{depth}.{rows.module}", blocks, groups)
+            place(f"{family.root}layers.{depth}.{name}", f"layers.{depth}.{rows.module}", blocks, groups)
     return found
 
 
@@ -411,7 +421,12 @@ def write_hugging_face(
     folder = Path(os.path.realpath(folder))
     if strangers := [path.name for path in _entries(folder) if not _replaceable(path.name)]:
         raise UsageError(f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder")
-    family = family_for(model.config, family_of(origin.config) if origin.config else None)
+    preferred = family_of(origin.config) if origin.config else None
+    aside = set_aside(origin, preferred) if quantize is None and preferred is not None else {}
+    if preferred is not None and preferred.aside and not aside:
+        warnings.warn(f"{folder} gets the text model alone, without what {origin.folder} had beside it", stacklevel=4)
+        preferred = None
+    family = family_for(model.config, preferred)
     places = tensor_places(family, model.config, {name: p.shape for name, p in parameters.items()})
     config = _config_document(model, origin, family)
     if quantize is None:
@@ -422,6 +437,7 @@ def write_hugging_face(
         "config.json": [render_json(config, "config.json")],
         "generation_config.json": [render_json(_generation_document(model, origin), "generation_config.json")],
     }
+    tensors |= aside
     shards = split_by_size("model", tensors, max_shard_bytes)
     if len(shards) > 1:
         weight_map = {name: file for file, members in shards.items() for name in members}
@@ -440,6 +456,17 @@ def write_hugging_face(
     _say_what_loads(model, family, str(name or folder))
 
 
+def set_aside(origin: Origin, family: Family) -> dict[str, Tensor]:
+    """Return the tensors of other models in the folder of the origin; none where it no longer has them."""
+    if not family.aside or origin.folder is None or not any(origin.folder.glob("*.safetensors")):
+        return {}
+    found: dict[str, Tensor] = {}
+    for shard in _shard_files(origin.folder):
+        with SafetensorsFile(shard) as file:
+            found |= {name: file.read(name) for name in file.tensors if name.startswith(family.aside)}
+    return found
+
+
 def _say_what_loads(model: Decoder, family: Family, name: str) -> None:
     """Warn where transformers itself has no code for the saved model."""
     if family.code or (not family.written and model.config.attention_gate != "none"):
@@ -455,8 +482,10 @@ def _config_document(model: Decoder, origin: Origin, family: Family) -> dict[str
     if not own or family_of(own) is not family:
         return {**family.write(model.config), "torch_dtype": dtype}
     if family.read(own) != model.config:
-        own = {key: value for key, value in own.items() if key not in family.known()} | family.write(model.config)
-    return {**own, "dtype" if "dtype" in own else "torch_dtype": dtype}
+        own = family.rewritten(own, model.config)
+    if family.inner and own[family.inner].get("dtype"):
+        own = {**own, family.inner: {**own[family.inner], "dtype": dtype}}
+    return {**own, "dtype" if family.inner or "dtype" in own else "torch_dtype": dtype}
 
 
 def _generation_document(model: Decoder, origin: Origin) -> dict[str, Any]:
@@ -486,4 +515,6 @@ def _replaceable(name: str) -> bool:
 
 def config_dtype(folder: Path, document: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype that a config.json of Hugging Face names, FP32 if it names none."""
-    return saved_dtype(f"{folder}/config.json", document.get("dtype") or document.get("torch_dtype") or "float32")
+    text, _ = text_part(document)
+    named = [part.get(key) for part in (document, text) for key in ("dtype", "torch_dtype")]
+    return saved_dtype(f"{folder}/config.json", next(filter(None, named), "float32"))

@@ -15,11 +15,11 @@ from typing import Any
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, unknown
+from te_models.interop.hf_hybrid_parts import DENSE, HYBRID, MROPE
 from te_models.interop.hf_parts import (
     AFMOE_WINDOW,
     ALL_SLIDE,
     ATTENTION_MULTIPLIER,
-    DENSE,
     DENSE_AFMOE,
     EMBEDDING_ROOT,
     EXAONE_WINDOW,
@@ -50,7 +50,6 @@ from te_models.interop.hf_parts import (
 from te_models.interop.hf_places import (
     AFMOE_LAYER,
     GATED_BY_GROUP,
-    GATED_BY_HEAD,
     GEMMA_NORMS,
     GLM_LAYER,
     LAGUNA_LAYER,
@@ -59,6 +58,8 @@ from te_models.interop.hf_places import (
     OWN_LAYER,
     PHI_LAYER,
     POST_NORMED_LAYER,
+    QWEN3_5_LAYER,
+    QWEN3_NEXT_LAYER,
     UNGATED_MLP_LAYER,
     Rows,
     both_normed,
@@ -81,6 +82,9 @@ class Family:
         marks: keys that distinguish the family from others of its model_type.
         written: False if only models read as this family are written as it, since transformers has no code for it.
         accepts: whether transformers accepts a config that the keys can express, for models not read as this family.
+        inner: the key of config.json below which the text model is described; "": it is not nested.
+        root: the prefix of their names of embedding, layers and last norm.
+        aside: prefixes of tensors of other models in the folder, which are written back unchanged.
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
         sign: these marks, for people.
         note: what sets it apart, for people.
@@ -98,12 +102,16 @@ class Family:
     marks: tuple[str, ...] = ()
     written: bool = True
     accepts: Callable[[ModelConfig], bool] = lambda config: True
+    inner: str = ""
+    root: str = "model."
+    aside: tuple[str, ...] = ()
     code: bool = False
     sign: str = ""
     note: str = ""
 
     def read(self, config: Values) -> ModelConfig:
         """Return the ModelConfig of a config.json; a ConfigError names a request that te-models does not support."""
+        config = self.text(config)
         self._refuse_unsupported(config)
         for key in SIZES:
             if not isinstance(config.get(key), int):
@@ -117,15 +125,36 @@ class Family:
             ours |= part.read(theirs)
         return ModelConfig.from_dict({**ours, **self.constants})
 
+    def text(self, config: Values) -> Values:
+        """Return the part of a config.json that describes the text model."""
+        if not self.inner:
+            return config
+        found = config.get(self.inner)
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"it lacks {self.inner}, the description of the text model")
+        # Both state whether the embeddings are tied; transformers follows the outer one.
+        outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        return {**found, **outer}
+
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """The config.json of a model, without its dtype."""
         ours = config.to_dict()
-        theirs: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-        theirs |= {key: ours[key] for key in COPIED}
+        theirs: dict[str, Any] = {key: ours[key] for key in COPIED}
         theirs |= {key: values[0] for key, values in self.only.items()}
         for part in self.parts:
             theirs |= part.write(config)
-        return theirs
+        named = {"architectures": [self.architecture], "model_type": self.model_type}
+        if not self.inner:
+            return {**named, **theirs}
+        return {**named, "tie_word_embeddings": config.tie_word_embeddings, self.inner: theirs}
+
+    def rewritten(self, own: Values, config: ModelConfig) -> dict[str, Any]:
+        """Return the config.json `own` of a model that now has the shape `config`."""
+        new, known = self.write(config), self.known()
+        if not self.inner:
+            return {key: value for key, value in own.items() if key not in known} | new
+        kept = {key: value for key, value in own[self.inner].items() if key not in known}
+        return {**own, **new, self.inner: kept | new[self.inner]}
 
     def has_places(self, config: ModelConfig) -> bool:
         """Return whether every te.Linear of the model has a place in this architecture."""
@@ -151,7 +180,7 @@ class Family:
                     "nothing in what the model computes, take it out of config.json"
                 )
         for name in config.get("architectures") or ():
-            if not str(name).endswith("ForCausalLM"):
+            if name != self.architecture and not str(name).endswith("ForCausalLM"):
                 raise ConfigError(f"architectures={name!r} is not supported: te-models reads {self.architecture}")
 
 
@@ -215,6 +244,14 @@ _EXPERTS = (
     "shared_expert_intermediate_size",
 )  # fmt: skip
 
+_GATED_NEXT = {"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True}
+_QWEN3_5: dict[str, Any] = dict(
+    layer=QWEN3_5_LAYER, parts=(MROPE, HYBRID, ACT), constants=_GATED_NEXT,
+    defaults={**_LENGTHS, "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
+    only={**NO_DROPOUT, **_NO_BIAS, "attn_output_gate": (True,)},
+    ignored=frozenset(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers")),
+)  # fmt: skip
+
 FAMILIES = (
     Family(
         model_type="llama", architecture="LlamaForCausalLM", models="Llama 2, 3, 3.1, 3.2", layer=LAYER,
@@ -257,18 +294,24 @@ FAMILIES = (
         note="the gate's rows are inside q_proj, after the queries of each group of heads that share a key",
     ),
     Family(
-        model_type="qwen3_next", architecture="Qwen3NextForCausalLM",
-        models="Qwen3-Next where every layer is dense full attention", layer=GATED_BY_HEAD,
-        parts=(PARTIAL_ROPE, DENSE, ACT),
-        constants={"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True},
+        model_type="qwen3_5_text", architecture="Qwen3_5ForCausalLM", models="Qwen3.5, 3.6 and 3.8, dense (text)",
+        **_QWEN3_5, accepts=lambda config: config.linear_attention is not None,
+        note="three layers of Gated DeltaNet, then one of gated attention as in Qwen3-Next",
+    ),
+    Family(
+        model_type="qwen3_5", architecture="Qwen3_5ForConditionalGeneration",
+        models="Qwen3.5, 3.6 and 3.8, dense, with images", **_QWEN3_5, inner="text_config",
+        root="model.language_model.", aside=("model.visual.", "mtp."), accepts=lambda config: False,
+        note="the text model of a folder whose other tensors are kept aside and written back",
+    ),
+    Family(
+        model_type="qwen3_next", architecture="Qwen3NextForCausalLM", models="Qwen3-Next where every layer is dense",
+        layer=QWEN3_NEXT_LAYER, parts=(PARTIAL_ROPE, DENSE, HYBRID, ACT), constants=_GATED_NEXT,
         defaults={**_LENGTHS, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
                   "num_experts": 512, "decoder_sparse_step": 1, "mlp_only_layers": ()},
-        only={**NO_DROPOUT, **_NO_BIAS},
-        ignored=frozenset((
-            *_EXPERTS, "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads",
-            "linear_num_value_heads", "linear_value_head_dim", "norm_topk_prob",
-        )),
-        note="the gate after the queries of each head, RoPE on a part of each head, norms that store gamma - 1",
+        only={**NO_DROPOUT, **_NO_BIAS}, ignored=frozenset((*_EXPERTS, "norm_topk_prob")),
+        note="the gate after the queries of each head, RoPE on a part of each head, norms that store gamma - 1, "
+             "Gated DeltaNet in some layers",
     ),
     Family(
         model_type="ministral", architecture="MinistralForCausalLM", models="Ministral", layer=LAYER,
@@ -428,6 +471,13 @@ def family_of(config: Values) -> Family:
     for family in (*marked, *plain):
         return family
     raise unknown("architecture (model_type)", kind, {f.model_type for f in FAMILIES})
+
+
+def text_part(config: Any) -> tuple[Any, str]:
+    """Return the part of a config.json that describes the text model, and the prefix of its tensors' names."""
+    kind = config.get("model_type") if isinstance(config, Mapping) else None
+    nested = (family for family in FAMILIES if family.inner and family.model_type == kind)
+    return next(((config.get(family.inner), family.root) for family in nested), (config, "model."))
 
 
 def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:

@@ -27,7 +27,7 @@ class Part:
     write: Callable[[ModelConfig], dict[str, Any]]
 
 
-def _read_rope(theirs: Values) -> dict[str, Any]:
+def read_rope(theirs: Values) -> dict[str, Any]:
     """Read `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of earlier versions."""
     values = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
     if any(isinstance(value, Mapping) for value in values.values()):
@@ -47,7 +47,7 @@ def _read_whole_rope(theirs: Values) -> dict[str, Any]:
 
     There it ignores `partial_rotary_factor` under the default RoPE, and fails on it under any other.
     """
-    found = _read_rope(theirs)
+    found = read_rope(theirs)
     share = found.pop("partial_rotary_factor", 1.0)
     if share != 1.0 and "rope_scaling" in found:
         kind = found["rope_scaling"]["rope_type"]
@@ -113,6 +113,9 @@ def _types(theirs: Values, default: Callable[[Values], list[str]]) -> list[str]:
 
 def _window(types: list[str], window: int | None) -> dict[str, Any]:
     """Return our fields for these layers, which are None where all layers are the same."""
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ConfigError(f"layer_types holds {kind!r}, which is not supported for this model type")
     if set(types) == {"full_attention"}:
         return {}
     return {"sliding_window": window, "layer_types": None if set(types) == {"sliding_attention"} else types}
@@ -189,7 +192,7 @@ def rope_by_type(default: Callable[[Values], list[str]], *keys: str, partial: bo
     the layers without a window, and the default `rope_local_base_freq` is the base of the others. YaRN's `truncate` has
     no effect: transformers 5.23 looks for it outside of these entries.
     """
-    one = _read_rope if partial else _read_whole_rope
+    one = read_rope if partial else _read_whole_rope
 
     def read(theirs: Values) -> dict[str, Any]:
         types, given = _types(theirs, default), theirs.get("rope_parameters") or {}
@@ -211,14 +214,14 @@ def rope_by_type(default: Callable[[Values], list[str]], *keys: str, partial: bo
 
     def write(config: ModelConfig) -> dict[str, Any]:
         both = {"full_attention": config.rope, "sliding_attention": config.window_rope}
-        ropes = {kind: _rope_parameters(own, partial) for kind, own in both.items()}
+        ropes = {kind: rope_parameters(own, partial) for kind, own in both.items()}
         return {**_write_window(config), "rope_parameters": ropes}
 
     known = ("sliding_window", "layer_types", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq")
     return Part((*known, *keys), read, write)
 
 
-def _rope_parameters(rope: Rope, partial: bool = False) -> dict[str, Any]:
+def rope_parameters(rope: Rope, partial: bool = False) -> dict[str, Any]:
     """Return RoPE in the form of transformers 5."""
     share = {"partial_rotary_factor": rope.share} if partial else {}
     scaling = copy.deepcopy(rope.scaling) or {"rope_type": "default"}
@@ -255,30 +258,6 @@ def _write_gate(config: ModelConfig) -> dict[str, Any]:
     return {**flags, "use_qk_norm": config.qk_norm}
 
 
-def _read_dense(theirs: Values) -> dict[str, Any]:
-    """Refuse experts and linear attention; te-models supports the dense full-attention layers of Qwen3-Next."""
-    count = theirs["num_hidden_layers"]
-    interval = theirs.get("full_attention_interval", 4)
-    types = theirs.get("layer_types") or [
-        "full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(count)
-    ]
-    for layer, kind in enumerate(types):
-        if kind != "full_attention":
-            raise ConfigError(
-                f"layer_types: layer {layer} is {kind!r}, which is not supported: te-models reads full_attention"
-            )
-    experts, step = theirs["num_experts"], theirs["decoder_sparse_step"]
-    for layer in range(count):
-        if experts and (layer + 1) % step == 0 and layer not in theirs["mlp_only_layers"]:
-            raise ConfigError(f"num_experts={experts} in layer {layer} is not supported: te-models reads dense layers")
-    return {}
-
-
-def _write_dense(config: ModelConfig) -> dict[str, Any]:
-    layers = list(range(config.num_hidden_layers))
-    return {"num_experts": 0, "mlp_only_layers": layers, "layer_types": ["full_attention"] * len(layers)}
-
-
 # The defaults of transformers where a config.json has no RoPE.
 _MINISTRAL3 = dict(
     rope_type="yarn", rope_theta=1000000.0, factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
@@ -298,7 +277,7 @@ def _read_query_scale(theirs: Values) -> dict[str, Any]:
 
 
 def _write_query_scale(config: ModelConfig) -> dict[str, Any]:
-    scaling = _rope_parameters(config.rope)
+    scaling = rope_parameters(config.rope)
     length = config.query_scale_length or scaling.get(
         "original_max_position_embeddings", config.max_position_embeddings
     )
@@ -318,7 +297,7 @@ def _read_su_rope(theirs: Values) -> dict[str, Any]:
         }
     else:
         values.pop("original_max_position_embeddings", None)
-    return _read_rope({**theirs, "rope_scaling": None, "rope_parameters": values})
+    return read_rope({**theirs, "rope_scaling": None, "rope_parameters": values})
 
 
 def _write_su_rope(config: ModelConfig) -> dict[str, Any]:
@@ -418,7 +397,7 @@ def _write_laguna(config: ModelConfig) -> dict[str, Any]:
 
 
 ROPE = Part(("rope_theta", "rope_scaling", "rope_parameters"), _read_whole_rope, _write_rope)
-PARTIAL_ROPE = Part((*ROPE.keys, "partial_rotary_factor"), _read_rope, _write_partial_rope)
+PARTIAL_ROPE = Part((*ROPE.keys, "partial_rotary_factor"), read_rope, _write_partial_rope)
 SU_ROPE = Part((*PARTIAL_ROPE.keys, "original_max_position_embeddings"), _read_su_rope, _write_su_rope)
 QUERY_SCALE_ROPE = Part(ROPE.keys, _read_query_scale, _write_query_scale)
 WINDOW = Part(
@@ -439,11 +418,6 @@ EXAONE_WINDOW = window_with_rope(_by_pattern("sliding_window_pattern"), "sliding
 AFMOE_WINDOW = window_with_rope(_by_pattern("global_attn_every_n_layers"), "global_attn_every_n_layers")
 NO_ROPE = Part(("no_rope_layers", "no_rope_layer_interval"), _read_no_rope, _write_no_rope)
 GATE = Part((*GATE_FLAGS.values(), "use_qk_norm"), _read_gate, _write_gate)
-DENSE = Part(
-    ("mlp_only_layers", "num_experts", "decoder_sparse_step", "layer_types", "full_attention_interval"),
-    _read_dense,
-    _write_dense,
-)
 DENSE_AFMOE = Part(
     ("num_dense_layers", "num_experts", "mup_enabled"),
     _read_dense_afmoe,

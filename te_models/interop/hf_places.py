@@ -17,7 +17,7 @@ class Rows:
 
     module: str
     blocks: tuple[str, ...] = ()
-    per: Literal["num_attention_heads", "num_key_value_heads"] | None = None
+    per: Literal["num_attention_heads", "num_key_value_heads", "linear_attention.num_key_heads"] | None = None
 
 
 LAYER = {
@@ -77,5 +77,27 @@ UNGATED_MLP_LAYER = {name: rows for name, rows in LAYER.items() if name != "mlp.
 # The gate comes out of q_proj: after the queries of each group of heads that share a key, or of each head.
 GATED_BY_GROUP = {**NORMED_LAYER, "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_key_value_heads")}
 GATED_BY_HEAD = {**NORMED_LAYER, "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_attention_heads")}
-# Outside the layers: their name -> ours.
+_DELTANET = {
+    "linear_attn.conv1d": Rows("linear_attn.conv1d"),
+    "linear_attn.A_log": Rows("linear_attn.A_log"),
+    "linear_attn.dt_bias": Rows("linear_attn.dt_bias"),
+    "linear_attn.norm": Rows("linear_attn.norm"),
+    "linear_attn.out_proj": Rows("linear_attn.out_proj"),
+}
+# Gated DeltaNet in some layers, with a projection for each part, or with those of each key head together.
+QWEN3_5_LAYER = {
+    **GATED_BY_HEAD,
+    **_DELTANET,
+    "linear_attn.in_proj_qkv": Rows("linear_attn.qkvz_proj", ("q", "k", "v")),
+    "linear_attn.in_proj_z": Rows("linear_attn.qkvz_proj", ("z",)),
+    "linear_attn.in_proj_b": Rows("linear_attn.ba_proj", ("b",)),
+    "linear_attn.in_proj_a": Rows("linear_attn.ba_proj", ("a",)),
+}
+QWEN3_NEXT_LAYER = {
+    **GATED_BY_HEAD,
+    **_DELTANET,
+    "linear_attn.in_proj_qkvz": Rows("linear_attn.qkvz_proj", ("q", "k", "v", "z"), "linear_attention.num_key_heads"),
+    "linear_attn.in_proj_ba": Rows("linear_attn.ba_proj", ("b", "a"), "linear_attention.num_key_heads"),
+}
+# Outside the layers: their name -> ours, below the prefix of a family where it begins with "model.".
 TOP = {"model.embed_tokens": "embed_tokens", "model.norm": "norm", "lm_head": "lm_head"}

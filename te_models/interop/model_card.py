@@ -85,13 +85,14 @@ def model_card(model: Decoder, source: Path | None, config: Mapping[str, Any], n
 
 def _rows(model: Decoder, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the card's rows about recipe, engine and shape."""
-    recipe, layers = model.recipe, model.config.num_hidden_layers
+    recipe, linears = model.recipe, model.precision.linears.values()
+    low = sum(linear.recipe is not None for linear in linears)
     fields = {key: value for key, value in recipe.to_dict().items() if key not in ("name", "scheme")}
     quantization = config.get("quantization_config")
     return {
         "recipe": f"{recipe.scheme}, {recipe.formats}: {', '.join(f'{k}={json.dumps(v)}' for k, v in fields.items())}",
         "engine": f"{model.engine}: {model.engine_reason}",
-        "layers in training": f"{len(model.fp8_layers)} of {layers} under the recipe, the others in BF16",
+        "linears in training": f"{low} of {len(linears)} below BF16, the others in it",
         "architecture": f"{', '.join(config.get('architectures') or [config['model_type']])}, "
         f"attention gate: {model.config.attention_gate}",
         "context": f"{model.config.max_position_embeddings:,} tokens",

@@ -105,11 +105,8 @@ def keep_stored_weights(
     Returns:
         the number of weights that now have the folder's data and scales.
     """
-    block = blocks_of(model.recipe)
-    if block is None or model.tp.size > 1 or stored.scheme is None or stored.scheme.packed:
+    if model.tp.size > 1 or stored.scheme is None or stored.scheme.packed:
         return 0
-    if block[1] and (stored.scheme.block[1] or block[1]) % block[1]:
-        return 0  # narrower blocks than ours
     live = {name: p for name, p in model.named_parameters() if quantized(p) is not None}
     members: dict[str, list[str]] = {}
     for name, place in places.items():
@@ -118,6 +115,10 @@ def keep_stored_weights(
     sources = {weight: data for data, weight in stored.data.items()}
     count = 0
     for name, parts in members.items():
+        recipe = model.precision.recipe_of(name)
+        block = None if recipe is None else blocks_of(recipe)
+        if block is None or (block[1] and (stored.scheme.block[1] or block[1]) % block[1]):
+            continue  # theirs may be narrower than ours
         scales = _fused_scales(parts, places, stored, live[name].shape, block)
         if scales is not None:
             data = torch.zeros(live[name].shape, dtype=torch.uint8)

@@ -21,20 +21,24 @@ from torch import Tensor, nn
 
 from te_models.errors import unknown
 from te_models.kernels import elementwise, gated_attention, handover, lm_head
+from te_models.kernels.from_inputs import from_inputs
 
 
 class Norm(Protocol):
-    """A te.RMSNorm before the te.Linear `consumer`: x [N, D], delta [N, D] or None -> (norm(x + delta), x + delta)."""
+    """A te.RMSNorm before the te.Linear `consumer`: x [N, D], delta [N, D] or None -> (norm(x + delta), x + delta).
+
+    With `consumer` None other modules read its output too.
+    """
 
     def __call__(
-        self, module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module
+        self, module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module | None
     ) -> tuple[Tensor, Tensor]: ...
 
 
 class SwiGLU(Protocol):
     """SwiGLU between the te.Linear `producer` and `consumer`: [N, 2F] -> [N, F]."""
 
-    def __call__(self, gate_up: Tensor, producer: nn.Module, consumer: nn.Module) -> Tensor: ...
+    def __call__(self, gate_up: Tensor, producer: nn.Module | None, consumer: nn.Module | None) -> Tensor: ...
 
 
 class Linear(Protocol):
@@ -46,7 +50,7 @@ class Linear(Protocol):
 class Targets(Protocol):
     """Where attention may write FP8: the gradient for `producer` and the input of `consumer`; None where it may not."""
 
-    def __call__(self, producer: nn.Module, consumer: nn.Module) -> tuple[Any, Any]: ...
+    def __call__(self, producer: nn.Module | None, consumer: nn.Module | None) -> tuple[Any, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,9 @@ class Kernels:
     swiglu: SwiGLU = handover.swiglu
     mlp_activation: Callable[..., Tensor] = elementwise.mlp_activation
     mlp_activation_backward: Callable[..., Tensor] = elementwise.mlp_activation_backward
+    causal_conv: Callable[..., Tensor] = from_inputs(elementwise.causal_conv)
+    delta_gates: Callable[..., tuple[Tensor, Tensor]] = from_inputs(elementwise.delta_gates)
+    silu_gate: Callable[[Tensor, Tensor], Tensor] = from_inputs(elementwise.silu_gate)
     linear: Linear = handover.linear
     targets: Targets = handover.targets
     attention: gated_attention.Operations | None = None  # None: attention is composed of the operations above
@@ -101,6 +108,9 @@ def compiled_kernels(mode: str) -> Kernels:
         swiglu=functools.partial(handover.swiglu, **both),
         mlp_activation=fused(elementwise.mlp_activation),
         mlp_activation_backward=fused(elementwise.mlp_activation_backward),
+        causal_conv=fused(elementwise.causal_conv),
+        delta_gates=fused(elementwise.delta_gates),
+        silu_gate=fused(elementwise.silu_gate),
     )
 
 

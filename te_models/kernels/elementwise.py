@@ -73,6 +73,43 @@ def mlp_activation_backward(dy: Tensor, gate_up: Tensor, activation: str, gated:
     return torch.cat((backward(dy * up, gate_half), dy * forward(gate_half)), dim=-1)
 
 
+def causal_conv(
+    x: Tensor, tail: Tensor | None, taps: Tensor, documents: Tensor | None, activation: str = "silu"
+) -> Tensor:
+    """Return act of a causal depthwise convolution of x [B, S, C], computed in FP32, in the shape and dtype of x.
+
+    tail [B, K - 1, C] holds the tokens before the first, None: zeros; taps [C, 1, K], the last for the token itself.
+    With `documents` int [B, S] a token sees only its own.
+    """
+    size, seq = taps.shape[-1], x.shape[1]
+    whole = F.pad(x, (0, 0, size - 1, 0)) if tail is None else torch.cat((tail, x), dim=1)
+    total = torch.zeros((), device=x.device)
+    for back in range(size):
+        earlier = whole[:, size - 1 - back :][:, :seq].float()
+        if documents is not None and back:
+            same = F.pad(documents[:, back:] == documents[:, :-back], (min(back, seq), 0), value=False)
+            earlier = earlier.masked_fill(~same[..., None], 0.0)
+        total = total + earlier * taps[:, 0, size - 1 - back].float()
+    forward, _ = ACTIVATIONS[activation]
+    return forward(total).to(x.dtype)
+
+
+def delta_gates(logits: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the logarithm of the decay and the writing strength of Gated DeltaNet, FP32 [B, S, heads] each.
+
+    logits [B, S, 2 heads] = [b | a]; a_log, dt_bias [heads]. Where `real`, bool [B, S], is False the state stays as it
+    is.
+    """
+    b, a = logits.float().chunk(2, dim=-1)
+    g, beta = -a_log.float().exp() * F.softplus(a + dt_bias.float()), b.sigmoid()
+    return (g, beta) if real is None else (g * real[..., None], beta * real[..., None])
+
+
+def silu_gate(x: Tensor, z: Tensor) -> Tensor:
+    """Return x * silu(z) in the dtype of x, computed in FP32: the output gate of Gated DeltaNet."""
+    return (x.float() * F.silu(z.float())).to(x.dtype)
+
+
 def scaled_logits(logits: Tensor, divisor: float, cap: float | None) -> Tensor:
     """Return logits / divisor, capped to cap * tanh(logits / cap) (Gemma 2, arXiv 2408.00118), in their dtype."""
     if divisor != 1:

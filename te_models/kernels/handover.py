@@ -5,7 +5,8 @@ written; its backward does the same with the gradient of its output. An engine's
 names that write FP8 directly, with the te.Linear's own scale and amax; Transformer Engine's are in engine/native.py.
 The only difference is one rounding to BF16, which the twins leave out.
 
-`producer` is the te.Linear whose output is read, `consumer` the one whose input is made.
+`producer` is the te.Linear whose output is read, `consumer` the one whose input is made; None stands for one that
+takes plain tensors, since it runs in another precision than its neighbours.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from te_models.kernels.elementwise import swiglu as silu_times_up
 from te_models.kernels.elementwise import swiglu_backward
 
 
-def norm(module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module) -> tuple[Tensor, Tensor]:
+def norm(module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module | None) -> tuple[Tensor, Tensor]:
     """Return a te.RMSNorm of x + delta [N, D] (None: of x), and x + delta, the residual stream.
 
     Use the returned sum: a twin adds both of its gradients in one kernel.
@@ -52,8 +53,8 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(
     gate_up: Tensor,
-    producer: nn.Module,
-    consumer: nn.Module,
+    producer: nn.Module | None,
+    consumer: nn.Module | None,
     forward: Callable[..., Tensor] = silu_times_up,
     backward: Callable[..., Tensor] = swiglu_backward,
 ) -> Tensor:
@@ -71,6 +72,6 @@ def linear(module: nn.Module, x: Tensor, **options: Any) -> Tensor:
     return module(x, **options)
 
 
-def targets(producer: nn.Module, consumer: nn.Module) -> tuple[Any, Any]:
+def targets(producer: nn.Module | None, consumer: nn.Module | None) -> tuple[Any, Any]:
     """Return where attention may write FP8: the gradient for `producer` and the input for `consumer`, or None."""
     return None, None

@@ -59,7 +59,7 @@ class GatedAttention(Mixer[AttentionSpec]):
         operations = context.kernels.attention
         assert operations is not None
         cos, sin = (None, None) if self.spec.rope is None else context.rotary[self.spec.rope]
-        targets = context.kernels.targets(self.qkvg_proj, self.o_proj)
+        targets = context.kernels.targets(context.neighbour(self.qkvg_proj), context.neighbour(self.o_proj))
         spans = context.masks[self.spec.window]
         return attention_core(qkvg, cos, sin, context.batch, context.seq, self.spec.heads, operations, targets, spans)
 

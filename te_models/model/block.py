@@ -49,10 +49,12 @@ class Block(nn.Module):
         before, after = spec.norm_position != "post", spec.norm_position != "pre"
 
         self.input_layernorm = factory.norm(width) if before else None
-        self.add_module(spec.mixer.name, MIXERS[type(spec.mixer)](spec.mixer, layer, factory))
+        mixer = factory.inside(f"layers.{layer}.{spec.mixer.name}.")
+        self.add_module(spec.mixer.name, MIXERS[type(spec.mixer)](spec.mixer, layer, mixer))
         self.attention_output_norm = factory.norm(width) if after else None
         self.post_attention_layernorm = factory.norm(width) if before else None
-        self.add_module(spec.mlp.name, MLPS[type(spec.mlp)](spec.mlp, layer, factory))
+        mlp = factory.inside(f"layers.{layer}.{spec.mlp.name}.")
+        self.add_module(spec.mlp.name, MLPS[type(spec.mlp)](spec.mlp, layer, mlp))
         self.mlp_output_norm = factory.norm(width) if after else None
 
     @property
@@ -108,6 +110,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the input of the part `reader`, and x + delta."""
         if norm is not None and self.tp.size == 1:
-            return context.kernels.norm(norm, x, delta, reader.get_submodule(reader.entry))
+            consumer = None if reader.entry is None else context.neighbour(reader.get_submodule(reader.entry))
+            return context.kernels.norm(norm, x, delta, consumer)
         x = x if delta is None else x + delta
         return x if norm is None else self.tp.norm(norm, x, self.tp.scatters), x

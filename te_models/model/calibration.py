@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from te_models.config.recipe import get_recipe
+from te_models.config.recipe import SCHEMES, Recipe, get_recipe
 from te_models.errors import UsageError
 from te_models.fp8.calibration import Measurement, unmeasured
+from te_models.fp8.precision import model_precision
 from te_models.model.decoder import Decoder
 
 
@@ -22,14 +24,17 @@ def calibrate(
 
     See te_models.causal_lm.CausalLM.calibrate.
     """
-    modules = unmeasured(_fp8_linears(model)) if model.recipe.stateful else []
+    delayed = _delayed(model) if model.recipe.stateful else {}
+    modules = unmeasured(list(delayed))
     if not modules:
         return
     if not batches:
         raise UsageError("calibration has no batches: give those of the first step, with labels")
     weights = [1 / len(batches)] * len(batches) if weights is None else weights
     found, device = Measurement(modules, model.device), model.device
-    whole = model.recipe.head_in_fp8  # else the head and its loss run in chunks, which only a head in BF16 does
+    whole = (
+        model.precision.head.recipe is not None
+    )  # else the head and its loss run in chunks, which only a head in BF16 does
     random = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with _in_bf16(model), found.running(), random, torch.enable_grad():
         for batch, weight in zip(batches, weights, strict=True):
@@ -37,25 +42,28 @@ def calibrate(
             if loss is None:
                 raise UsageError("a batch to calibrate on needs labels: gradients have scales too")
             found.backward(loss * weight)
-    found.set_scales(model.recipe, model.te_recipe, model.amax_group)
+    found.set_scales([delayed[module] for module in modules], model.amax_group)
 
 
-def _fp8_linears(model: Decoder) -> list[nn.Module]:
-    """Return the te.Linear modules that the model's recipe runs in FP8."""
-    parts = [model.layers[layer] for layer in model.fp8_layers]
-    if model.recipe.head_in_fp8:
-        parts.append(model.lm_head)
-    return [module for part in parts for module in part.modules() if isinstance(module, model.te.Linear)]
+def _delayed(model: Decoder) -> dict[nn.Module, tuple[Recipe, Any]]:
+    """Return the te.Linear modules under delayed scaling -> their recipe, and the engine's object of it."""
+    found: dict[nn.Module, tuple[Recipe, Any]] = {}
+    for name, module in model.named_modules():
+        recipe = model.precision.recipe_of(name) if isinstance(module, model.te.Linear) else None
+        if recipe is not None and SCHEMES[recipe.scheme].stateful:
+            found[module] = recipe, model.precision.te_recipe_of(name)
+    return found
 
 
 @contextlib.contextmanager
 def _in_bf16(model: Decoder) -> Iterator[None]:
     """Inside, run the model without FP8, and recompute each block, since BF16 stores twice as much for backward."""
-    before = model.recipe, model.te_recipe, model.activation_checkpointing
-    model.recipe, model.te_recipe, model.activation_checkpointing = get_recipe("bf16"), None, "full"
+    before = model.precision, model.activation_checkpointing
+    model.precision = model_precision(model.te, get_recipe("bf16"), model.specs)
+    model.activation_checkpointing = "full"
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "You are using quantized weights without quantized compute")
             yield
     finally:
-        model.recipe, model.te_recipe, model.activation_checkpointing = before
+        model.precision, model.activation_checkpointing = before

@@ -1,12 +1,14 @@
 """The decoder: embedding, blocks, norm and head, and the recipe that they run under.
 
-One enabled autocast surrounds the FP8 layers and nothing else: the BF16 layers at the start and at the end are outside,
-whatever autocast a caller opens around the model, and every scale is updated exactly once per training pass.
+One enabled autocast surrounds the layers that run under the model's recipe, and a te.Linear that runs in something else
+than its surroundings has one of its own (te_models.fp8.region.Autocasts). The layers in BF16 are outside, whatever
+autocast a caller opens around the model, and every scale is updated exactly once per training pass.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,15 +24,18 @@ from typing_extensions import Unpack
 
 from te_models.config.model import ModelConfig
 from te_models.config.options import RecipeOptions
+from te_models.config.precision import precisions
 from te_models.config.recipe import AUTO, Recipe
 from te_models.config.recompute_modes import check_mode, offload_allows_fused
 from te_models.device.choice import choose_device
+from te_models.device.cpu_threads import TOO_SMALL_TO_SHARE, one_thread
 from te_models.device.measured import once
 from te_models.engine import check_support, engine_module, get_engine
 from te_models.errors import OutOfMemory, UsageError
-from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, quantize_weights_alike, relink
-from te_models.fp8.region import forward_pass, fp8_layers, preserve_scales_in_backward
-from te_models.fp8.scaling_state import convert_scales, fp8_state, load_fp8_state
+from te_models.fp8.precision import ModelPrecision, model_precision, take_scales
+from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink
+from te_models.fp8.region import Autocasts, forward_pass, preserve_scales_in_backward
+from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
 from te_models.kernels.elementwise import scaled_logits
 from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
@@ -119,15 +124,16 @@ class Decoder(nn.Module):
         self.fp8_params = fp8_params
         place: dict[str, Any] = dict(engine=engine, device=device, dtype=dtype, fp8_params=fp8_params)
         chosen, self.recipe_reason = choose_recipe(recipe, recipe_options, self.config, layers=self.specs, **place)
-        self.recipe = self._checked(chosen)
-        self.te_recipe = self.recipe.build(self.te)
+        self.precision = self._checked(chosen)
         if fp8_params:
             check_recipe(self.recipe)
         self.compile_mode = compile_mode(compile)
         self.amax_group = amax_group
 
         where = device if materialize else torch.device("meta")
-        factory = Factory(self.te, self.tp, config.rms_norm_eps, config.zero_centered_norm, where, dtype)
+        fp8_weights = self.precision.te_recipes if fp8_params else {}
+        norms = (config.rms_norm_eps, config.zero_centered_norm)
+        factory = Factory(self.te, self.tp, *norms, where, dtype, fp8_weights)
         movable = not activation_offload or offload_allows_fused(self.activation_checkpointing)
         fast = device.type == "cuda" and movable if fused is None else fused
         self.fused = fast and self.tp.size == 1
@@ -136,17 +142,14 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList()
         for layer, spec in enumerate(self.specs):
-            with self._weights(in_fp8=layer in self.fp8_layers):
-                block = Block(spec, layer, factory, config.residual_multiplier)
-            self.layers.append(block)
+            self.layers.append(Block(spec, layer, factory, config.residual_multiplier))
         self.norm = factory.norm(config.hidden_size)
-        with self._weights(in_fp8=self.recipe.head_in_fp8 and not config.tie_word_embeddings):
-            self.lm_head = factory.linear(config.head)
+        self.lm_head = factory.linear(config.head, fp8_weight=not config.tie_word_embeddings)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.tp.mark(self, self.config)
         clear_states(self)
-        drop_transposed(self, self.recipe)
+        drop_transposed(self)
         if initialize and where.type != "meta":
             self.init_weights()
 
@@ -178,27 +181,13 @@ class Decoder(nn.Module):
                     values.normal_(0.0, std)
         self.tp.mark(self, self.config)
 
-    @contextlib.contextmanager
-    def _weights(self, in_fp8: bool) -> Iterator[None]:
-        """Inside, te.Linear creates its weight in FP8 if the model has FP8 primary weights and `in_fp8` is True."""
-        if not (self.fp8_params and in_fp8):
-            yield
-            return
-        with (
-            torch.enable_grad(),
-            self.te.quantized_model_init(  # both copies, also of a model built under no_grad
-                enabled=True, recipe=self.te_recipe, preserve_high_precision_init_val=True
-            ),
-        ):
-            yield
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy or a pickle, which trains its own scales."""
         super().__setstate__(state)
         for module in self.modules():
             if isinstance(module, self.te.Linear):
                 self.te.separate_copy(module)
-        relink(self, self.te_recipe)
+        relink(self, self.precision.te_recipe_of)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
         """Raise a UsageError for conversions to FP64 or FP16: `to`, `type`, `double` and `half` all call this."""
@@ -215,9 +204,19 @@ class Decoder(nn.Module):
         return engine_module(self.engine)
 
     @property
+    def recipe(self) -> Recipe:
+        """The precision recipe; `set_recipe` changes it."""
+        return self.precision.recipe
+
+    @property
+    def te_recipe(self) -> Any:
+        """The engine's object of the recipe; None for BF16."""
+        return self.precision.te_recipe
+
+    @property
     def fp8_layers(self) -> range:
-        """The layers that run inside the autocast; empty for BF16."""
-        return self.recipe.fp8_layers(self.config.num_hidden_layers)
+        """The layers inside the autocast of the recipe; empty for BF16. `plan` has the precision of each te.Linear."""
+        return self.precision.layers
 
     @property
     def dtype(self) -> torch.dtype:
@@ -304,9 +303,10 @@ class Decoder(nn.Module):
             tokens, unknown = known_ids(tokens, self.config.vocab_size)
         recompute = self._recompute(tokens.device, is_first_microbatch)
         passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
-        context = forward_context(self.specs, tokens, *passed, self.dtype)
+        autocasts = Autocasts(self.te, self.te_recipe, self.amax_group, self._others())
+        context = forward_context(self.specs, tokens, *passed, self.dtype, autocasts)
         wanted = (labels, attention_mask, document_ids, return_logits, logits_to_keep)
-        with forward_pass(self, self.te, self.recipe, self.te_recipe):
+        with one_thread(self._too_small_to_share(tokens)), forward_pass(self, self.te, self.recipe, self.te_recipe):
             evaluated = not self.training
             output = self._decode(tokens, context, *wanted)
         if output.loss is not None and unknown is not None:
@@ -315,25 +315,42 @@ class Decoder(nn.Module):
             preserve_scales_in_backward(self, output)
         return output
 
+    def _too_small_to_share(self, tokens: Tensor) -> bool:
+        """Return whether no product of a pass over `tokens` [B, S, ...] is worth a second thread of the CPU."""
+        if tokens.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        return tokens.shape[0] * tokens.shape[1] * self._largest_weight <= TOO_SMALL_TO_SHARE
+
+    @functools.cached_property
+    def _largest_weight(self) -> int:
+        """The elements of the largest parameter."""
+        return max(parameter.numel() for parameter in self.parameters())
+
     def _decode(self, tokens: Tensor, context: ForwardContext, *wanted: Any) -> Output:
         """Pass ids [B, S] or vectors [B, S, D] through all blocks and the head; `wanted` as in `_output`."""
         fp8 = self.fp8_layers
         x = self.tp.scatter(self._padded(self._embedded(tokens, context)))
         x = self._run(range(fp8.start), x, context)
-        with fp8_layers(self.te, self.te_recipe, self.amax_group) if fp8 else contextlib.nullcontext():
+        with context.autocasts.layers() if fp8 else contextlib.nullcontext():
             x = self._run(fp8, x, context)
             if self.recipe.head_in_fp8:
                 return self._output(x, context, *wanted)
         x = self._run(range(fp8.stop, len(self.layers)), x, context)
         return self._output(x, context, *wanted)
 
+    def _others(self) -> dict[nn.Module, Any]:
+        """Return the te.Linears, or what stands in their place, that run in something else than what is around them."""
+        te_recipes = self.precision.te_recipes
+        return {self.get_submodule(name): te_recipes[name] for name in self.precision.others}
+
     def _recompute(self, device: torch.device, first_microbatch: bool | None) -> Recompute:
         """Return the activation checkpointing of the pass that begins."""
         count = len(self.layers)
         offload = Offload(self.host_memory, count, device) if self.activation_offload else None
         how = (first_microbatch, offload, self.fp8_params)
-        lock = self.te.region_lock(self, self.recipe.quantized)
-        return Recompute(self.activation_checkpointing, self.te, self.te_recipe, count, *how, lock=lock)
+        more: dict[str, Any] = dict(lock=self.te.region_lock(self, self.recipe.quantized))
+        more["mixed"] = bool(self.precision.others)
+        return Recompute(self.activation_checkpointing, self.te, self.te_recipe, count, *how, **more)
 
     def _embedded(self, tokens: Tensor, context: ForwardContext) -> Tensor:
         """Return ids [B, S] or vectors [B, S, D] as [B*S, D], zero at padding."""
@@ -374,11 +391,12 @@ class Decoder(nn.Module):
     @property
     def _head_is_fused(self) -> bool:
         """Return whether head and loss can run as one operation: a plain BF16 head can, an FP8 or adapted one not."""
-        return not self.recipe.head_in_fp8 and type(self.lm_head) is self.te.Linear
+        return self.precision.head.recipe is None and type(self.lm_head) is self.te.Linear
 
     def _logits(self, h: Tensor, context: ForwardContext) -> Tensor:
         """Return the logits [N, V] of h [N, D]."""
-        logits = self.lm_head(h, is_first_microbatch=context.recompute.first_microbatch)
+        with context.autocasts.linear(self.lm_head):
+            logits = self.lm_head(h, is_first_microbatch=context.recompute.first_microbatch)
         return scaled_logits(logits, self.config.logits_scaling, self.config.final_logit_softcapping)
 
     def _fused_loss(self, h: Tensor, targets: Tensor) -> Tensor:
@@ -441,16 +459,14 @@ class Decoder(nn.Module):
         place: dict[str, Any] = dict(engine=self.engine, device=target_device(self), dtype=self.dtype)
         place["fp8_params"] = self.fp8_params
         chosen, reason = choose_recipe(recipe, recipe_options, self.config, layers=self.specs, **place)
-        new = self._checked(chosen)
-        if self.fp8_params:
-            self._check_weights_fit(new)
+        new = self.check_change(chosen)
         old = self.recipe
-        keep = self.copied_fp8_state() if new.stateful else {}
+        keep = self.copied_fp8_state() if new.recipe.stateful else {}
         for module in self.modules():
             if isinstance(module, self.te.Linear):
                 self.te.reset_fp8_state(module)
-        self.recipe, self.te_recipe, self.recipe_reason = new, new.build(self.te), reason
-        relink(self, self.te_recipe)
+        self.precision, self.recipe_reason = new, reason
+        relink(self, new.te_recipe_of)
         if keep:
             self.take_fp8_state(keep, old)
 
@@ -465,34 +481,29 @@ class Decoder(nn.Module):
     def take_fp8_state(self, state: dict[str, Tensor], old: Recipe) -> int:
         """Load the scales and histories that `fp8_state` returned under the recipe `old`; return how many were used.
 
-        Those of layers that do not run in FP8 now are ignored. If one does not fit, raise a ValueError before anything
-        is written.
+        Those of te.Linears that have no use for them now are ignored. If one does not fit, raise a ValueError before
+        anything is written.
         """
-        if not self.recipe.stateful:
-            return 0
-        layers = (layer for layer in range(self.config.num_hidden_layers) if layer not in self.fp8_layers)
-        outside = (*(f"layers.{layer}." for layer in layers), *(["lm_head."] if self.recipe.lm_head != "fp8" else []))
-        taken = {name: tensor for name, tensor in state.items() if not name.startswith(outside)}
-        load_fp8_state(self, taken, self.te_recipe)
-        if taken and self.recipe != old:
-            convert_scales(self, old, self.recipe)
-        return len(taken)
+        return take_scales(self, state, self.precision, precisions(old, self.specs))
 
-    def _check_weights_fit(self, new: Recipe) -> None:
-        """Refuse a recipe whose format the FP8 primary weights do not have."""
-        if not (self.recipe.edges == new.edges and quantize_weights_alike(self.recipe, new)):
+    def check_change(self, recipe: Recipe) -> ModelPrecision:
+        """Return the precision that the live model would have under another recipe, if it can change to it."""
+        new = self._checked(recipe)
+        if self.fp8_params and not self.precision.quantizes_weights_as(new):
             raise UsageError(
-                f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and {new.name!r} "
-                "needs others: save the model and load it with from_pretrained(folder, recipe=..., fp8_params=True)"
+                f"the FP8 primary weights were made for recipe {self.recipe.name!r} and its layers, and "
+                f"{new.recipe.name!r} needs others: save the model and load it with from_pretrained(folder, "
+                "recipe=..., fp8_params=True)"
             )
+        return new
 
-    def _checked(self, recipe: Recipe) -> Recipe:
-        """Return the recipe, if this model can run it here."""
+    def _checked(self, recipe: Recipe) -> ModelPrecision:
+        """Return the precision that a recipe gives this model, if it can run here."""
         check_support(self.te, self.engine, recipe)
         check_layers(self.config, recipe)
         self.tp.check_recipe(recipe)
         check_sizes(self.specs, self.config.vocab_size, recipe, self.tp.each)
-        return recipe
+        return model_precision(self.te, recipe, self.specs)
 
 
 @once

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from te_models.config.attention import AttentionSpec
 from te_models.config.layer import LayerSpec, distinct
 from te_models.config.rope import Rope
+from te_models.fp8.region import Autocasts
 from te_models.kernels.dispatch import Kernels
 from te_models.kernels.sdpa import attention_mask, masks_nothing
 from te_models.model.kv_cache import Cache
@@ -41,9 +42,11 @@ class ForwardContext(NamedTuple):
     cache: Cache | None
     masks: dict[int | None, Visible]  # sliding window -> which keys are seen
     real: Tensor | None  # bool [B*S, 1], False at padding inside the batch; None where there is none
+    documents: Tensor | None  # int [B, S], the document of each token; None: each row is one
     recompute: Recompute  # which activations backward recomputes
     kernels: Kernels
     fp8_layers: range  # the blocks that belong inside the model's autocast
+    autocasts: Autocasts
 
     def without_padding(self, x: Tensor) -> Tensor:
         """Return x [N, D] with zeros at padding, which a bias has made nonzero."""
@@ -52,9 +55,27 @@ class ForwardContext(NamedTuple):
             x = pad_rows(x[:count], x.shape[0])
         return x if self.real is None else x * pad_rows(self.real.to(x.dtype), x.shape[0])
 
+    def tokens_first(self) -> tuple[Tensor, Tensor] | None:
+        """Return the order of each row's tokens with padding at its end, int64 [B, S], and their count [B].
+
+        None where there is no padding.
+        """
+        if self.real is None:
+            return None
+        real = self.real.view(self.batch, self.seq)
+        return real.logical_not().to(torch.uint8).argsort(dim=1, stable=True), real.sum(1)
+
     def linear(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return a te.Linear of x [N, I], [N, O]; it reuses its quantized weight where this pass allows it."""
-        return self.kernels.linear(module, x, is_first_microbatch=self.recompute.first_microbatch)
+        if module not in self.autocasts.others:
+            return self.kernels.linear(module, x, is_first_microbatch=self.recompute.first_microbatch)
+        self.recompute.check_restored(self.autocasts.others[module])
+        with self.autocasts.linear(module):
+            return self.kernels.linear(module, x, is_first_microbatch=self.recompute.first_microbatch)
+
+    def neighbour(self, module: nn.Module) -> nn.Module | None:
+        """Return a te.Linear for which a kernel beside it may write FP8; None if it has an autocast of its own."""
+        return None if module in self.autocasts.others else module
 
 
 def forward_context(
@@ -67,6 +88,7 @@ def forward_context(
     kernels: Kernels,
     fp8_layers: range,
     dtype: torch.dtype,
+    autocasts: Autocasts,
 ) -> ForwardContext:
     """Compute positions and masks of the newest tokens `ids` [B, S] (or [B, S, D]) of each row, on their device.
 
@@ -99,9 +121,11 @@ def forward_context(
         cache=cache,
         masks=masks,
         real=None if padded is None else padded.reshape(-1, 1),
+        documents=cache.documents if cache else documents,
         recompute=recompute,
         kernels=kernels,
         fp8_layers=fp8_layers,
+        autocasts=autocasts,
     )
 
 

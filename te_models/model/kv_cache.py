@@ -7,7 +7,7 @@ CUDA graph. The first forward, the prompt, attends only to itself, with the fast
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -23,10 +23,12 @@ class Cache(Protocol):
     """The part of a cache that a forward pass uses: DecodingCache, or a view of one of transformers."""
 
     length: int
+    documents: Tensor | None  # int [B, S], the document of each token, where a pass without past tokens has several
 
     def extend(self, seq: int, real: Tensor | None) -> Tensor | None: ...
     def visible(self, window: int | None) -> Tensor | None: ...
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+    def recurrent(self, layer: int, make: Callable[[], RecurrentState]) -> RecurrentState | None: ...
 
 
 class State(Protocol):
@@ -76,6 +78,34 @@ class KVState:
         return keys, values
 
 
+class RecurrentState:
+    """The state of a layer of linear attention, which has one size for any number of tokens.
+
+    Attributes:
+        tail: the inputs of its convolution at the newest tokens, oldest first, [B, taps - 1, channels].
+        matrix: the state after the newest token, FP32 [B, heads, d_k, d_v].
+    """
+
+    def __init__(self, tail: Tensor, matrix: Tensor) -> None:
+        self.tail, self.matrix = tail, matrix
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.tail.nbytes + self.matrix.nbytes
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.tail.zero_()
+        self.matrix.zero_()
+
+    @torch.no_grad()
+    def write(self, tail: Tensor, matrix: Tensor) -> None:
+        """Overwrite both in place, since a captured step reads them at their addresses."""
+        self.tail.copy_(tail)
+        self.matrix.copy_(matrix)
+
+
 def slots_for(length: int) -> int:
     """Return the slots of a cache for `length` positions."""
     return -(-length // SLOTS) * SLOTS
@@ -97,6 +127,8 @@ class DecodingCache:
         counts: int64 [B], the tokens of each row without padding, hence the position of its next one.
         real: bool [B, slots], False at padding; meaningless beyond `filled`.
     """
+
+    documents: Tensor | None = None
 
     def __init__(
         self, states: Sequence[State], batch: int, max_length: int, device: torch.device, dtype: torch.dtype
@@ -164,3 +196,9 @@ class DecodingCache:
         state = self.states[layer]
         assert isinstance(state, KVState)
         return state.append(k, v, self._slots)
+
+    def recurrent(self, layer: int, make: Callable[[], RecurrentState]) -> RecurrentState | None:
+        """Return the state of a layer of linear attention."""
+        state = self.states[layer]
+        assert isinstance(state, RecurrentState)
+        return state

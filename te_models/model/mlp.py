@@ -28,8 +28,9 @@ class MLP(Feedforward[MLPSpec]):
     def hidden(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the input of down_proj [N, F] from x [N, D]."""
         gate_up = context.linear(self.gate_up_proj, x)  # [N, 2F]
+        neighbours = (context.neighbour(self.gate_up_proj), context.neighbour(self.down_proj))
         if not self.spec.obstacles:
-            return context.kernels.swiglu(gate_up, self.gate_up_proj, self.down_proj)
+            return context.kernels.swiglu(gate_up, *neighbours)
         kernels, spec = context.kernels, self.spec
 
         def forward(gate_up: Tensor) -> Tensor:
@@ -40,10 +41,10 @@ class MLP(Feedforward[MLPSpec]):
             dy = context.without_padding(dy) if spec.bias else dy
             return kernels.mlp_activation_backward(dy, gate_up, spec.activation, spec.gate)
 
-        return handover.swiglu(gate_up, self.gate_up_proj, self.down_proj, forward, backward)
+        return handover.swiglu(gate_up, *neighbours, forward, backward)
 
     def output(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Return [N, D] from `hidden` [N, F]."""
-        with context.recompute.discarding(hidden):
+        with context.recompute.discarding(hidden, context.autocasts.in_fp8(self.down_proj)):
             out = context.linear(self.down_proj, hidden)
         return context.without_padding(out) if self.spec.bias else out

@@ -28,7 +28,8 @@ class BlockPart(nn.Module, ABC, Generic[Spec]):
         factory: makes its te.Linears and norms.
     """
 
-    entry: ClassVar[str]  # the name of the te.Linear that reads the part's input
+    # The name of the te.Linear that alone reads the part's input, which may therefore be FP8; None: several read it.
+    entry: ClassVar[str | None]
 
     def __init__(self, spec: Spec, layer: int, factory: Factory) -> None:
         super().__init__()

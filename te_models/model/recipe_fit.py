@@ -12,6 +12,7 @@ import torch
 
 from te_models.config.layer import LayerSpec
 from te_models.config.model import ModelConfig
+from te_models.config.precision import HEAD, precisions
 from te_models.config.recipe import AUTO, SCHEMES, Recipe, get_recipe
 from te_models.engine import get_engine
 from te_models.errors import ConfigError
@@ -103,11 +104,12 @@ def auto_recipe(
 def check_layers(config: ModelConfig, recipe: Recipe) -> None:
     """Raise a ConfigError if a quantized recipe keeps every layer in BF16."""
     edges = recipe.num_layers_at_start_in_bf16 + recipe.num_layers_at_end_in_bf16
-    if recipe.quantized and edges >= config.num_hidden_layers:
-        raise ConfigError(
-            f"recipe {recipe.name!r} keeps {edges} layers in BF16 and the model has {config.num_hidden_layers}: "
-            "nothing would run in FP8; lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16"
-        )
+    if not recipe.quantized or any(found.recipe is not None for found in precisions(recipe, config.layers).values()):
+        return
+    raise ConfigError(
+        f"recipe {recipe.name!r} keeps {edges} layers in BF16 and the model has {config.num_hidden_layers}: nothing "
+        "would run in FP8; lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16, or change its precision"
+    )
 
 
 def check_sizes(layers: tuple[LayerSpec, ...], vocab_size: int, recipe: Recipe, each: str = "") -> None:
@@ -122,14 +124,18 @@ def check_sizes(layers: tuple[LayerSpec, ...], vocab_size: int, recipe: Recipe, 
     Raises:
         ConfigError: a size is not; the message names it.
     """
-    sizes: dict[str, int] = {}
-    for layer in layers:
+    found = precisions(recipe, layers)
+    for depth, layer in enumerate(layers):
         for part in layer.parts:
-            sizes |= part.features
-    if recipe.lm_head == "fp8":
-        sizes["vocab_size"] = vocab_size
-    for name, size in sizes.items():
-        if size % recipe.feature_alignment:
+            for linear in part.linears:
+                _check_features(part.features, found[f"layers.{depth}.{part.name}.{linear.name}"].recipe, each)
+    _check_features({"vocab_size": vocab_size}, found[HEAD].recipe, each)
+
+
+def _check_features(features: Mapping[str, int], recipe: Recipe | None, each: str) -> None:
+    """Require the inputs and outputs of a part with a te.Linear under this recipe to suit it."""
+    for name, size in features.items():
+        if recipe is not None and size % recipe.feature_alignment:
             raise ConfigError(
                 f"{name}={size}{each} is not a multiple of {recipe.feature_alignment}, which the GEMMs of recipe "
                 f"{recipe.name!r} need: change it or use recipe='bf16'"

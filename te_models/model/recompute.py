@@ -49,6 +49,7 @@ class Recompute:
         offload: moves saved activations to the host's memory (te_models.model.offload).
         fp8_weights: whether the weights of FP8 blocks are FP8 (te_models.fp8.primary_weights).
         lock: the lock that a thread holds while it runs blocks of the model (None: none).
+        mixed: whether te.Linears have autocasts of their own (te_models.fp8.region.Autocasts), also in BF16 blocks.
     """
 
     def __init__(
@@ -61,10 +62,12 @@ class Recompute:
         offload: Offload | None = None,
         fp8_weights: bool = False,
         lock: contextlib.AbstractContextManager[Any] | None = None,
+        mixed: bool = False,
     ) -> None:
         self.mode, self.te, self.te_recipe = mode if torch.is_grad_enabled() else "none", te, te_recipe
         self.first_microbatch, self.fp8_weights = first_microbatch, fp8_weights
-        self.lock = lock or contextlib.nullcontext()
+        self.lock, self.mixed = lock or contextlib.nullcontext(), mixed
+        self.restored = False  # whether a recompute of this pass runs, with its scales
         self.offload = offload if torch.is_grad_enabled() else None
         self.layer, self.layers = 0, layers  # the block that runs, and their number
 
@@ -93,9 +96,12 @@ class Recompute:
             return self.recomputed(mlp, function, x + delta, None, *args, restore_random=may_draw(block))
         return function(x, delta, *args)
 
-    def discarding(self, hidden: Tensor) -> contextlib.AbstractContextManager[None]:
-        """Inside, the te.Linear whose input is `hidden` from kernels.swiglu does not save it, if the mode says so."""
-        if torch.is_grad_enabled() and recomputes_product(self.mode, self._fp8, self.fp8_weights):
+    def discarding(self, hidden: Tensor, fp8: bool) -> contextlib.AbstractContextManager[None]:
+        """Inside, the te.Linear whose input is `hidden` from kernels.swiglu does not save it, if the mode says so.
+
+        `fp8` says whether that te.Linear runs in FP8.
+        """
+        if torch.is_grad_enabled() and recomputes_product(self.mode, fp8, self.fp8_weights):
             return discarding(hidden)
         return contextlib.nullcontext()
 
@@ -111,14 +117,19 @@ class Recompute:
         """
         if torch._C._current_graph_task_id() == -1:
             raise EngineError("an FP8 block ran outside the model's autocast: call the model, not its blocks")
-        if self.te_recipe.delayed():
-            raise EngineError(
-                "a third-party checkpoint recomputes FP8 blocks under delayed scaling, whose scales it does not "
-                "restore: use activation_checkpointing='full' or te_models.checkpoint instead, or a recipe without "
-                "state"
-            )
+        self.check_restored(self.te_recipe)
         with self.te.restored_recompute(), self.te.autocast(enabled=True, recipe=self.te_recipe):
             yield
+
+    def check_restored(self, te_recipe: Any) -> None:
+        """Raise an EngineError if a third party recomputes, in backward, what runs under a recipe with state."""
+        if te_recipe is None or not te_recipe.delayed() or self.restored or torch._C._current_graph_task_id() == -1:
+            return
+        raise EngineError(
+            "a third-party checkpoint recomputes FP8 blocks under delayed scaling, whose scales it does not "
+            "restore: use activation_checkpointing='full' or te_models.checkpoint instead, or a recipe without "
+            "state"
+        )
 
     @property
     def _fp8(self) -> bool:
@@ -130,10 +141,11 @@ class Recompute:
         """Return function(*args, **kwargs), which backward recomputes; `owner` contains the te modules it runs."""
 
         def contexts() -> tuple[Any, Any]:
-            if not self._fp8:
+            if not (self._fp8 or self.mixed):
                 return contextlib.nullcontext(), self._in_high_precision()
             caches: list[tuple[Any, dict[str, Any]]] = []
-            return self._noting_caches(owner, caches), self._as_in_first_pass(owner, forward_scales(owner), caches)
+            first_pass = self._as_in_first_pass(owner, forward_scales(owner), caches, self._fp8)
+            return self._noting_caches(owner, caches), first_pass
 
         return checkpoint(
             function, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=restore_random, **kwargs
@@ -155,11 +167,11 @@ class Recompute:
 
     @contextlib.contextmanager
     def _as_in_first_pass(
-        self, owner: nn.Module, scales: dict[str, Tensor], caches: list[tuple[Any, dict[str, Any]]]
+        self, owner: nn.Module, scales: dict[str, Tensor], caches: list[tuple[Any, dict[str, Any]]], fp8: bool
     ) -> Iterator[None]:
         """Recompute under the recipe, scales and cached quantized weights of the first pass, and leave no trace.
 
-        The enabled autocast is nested in a disabled one, so that its exit updates no scale.
+        The autocast, enabled if `fp8`, is nested in a disabled one, so that its exit updates no scale.
         """
         with self.lock:
             states = forward_states(owner)
@@ -174,14 +186,16 @@ class Recompute:
                 overwrite([states[name].scale for name in known], [scales[name] for name in known])
                 for name in states.keys() - scales.keys():
                     states[name].scale.fill_(1.0)
+            self.restored = True
             try:
                 with (
                     self.te.restored_recompute(),
                     self.te.autocast(enabled=False, recipe=self.te_recipe),
-                    self.te.autocast(enabled=True, recipe=self.te_recipe),
+                    self.te.autocast(enabled=fp8, recipe=self.te_recipe),
                 ):
                     yield
             finally:
+                self.restored = False
                 self.first_microbatch = first
                 for module, cache in kept:
                     module._fp8_workspaces = cache

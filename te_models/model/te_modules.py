@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +24,9 @@ class Factory:
         te: the engine.
         tp: the ranks that share the model.
         eps, zero_centered: of every norm, as ModelConfig's rms_norm_eps and zero_centered_norm.
+        fp8_weights: name in the model -> the engine's recipe object of te.Linears whose weight is stored in FP8; None:
+            it is not.
+        prefix: of the names of what it makes, such as "layers.0.mlp.".
     """
 
     te: ModuleType
@@ -29,14 +35,31 @@ class Factory:
     zero_centered: bool
     device: torch.device
     dtype: torch.dtype
+    fp8_weights: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prefix: str = ""
+
+    def inside(self, prefix: str) -> Factory:
+        """Return a factory of a part of the model."""
+        return dataclasses.replace(self, prefix=prefix)
 
     @property
     def gain(self) -> float:
         """The initial value of a norm's weight."""
         return 0.0 if self.zero_centered else 1.0
 
-    def linear(self, spec: LinearSpec) -> nn.Module:
-        """Return the te.Linear of this rank's share `spec`, without values: `initialize`, or a loader, gives them."""
+    def linear(self, spec: LinearSpec, fp8_weight: bool = True) -> nn.Module:
+        """Return the te.Linear of this rank's share `spec`, without values: `initialize`, or a loader, gives them.
+
+        With `fp8_weight` False its weight is not stored in FP8, whatever its precision.
+        """
+        recipe = self.fp8_weights.get(self.prefix + spec.name) if fp8_weight else None
+        if recipe is None:
+            return self._linear(spec)
+        options: dict[str, Any] = dict(enabled=True, recipe=recipe, preserve_high_precision_init_val=True)
+        with torch.enable_grad(), self.te.quantized_model_init(**options):  # both copies, also under no_grad
+            return self._linear(spec)
+
+    def _linear(self, spec: LinearSpec) -> nn.Module:
         ranks = self.tp.size
         inputs = spec.inputs * (ranks if spec.split == "row" else 1)
         outputs = spec.outputs * (ranks if spec.split == "column" else 1)
@@ -45,11 +68,16 @@ class Factory:
             **(self.tp.linear(spec.split) if spec.split is not None else {}),
         )  # fmt: skip
 
-    def norm(self, size: int) -> nn.Module:
-        """Return a te.RMSNorm of this many channels."""
+    def norm(self, size: int, zero_centered: bool | None = None) -> nn.Module:
+        """Return a te.RMSNorm of this many channels; `zero_centered` None: as the model's others."""
+        zero_centered = self.zero_centered if zero_centered is None else zero_centered
         return self.te.RMSNorm(
-            size, eps=self.eps, zero_centered_gamma=self.zero_centered, device=self.device, dtype=self.dtype
+            size, eps=self.eps, zero_centered_gamma=zero_centered, device=self.device, dtype=self.dtype
         )
+
+    def vector(self, *shape: int) -> nn.Parameter:
+        """Return a parameter of this shape without values."""
+        return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype))
 
 
 def _leave_empty(weight: Tensor) -> None:

@@ -38,11 +38,15 @@ from te_models.fp8.primary_weights import is_quantized, write_weight
 def divided_linear(name: str, config: ModelConfig) -> LinearSpec | None:
     """Return the te.Linear whose parameter `name` is divided between the ranks; None: every rank has all of it.
 
-    `name` may have a prefix, as the state of an optimizer has.
+    A vector that is divided like the rows of a te.Linear is described as one. `name` may have a prefix, as the state
+    of an optimizer has.
     """
-    module, _, kind = name[max(0, name.find("layers.")) :].rpartition(".")
+    name = name[max(0, name.find("layers.")) :]
+    module, _, kind = name.rpartition(".")
     linear = config.linears.get(module)
-    if linear is None or linear.split is None:
+    if linear is None:
+        return config.divided_vectors.get(name)
+    if linear.split is None:
         return None
     return linear if kind == "weight" or (kind == "bias" and linear.split == "column") else None
 
@@ -116,11 +120,12 @@ class TensorParallel:
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Raise if the ranks could not read each other's FP8 data under this recipe."""
-        if self.scatters and recipe.stateful and not recipe.fields.get("reduce_amax", True):
-            raise UsageError(
-                f"recipe {recipe.name!r} has reduce_amax=False, and sequence parallelism needs the same scales on all "
-                "ranks: use reduce_amax=True or sequence_parallel=False"
-            )
+        for used in recipe.in_use:
+            if self.scatters and not used.fields.get("reduce_amax", True):
+                raise UsageError(
+                    f"recipe {used.name!r} has reduce_amax=False, and sequence parallelism needs the same scales on "
+                    "all ranks: use reduce_amax=True or sequence_parallel=False"
+                )
 
     def rows(self, count: int, alignment: int) -> int:
         """Return the rows that `count` tokens are padded to; those of each rank are a multiple of `alignment`."""
@@ -229,10 +234,11 @@ def unshard(name: str, parts: list[Tensor], config: ModelConfig, tp: TensorParal
 
 
 def _own_sections(name: str, config: ModelConfig, tp: TensorParallel) -> tuple[Section, ...]:
-    """Return the sections of one rank's share of the linear that the parameter `name` belongs to."""
-    layer, part, linear, _ = name[name.find("layers.") :].removeprefix("layers.").split(".", 3)
+    """Return the sections of one rank's share of the parameter `name`, which is divided by rows."""
+    layer, inside = name[name.find("layers.") :].removeprefix("layers.").split(".", 1)
     local = config.layers[int(layer)].local(tp.size)
-    return local.linears[f"{part}.{linear}"].sections
+    found = local.divided_vectors.get(inside) or local.linears[inside.rpartition(".")[0]]
+    return found.sections
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:

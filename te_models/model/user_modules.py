@@ -104,7 +104,8 @@ def load_fp8_state(
     for name in {name.rsplit(".", 2)[0] for name in tensors}:
         if not scaling_state.fp8_state(layers[name]):
             te.reset_fp8_state(layers[name])
-    scaling_state.load_fp8_state(module, tensors, chosen.build(te))
+    built = chosen.build(te)
+    scaling_state.load_fp8_state(module, tensors, lambda name: built)
 
 
 def _refusing_others(function: Callable[..., Any], owner: nn.Module, te: ModuleType) -> Callable[..., Any]:

@@ -79,6 +79,9 @@ def _structure(module: nn.Module) -> Iterator[tuple[Any, list[tuple[Role, int]]]
         for linear in module.spec.linears:
             weight = module.get_submodule(linear.name).weight
             yield weight, [(section.role, section.stored) for section in linear.sections if section.stored]
+        for name, parameter in module.named_parameters():
+            if name.partition(".")[0] in module.spec.vectors:
+                yield parameter, [("vector", len(parameter))]
 
 
 def _split(parameter: nn.Parameter, rows: list[tuple[Role, int]]) -> list[Part]:

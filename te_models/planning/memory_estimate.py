@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 from te_models.config.chunk_sizes import EXCHANGE_CHUNK, UPDATE_CHUNK
 from te_models.config.model import ModelConfig
-from te_models.config.recipe import Recipe
+from te_models.config.precision import HEAD, precisions
+from te_models.config.recipe import SCHEMES, Recipe
 from te_models.planning.operations import PER_TENSOR, Region, Tape, Training, operand_bytes
 from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, has_masters, model_parameters, trained_parameters
 
@@ -60,16 +61,16 @@ def fp8_saving(config: ModelConfig, recipe: Recipe, training: Training) -> int:
     """
     if not training.fp8_params:
         return 0
-    copies = "rowwise" if recipe.scheme in PER_TENSOR else "both"
-    layers = (config.layers[depth] for depth in recipe.fp8_layers(config.num_hidden_layers))
-    linears = [linear for layer in layers for linear in layer.linears.values()]
-    if recipe.lm_head == "fp8" and not config.tie_word_embeddings:
-        linears.append(config.head)
-    element = training.dtype_bytes
-    return sum(
-        linear.outputs * linear.inputs * element - operand_bytes(recipe, linear.outputs, linear.inputs, "w", copies)
-        for linear in linears
-    )
+    saved, element = 0, training.dtype_bytes
+    linears = {**config.linears, **({} if config.tie_word_embeddings else {HEAD: config.head})}
+    found = precisions(recipe, config.layers)
+    for name, linear in linears.items():
+        own = found[name].recipe
+        if own is not None:
+            copies = "rowwise" if own.scheme in PER_TENSOR else "both"
+            stored = operand_bytes(own, linear.outputs, linear.inputs, "w", copies)
+            saved += linear.outputs * linear.inputs * element - stored
+    return saved
 
 
 def _after_forward(now: Memory, region: Region, activations: bool = True, copies: bool = True) -> Memory:
@@ -144,11 +145,9 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
 
 def _delayed_state(config: ModelConfig, recipe: Recipe) -> int:
     """Return the bytes of FP32 scales and amax histories: three forward and two backward slots per linear."""
-    if not recipe.stateful:
-        return 0
-    layers = recipe.fp8_layers(config.num_hidden_layers)
-    linears = sum(len(config.layers[depth].linears) for depth in layers) + recipe.head_in_fp8
-    return linears * 5 * FP32 * (recipe.fields.get("amax_history_len", AMAX_HISTORY_LEN) + 1)
+    recipes = [found.recipe for found in precisions(recipe, config.layers).values()]
+    delayed = [own for own in recipes if own is not None and SCHEMES[own.scheme].stateful]
+    return sum(5 * FP32 * (own.fields.get("amax_history_len", AMAX_HISTORY_LEN) + 1) for own in delayed)
 
 
 def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> list[Memory]:

@@ -15,6 +15,7 @@ from te_models.config.attention import AttentionSpec
 from te_models.config.chunk_sizes import head_rows
 from te_models.config.layer import LayerSpec, LinearSpec, Step, distinct
 from te_models.config.model import ModelConfig
+from te_models.config.precision import HEAD, precisions
 from te_models.config.recipe import Recipe
 from te_models.config.recompute_modes import (
     offload_allows_fused,
@@ -130,7 +131,8 @@ class Tape:
         self.compiled, self.fused, self.cuda = training.compile, training.fused_kernels, training.cuda
         self.stream = self.rows * config.hidden_size * self.element  # the residual stream, or its gradient
         self.fp8_layers = recipe.fp8_layers(config.num_hidden_layers)
-        self._fp8 = False  # whether the layer that is being planned runs inside the autocast
+        self.precisions = precisions(recipe, config.layers)
+        self._part = ""  # of the names of the te.Linears that are being planned, such as "layers.0.mlp."
 
     def norm(self, name: str) -> Step:
         """Return a te.RMSNorm: saves its input and one FP32 per row; its input gradient is added to the residual's."""
@@ -147,11 +149,10 @@ class Tape:
         With an adapter, the adapter alone saves the input, unquantized, and its product with A; backward computes two
         gradients of the input, the linear's and the adapter's.
         """
-        name, inputs, outputs, fp8 = linear.name, linear.inputs, linear.outputs, self._fp8
-        if name == "lm_head":
-            fp8 = self.recipe.head_in_fp8
-        rows, element, override = self.rows, self.element, self.recipe.fields.get("backward_override", "none")
-        rank = 0 if name == "lm_head" else self.training.lora_rank
+        name, inputs, outputs = linear.name, linear.inputs, linear.outputs
+        recipe = self.precisions[self._part + name].recipe
+        rows, element = self.rows, self.element
+        rank = 0 if name == HEAD else self.training.lora_rank
         step = Step(
             name,
             saved=(0 if shared else rows * inputs * element) + rows * rank * element,
@@ -160,29 +161,32 @@ class Tape:
             produces=rows * inputs * element,
             weights=outputs * (inputs + linear.bias) * element,
         )
-        if not fp8 or override == "high_precision":
+        override = "high_precision" if recipe is None else recipe.fields.get("backward_override", "none")
+        if recipe is None or override == "high_precision":
             return step
         if override == "dequantized":
-            x = step.saved if rank else operand_bytes(self.recipe, rows, inputs, "x", "rowwise")
-            return step._replace(saved=x, copies=operand_bytes(self.recipe, outputs, inputs, "w", "rowwise"))
-        x = step.saved if rank else operand_bytes(self.recipe, rows, inputs, "x", "columnwise")
-        w, dy = operand_bytes(self.recipe, outputs, inputs, "w"), operand_bytes(self.recipe, rows, outputs, "grad")
+            x = step.saved if rank else operand_bytes(recipe, rows, inputs, "x", "rowwise")
+            return step._replace(saved=x, copies=operand_bytes(recipe, outputs, inputs, "w", "rowwise"))
+        x = step.saved if rank else operand_bytes(recipe, rows, inputs, "x", "columnwise")
+        w, dy = operand_bytes(recipe, outputs, inputs, "w"), operand_bytes(recipe, rows, outputs, "grad")
         if rank:
-            dy = max(step.scratch, operand_bytes(self.recipe, rows, outputs, "grad", "rowwise"))
+            dy = max(step.scratch, operand_bytes(recipe, rows, outputs, "grad", "rowwise"))
         if self.training.fp8_params:  # transposed data is freed before the larger weight gradient is allocated
             return step._replace(saved=x, scratch=dy)
         if self.training.gpus > 1:  # Transformer Engine requantizes weights sharded by FSDP2 in backward
             return step._replace(saved=x, scratch=dy + w)
-        if self.fused and self.recipe.stateful and not self.training.cached_weights:
-            w = operand_bytes(self.recipe, outputs, inputs, "w", "columnwise")
+        if self.fused and recipe.scheme == "DelayedScaling" and not self.training.cached_weights:
+            w = operand_bytes(recipe, outputs, inputs, "w", "columnwise")
         return step._replace(saved=x, copies=w, scratch=dy)
 
     def block(self, depth: int) -> tuple[list[Step], list[Step], list[Step]]:
         """Return a block in three parts: the mixer, the MLP up to what recompute may discard, and the rest of it."""
         layer = self.config.layers[depth]
-        self._fp8 = depth in self.fp8_layers
+        self._part = f"layers.{depth}.{layer.mixer.name}."
         mixer = self._after_norm(layer, "input_layernorm", layer.mixer.steps(self))
+        self._part = f"layers.{depth}.{layer.mlp.name}."
         hidden, output = layer.mlp.halves(self)
+        self._part = ""
         return (
             self._into_residual(layer, "attention_output_norm", mixer),
             self._after_norm(layer, "post_attention_layernorm", hidden),
@@ -212,7 +216,7 @@ class Tape:
     def head(self) -> list[Step]:
         """Return the final norm, lm_head and the loss."""
         c = self.config
-        if not self.training.logits and not self.recipe.head_in_fp8:
+        if not self.training.logits and self.precisions[HEAD].recipe is None:
             return [self.norm("norm")._replace(produces=self.stream, scratch=0), self.fused_head()]
         width = self.tokens * c.vocab_size
         logits, fp32 = width * self.element, width * FP32
@@ -280,10 +284,12 @@ class Tape:
             # Storages of up to 1 MiB, which te_models/model/offload.py leaves on the device, are not counted.
             place = (layer, self.training.activation_offload and layer < c.num_hidden_layers - 1)
             fp8 = layer in self.fp8_layers
+            spec = c.layers[layer].mlp
+            last = self.precisions[f"layers.{layer}.{spec.name}.{spec.linears[-1].name}"].recipe
             # Where SwiGLU writes the FP8 input of down_proj itself, it can also recompute it; an adapter saves its
             # output.
-            writes = self.fused and self.recipe.scheme in PER_TENSOR and not c.layers[layer].mlp.obstacles
-            hands_over = fp8_weights and (writes or lora)
+            own = fp8 and last is self.recipe and self.recipe.scheme in PER_TENSOR
+            hands_over = fp8_weights and ((self.fused and own and not spec.obstacles) or lora)
             # After no norm, only a linear in high precision saves what a recompute starts from.
             first = [Step("input", self.stream)] if c.norm_position == "post" and fp8 else []
             if recomputes_block(mode, layer):
@@ -294,7 +300,7 @@ class Tape:
             yield Region(attention, None, *place)
             mlp_input = self.stream if recomputes_mlp(mode, layer, c.num_hidden_layers, fp8, fp8_weights) else None
             hidden = hidden if mlp_input is None else [*first, *hidden]
-            if recomputes_product(mode, fp8, hands_over):  # the backward of down_proj starts the recompute
+            if recomputes_product(mode, last is not None, hands_over):  # the backward of down_proj starts the recompute
                 recomputed = down[0]._replace(saved=low, scratch=down[0].scratch + down[0].saved - low)
                 yield Region([*hidden, recomputed], mlp_input, *place)
                 yield Region(down[1:], None, *place)

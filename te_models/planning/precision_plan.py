@@ -57,10 +57,21 @@ class PrecisionPlan(Printable):
         return [asdict(row) for row in self.rows]
 
     def folded(self) -> Iterator[tuple[str, ...]]:
-        """Merge rows that differ only in their layer into one row with a range of layers."""
+        """Merge rows that differ only in their layer into one row with ranges of layers, such as "1-3, 5"."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for row in self.rows:
             layer, *rest = astuple(row)
             groups.setdefault(tuple(rest), []).append(layer)
         for rest, layers in groups.items():
-            yield (layers[0] if len(layers) == 1 else f"{layers[0]}-{layers[-1]}", *rest)
+            yield _ranges(layers), *rest
+
+
+def _ranges(layers: list[str]) -> str:
+    """Return numbers of layers in ascending order as ranges; a single name as it is."""
+    found: list[list[str]] = []
+    for layer in layers:
+        if found and layer.isdecimal() and int(layer) == int(found[-1][-1]) + 1:
+            found[-1].append(layer)
+        else:
+            found.append([layer])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)

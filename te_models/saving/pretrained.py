@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.model import ModelConfig, config_fields
+from te_models.config.precision import precisions
 from te_models.config.recipe import AUTO, Recipe, recipe_fields, recipe_from_dict
-from te_models.errors import CheckpointError, unknown
+from te_models.errors import CheckpointError, ConfigError, unknown
 from te_models.files.atomic import first_line, readable
 from te_models.files.formats import all_finite, check_finite, list_some, read_json, unflatten_state
 from te_models.fp8.extra_state import EXTRA, extra_states
@@ -285,9 +286,14 @@ def _write_model(model: Decoder, saved: Folder, recipe: Recipe) -> None:
 
 def _fitting_quantized(model: Decoder, saved: Folder, recipe: Recipe) -> dict[str, Tensor]:
     """Return the saved FP8 data and scales that belong to FP8 weights of the model, once they are known to fit."""
-    quantized = saved.tensors.get("fp8_weights", {}) if quantize_weights_alike(recipe, model.recipe) else {}
-    live = quantized_weights(model)
-    fitting = {name: tensor for name, tensor in quantized.items() if name in live}
+    now, live = model.precision, quantized_weights(model)
+    try:
+        then = precisions(recipe, model.specs)
+    except ConfigError as error:
+        raise CheckpointError(f"{saved.path / 'recipe.json'}: {first_line(error)}") from None
+    alike = {name for name in then if quantize_weights_alike(then[name].recipe, now.linears[name].recipe)}
+    quantized = saved.tensors.get("fp8_weights", {})
+    fitting = {name: tensor for name, tensor in quantized.items() if name in live and now.known(name) in alike}
     owners = {name.rsplit(".", 1)[0] for name in fitting}
     match({name: tensor for name, tensor in live.items() if name.rsplit(".", 1)[0] in owners}, fitting)
     for name, tensor in fitting.items():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_models.config.precision import HEAD
 from te_models.distributed.dtensor import local
 from te_models.errors import UsageError, unknown
 from te_models.files.formats import list_some
@@ -81,9 +82,9 @@ def export(
 
 
 def quantized_modules(model: Decoder) -> dict[str, nn.Module]:
-    """Return name -> te.Linear of the layers that an export quantizes: those that the recipe does not keep in BF16."""
-    inside = tuple(f"layers.{layer}." for layer in model.recipe.inner_layers(len(model.layers)))
-    return {name: m for name, m in model.named_modules() if name.startswith(inside) and isinstance(m, model.te.Linear)}
+    """Return name -> te.Linear of blocks that an export quantizes: those that the recipe does not keep in BF16."""
+    linears = model.precision.linears
+    return {name: model.get_submodule(name) for name, of in linears.items() if name != HEAD and not of.stays}
 
 
 class _Writer:
@@ -99,7 +100,6 @@ class _Writer:
                     "another format"
                 )
         self.inputs, self.notes = _input_scales(model, self.format, self.modules, calibration)
-        self.options = _options(model)
         self.fp8_weights = quantized_weights(model) if model.tp.size == 1 else {}
         self.quantized: list[str] = []
         self.ignored: list[str] = []
@@ -168,7 +168,7 @@ class _Writer:
         whole = torch.zeros_like(parameter)  # without the rows that pad a headwise gate, which nothing reads
         for name in names:
             places[name].load(whole, places[name].save(parameter))
-        return self.format.encode(whole, self.options)
+        return self.format.encode(whole, self._options(ours))
 
     def _block_parts(self, ours: str, place: Place, values: Tensor) -> Parts:
         """Return one of their weights in 128 x 128 blocks: those of an FP8 primary weight where they coincide."""
@@ -183,7 +183,19 @@ class _Writer:
             scales = collapse(place.save(by_row), torch.ones(rows, dtype=torch.bool), BLOCK.block[0])
             if scales is not None:
                 return {"weight": place.save(data).contiguous().view(E4M3), "weight_scale_inv": scales}
-        return encode_blocks(values, self.options)
+        return encode_blocks(values, self._options(ours))
+
+    def _options(self, ours: str) -> Options:
+        """Return the options by which a weight's recipe quantizes it; those of the model's where it is in BF16."""
+        recipe = self.model.precision.recipe_of(ours) or self.model.recipe
+        fields = recipe.fields
+        blockwise = recipe.scheme == "Float8BlockScaling"
+        square = {
+            "MXFP8BlockScaling": bool(fields.get("enable_2d_quantization", False)),
+            "NVFP4BlockScaling": not fields.get("disable_2d_quantization", False),
+        }
+        power_of_2 = blockwise and not fields.get("use_f32_scales", False)
+        return Options(recipe.scheme, power_of_2, square.get(recipe.scheme, False))
 
 
 def _rows(parts: Parts, place: Place) -> Parts:
@@ -199,18 +211,6 @@ def _rows(parts: Parts, place: Place) -> Parts:
     return found
 
 
-def _options(model: Decoder) -> Options:
-    """Return the options by which the model's recipe quantizes weights."""
-    recipe, fields = model.recipe, model.recipe.fields
-    blockwise = recipe.scheme == "Float8BlockScaling"
-    square = {
-        "MXFP8BlockScaling": bool(fields.get("enable_2d_quantization", False)),
-        "NVFP4BlockScaling": not fields.get("disable_2d_quantization", False),
-    }
-    power_of_2 = blockwise and not fields.get("use_f32_scales", False)
-    return Options(recipe.scheme, power_of_2, square.get(recipe.scheme, False))
-
-
 def _input_scales(
     model: Decoder, format: Format, modules: Mapping[str, nn.Module], calibration: Tensor | Iterable[Tensor] | None
 ) -> tuple[dict[str, Tensor], list[str]]:
@@ -224,10 +224,10 @@ def _input_scales(
     if trained.keys() == modules.keys():
         if format.static == "input_scale":
             return {name: scale.reciprocal().clamp(min=TINY) for name, scale in trained.items()}, []
-        largest = E4M3_MAX * 2.0 ** -model.recipe.fields.get("margin", 0)
-        return {name: static_scale(format, largest / scale.item()) for name, scale in trained.items()}, []
+        return {name: static_scale(format, _largest(model, name) / s.item()) for name, s in trained.items()}, []
     if format.static == "input_scale":
         why = f"under recipe {model.recipe.name!r} has none" if not model.recipe.stateful else "has not trained"
+        why = f"has them for {len(trained)} of {len(modules)} linears" if trained else why
         raise UsageError(
             "fp8-tensor stores one scale per input, which recipe 'delayed' learns in training, and this model "
             f"{why}: give calibration=token ids (--data PATH), or choose fp8-channel"
@@ -239,6 +239,12 @@ def _input_scales(
         "input_global_scale was measured on random tokens: give calibration=token ids (--data PATH) for your own data"
     )
     return {name: static_scale(format, HEADROOM * amax) for name, amax in amaxes.items()}, [note]
+
+
+def _largest(model: Decoder, name: str) -> float:
+    """Return the value that delayed scaling scales the amax of a linear's input to."""
+    recipe = model.precision.recipe_of(name)
+    return E4M3_MAX * 2.0 ** -(recipe.fields.get("margin", 0) if recipe is not None else 0)
 
 
 def trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:

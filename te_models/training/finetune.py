@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from rich.console import Console
 from te_models.causal_lm import CausalLM
 from te_models.config.model import config_fields
 from te_models.config.presets import get_preset
-from te_models.config.recipe import AUTO, recipe_fields
+from te_models.config.recipe import AUTO, Recipe, get_recipe, recipe_fields
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.streaming import StreamingDataset
@@ -27,7 +28,7 @@ from te_models.optim import resolve_options
 from te_models.planning.printable import Terminal
 from te_models.saving.pretrained import read_shape
 from te_models.saving.run_folder import Checkpoints
-from te_models.training.evaluation import Batch
+from te_models.training.evaluation import Batch, evaluate
 from te_models.training.launch import choose_parallel, parallel, restarts
 from te_models.training.loggers import Run, check_loggers, open_loggers
 from te_models.training.parallel import Parallel
@@ -35,7 +36,7 @@ from te_models.training.preflight import check_memory
 from te_models.training.report import draw_run, print_next, print_outcome, progress, summary
 from te_models.training.resume import resumed_options, run_folder, saved_choices, starting_step
 from te_models.training.run_file import read_record, run_document, run_id
-from te_models.training.samples import Prompt, Sampler, held_out_prompts
+from te_models.training.samples import SHARE, Prompt, Sampler, held_out_prompts
 from te_models.training.settings import RUN_FILE, RunSettings, changed_settings, read_run_file, resolved_path
 from te_models.training.trainer import Callback, Result, Trainer
 
@@ -80,19 +81,25 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         for part in (*_notes(settings, folder, newest, model), about):
             console.print(part, highlight=False)
         sampler = _sampler(settings, model, words, eval_batches, shared)
+        bounded = "sample_tokens" not in settings.given and not shared.sharded  # ranks would stop at different tokens
         if sampler and settings.model is not None and not start and shared.ranks.world == 1:
             with console.status("answering prompts of the evaluation data before the first step"):
+                if bounded:
+                    sampler.take_at_most(SHARE / 2 * _expected_seconds(model, eval_batches[0], config))
                 sampler.note_before()
         record = {**(read_record(folder) if resume else {})}
         record["id"] = shared.ranks.from_first(lambda: run_id(record))
-        run_file = run_document(settings, model, dataset, eval_batches, shared, record)
+        first = _first_recipe(settings, model)
+        run_file = run_document(settings, model, dataset, eval_batches, shared, record, first)
         logged = dataclasses.asdict(config) | {"model": settings.label, **model.recipe.to_dict()}
-        parts: dict[str, Any] = dict(run_file=run_file, parallel=shared, saved=adapters)
+        parts: dict[str, Any] = dict(run_file=run_file, parallel=shared, saved=adapters, recipe=first)
         trainer = Trainer(model, dataset, eval_batches, config, folder, words.files(), **parts)
         names, run = loggers if shared.ranks.first else [], Run(folder, record["id"], logged)
         with progress(console, config, start) as trainer.on_step, open_loggers(names, run) as sent:
             trainer.callbacks = [*sent, *callbacks]
+            begun = time.monotonic()
             result = trainer.run(resume=resume)
+            seconds = time.monotonic() - begun
         stack.close()  # its processes need no memory while samples are drawn
         written = {}
         if adapters is not None and shared.ranks.first and not result.interrupted:
@@ -101,9 +108,18 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
             written = save_adapters(settings, adapters, folder, words, eval_batches, result)
         curve = draw_run(result, settings, folder, model, config.tokens_per_step) if shared.ranks.first else ""
         print_outcome(console, result, settings, folder, {"loss curve": curve, **written})
+        if sampler and bounded:
+            sampler.take_at_most(SHARE / 2 * seconds)
         if not result.interrupted:
             _show_samples(console, sampler, folder, words)
         return result
+
+
+def _expected_seconds(model: CausalLM, batch: Batch, config: TrainConfig) -> float:
+    """Return about how long a run will train: a step takes three times as long as a forward pass."""
+    begun = time.monotonic()
+    evaluate(model, [batch])
+    return 3 * (time.monotonic() - begun) * config.steps * config.gradient_accumulation
 
 
 def _with_recipe(settings: RunSettings, console: Console) -> RunSettings:
@@ -173,6 +189,14 @@ def _build(settings: RunSettings, shared: Parallel, newest: Path | None) -> Caus
         return CausalLM.from_pretrained(settings.model, build=shared.build, **options)
     options = {name: value for name, value in options.items() if name not in config_fields()}  # the checkpoint has them
     return CausalLM.from_pretrained(newest, build=shared.build, **options)
+
+
+def _first_recipe(settings: RunSettings, model: CausalLM) -> Recipe:
+    """Return the recipe of the run's first step, which a resumed model may have left (--recipe-schedule)."""
+    if not (settings.train.recipe_schedule and settings.recipe != AUTO):
+        return model.recipe
+    fields = {name: value for name, value in settings.build.items() if name in recipe_fields()}
+    return get_recipe(settings.recipe, **fields)
 
 
 def _adapters(settings: RunSettings, model: CausalLM) -> LoraRun | None:

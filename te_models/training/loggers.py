@@ -38,7 +38,8 @@ class Logger(Callback):
 
     def on_step(self, trainer: Trainer, row: Row) -> None:
         """Send all numbers of the row."""
-        self.send({name: value for name, value in row.items() if name != "step"}, row["step"])
+        numbers = {name: value for name, value in row.items() if isinstance(value, (int, float)) and name != "step"}
+        self.send(numbers, row["step"])
 
 
 def _tensorboard() -> Any:

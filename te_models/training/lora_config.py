@@ -128,7 +128,7 @@ def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict
             able = ", ".join(modules.whole) or "none of a model with tied embeddings"
             raise UsageError(f"modules_to_save={wanted!r} is not supported; te-models trains whole: {able}")
         found |= {name: modules.whole[name] for name in names}
-    if "lm_head" in found.values() and model.recipe.lm_head == "fp8":
+    if "lm_head" in found.values() and model.precision.head.recipe is not None:
         raise UsageError("modules_to_save='lm_head' needs a recipe with lm_head='bf16'")
     return found
 

@@ -133,7 +133,7 @@ class Parallel:
             model.to_empty(device=self.device)
             model.tp.mark(model, model.config)
             if model.fp8_params:
-                make_shards(model, model.te.Linear, model.recipe, model.te_recipe, self.data_group)
+                make_shards(model, model.te.Linear, model.recipe, model.precision.te_recipe_of, self.data_group)
             if initialize:
                 model.init_weights()
         return model

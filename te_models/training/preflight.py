@@ -80,6 +80,8 @@ def check_memory(
     if device.type != "cuda":  # what is moved to the host stays in the same memory
         options |= dict.fromkeys(OFFLOADS, False)
 
+    used = [recipe, *(recipe.followed_by(name) for _, name in config.recipe_changes)]
+    recipe = max(used, key=lambda one: plan_memory(shape, one, **options).peak.total)
     host = available_memory(torch.device("cpu")) // max(1, number("LOCAL_WORLD_SIZE", 1))
 
     def plan(**changes: Any) -> MemoryPlan:

@@ -45,13 +45,14 @@ def summary(
 ) -> Table:
     """Return the configuration in force as a table; `start` is the number of steps taken before a resume."""
     plan = model.plan()
+    low = [found.recipe.formats for found in model.precision.linears.values() if found.recipe is not None]
+    later = "".join(f", from step {done + 1} on {name}" for done, name in config.recipe_changes)
     rows = {
         "parameters": _parameters(model),
         "device": str(model.device),
         "engine": f"{model.engine} ({model.engine_reason})",
-        "recipe": _recipe(model),
-        "linears": f"{plan.count('FP8')} in {model.recipe.formats if plan.count('FP8') else 'FP8'}, "
-        f"{plan.count('BF16')} in BF16",
+        "recipe": f"{_recipe(model)}{later}",
+        "linears": f"{plan.count('FP8')} in {' and '.join(dict.fromkeys(low)) or 'FP8'}, {plan.count('BF16')} in BF16",
         "attention": f"{model.attention_kernel()}, {model.config.attention_gate.replace('none', 'no')} gate",
         **speed_rows(model, config),
         "activation checkpointing": f"{model.activation_checkpointing}"

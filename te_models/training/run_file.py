@@ -16,6 +16,7 @@ import torch
 
 import te_models
 from te_models.causal_lm import CausalLM
+from te_models.config.recipe import Recipe
 from te_models.config.toml import read_toml, render_toml
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
@@ -39,10 +40,12 @@ def run_document(
     eval_batches: list[Batch],
     shared: Parallel,
     before: Mapping[str, Any] = MappingProxyType({}),
+    recipe: Recipe | None = None,
 ) -> str:
     """Return run.toml of a run that is about to start; all processes call it.
 
-    `eval_batches` are this process's, and `before` is the record of the run that this one resumes.
+    `eval_batches` are this process's, `before` is the record of the run that this one resumes, and `recipe` that of the
+    first step (None: the model's).
     """
     shape = model.config.to_dict() if settings.preset else {}
     own = {name: value for name, value in settings.build.items() if name in model.config.to_dict()}
@@ -60,7 +63,7 @@ def run_document(
             **{name: settings.build.get(name) for name in ("device", "compile")},
             "engine": settings.build.get("engine", "auto"),  # as requested: "auto" selects the native engine on a GPU
         },
-        "recipe": model.recipe.to_dict(),
+        "recipe": (recipe or model.recipe).to_dict(),
         "shape": {**shape, **own},
         "data": {name: resolved_path(value) for name, value in data.items()},
         "training": asdict(settings.train),

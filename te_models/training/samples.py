@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from te_models.model.targets import IGNORED
 from te_models.training.evaluation import Batch
 
 SAMPLES = 3
+SHARE = 0.1  # of a run's time that samples take, before and after together, unless their length was asked for
 OPENING = 24  # maximum tokens of a text to use as prompt, where the data has no prompts; half of a short text
 READABLE = 256  # tokens: a longer prompt is used only if there is no shorter one
 MAX_LINES = 14  # shown of a prompt, and of an answer
@@ -93,7 +96,12 @@ class Sampler:
 
     An answer has at most `tokens` tokens and is greedy, so that before and after are comparable; the continuation of an
     opening is sampled with `options["seed"]`. All processes of a sharded model take part, with the same prompts.
+    `seconds` bounds the time that each answer takes, once its first tokens are there; an answer that it cuts ends in
+    "...".
     """
+
+    seconds = math.inf
+    cut = False  # whether an answer was cut
 
     def __init__(
         self, model: CausalLM, tokenizer: Tokenizer, prompts: Sequence[Prompt], tokens: int, options: GenerationOptions
@@ -108,7 +116,19 @@ class Sampler:
         if options["do_sample"]:
             options["temperature"] = 0.8
         room = self.model.config.longest_sequence - len(prompt.ids)
-        yield from stream_text(self.model, self.tokenizer, prompt.ids, min(self.tokens, room), **options)
+        begun = time.monotonic()
+        pieces = stream_text(self.model, self.tokenizer, prompt.ids, min(self.tokens, room), **options)
+        with contextlib.closing(pieces):
+            for piece in pieces:
+                yield piece
+                if time.monotonic() - begun > self.seconds:
+                    self.cut = True
+                    yield "..."
+                    return
+
+    def take_at_most(self, seconds: float) -> None:
+        """Bound the time of the next answers to all prompts together."""
+        self.seconds = seconds / max(1, len(self.prompts))
 
     def note_before(self) -> None:
         """Note the answers of the model as it is now, to be shown beside the later ones."""
@@ -131,6 +151,9 @@ class Sampler:
                 console.print(shown, end="", highlight=False, soft_wrap=True)
                 begun = begun or bool(shown)
             console.print("" if begun else Text("(nothing)"))
+        if self.cut:
+            said = f"samples take at most a tenth of a run's time: --sample-tokens {self.tokens} writes them whole"
+            console.print(Text(f"\n{said}", "dim"))
 
 
 def _block(console: Console, title: str, text: str, style: str) -> None:

@@ -101,7 +101,7 @@ class RunSettings(NamedFields):
     data: Mapping[str, Any] = field(default_factory=dict)  # keywords of open_data, and `tokenizer`
     train: TrainConfig = field(default_factory=TrainConfig)
     lora: LoraSettings | None = None  # adapters to train in place of the model's weights
-    sample_tokens: int = 200  # length of the sample printed at the end; 0: none
+    sample_tokens: int = 200  # length of the samples printed at the end; 0: none
     log: str = ""  # names of loggers beside metrics.jsonl (te_models.training.loggers), separated by commas
     out: str | None = None  # the run's folder; None: runs/<model>-<recipe>
     given: frozenset[str] = frozenset()  # names of the settings given on the command line, over those of `file`

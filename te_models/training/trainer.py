@@ -45,6 +45,7 @@ from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import Batch, count_targets, evaluate, first_bad_module, to_device
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
+from te_models.training.recipe_schedule import RecipeSchedule
 from te_models.training.restore import check_data_position, check_random_state, check_result
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
@@ -122,6 +123,7 @@ class Trainer(NamedFields):
         callbacks: called during the run, in this order.
         parallel: how processes share the run.
         saved: the part of the model that checkpoints contain, with its loader; None: all of it.
+        recipe: the recipe of the first step, before config.recipe_schedule; None: the model's.
 
     Raises:
         ValueError: an unknown argument (the message names the nearest), optimizer or option.
@@ -138,6 +140,7 @@ class Trainer(NamedFields):
     callbacks: Sequence[Callback] = ()
     parallel: Parallel = field(default_factory=Parallel)
     saved: Saved | None = None
+    recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
         config, parallel, self.out = self.config, self.parallel, Path(self.out)
@@ -155,6 +158,7 @@ class Trainer(NamedFields):
         shared = (parallel.owners(), self.gradients, parallel.norm)
         self.optimizer = build_optimizer(config.optimizer, self.model, *chosen, *shared)
         self.train_model = parallel.wrap(self.model, self.gradients)
+        self.schedule = RecipeSchedule(self.model, self.recipe or self.model.recipe, config)
         self.graphed = self._graphed()
         self.calibrated: Recipe | None = None  # the recipe for which the model is known to have scales
         # Read the loss of a step once the next one is queued: only if the device itself can skip a bad step's update.
@@ -269,10 +273,8 @@ class Trainer(NamedFields):
             before, queued = queued, self._queue(step, batches, queued)
             if before is not None:
                 yield self._finish(before)
-            pause = step == self.config.steps or any(
-                self._due(every, step) for every in (self.config.eval_every, self.config.save_every)
-            )
-            if not self.ahead or pause:
+            due = [self._due(every, step) for every in (self.config.eval_every, self.config.save_every)]
+            if not self.ahead or step == self.config.steps or any(due):
                 yield self._finish(queued)
                 queued = None
         if queued is not None:
@@ -291,6 +293,7 @@ class Trainer(NamedFields):
         config, device = self.config, self.model.device
         start = timestamp(device) if before is None else before.end
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
+        self.schedule.follow(step)
         loss = self._forward_backward(micro_batches)
         loss, stops = self.parallel.mean_and_any(loss, self.stop_requested() != 0)
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
@@ -324,9 +327,9 @@ class Trainer(NamedFields):
         return self.parallel.loss_weights([count_targets(batch) for batch in micro_batches], self.model.device)
 
     def _follow_recipe(self) -> None:
-        """Make a new CUDA graph of the step if a callback has changed the model's recipe."""
+        """Make a new CUDA graph of the step if the schedule or a callback has changed the model's recipe."""
         if self.graphed is not None and self.graphed.recipe is not self.model.recipe:
-            self.graphed = None  # frees the memory of the old graph first
+            self.graphed.close()  # frees the memory of the old graph first, once the last step has run
             self.graphed = self._graphed()
 
     def _forward_backward(self, micro_batches: list[Batch]) -> Tensor:
@@ -364,6 +367,7 @@ class Trainer(NamedFields):
             raise Diverged(self._diagnosis(queued.step, loss, norm, queued.micro_batches))
         rate = self.config.learning_rate_at(queued.step)
         queued.row = dict(step=queued.step, loss=loss, grad_norm=norm, learning_rate=rate)
+        queued.row |= self.schedule.row(queued.step)
 
     def _finish(self, queued: QueuedStep) -> Row:
         """Return a step's metrics once its values are there; evaluate if that is due."""
@@ -446,6 +450,7 @@ class Trainer(NamedFields):
         newest = self.checkpoints.latest()
         if newest is None:
             raise UsageError(f"nothing to resume: {self.out} has no checkpoint; start without --resume")
+        self.schedule.take(newest)
         found = read_training_state(self.model, newest) if self.saved is None else self.saved.read(newest)
         state, optimizer = found.state, found.state["optimizer"]
         if self.parallel.sharded and self.parallel.owners() is None:

@@ -235,6 +235,7 @@ def test_equal_seeds_give_equal_weights_and_losses(corpus: Path, tmp_path: Path)
     "arguments, message",
     [
         (["pretrain", "--preset", "gated-nan"], "did you mean 'gated-nano'"),
+        (["pretrain", "--fp8-interval", "1"], "'--fp8-interval': leave it out: scales are updated in every step"),
         (["pretrain", "--model", "gated-nano"], "pretrain starts from random weights"),
         (["finetune", "--preset", "llama-3.1-8b"], "`te-models pretrain --preset llama-3.1-8b` trains it from random"),
         (["finetune", "--preset", "llama-3.1-8"], "did you mean 'llama-3.1-8b'"),

@@ -3,16 +3,15 @@
 import base64
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from ranks import run_process
 
 from te_models.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from te_models.errors import DataError
@@ -330,21 +329,23 @@ from te_models import load_tokenizer
 from te_models.errors import DataError
 import tokenizers
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-try:
-    load_tokenizer(sys.argv[1]).encode("a")
-except DataError as error:
-    sys.exit(f"refused: {error}")
+for folder in sys.argv[1:]:
+    try:
+        load_tokenizer(folder).encode("a")
+    except DataError as error:
+        print(f"refused: {error}")
 """
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("size", [2**32 - 1, 2**32 - 4, 2**31])
-def test_a_charsmap_that_lies_about_its_size_does_not_end_the_process(size: int, nested: bool, tmp_path: Path) -> None:
-    table = base64.b64encode(size.to_bytes(4, "little") + bytes(8)).decode()
-    normalizer: dict[str, Any] = {"type": "Precompiled", "precompiled_charsmap": table}
-    normalizer = {"type": "Sequence", "normalizers": [normalizer]} if nested else normalizer
+def test_a_charsmap_that_lies_about_its_size_does_not_end_the_process(tmp_path: Path) -> None:
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
-    document = {"version": "1.0", "added_tokens": [], "normalizer": normalizer, "model": model}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    done = subprocess.run([sys.executable, "-c", LIMITED, tmp_path], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "refused:" in done.stderr and "longer than it is" in done.stderr, done.stderr[-500:]
+    for size in (2**32 - 1, 2**32 - 4, 2**31):
+        table = base64.b64encode(size.to_bytes(4, "little") + bytes(8)).decode()
+        alone = {"type": "Precompiled", "precompiled_charsmap": table}
+        for normalizer in (alone, {"type": "Sequence", "normalizers": [alone]}):
+            document = {"version": "1.0", "added_tokens": [], "normalizer": normalizer, "model": model}
+            folder = tmp_path / f"{normalizer['type']}-{size}"
+            folder.mkdir()
+            (folder / "tokenizer.json").write_text(json.dumps(document))
+    said = run_process([sys.executable, "-c", LIMITED, *tmp_path.iterdir()], timeout=120).stdout.splitlines()
+    assert len(said) == 6 and all("refused:" in line and "longer than it is" in line for line in said), said

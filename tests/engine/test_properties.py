@@ -20,7 +20,7 @@ MAX = {E4M3: 448.0, E5M2: 57344.0}
 # Half a step at the top of a binade, relative: 3, 2 and 1 mantissa bits; NVFP4 adds the rounding of its E4M3 scale.
 ROUNDING = {E4M3: 2.0**-4, E5M2: 2.0**-3}
 finite = st.floats(-(2.0**100), 2.0**100, width=32)
-fast = settings(max_examples=60, deadline=None)
+fast = settings(max_examples=30, deadline=None)
 
 
 @st.composite

@@ -65,3 +65,11 @@ def test_without_fused_multiply_adds(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_fused_multiply_adds_are_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "addcmul", lambda c, a, b: c + a * b)
     assert not rmsnorm_kernels._fuses.__wrapped__(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_few_rows_are_summed_in_the_same_order(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [inputs(rows, cols, DTYPES[dtype])[0] for rows in (1, 3, 16) for cols in (8, 100, 128, 192, 500)]
+    few = [rmsnorm_kernels.reciprocal_rms(x, 1e-5) for x in rows]
+    monkeypatch.setattr(rmsnorm_kernels, "_FEW", 0)
+    assert all(torch.equal(rmsnorm_kernels.reciprocal_rms(x, 1e-5), r) for x, r in zip(rows, few, strict=True))

@@ -49,9 +49,7 @@ def run(model: Any, **options: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("case", "way"),
     [
-        pytest.param(
-            case, way, marks=[pytest.mark.slow] if n > 1 and m > 2 else []
-        )  # all ways for two families, three for all
+        pytest.param(case, way, marks=[pytest.mark.slow] if n and m > 1 else [])  # all ways for one family, two for all
         for n, case in enumerate(FAMILIES)
         for m, way in enumerate(GENERATE)
     ],
@@ -218,7 +216,10 @@ def test_fp8_weights_are_quantized_once_per_call_and_the_tokens_are_those_of_our
 def test_on_a_gpu_the_tokens_are_those_of_our_own_generate(
     recipe: str, cache: str, build: Callable[..., CausalLM]
 ) -> None:
-    """Equal, or at the first difference a tie within the rounding of BF16."""
+    """Equal, or at the first difference a tie within the rounding of BF16, or of E4M3 where activations are in FP8: the
+    two ways of attention differ in BF16's last bit, which may move an activation by a step of E4M3.
+    """
+    step = 2**-6 if recipe == "bf16" else 2**-3
     shape = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     model = TEModelsForCausalLM.wrap(build(recipe, **shape, **PLACE))
     with torch.no_grad():
@@ -233,7 +234,7 @@ def test_on_a_gpu_the_tokens_are_those_of_our_own_generate(
     for one, other, scores in zip(found.sequences, wanted, torch.stack(found.scores, 1), strict=True):
         if place := (one != other).nonzero().flatten().tolist():
             at = scores[place[0] - 11].float()
-            assert at[one[place[0]]] - at[other[place[0]]] <= 2**-6 * at.abs().max()
+            assert at[one[place[0]]] - at[other[place[0]]] <= step * at.abs().max()
 
 
 def test_recompute_follows_gradient_checkpointing(build: Callable[..., CausalLM]) -> None:

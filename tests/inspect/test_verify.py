@@ -73,6 +73,24 @@ def test_the_head_in_fp8() -> None:
     assert found.ran(found.gemms[-1])
 
 
+def test_linears_under_several_recipes_are_listed_apart() -> None:
+    table = {"*.down_proj": "bf16", "layers.1.mlp.gate_up_proj": "nvfp4", "layers.2.self_attn.o_proj": "current"}
+    found = verify(small("delayed", num_layers_at_end_in_bf16=0, precision=table), 2, 64)
+    listed = {gemm.module: (gemm.in_fp8, gemm.in_bf16) for gemm in found.gemms}
+    assert listed == {
+        "self_attn.qkvg_proj": (2, 1),
+        "self_attn.o_proj": (1, 1),
+        "mlp.gate_up_proj": (1, 1),
+        "mlp.down_proj": (0, 3),
+        "self_attn.o_proj (E4M3/E5M2 Float8CurrentScaling)": (1, 0),
+        "mlp.gate_up_proj (E4M3/E5M2 DelayedScaling)": (1, 0),
+        "lm_head": (0, 1),
+    }
+    ran = {gemm.module: [found.ran_in(gemm, number) for number in range(3)] for gemm in found.gemms}
+    assert ran["mlp.gate_up_proj"] == ["FP4"] * 3 and ran["mlp.gate_up_proj (E4M3/E5M2 DelayedScaling)"] == ["FP8"] * 3
+    assert not found.failures and "E4M3/E5M2 and E2M1 really ran in 6 of 13 linears" in str(found)
+
+
 def test_fp8_that_silently_did_not_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The mistake that people could not see: everything works, in BF16."""
     monkeypatch.setattr(emulated, "autocast", lambda *args, **options: contextlib.nullcontext())

@@ -57,10 +57,9 @@ from te_models.saving.pretrained import weights
         ("qwen3_next", dict(mlp_only_layers=[0, 1, 2]), "num_experts=512 in layer 3"),
         (
             "qwen3_next",
-            dict(layer_types=["full_attention"] * 3 + ["linear_attention"]),
-            "layer 3 is 'linear_attention'",
+            dict(layer_types=["full_attention"] * 3 + ["sliding_attention"]),
+            "layer 3 is 'sliding_attention'",
         ),
-        ("qwen3_next", dict(layer_types=None), "layer 0 is 'linear_attention'"),
         ("llama2", dict(hidden_size=None), "lacks hidden_size"),
         ("smollm3", dict(num_hidden_layers="4"), "num_hidden_layers='4' is not a whole number"),
         ("smollm3", dict(no_rope_layers=[1]), "no_rope_layers has 1 entries"),

@@ -118,8 +118,7 @@ def test_offload_changes_no_bit(recipe: str, mode: str | int) -> None:
     assert model.host_memory.pages > 0
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize(("variant", "mode"), every(2, VARIANTS, ["none", "full"]))
 def test_offload_changes_no_bit_of_other_models(variant: str, mode: str) -> None:
     recipe, options = VARIANTS[variant]
     assert_same(run(build(recipe, True, mode, **options)), plain(recipe, **options))
@@ -295,7 +294,7 @@ def test_an_inner_grad_frees_what_it_does_not_need(mode: str) -> None:
     assert_same(*results)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", every(2, MODES))
 def test_pages_are_reused(mode: str | int) -> None:
     model = build("delayed", True, mode)
     memory = model.host_memory

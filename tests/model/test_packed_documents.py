@@ -11,6 +11,7 @@ from te_models import CausalLM
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document
 from te_models.data.tokenizer import ByteTokenizer
+from te_models.fp8.region import Autocasts
 from te_models.kernels.sdpa import attention_mask
 from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.recompute import Recompute
@@ -117,9 +118,9 @@ def test_positions_count_from_the_start_of_each_document() -> None:
 
     def described(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> ForwardContext:
         recompute = Recompute("none", model.te, model.te_recipe, 4)
-        return forward_context(
-            model.specs, tokens, None, None, documents, recompute, model.kernels, model.fp8_layers, model.dtype
-        )
+        how = (recompute, model.kernels, model.fp8_layers, model.dtype)
+        autocasts = Autocasts(model.te, model.te_recipe, None, {})
+        return forward_context(model.specs, tokens, None, None, documents, *how, autocasts)
 
     together = described(ids, documents)
     for row, place, own in alone(ids):

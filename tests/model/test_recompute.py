@@ -266,8 +266,10 @@ def test_a_third_party_checkpoint_round_a_block_is_refused_where_scales_move(mak
         loss_of(model, 0).backward()
 
 
-@pytest.mark.parametrize("wrapped", ["torch", "torch reentrant", "wrapper"])
-@pytest.mark.parametrize("recipe", ["bf16", "current", "blockwise", "mxfp8"])
+@pytest.mark.parametrize(
+    ("wrapped", "recipe"),
+    every(2, ["torch", "torch reentrant", "wrapper"], ["bf16", "current", "blockwise", "mxfp8"]),
+)
 def test_a_third_party_checkpoint_round_blocks_is_right_elsewhere(make: Make, recipe: str, wrapped: str) -> None:
     traces = []
     for foreign in (False, True):

@@ -44,6 +44,12 @@ SHAPES = {
         embedding_multiplier=4.0,
         rope_interleaved=True,
     ),
+    "hybrid": ModelConfig(
+        **BASE,
+        zero_centered_norm=True,
+        layer_types=("linear_attention",) + ("full_attention",) * (BASE["num_hidden_layers"] - 1),
+        linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
+    ),
     "biases": ModelConfig(
         **BASE,
         norm_position="post",
@@ -67,6 +73,7 @@ CASES += [("elementwise", "bf16", False, {}), ("elementwise", "delayed", False, 
 CASES += [("headwise", "bf16", True, {}), ("headwise", "mxfp8", False, {"lm_head": "fp8"})]
 CASES += [("elementwise", "delayed", True, {"activation_checkpointing": "full"})]
 CASES += [("options", "bf16", True, {}), ("options", "delayed", True, {}), ("options", "mxfp8", False, {})]
+CASES += [("hybrid", "bf16", True, {}), ("hybrid", "delayed", True, {})]
 CASES += [("biases", "bf16", False, {}), ("biases", "delayed", False, {})]
 # How far the losses of five steps may lie apart, relative. Under BF16, FP32 sums in another order: a few of its last
 # bits, 2^-24 = 6e-8. Under FP8 such a bit tips a code now and then; and where a scale is a tensor's, all codes differ,

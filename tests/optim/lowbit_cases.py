@@ -144,9 +144,9 @@ def test_stochastic_rounding_is_unbiased_and_between_neighbors() -> None:
     assert p[0].isnan()
     assert not torch.equal(p[2**15 : 2**16], p[2**16 : 2**15 * 3])  # more than 15 bits of the index count
     for seed, same in ((17, True), (18, False), (2**31 - 1, False)):
-        again, step = before.clone(), dataclasses.replace(STEP, seed=seed)
-        lowbit_triton.update(again, torch.zeros_like(p), *moments, step, stochastic=True)
-        assert torch.equal(again[1:], p[1:]) == same
+        again, *rest = (t[:4096].clone() for t in (before, torch.zeros_like(p), *moments))
+        lowbit_triton.update(again, *rest, dataclasses.replace(STEP, seed=seed), stochastic=True)
+        assert torch.equal(again[1:], p[1:4096]) == same
 
 
 @pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)])
@@ -161,7 +161,8 @@ def test_the_optimizer_trains_through_the_kernel(monkeypatch: pytest.MonkeyPatch
         for model, optimizer in zip(models, found, strict=True):
             monkeypatch.setattr(lowbit, "has_kernel", lambda device, own=model is models[1]: own)
             model(x.to(next(model.parameters()).device)).square().mean().backward()
-            optimizer.step()
+            with torch.compiler.set_stance("force_eager"):  # torchao would compile its update
+                optimizer.step()
     for ours, torchaos in zip(models[1].parameters(), models[0].parameters(), strict=True):
         assert torch.allclose(ours.cpu(), torchaos, rtol=0, atol=3e-4)  # of three updates of about 1e-2
     states = [optimizer.state_dict() for optimizer in found]

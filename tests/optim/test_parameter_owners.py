@@ -171,14 +171,14 @@ def test_pieces_travel_in_every_bit(two: dict[str, Any]) -> None:
 
 
 def test_an_owner_needs_no_second_copy_of_a_large_table(two: dict[str, Any]) -> None:
-    """Beyond the results: what is sent, received and put in place, each of at most BUFFER bytes, and one piece of the
-    round before, which a thread of gloo may not have released yet.
+    """Beyond the results: what is sent, received and put in place, each of at most BUFFER bytes, and pieces of rounds
+    before, which a thread of gloo may not have released yet. A second copy, in BF16, would be 11 times BUFFER.
     """
     large, small = (rows * 64 for rows in ROWS)
     shards = (large + small) // 2 * 2  # bytes of BF16 on each of two ranks
     for (collecting, returning), whole in zip(sorted(two["peaks"]), (4 * small, 4 * large), strict=True):
-        assert whole <= collecting <= whole + 4.1 * BUFFER
-        assert shards <= returning <= shards + 4.1 * BUFFER
+        assert whole <= collecting <= whole + 8 * BUFFER
+        assert shards <= returning <= shards + 8 * BUFFER
 
 
 def test_owners_share_the_state_out(two: dict[str, Any], tmp_path: Path) -> None:

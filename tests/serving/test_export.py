@@ -298,6 +298,44 @@ def test_the_config_says_what_loaders_read(format: str, tmp_path: Path) -> None:
     QuantizationConfig.model_validate(quantization)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current", "bf16"])
+def test_what_the_table_keeps_in_bf16_is_not_quantized(recipe: str, tmp_path: Path) -> None:
+    """Under any recipe, BF16 too; a linear under another recipe is quantized, also one that an edge left out."""
+    table = {"*.down_proj": "bf16", "layers.1.self_attn.*": "bf16", "layers.0.mlp.gate_up_proj": "current"}
+    edges = dict(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0)
+    model = build(recipe, num_hidden_layers=3, precision=table, **edges)
+    exported = model.export(tmp_path / "out", format="fp8-channel")
+    projections = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    wanted = {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"}
+    wanted |= {f"model.layers.{n}.mlp.{name}_proj" for n in (1, 2) for name in ("gate", "up")}
+    wanted |= {f"model.layers.2.{name}" for name in projections}
+    assert set(exported.quantized) == wanted
+    kept = {f"model.layers.{n}.mlp.down_proj" for n in range(3)}
+    kept |= {f"model.layers.{n}.{name}" for n in (0, 1) for name in projections}
+    assert (
+        set(exported.ignored) == kept | {"lm_head"} == set(config_of(tmp_path / "out")["quantization_config"]["ignore"])
+    )
+    back = CausalLM.from_pretrained(tmp_path / "out", device="cpu", dtype=torch.float32)
+    for name in ("layers.1.self_attn.qkvg_proj", "layers.2.mlp.down_proj"):
+        assert_same_bits(name, back.get_submodule(name).weight, model.get_submodule(name).weight)
+
+
+def test_a_linear_under_another_recipe_is_served_as_it_trained(tmp_path: Path) -> None:
+    """Power-of-two scales are those of blockwise; Float8CurrentScaling's, as the model's own, are any."""
+    model = build("current", precision={"layers.1.mlp.down_proj": "blockwise"}, dtype=torch.bfloat16)
+    model.export(tmp_path / "out", format="fp8-block")
+    stored = tensors_of(tmp_path / "out")
+    powers = {
+        name: bool((tensor[tensor > 0].frexp().mantissa == 0.5).all())
+        for name, tensor in stored.items()
+        if name.endswith("weight_scale_inv")
+    }
+    assert powers["model.layers.1.mlp.down_proj.weight_scale_inv"]
+    assert not powers["model.layers.1.mlp.up_proj.weight_scale_inv"]
+    with pytest.raises(UsageError, match="has them for 3 of 4 linears"):
+        build("delayed", precision={"layers.1.mlp.down_proj": "current"}).export(tmp_path / "no", format="fp8-tensor")
+
+
 def test_static_scales_are_the_trained_ones(tmp_path: Path) -> None:
     model = build("delayed", steps=3, amax_history_len=4, amax_compute_algo="max", margin=1)
     for format, part in (("fp8-tensor", "input_scale"), ("nvfp4", "input_global_scale")):

@@ -167,8 +167,7 @@ OURS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("targets", OURS)
-@pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if kind != "qwen3_next"])
+@pytest.mark.parametrize(("kind", "targets"), every(2, [kind for kind in ARCHITECTURES if kind != "qwen3_next"], OURS))
 def test_an_adapter_trained_here_computes_the_same_in_transformers(
     kind: str, targets: str, base: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -57,9 +57,16 @@ RUNS |= {
 }  # fmt: skip
 SPECIAL = {
     "saved": dict(
-        parallel="fsdp", recipe="delayed", dtype="bfloat16", steps=4, save_every=2, mode="selective", enlarge=1
+        parallel="fsdp",
+        recipe="delayed",
+        dtype="bfloat16",
+        steps=4,
+        save_every=2,
+        eval_every=2,
+        mode="selective",
+        enlarge=1,
     ),
-    "saved-ddp": dict(parallel="ddp", recipe="delayed", dtype="bfloat16", steps=4, save_every=2),
+    "saved-ddp": dict(parallel="ddp", recipe="delayed", dtype="bfloat16", steps=4, save_every=2, eval_every=2),
     "resharded": dict(parallel="fsdp", recipe="delayed"),
     "resharded-full": dict(parallel="fsdp", recipe="delayed", mode="full"),
     "resharded-offload": dict(parallel="fsdp", recipe="delayed", offload=True),

@@ -198,3 +198,37 @@ def test_a_run_shows_the_same_prompts_before_and_after(tmp_path: Path, capsys: p
     assert "free on cpu" in " ".join(out.split())
     assert main(["finetune", "--resume", str(tmp_path / "run"), "--steps", "14", "--sample-tokens", "6"]) == 0
     assert "\nbefore\n" not in capsys.readouterr().out
+
+
+def test_an_answer_out_of_time_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(samples, "stream_text", lambda *args, **options: (str(n) for n in range(9)))
+    monkeypatch.setattr(samples.time, "monotonic", lambda: next(clock))
+    model = CausalLM.from_preset("gated-nano", recipe="bf16", **TINY)
+    sampler = samples.Sampler(model, ByteTokenizer(), [samples.Prompt((1, 2), (3,))] * 2, 9, {})
+    assert "".join(sampler.answer(sampler.prompts[0])) == "012345678"
+    sampler.take_at_most(6)  # 3 s for each of the two
+    assert "".join(sampler.answer(sampler.prompts[0])) == "0123..." and sampler.cut
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_samples_of_a_short_run_are_short_unless_asked_for(
+    asked: bool, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    data = tmp_path / "pairs.jsonl"
+    pairs = [dict(prompt=f"number {n:03} is ", completion=f"written {n:03}.") for n in range(120)]
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    CausalLM.from_preset("gated-nano", recipe="bf16", **TINY).save_pretrained(tmp_path / "start")
+    given = [
+        "--model",
+        str(tmp_path / "start"),
+        "--data",
+        str(data),
+        "--recipe",
+        "bf16",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    given += ["--steps", "1", "--seq-len", "64", "--batch-size", "1", "--device", "cpu", "--eval-every", "0"]
+    assert main(["finetune", *given, *(["--sample-tokens", "40"] if asked else [])]) == 0
+    assert ("samples take at most a tenth" in " ".join(capsys.readouterr().out.split())) != asked

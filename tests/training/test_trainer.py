@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import io
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits
+from fewer import every, some
 from rich.console import Console
 
 from te_models import CausalLM, list_recipes
@@ -177,12 +179,8 @@ def test_a_run_in_python_replaces_no_other(tmp_path: Path) -> None:
 
 
 TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
-EXACT: list[Any] = [  # all modes under one recipe, each recipe in one mode; the others are slow
-    pytest.param(recipe, mode, False, marks=[] if recipe == "delayed" or n % 4 == m else [pytest.mark.slow])
-    for n, recipe in enumerate(list_recipes())
-    for m, mode in enumerate(("none", "selective", "full", 2))
-]
-EXACT += [(recipe, mode, True) for recipe, mode in zip(PRIMARY, ("none", "selective", "full", 2), strict=True)]
+EXACT = every(4, list_recipes(), ("none", "selective", "full", 2), (False,))
+EXACT += some(2, zip(PRIMARY, ("none", "selective", "full", 2), itertools.repeat(True)))
 
 
 @pytest.mark.parametrize("recipe, mode, fp8_params", EXACT)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -26,6 +27,7 @@ from torch.nn.functional import pad
 from te_models.device.measured import once
 
 LANES = 32
+_FEW = 2**13  # elements of a step of generation
 _TUNED = (512, 768, 1024, 2048, 4096, 8192)
 _GENERAL = {"forward": (128, 512, 1024, 2048, 8192), "backward": (128, 512, 1024, 2048, 4096)}
 _ONE_WARP = {"forward": 2048, "backward": 1024}  # the largest kernel that gives a row to one warp; else four
@@ -105,7 +107,7 @@ def reciprocal_rms(x: Tensor, eps: float) -> Tensor:
         return torch.rsqrt(x.float().square().mean(dim=1, keepdim=True) + eps)
     kernel, cols, wide = Kernel.of("forward", x), x.shape[1], x.float()
     if not kernel.tuned:
-        sums = kernel.row_sum(_dot(kernel, wide, wide))
+        sums = _squares_of_few_rows(kernel, wide) if _is_few(kernel, x) else kernel.row_sum(_dot(kernel, wide, wide))
         return torch.rsqrt(_fma(sums, _reciprocal(cols, x), sums.new_full((), eps)))
     per_warp = cols // kernel.warps
     by_warp = (x.shape[0], kernel.warps, LANES)
@@ -168,6 +170,30 @@ def _dot(kernel: Kernel, a: Tensor, b: Tensor) -> Tensor:
         part = part if part.shape[1] == p.shape[1] else sums[:, : p.shape[1]]
         _add_product(part, p, q)
     return sums
+
+
+def _is_few(kernel: Kernel, x: Tensor) -> bool:
+    """Return whether the calls of torch would cost more than the numbers: in a step of generation on a CPU."""
+    one_warp = kernel.warps * kernel.blocks == 1
+    return (
+        one_warp and x.numel() <= _FEW and x.dtype != torch.float32 and x.is_cpu and not torch.compiler.is_compiling()
+    )
+
+
+def _squares_of_few_rows(kernel: Kernel, wide: Tensor) -> Tensor:
+    """Return the sums of squares [T, 1] in the order of a kernel with one warp per row, by NumPy.
+
+    Squares of BF16 and FP16 numbers are FP32 numbers, so that adding them rounds as an FMA does. (Some below 2^-126 are
+    not; eps hides them.)
+    """
+    rows, cols = wide.shape
+    squares = np.zeros((rows, kernel.size), np.float32)
+    np.square(wide.numpy(), out=squares[:, :cols])
+    steps = squares.reshape(rows, -1, LANES, kernel.width).transpose(1, 3, 0, 2).reshape(-1, rows, LANES)
+    sums = np.add.accumulate(steps)[-1]
+    while sums.shape[-1] > 1:
+        sums = sums[:, ::2] + sums[:, 1::2]
+    return torch.from_numpy(sums)
 
 
 def _sequence(terms: Iterable[Tensor]) -> Tensor:

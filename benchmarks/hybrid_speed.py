@@ -1,0 +1,265 @@
+"""Hybrids beside transformers: forward and backward, memory, the recurrence's share, and decoding, in one process.
+
+    python benchmarks/hybrid_speed.py --out benchmarks/results/hybrid_h200.json     # on a GPU, about 3 minutes
+    python benchmarks/hybrid_speed.py --tiny                                        # anywhere: does it work?
+
+Two shapes, Qwen3.5-2B and four layers of Qwen3.5-9B, with random weights, at 4 x 4,096 and 1 x 32,768 tokens. Ours runs
+as `Trainer` runs it, as one CUDA graph; transformers in BF16 with flash-linear-attention and torch.compile. Times are
+medians of CUDA events, peaks those of PyTorch's allocator above what was there before. Ratios are within this process.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib.metadata
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+from te_models import CausalLM, ModelConfig, get_preset
+from te_models.config.deltanet import DeltaNetSpec
+from te_models.files.atomic import first_line
+from te_models.inspect.environment import environment
+from te_models.interop.hf_families import family_for
+from te_models.kernels.delta_rule import delta_rule, delta_rule_kernel
+from te_models.training.cuda_graph import GraphedStep
+
+SHAPES = {"2b": ("qwen3.5-2b", 24), "9b-wide": ("qwen3.5-9b", 4)}
+ROWS = ((4, 4096), (1, 32768))
+RECIPES = ("bf16", "current", "delayed")
+TINY: dict[str, Any] = dict(
+    vocab_size=288, hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+    linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
+)  # fmt: skip
+WARM_UP, TIMED = 5, 7
+
+
+@click.command()
+@click.option("--tiny", is_flag=True, help="Shrunken shapes: a test of this program, not a measurement.")
+@click.option("--shapes", default=",".join(SHAPES), show_default=True)
+@click.option("--seconds", default=420.0, show_default=True, help="No variant starts after this many.")
+@click.option("--decode/--no-decode", default=True, help="Measure generation at batch 1 too.")
+@click.option("--out", type=click.Path(path_type=Path), help="JSON file, written after every variant.")
+def main(tiny: bool, shapes: str, seconds: float, decode: bool, out: Path | None) -> None:
+    """Measure everything and print one line per variant."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not tiny:
+        raise click.UsageError("there is no CUDA device here: use --tiny to try the program")
+    begun = time.monotonic()
+    result: dict[str, Any] = {"environment": environment() | packages(), "rows": [], "skipped": []}
+    result["environment"]["delta rule"] = delta_rule_kernel(device, torch.bfloat16)
+    for shape in shapes.split(","):
+        config = shape_of(shape, tiny)
+        variants: dict[str, Callable[[], dict[str, Any]]] = {}
+        for batch, seq in [(2, 70)] if tiny else ROWS:
+            size = (config, batch, seq, device)
+            for recipe in RECIPES:
+                variants[f"{shape} {batch}x{seq} {recipe}"] = functools.partial(ours, *size, recipe)
+            variants[f"{shape} {batch}x{seq} transformers"] = functools.partial(theirs, *size)
+            variants[f"{shape} {batch}x{seq} recurrence"] = functools.partial(recurrence, *size)
+        if decode and shape == "2b":
+            for name in (*RECIPES, "transformers"):
+                variants[f"{shape} decode {name}"] = functools.partial(
+                    decoding, config, device, name, 4 if tiny else 64
+                )
+        for name, run in variants.items():
+            if time.monotonic() - begun > seconds:
+                result["skipped"].append(name)
+                continue
+            row = {"name": name, **attempt(run)}
+            result["rows"].append(row)
+            click.echo(json.dumps(row))
+            result["ratios"] = ratios(result["rows"])
+            result["seconds"] = time.monotonic() - begun
+            if out is not None:
+                out.write_text(json.dumps(result, indent=1) + "\n")
+    click.echo(json.dumps({"ratios": result.get("ratios"), "skipped": result["skipped"]}, indent=1))
+
+
+def packages() -> dict[str, str]:
+    """Return the versions of the packages that this compares with."""
+    found = {}
+    for package in ("transformers", "flash-linear-attention", "fla-core", "causal-conv1d"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def shape_of(name: str, tiny: bool) -> ModelConfig:
+    """Return the config of a shape, with as many layers as it is measured with."""
+    preset, layers = SHAPES[name]
+    layers = 4 if tiny else layers
+    types = get_preset(preset).layer_types
+    assert types is not None
+    return get_preset(preset, num_hidden_layers=layers, layer_types=types[:layers], **(TINY if tiny else {}))
+
+
+def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `run` measured, or the first line of its error; frees the device's memory."""
+    try:
+        return run()
+    except (RuntimeError, ImportError, ValueError) as error:
+        return {"error": f"{type(error).__name__}: {first_line(error)}"}
+    finally:
+        gc.collect()
+        torch._dynamo.reset()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def tokens(config: ModelConfig, batch: int, seq: int, device: torch.device) -> Tensor:
+    """Return random ids [batch, seq]."""
+    made = torch.Generator().manual_seed(0)
+    return torch.randint(0, config.vocab_size, (batch, seq), generator=made).to(device)
+
+
+def measured(step: Callable[[], Any], device: torch.device, before: int) -> dict[str, Any]:
+    """Return the median milliseconds of a step, and the peak of memory above `before`."""
+    for _ in range(WARM_UP if device.type == "cuda" else 1):
+        step()
+    if device.type == "cpu":
+        started = time.perf_counter()
+        step()
+        return {"ms": 1e3 * (time.perf_counter() - started)}
+    times = []
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(TIMED):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return {"ms": statistics.median(times), "all_ms": times, "peak_gib": (peak() - before) / 2**30}
+
+
+def peak() -> int:
+    """Return the most bytes that were allocated on the GPU since the counter was reset."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def held() -> int:
+    """Return the bytes that are allocated on the GPU."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def ours(config: ModelConfig, batch: int, seq: int, device: torch.device, recipe: str) -> dict[str, Any]:
+    """Measure te-models under a recipe."""
+    before = held()
+    torch.manual_seed(0)
+    model = CausalLM(config, recipe=recipe, device=device).train()
+    ids = tokens(config, batch, seq, device)
+    if device.type == "cpu":
+        return measured(lambda: model(ids, labels=ids, return_logits=False).loss.backward(), device, before)
+    graphed = GraphedStep(model)
+    found = measured(lambda: graphed(input_ids=ids, labels=ids), device, before)
+    found |= {"graph": graphed.graph is not None, "loss": graphed(input_ids=ids, labels=ids).item()}
+    graphed.close()
+    return found
+
+
+def their_model(config: ModelConfig, device: torch.device) -> Any:
+    """Return transformers' model of this shape with random weights, in BF16."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    family = family_for(config)
+    fields = {key: value for key, value in family.write(config).items() if key != "architectures"}
+    made = CONFIG_MAPPING[family.model_type](**fields, dtype="bfloat16")
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16, attn_implementation="sdpa")
+
+
+def theirs(config: ModelConfig, batch: int, seq: int, device: torch.device) -> dict[str, Any]:
+    """Measure transformers, compiled."""
+    before = held()
+    model = their_model(config, device).train()
+    model.config.use_cache = False
+    run = torch.compile(model) if device.type == "cuda" else model
+    ids = tokens(config, batch, seq, device)
+
+    def step() -> None:
+        run(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+    return measured(step, device, before)
+
+
+def recurrence(config: ModelConfig, batch: int, seq: int, device: torch.device) -> dict[str, Any]:
+    """Measure the delta rule alone, forward and backward, times the layers that have one."""
+    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, DeltaNetSpec)]
+    sizes = mixers[0].sizes
+    shapes = [(sizes.num_key_heads, sizes.key_head_dim)] * 2 + [(sizes.num_value_heads, sizes.value_head_dim)]
+    made: dict[str, Any] = dict(device=device, requires_grad=True)
+    q, k, v = (torch.randn(batch, seq, *shape, dtype=torch.bfloat16, **made) for shape in shapes)
+    gates = torch.rand(batch, seq, sizes.num_value_heads, device=device)
+    g, beta = (-gates).requires_grad_(), gates.clone().requires_grad_()
+    slope = torch.randn_like(v)
+    leaves = (q, k, v, g, beta)
+
+    def step() -> None:
+        torch.autograd.grad(delta_rule(*leaves)[0], leaves, slope)
+
+    one = measured(step, device, held())
+    return {"ms": one["ms"] * len(mixers), "layers": len(mixers), "ms_per_layer": one["ms"]}
+
+
+def decoding(config: ModelConfig, device: torch.device, name: str, count: int) -> dict[str, Any]:
+    """Measure tokens/s at batch 1, from the slope between a short and a long generation."""
+    prompt = tokens(config, 1, 16, device)
+    if name == "transformers":
+        model = their_model(config, device).eval()
+        model.generation_config.eos_token_id = None
+
+        def run(new: int) -> None:
+            model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False)
+    else:
+        own = CausalLM(config, recipe=name, device=device).eval()
+
+        def run(new: int) -> None:
+            own.generate(prompt, new, eos_token_id=())
+
+    times = []
+    for new in (count, count, 3 * count):
+        started = time.perf_counter()
+        run(new)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return {"tokens_per_s": 2 * count / (times[2] - times[1])}
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how many times faster each recipe is than transformers and than our BF16, and its peak beside theirs."""
+    by_name = {row["name"]: row for row in rows if "error" not in row}
+    found: dict[str, Any] = {}
+    for name, row in by_name.items():
+        place, _, variant = name.rpartition(" ")
+        if variant not in RECIPES:
+            continue
+        for other in ("transformers", "bf16"):
+            beside = by_name.get(f"{place} {other}")
+            if beside is None or beside is row:
+                continue
+            if "ms" in row:
+                found[f"{name} speed over {other}"] = beside["ms"] / row["ms"]
+            else:
+                found[f"{name} speed over {other}"] = row["tokens_per_s"] / beside["tokens_per_s"]
+            if "peak_gib" in row:
+                found[f"{name} peak over {other}"] = row["peak_gib"] / beside["peak_gib"]
+        if "ms" in row and (alone := by_name.get(f"{place} recurrence")) is not None:
+            found[f"{name} share of the recurrence"] = alone["ms"] / row["ms"]
+    return found
+
+
+if __name__ == "__main__":
+    main()

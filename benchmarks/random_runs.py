@@ -1,0 +1,240 @@
+"""Runs of the command line with options paired at random, on one GPU or two: each must end well, with the losses of the
+plain run of its model, data and recipe.
+
+    python benchmarks/random_runs.py --count 60 --seed 1 --out benchmarks/results/random_runs_h200.json
+    python benchmarks/random_runs.py --count 4 --tiny        # anywhere: does it work?
+
+A group of runs shares a shape (heads of 32 to 256 channels, grouped queries, windows, gates, norms), a length, a form
+of data and perhaps adapters; its runs differ in options that change no number beyond the order of sums. Some are killed
+at their first checkpoint and resumed, and some exported, and the export evaluated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+RECIPES = ("bf16", "delayed", "current", "blockwise")
+PER_GROUP = 10  # runs, beside one plain run per recipe
+# How far losses of the same run may lie apart: the order of sums, and under FP8 the codes that it changes.
+BOUNDS = dict(bf16=0.005, delayed=0.02, current=0.02, blockwise=0.02)
+
+
+@dataclass
+class Run:
+    """One run: its options, and what came of it."""
+
+    group: int
+    recipe: str
+    options: list[str]
+    world: int = 1
+    resumed: bool = False
+    export: str = ""
+    code: int = 0
+    said: str = ""
+    losses: list[float] = field(default_factory=list)
+    off: float = 0.0  # the largest relative difference from the plain run
+    export_off: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def refused(self) -> bool:
+        """Whether it ended with one line on what to do."""
+        return self.code in (1, 2) and "te-models" in self.said and "Traceback" not in self.said
+
+    @property
+    def good(self) -> bool:
+        """Whether it did what a plain run does."""
+        return self.code == 0 and max(self.off, self.export_off) <= BOUNDS[self.recipe]
+
+
+def draw_group(rng: random.Random, tiny: bool) -> list[str]:
+    """Return the options that the runs of a group share."""
+    dim = rng.choice((32, 64, 80, 96, 128, 192, 256))
+    keys = rng.choice((1, 2, 4))
+    heads = keys * rng.choice((1, 2, 3))
+    length, rows, width = (48, 2, 64) if tiny else (rng.choice((129, 384, 521, 1000)), 12, rng.choice((512, 768)))
+    shape = dict(
+        hidden_size=width, intermediate_size=3 * width, num_hidden_layers=4, num_attention_heads=heads,
+        num_key_value_heads=keys, head_dim=dim, attention_gate=rng.choice(("elementwise", "headwise", "none")),
+    )  # fmt: skip
+    options = ["--preset", "gated-124m", *(f"--{name.replace('_', '-')}={value}" for name, value in shape.items())]
+    if rng.random() < 0.3:
+        options += ["--sliding-window", str(length // 3)]
+    if rng.random() < 0.4:
+        options += ["--qk-norm"]
+    if rng.random() < 0.3:
+        options += ["--norm-position", rng.choice(("post", "both"))]
+    if rng.random() < 0.3:
+        options += ["--hidden-act", "gelu_pytorch_tanh"]
+    options += [
+        "--seq-len",
+        str(length),
+        "--batch-size",
+        str(rows),
+        "--packing",
+        rng.choice(("stream", "documents", "none")),
+    ]
+    steps = ["--steps", "4" if tiny else "12", "--eval-every", "4" if tiny else "6", "--eval-batches", "2"]
+    return [*options, *steps, "--sample-tokens", "0", "--no-keep-best", "--schedule", "constant", "--warmup-steps", "2"]
+
+
+def draw_run(rng: random.Random, group: int, rows: int, gpus: int, tiny: bool) -> Run:
+    """Return a run with options that change no number."""
+    options: list[str] = []
+    mode = ["--activation-checkpointing", rng.choice(("selective", "full", "2"))]
+    for share, given in (
+        (0.5, mode), (0.2, ["--activation-offload"]), (0.3, ["--no-cuda-graph"]), (0.3, ["--no-compile"]),
+        (0.3, ["--deterministic"]), (0.3, ["--optimizer-offload"]), (0.5, ["--save-every", rng.choice("135")]),
+        (0.3, ["--fp8-params"]), (0.2, ["--no-cache-fp8-weights"]), (0.2, ["--data-workers", "0"]),
+    ):  # fmt: skip
+        options += given if rng.random() < share else []
+    if rng.random() < 0.3:
+        parts = rng.choice([n for n in (2, 3) if rows % n == 0] or [1])
+        options += ["--gradient-accumulation", str(parts), "--batch-size", str(rows // parts)]
+    world = rng.choice((1, 1, 2)) if gpus > 1 and not tiny else 1
+    if world == 2:
+        options += ["--parallel", rng.choice(("ddp", "fsdp", "auto"))]
+    export = rng.choice(("fp8-block", "fp8-channel", "bf16")) if rng.random() < 0.3 else ""
+    return Run(group, rng.choice(RECIPES), options, world, rng.random() < 0.3, export)
+
+
+def call(arguments: list[str], world: int, gpu: int) -> subprocess.CompletedProcess[str]:
+    """Run te-models in a process of its own, or in two."""
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "0,1" if world == 2 else str(gpu),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if world == 2 else []
+    command = [sys.executable, *launcher, "-m", "te_models", *arguments]
+    try:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    except subprocess.TimeoutExpired as late:
+        return subprocess.CompletedProcess(command, 124, "", f"timeout {late.stderr!r:.300}")
+
+
+def train(run: Run, shared: list[str], folder: Path, gpu: int) -> Run:
+    """Run it, with its resume and export, and note what came of it."""
+    begun = time.monotonic()
+    out = str(folder)
+    arguments = ["pretrain", *shared, "--recipe", run.recipe, *run.options, "--out", out]
+    done = call([*arguments, *(["--steps", "3"] if run.resumed else [])], run.world, gpu)
+    if run.resumed and done.returncode == 0:
+        done = call([*arguments[:-2], "--resume", out], run.world, gpu)
+    run.code, run.said = done.returncode, done.stderr[-1500:] if done.returncode else ""
+    if run.code == 0:
+        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        run.losses = [row["loss"] for row in rows if "loss" in row]
+        if run.export:
+            run.export_off = exported(run, out, gpu)
+    run.seconds = round(time.monotonic() - begun, 1)
+    return run
+
+
+def exported(run: Run, out: str, gpu: int) -> float:
+    """Return how far the loss of the run's export lies from the run's own, both evaluated anew in BF16."""
+    found = []
+    done = call(["export", "--model", out, "--format", run.export, "--out", f"{out}/export"], 1, gpu)
+    for model in (out, f"{out}/export"):
+        if done.returncode == 0:
+            done = call(
+                [
+                    "evaluate",
+                    "--model",
+                    model,
+                    "--recipes",
+                    "bf16",
+                    "--max-batches",
+                    "2",
+                    "--seq-len",
+                    "128",
+                    "--data",
+                    "README.md",
+                    "--json",
+                ],
+                1,
+                gpu,
+            )
+            found.append(json.loads(done.stdout)["losses"][0]["loss"] if done.returncode == 0 else 0.0)
+    if done.returncode:
+        run.code, run.said = done.returncode, f"export: {done.stderr[-1500:]}"
+        return 0.0
+    return abs(found[1] / found[0] - 1)
+
+
+def compared(run: Run, plain: Run) -> Run:
+    """Note how far the losses of a run lie from those of the plain run of its group and recipe."""
+    pairs = list(zip(run.losses, plain.losses, strict=False))
+    same = len(run.losses) == len(plain.losses) > 0
+    run.off = max(abs(one / other - 1) for one, other in pairs) if same else 9.0
+    return run
+
+
+def main() -> int:
+    """Draw, run, compare and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=12)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    rng, groups, runs = random.Random(given.seed), [], []
+    for group in range(-(-given.count // PER_GROUP)):
+        groups.append(draw_group(rng, given.tiny))
+        rows = int(groups[-1][groups[-1].index("--batch-size") + 1])
+        count = min(PER_GROUP, given.count - group * PER_GROUP)
+        drawn = [draw_run(rng, group, rows, given.gpus, given.tiny) for _ in range(count)]
+        plain = [Run(group, recipe, []) for recipe in sorted({run.recipe for run in drawn})]
+        runs += [*plain, *drawn]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
+        jobs = [
+            pool.submit(train, run, groups[run.group], Path(folder, str(n)), n % given.gpus)
+            for n, run in enumerate(runs)
+        ]
+        runs = [job.result() for job in jobs]
+    plains = {(run.group, run.recipe): run for run in reversed(runs)}  # the first of each
+    drawn = [compared(run, plains[run.group, run.recipe]) for run in runs if run is not plains[run.group, run.recipe]]
+    failures = [run for run in drawn if not run.good and not run.refused]
+    failures += [run for run in plains.values() if run.code and not run.refused]
+    for run in [*failures, *(run for run in runs if run.refused)]:
+        print("refused" if run.refused else "BAD", json.dumps(asdict(run)), " ".join(groups[run.group]), flush=True)
+    result = summary(given, groups, drawn, failures)
+    print(json.dumps({name: value for name, value in result.items() if name != "groups"}, indent=1))
+    if given.out:
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if failures else 0
+
+
+def summary(
+    given: argparse.Namespace, groups: list[list[str]], drawn: list[Run], failures: list[Run]
+) -> dict[str, Any]:
+    """Return what is committed of a run of this file."""
+    import torch
+
+    from te_models.inspect.environment import environment
+
+    good = [run for run in drawn if run.good]
+    return dict(
+        environment=environment() if torch.cuda.is_available() else {"torch": torch.__version__}, seed=given.seed,
+        gpus=given.gpus, runs=len(drawn), bad=len(failures), refused=sum(run.refused for run in drawn),
+        resumed=sum(run.resumed for run in good), exported=sum(bool(run.export) for run in good),
+        largest_difference={r: max((run.off for run in good if run.recipe == r), default=0.0) for r in RECIPES},
+        largest_difference_of_exports=max((run.export_off for run in good), default=0.0),
+        groups=[" ".join(group) for group in groups],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Gated DeltaNet as data: linear attention whose state is a matrix (Yang et al. 2024, arXiv 2412.06464). No torch.
+
+    qkvz_proj.weight  [q: Kd | k: Kd | v: Vd | z: Vd]
+    ba_proj.weight    [b: value heads | a: value heads]
+    conv1d.weight     [2 Kd + Vd, 1, taps]
+
+Kd is the channels of all key heads, Vd those of all value heads. Each key head serves
+the same number of consecutive value heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
+
+from te_models.config.chunk_sizes import FP32
+from te_models.config.layer import LinearSpec, MixerSpec, Section, Step, Tape
+from te_models.errors import ConfigError, NamedFields, documented
+
+if TYPE_CHECKING:
+    from te_models.config.model import ModelConfig
+
+CHUNK = 64  # tokens that te_models.kernels.delta_rule computes at once
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig(NamedFields):
+    """The sizes of Gated DeltaNet layers, under Hugging Face's names without their prefix `linear_`.
+
+    Raises:
+        ConfigError: a size is no positive whole number, or the value heads are no multiple of the key heads.
+    """
+
+    num_key_heads: int = documented(16, "Heads of queries and keys.")
+    num_value_heads: int = documented(32, "Heads of values, a multiple of the key heads.")
+    key_head_dim: int = documented(128, "Channels per head of queries and keys.")
+    value_head_dim: int = documented(128, "Channels per head of values.")
+    conv_kernel_dim: int = documented(4, "Tokens that the causal convolution sees.")
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ConfigError(f"linear_attention.{name}={size!r} is not a size: give a positive whole number")
+        if self.num_value_heads % self.num_key_heads:
+            raise ConfigError(
+                f"linear_attention.num_value_heads={self.num_value_heads} is not a multiple of "
+                f"num_key_heads={self.num_key_heads}"
+            )
+
+    @property
+    def key_size(self) -> int:
+        """Channels of all key heads."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Channels of all value heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def mixed_size(self) -> int:
+        """Channels that the convolution mixes with those of earlier tokens: q, k and v."""
+        return 2 * self.key_size + self.value_size
+
+
+@dataclass(frozen=True)
+class DeltaNetSpec(MixerSpec):
+    """out_proj(RMSNorm(o) * silu(z)), o the output of the gated delta rule on act(conv(q, k, v)).
+
+    Attributes:
+        sizes: of this rank's heads.
+        activation: of the convolution's output, as ModelConfig.hidden_act.
+    """
+
+    sizes: DeltaNetConfig
+    activation: str = "silu"
+
+    name: ClassVar[str] = "linear_attn"
+    title: ClassVar[str] = "linear attention"
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> DeltaNetSpec:
+        """Return the linear attention of this layer."""
+        assert config.linear_attention is not None
+        return cls(config.hidden_size, config.linear_attention, config.hidden_act)
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """qkvz_proj, ba_proj and out_proj."""
+        keys, values, heads = self.sizes.key_size, self.sizes.value_size, self.sizes.num_value_heads
+        mixed = Section("q", keys, keys), Section("k", keys, keys), Section("v", values, values)
+        # Logits of gates, one per head, which are kept in high precision: their error grows with the length.
+        logits = Section("b", heads, heads, "gate"), Section("a", heads, heads, "gate")
+        out = (Section("out", self.hidden_size, self.hidden_size),)
+        return (
+            LinearSpec("qkvz_proj", self.hidden_size, (*mixed, Section("z", values, values)), "column"),
+            LinearSpec("ba_proj", self.hidden_size, logits, "column", fp8=False),
+            LinearSpec("out_proj", values, out, "row", residual=True),
+        )
+
+    @property
+    def vectors(self) -> Mapping[str, int]:
+        """The convolution's taps, the two parameters of the decay, and the norm of each value head."""
+        sizes, heads = self.sizes, self.sizes.num_value_heads
+        taps = sizes.mixed_size * sizes.conv_kernel_dim
+        return MappingProxyType({"conv1d": taps, "A_log": heads, "dt_bias": heads, "norm": sizes.value_head_dim})
+
+    @property
+    def features(self) -> Mapping[str, int]:
+        """The residual stream, all value heads, and the rows of qkvz_proj."""
+        heads = {"num_value_heads * value_head_dim": self.sizes.value_size, "q, k, v and z": self.linears[0].outputs}
+        return {"hidden_size": self.hidden_size, **heads}
+
+    @property
+    def divided(self) -> Mapping[str, int]:
+        """The key heads, with the value heads that each serves."""
+        return {"linear_attention.num_key_heads": self.sizes.num_key_heads}
+
+    def local(self, ranks: int) -> DeltaNetSpec:
+        """Return the linear attention of one rank's heads."""
+        keys, values = self.sizes.num_key_heads // ranks, self.sizes.num_value_heads // ranks
+        return dataclasses.replace(
+            self, sizes=dataclasses.replace(self.sizes, num_key_heads=keys, num_value_heads=values)
+        )
+
+    @property
+    def divided_vectors(self) -> Mapping[str, tuple[Section, ...]]:
+        """The taps of the channels and the decays of the heads that a rank has."""
+        heads = (Section("heads", self.sizes.num_value_heads, self.sizes.num_value_heads),)
+        mixed = self.linears[0].sections[:3]
+        return MappingProxyType({"conv1d.weight": mixed, "A_log": heads, "dt_bias": heads})
+
+    def flops(self, tokens: int, length: int) -> float:
+        """Return those of the te.Linears, of the convolution, and of the delta rule in chunks.
+
+        Per token and value head a chunk of C tokens has the products k k^T and q k^T, the triangular solve of v and k,
+        its product with the values, and three products with the state: C (2 dk + (dk + dv) / 2 + dv) + 3 dk dv
+        multiplications.
+        """
+        sizes = self.sizes
+        chunk, k, v = min(CHUNK, length), sizes.key_head_dim, sizes.value_head_dim
+        rule = chunk * (2 * k + (k + v) / 2 + v) + 3 * k * v
+        conv = sizes.mixed_size * sizes.conv_kernel_dim
+        return super().flops(tokens, length) + 2.0 * tokens * (conv + sizes.num_value_heads * rule)
+
+    def state_bytes(self, batch: int, slots: int, element: int) -> int:
+        """Return the bytes of the convolution's last inputs, and of the FP32 state; the length changes nothing."""
+        sizes = self.sizes
+        tail = (sizes.conv_kernel_dim - 1) * sizes.mixed_size * element
+        return batch * (tail + sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim * FP32)
+
+    # The memory of a training step. T tokens, N rows.
+
+    def steps(self, tape: Tape) -> list[Step]:
+        """Return qkvz_proj, ba_proj, the convolution, the gates, the delta rule, norm, output gate and out_proj."""
+        into, ba, out = self.linears
+        sizes, heads = self.sizes, self.sizes.num_value_heads
+        whole, logits = (tape.rows * linear.outputs * tape.element for linear in (into, ba))
+        mixed, value = (tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.value_size))
+        gates = 2 * tape.tokens * heads * FP32
+        taps = sizes.mixed_size * sizes.conv_kernel_dim * tape.element
+        # ba_proj saves the input of both, unquantized under any recipe; the gradient of qkvz_proj is added to its own.
+        first = tape.linear(into, shared=True)
+        first = first._replace(produces=0, scratch=first.scratch + first.produces)
+        return [
+            first,
+            tape.linear(ba),
+            Step("split of q, k, v, z", consumes=mixed + value, produces=whole),
+            # The convolution reads q, k and v, the output gate z: views of the output of qkvz_proj.
+            Step("convolution", whole, consumes=mixed, produces=mixed, weights=taps),
+            Step("gates", logits, consumes=gates, produces=logits, weights=2 * heads * tape.element),
+            self._rule(tape),
+            Step(
+                "norm", value + tape.tokens * heads * FP32, consumes=value, produces=value,
+                weights=sizes.value_head_dim * tape.element,
+            ),
+            Step("output gate", value, consumes=tape.rows * sizes.value_size * tape.element, produces=2 * value),
+            tape.linear(out),
+        ]  # fmt: skip
+
+    def _rule(self, tape: Tape) -> Step:
+        """Return the delta rule, which saves its inputs; on a GPU also what te_models.kernels.delta_rule calls saves.
+
+        That is the lengths of queries and keys, and per token, value head and token of its chunk an element of the
+        inverse of the chunk's system. Its backward computes the states [d_k, d_v] of all chunks anew, and their
+        gradients. The plain version computes all of a row in FP32.
+        """
+        sizes, heads = self.sizes, self.sizes.num_value_heads
+        mixed, value = (tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.value_size))
+        gates = 2 * tape.tokens * heads * FP32
+        chunk = min(CHUNK, tape.seq_len)
+        state = tape.tokens // chunk * heads * sizes.key_head_dim * sizes.value_head_dim
+        between = tape.tokens * heads * chunk
+        if tape.cuda and tape.element < FP32:
+            keys = tape.tokens * heads * sizes.key_head_dim * tape.element  # of each value head
+            saved = mixed + gates + 2 * tape.tokens * sizes.num_key_heads * FP32 + between * tape.element
+            scratch = 2 * state * tape.element + 3 * value + 4 * keys + between * tape.element
+        else:
+            width = 4 * sizes.key_head_dim + 4 * sizes.value_head_dim
+            saved = mixed + gates
+            scratch = (tape.tokens * heads * width + 4 * between + 2 * state) * FP32
+        return Step("delta rule", saved, consumes=value, produces=mixed + gates, scratch=scratch)

@@ -1,0 +1,85 @@
+"""The precision of every te.Linear of a model, with the reason: the one place that decides it. No torch.
+
+In this order, of which the last that applies decides: the recipe itself; its edges (`num_layers_at_start_in_bf16`,
+`num_layers_at_end_in_bf16`, `lm_head`); the patterns of its table `precision`, from first to last; and a linear that is
+BF16 by its nature (LinearSpec.fp8) stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from te_models.config.layer import LayerSpec, LinearSpec, named_linears
+from te_models.config.recipe import Recipe
+from te_models.errors import ConfigError, unknown
+
+HEAD = "lm_head"
+
+
+class Precision(NamedTuple):
+    """What one te.Linear runs in.
+
+    recipe: the recipe, the model's own or another; None: BF16, or whatever dtype the model has.
+    reason: why, in a few words.
+    stays: whether it is BF16 under any recipe, because an edge, a pattern or its nature says so: exports for servers
+        leave it as it is.
+    """
+
+    recipe: Recipe | None
+    reason: str
+    stays: bool = False
+
+
+def precisions(recipe: Recipe, layers: tuple[LayerSpec, ...]) -> dict[str, Precision]:
+    """Return the precision of every te.Linear by its name in the model, "lm_head" among them, in forward order.
+
+    Raises:
+        ConfigError: a pattern of the recipe matches no te.Linear, or asks for FP8 where only BF16 is possible.
+    """
+    linears = dict(named_linears(layers))
+    found = {name: _by_edges(recipe, len(layers), name) for name in (*linears, HEAD)}
+    able = {name for name in found if name == HEAD or linears[name].fp8}
+    for pattern, value in recipe.precision.items():
+        matches = [name for name in found if fnmatchcase(name, pattern)]
+        chosen = Precision(recipe.called(value), f"pattern {pattern!r}")
+        chosen = chosen._replace(stays=chosen.recipe is None)
+        if not matches:
+            raise _unknown_pattern(pattern, linears)
+        if chosen.recipe is not None and not able.intersection(matches):
+            raise ConfigError(f"precision[{pattern!r}]={value!r}: {matches[0]} is BF16 by nature: leave it out")
+        found |= dict.fromkeys(matches, chosen)
+    return found | {name: Precision(None, "by nature", True) for name in found if name not in able}
+
+
+def _by_edges(recipe: Recipe, layers: int, name: str) -> Precision:
+    """Return the precision that the recipe and its edges give a te.Linear."""
+    own = recipe.called(recipe.name)
+    if name == HEAD:
+        inside = recipe.lm_head == "fp8"
+        return Precision(own if inside else None, f"lm_head = {recipe.lm_head!r}", not inside)
+    depth, inner = int(name.split(".")[1]), recipe.inner_layers(layers)
+    if depth not in inner:
+        end = "start" if depth < inner.start else "end"
+        field = f"num_layers_at_{end}_in_bf16"
+        reason = f"{field} = {recipe.edges[field]}" if own is not None else f"recipe = {recipe.name!r}"
+        return Precision(None, reason, True)
+    return Precision(own, f"recipe = {recipe.name!r}" if own is None else f"inside the autocast of {recipe.name!r}")
+
+
+def _unknown_pattern(pattern: str, linears: dict[str, LinearSpec]) -> Exception:
+    """Return the error for a pattern that matches nothing; it names the fused te.Linear of q_proj and the like."""
+    before, _, leaf = pattern.rpartition(".")
+    for name, linear in linears.items():
+        fused = f"{before or '*'}.{linear.name}"
+        parts = [part for section in linear.sections for part in (section.name, f"{section.name}_proj")]
+        if leaf in parts and leaf != linear.name and fnmatchcase(name, fused):
+            advice = f"its rows are part of {linear.name}, one GEMM: write {fused!r}"
+            return unknown("te.Linear of precision", pattern, (), advice=advice)
+    return unknown("te.Linear of precision", pattern, _kinds(linears))
+
+
+def _kinds(names: Iterable[str]) -> list[str]:
+    """Return patterns of all te.Linears, one per kind, such as "*.self_attn.o_proj"."""
+    return [*dict.fromkeys(f"*.{name.split('.', 2)[2]}" for name in names), HEAD]

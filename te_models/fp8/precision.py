@@ -1,0 +1,101 @@
+"""The precision of a model's te.Linears, decided by te_models.config.precision, with the engine's recipe objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from te_models.config.layer import LayerSpec
+from te_models.config.precision import HEAD, Precision, precisions
+from te_models.config.recipe import SCHEMES, Recipe
+from te_models.fp8.primary_weights import quantize_weights_alike
+from te_models.fp8.scaling_state import convert_scales, load_fp8_state
+
+
+@dataclass(frozen=True)
+class ModelPrecision:
+    """A model's recipe, and what each of its te.Linears runs in.
+
+    Attributes:
+        recipe: the model's recipe.
+        te_recipe: the engine's object of it; None for BF16.
+        linears: name in the model -> precision.
+        te_recipes: name in the model -> the engine's object of its recipe; None for BF16.
+        layers: the layers inside the autocast of `te_recipe`.
+        others: the names of te.Linears that run in something else than what surrounds them.
+    """
+
+    recipe: Recipe
+    te_recipe: Any
+    linears: Mapping[str, Precision]
+    te_recipes: Mapping[str, Any]
+    layers: range
+    others: tuple[str, ...]
+
+    @property
+    def head(self) -> Precision:
+        """The precision of the output head."""
+        return self.linears[HEAD]
+
+    def known(self, name: str) -> str:
+        """Return the te.Linear of the model that the module `name` is, or is inside of: an adapter's base layer is."""
+        while name and name not in self.linears:
+            name = name.rpartition(".")[0]
+        return name
+
+    def recipe_of(self, name: str) -> Recipe | None:
+        """Return the recipe of a te.Linear by the name of its module; None for BF16."""
+        known = self.known(name)
+        return self.linears[known].recipe if known else None
+
+    def te_recipe_of(self, name: str) -> Any:
+        """Return the engine's object of that recipe."""
+        return self.te_recipes.get(self.known(name))
+
+    def quantizes_weights_as(self, other: ModelPrecision) -> bool:
+        """Return whether both quantize the weight of every te.Linear in the same way."""
+        pairs = ((own.recipe, other.linears[name].recipe) for name, own in self.linears.items())
+        return all(quantize_weights_alike(*pair) for pair in pairs)
+
+
+def take_scales(
+    model: nn.Module, state: Mapping[str, Tensor], now: ModelPrecision, then: Mapping[str, Precision]
+) -> int:
+    """Load FP8 state (`fp8_state`) of te.Linears with the precisions `then` into `model`; return how many were used.
+
+    Scales are converted to the recipes that the te.Linears have `now`. State of one that has no use for it is ignored.
+
+    Raises:
+        CheckpointError: a tensor does not fit the model; nothing was written.
+    """
+
+    def stateful(name: str) -> bool:
+        recipe = now.recipe_of(name)
+        return recipe is not None and SCHEMES[recipe.scheme].stateful
+
+    taken = {name: tensor for name, tensor in state.items() if stateful(name.rsplit(".", 2)[0])}
+    load_fp8_state(model, taken, now.te_recipe_of)
+    if taken:
+        convert_scales(model, lambda name: then[now.known(name)].recipe, now.recipe_of)
+    return len(taken)
+
+
+def model_precision(te: ModuleType, recipe: Recipe, layers: tuple[LayerSpec, ...]) -> ModelPrecision:
+    """Return the precision of a model of these layers; errors are those of te_models.config.precision."""
+    found = precisions(recipe, layers)
+    # One object per recipe, since modules compare it with the one that they ran under before.
+    built = {known.name: known.build(te) for known in recipe.in_use}
+    te_recipes = {name: None if of.recipe is None else built[of.recipe.name] for name, of in found.items()}
+    te_recipe = built.get(recipe.name)
+    inside = recipe.fp8_layers(len(layers))
+
+    def around(name: str) -> Any:
+        within = recipe.head_in_fp8 if name == HEAD else int(name.split(".")[1]) in inside
+        return te_recipe if within else None
+
+    others = tuple(name for name in found if te_recipes[name] is not around(name))
+    return ModelPrecision(recipe, te_recipe, found, te_recipes, inside, others)

@@ -1,0 +1,77 @@
+"""Keys of config.json of models whose layers differ in kind, for the rows of hf_families. No torch.
+
+Facts: the configuration and modeling files of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from te_models.config.deltanet import DeltaNetConfig
+from te_models.config.model import ModelConfig
+from te_models.errors import ConfigError
+from te_models.interop.hf_parts import PARTIAL_ROPE, Part, Values, read_rope, rope_parameters
+
+DELTANET_SIZES = tuple(field.name for field in dataclasses.fields(DeltaNetConfig))
+
+
+def _read_dense(theirs: Values) -> dict[str, Any]:
+    """Refuse layers with experts."""
+    experts, step = theirs["num_experts"], theirs["decoder_sparse_step"]
+    for layer in range(theirs["num_hidden_layers"]):
+        if experts and (layer + 1) % step == 0 and layer not in theirs["mlp_only_layers"]:
+            raise ConfigError(f"num_experts={experts} in layer {layer} is not supported: te-models reads dense layers")
+    return {}
+
+
+def _write_dense(config: ModelConfig) -> dict[str, Any]:
+    return {"num_experts": 0, "mlp_only_layers": list(range(config.num_hidden_layers))}
+
+
+_LINEAR = "linear_"  # the prefix of the sizes of Gated DeltaNet
+
+
+def _read_hybrid(theirs: Values) -> dict[str, Any]:
+    """Read the kinds of layers, by default one of full_attention after three of linear_attention, and their sizes."""
+    interval = theirs.get("full_attention_interval", 4)
+    types = theirs.get("layer_types") or [
+        "linear_attention" if (layer + 1) % interval else "full_attention"
+        for layer in range(theirs["num_hidden_layers"])
+    ]
+    for layer, kind in enumerate(types):
+        if kind not in ("linear_attention", "full_attention"):
+            raise ConfigError(
+                f"layer_types: layer {layer} is {kind!r}, which is not supported: te-models reads linear_attention and "
+                "full_attention"
+            )
+    if "linear_attention" not in types:
+        return {}
+    sizes = {name: theirs[_LINEAR + name] for name in DELTANET_SIZES if _LINEAR + name in theirs}
+    return {"layer_types": types, "linear_attention": sizes}
+
+
+def _write_hybrid(config: ModelConfig) -> dict[str, Any]:
+    sizes = {} if config.linear_attention is None else vars(config.linear_attention)
+    types = list(config.layer_types or ["full_attention"] * config.num_hidden_layers)
+    return {"layer_types": types, **{_LINEAR + name: size for name, size in sizes.items()}}
+
+
+def _read_mrope(theirs: Values) -> dict[str, Any]:
+    """Read a RoPE whose channels belong to three positions, which are one number for text."""
+    found = dict(theirs)
+    for key in ("rope_scaling", "rope_parameters"):
+        values = theirs.get(key) or {}
+        found[key] = {name: value for name, value in values.items() if not name.startswith("mrope_")}
+    return read_rope(found)
+
+
+DENSE = Part(("mlp_only_layers", "num_experts", "decoder_sparse_step"), _read_dense, _write_dense)
+HYBRID = Part(
+    ("layer_types", "full_attention_interval", *(_LINEAR + name for name in DELTANET_SIZES)),
+    _read_hybrid,
+    _write_hybrid,
+)
+MROPE = Part(
+    PARTIAL_ROPE.keys, _read_mrope, lambda config: {"rope_parameters": rope_parameters(config.rope, partial=True)}
+)

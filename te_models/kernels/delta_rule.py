@@ -1,0 +1,194 @@
+"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464): attention whose memory is one matrix per head.
+
+    S <- exp(g) S + k (beta (v - exp(g) S^T k))^T,    o = S^T q
+
+S [d_k, d_v] FP32 is the state. Queries and keys are L2-normed here and queries divided by sqrt(d_k). Shapes, and as in
+te_models.config.deltanet: q, k [B, S, key heads, d_k], v [B, S, value heads, d_v], g and beta FP32 [B, S, value heads].
+
+There are two implementations. The plain one runs everywhere, in FP32, and stores only its inputs for backward. On a
+GPU the Triton kernels of flash-linear-attention run instead, if it is installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_models.config.deltanet import CHUNK
+from te_models.kernels.from_inputs import from_inputs
+
+log = logging.getLogger(__name__)
+
+EPSILON = 1e-6  # added to the squared lengths of queries and keys
+# Instead of exp(g) = 0 at the first token of a document: kernels without document boundaries sum g, and differences of
+# sums with -infinity are NaN. exp(-60) is 9e-27, which changes no FP32 number that it is added to.
+FORGET = -60.0
+HINT = (
+    "linear attention runs in plain PyTorch: pip install 'te-models[hybrid]' for flash-linear-attention, whose kernels "
+    "are many times faster on a GPU"
+)
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    state: Tensor | None = None, documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the outputs o [B, S, value heads, d_v] in the dtype of v, and the state after the last token.
+
+    Args:
+        q, k, v, g, beta: see above.
+        state: before the first token, FP32 [B, value heads, d_k, d_v]; None: zeros, and no state is returned.
+        documents: int [B, S]; the state is zero wherever a token's document is not that of the token before it.
+    """
+    if runs_on_kernels(q.device, q.dtype):
+        return _by_kernels(q, k, v, g, beta, state, documents)
+    if state is None:
+        return _outputs(q, k, v, g, beta, documents), None
+    if q.shape[1] == 1:
+        return recurrent(q, k, v, g, beta, state)
+    return chunked(q, k, v, g, beta, state, documents)
+
+
+@from_inputs
+def _outputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor | None) -> Tensor:
+    """Return the outputs of whole rows."""
+    out, _ = chunked(q, k, v, g, beta, documents=documents)
+    return out
+
+
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute `delta_rule` token by token."""
+    q, k, values, state = _prepared(q, k, v, state)
+    outputs = []
+    for step in range(v.shape[1]):
+        key, query = k[:, :, step, :, None], q[:, :, step, :, None]  # [B, heads, d_k, 1]
+        state = state * g[:, step, :, None, None].exp()
+        error = values[:, :, step] - (state * key).sum(-2)  # [B, heads, d_v]
+        state = state + key * (beta[:, step, :, None] * error)[..., None, :]
+        outputs.append((state * query).sum(-2))
+    return torch.stack(outputs, dim=1).to(v.dtype), state
+
+
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    state: Tensor | None = None, documents: Tensor | None = None, size: int = CHUNK,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute `delta_rule` in chunks of `size` tokens.
+
+    Within a chunk the values that the tokens write depend on each other, through a unit lower triangular system: token
+    i subtracts beta_i (k_i . k_j) of what token j wrote, decayed by what is between them. The state passes from chunk
+    to chunk.
+    """
+    batch, seq, heads, _ = v.shape
+    size = min(size, seq)
+    count = -(-seq // size)
+    padding = count * size - seq
+    q, k, values, state = _prepared(q, k, v, state)
+    q, k, values = (F.pad(x, (0, 0, 0, padding)).unflatten(2, (count, size)) for x in (q, k, values))
+    g, beta = (F.pad(x.transpose(1, 2), (0, padding)).unflatten(2, (count, size)) for x in (g, beta))
+    total = g.cumsum(-1)  # log of the decay since before the chunk [B, heads, chunks, C]
+
+    seen = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
+    of_before, of_last, passes = _of_documents(documents, count, size, padding)
+    if documents is not None:
+        own = F.pad(documents, (0, padding), mode="replicate").unflatten(1, (1, count, size))
+        seen = seen & (own[..., :, None] == own[..., None, :])  # [B, 1, chunks, C, C]
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(~seen, float("-inf")).exp()
+    since, until = total.exp() * of_before, (total[..., -1:] - total).exp() * of_last
+    passed = total[..., -1].exp() * passes
+
+    system = (beta[..., None] * k) @ k.mT * between
+    given = torch.cat((values, k * since[..., None]), dim=-1) * beta[..., None]
+    written, read = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True).split(
+        (values.shape[-1], k.shape[-1]), dim=-1
+    )
+    scores = q @ k.mT * between
+    q, k = q * since[..., None], k * until[..., None]
+    outputs = []
+    for chunk in range(count):
+        new = written[:, :, chunk] - read[:, :, chunk] @ state  # [B, heads, C, d_v]
+        outputs.append(q[:, :, chunk] @ state + scores[:, :, chunk] @ new)
+        state = state * passed[:, :, chunk, None, None] + k[:, :, chunk].mT @ new
+    out = torch.cat(outputs, dim=2)[:, :, :seq]
+    return out.transpose(1, 2).to(v.dtype), state
+
+
+def _of_documents(
+    documents: Tensor | None, count: int, size: int, padding: int
+) -> tuple[Tensor | float, Tensor | float, Tensor | float]:
+    """Return which tokens [B, 1, chunks, C] see the state before their chunk and write to the one after it.
+
+    And, [B, 1, chunks], through which chunks a state passes. Without documents: all, as the factor 1.
+    """
+    if documents is None:
+        return 1.0, 1.0, 1.0
+    own = F.pad(documents, (0, padding), mode="replicate").unflatten(1, (1, count, size))
+    last = own[..., -1]
+    before = torch.cat((own[..., :1, 0], last[..., :-1]), dim=-1)
+    return (own == before[..., None]).float(), (own == last[..., None]).float(), (last == before).float()
+
+
+def _prepared(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q and k normed and repeated for each value head, v, [B, heads, S, d], and the state, in FP32."""
+    heads, width = v.shape[2], k.shape[3]
+    q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
+    q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON) for x in (q, k))
+    q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q * width**-0.5, k))
+    if state is None:
+        state = v.new_zeros(len(v), heads, width, v.shape[3])
+    return q, k, v, state
+
+
+@functools.cache
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return flash-linear-attention's functions for whole rows and for decoding; None, and one line, without it."""
+    try:
+        from fla.ops.gated_delta_rule import (  # noqa: PLC0415  an optional package
+            chunk_gated_delta_rule,
+            fused_recurrent_gated_delta_rule,
+        )
+    except ImportError:
+        log.warning(HINT)
+        return None
+    return chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+
+def runs_on_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether flash-linear-attention's kernels run: on a GPU, in 16 bits, where it is installed."""
+    return device.type == "cuda" and dtype.itemsize == 2 and _kernels() is not None
+
+
+def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> str:
+    """Return what computes the delta rule on this device, in a few words."""
+    if runs_on_kernels(device, dtype):
+        return f"flash-linear-attention {importlib.metadata.version('fla-core')}"
+    missing = device.type == "cuda" and dtype.itemsize == 2
+    return "plain PyTorch" + (", many times slower than with te-models[hybrid]" if missing else "")
+
+
+def _by_kernels(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, documents: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `delta_rule` by flash-linear-attention.
+
+    Documents end by a decay that leaves nothing, not by their cumulative lengths: those have to be read by the host,
+    and differ in number from batch to batch, which no CUDA graph can follow.
+    """
+    found = _kernels()
+    assert found is not None
+    if documents is not None:
+        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=False)
+        g = g.masked_fill(begins[..., None], FORGET)
+    function = found[1] if q.shape[1] == 1 and not torch.is_grad_enabled() else found[0]
+    return function(
+        q, k, v, g, beta, initial_state=state, output_final_state=state is not None, use_qk_l2norm_in_kernel=True
+    )

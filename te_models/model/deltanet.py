@@ -1,0 +1,128 @@
+"""Gated DeltaNet, built from te.Linear and te.RMSNorm. Shapes: te_models/model/block.py, te_models/config/deltanet.py.
+
+C = 2 Kd + Vd channels of q, k and v; n value heads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from te_models.config.deltanet import DeltaNetSpec
+from te_models.kernels.delta_rule import delta_rule
+from te_models.model.forward_context import ForwardContext
+from te_models.model.kv_cache import RecurrentState
+from te_models.model.part import Mixer
+from te_models.model.te_modules import Factory, pad_rows
+
+SLOWEST, FASTEST = 1e-3, 0.1  # range of softplus(dt_bias) in a new model (Gu and Dao 2023, arXiv 2312.00752)
+
+
+class Taps(nn.Module):
+    """The taps of a depthwise convolution, [C, 1, K], under the name that nn.Conv1d gives them."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+class GatedDeltaNet(Mixer[DeltaNetSpec]):
+    """out_proj(RMSNorm(o) * silu(z)), o the output of the gated delta rule (Yang et al. 2024, arXiv 2412.06464).
+
+    A causal convolution mixes q, k and v, and a token writes with the strength sigmoid(b) into a state that decays by
+    exp(-exp(A_log) softplus(a + dt_bias)). Gates and state are FP32.
+    """
+
+    entry = None  # qkvz_proj, which may be FP8, and ba_proj, which is not
+
+    def __init__(self, spec: DeltaNetSpec, layer: int, factory: Factory) -> None:
+        super().__init__(spec, layer, factory)
+        sizes = spec.sizes
+        qkvz, ba, out = spec.linears
+        self.qkvz_proj = factory.linear(qkvz)
+        self.ba_proj = factory.linear(ba)
+        self.conv1d = Taps(factory.vector(sizes.mixed_size, 1, sizes.conv_kernel_dim))
+        self.A_log = factory.vector(sizes.num_value_heads)
+        self.dt_bias = factory.vector(sizes.num_value_heads)
+        self.norm = factory.norm(sizes.value_head_dim, zero_centered=False)
+        self.out_proj = factory.linear(out)
+
+    def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
+        """As in the base class; decays cover a range of lengths, as in the paper's code."""
+        if name == "conv1d.weight":
+            bound = self.spec.sizes.conv_kernel_dim**-0.5
+            values.uniform_(-bound, bound)
+        elif name == "A_log":
+            values.uniform_(1.0, 16.0).log_()
+        elif name == "dt_bias":
+            rate = values.uniform_(math.log(SLOWEST), math.log(FASTEST)).exp_()
+            values.copy_(rate + torch.log(-torch.expm1(-rate)))  # softplus of which is the rate
+        elif name == "norm.weight":
+            values.fill_(1.0)
+        else:
+            super().initialize(name, values, std, residual_std)
+
+    def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
+        """Return the state of `batch` rows without tokens; `slots` changes nothing."""
+        s = self.spec.sizes
+        tail = torch.zeros(batch, s.conv_kernel_dim - 1, s.mixed_size, device=device, dtype=dtype)
+        shape = (batch, s.num_value_heads, s.key_head_dim, s.value_head_dim)
+        return RecurrentState(tail, torch.zeros(shape, device=device, dtype=torch.float32))
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return linear attention of x [N, D]: [N, D]."""
+        count = context.batch * context.seq
+        qkvz = context.linear(self.qkvz_proj, x)  # [N, C + Vd]
+        ba = context.linear(self.ba_proj, x)  # [N, 2n], in BF16 under any recipe
+        mixed, z = qkvz[:count].split([self.spec.sizes.mixed_size, self.spec.sizes.value_size], dim=-1)
+        mixed, ba = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (mixed, ba))
+        out = self._without_padding(mixed, ba, context)  # [B, S, n, d_v]
+        out = self.tp.norm(self.norm, out.flatten(0, 2), partial=True).view(count, -1)
+        out = context.kernels.silu_gate(out, z)  # 0 at padding, where z is 0
+        return context.linear(self.out_proj, pad_rows(out, qkvz.shape[0]))
+
+    def _without_padding(self, mixed: Tensor, ba: Tensor, context: ForwardContext) -> Tensor:
+        """Return `_mix` of the tokens of each row, moved to its beginning; anything at padding."""
+        found = context.tokens_first()
+        if found is None:
+            return self._mix(mixed, ba, None, context)
+        order, counts = found
+        index = order[..., None]
+        mixed, ba = (t.gather(1, index.expand_as(t)) for t in (mixed, ba))
+        out = self._mix(mixed, ba, counts, context)
+        return torch.zeros_like(out).scatter(1, index[..., None].expand_as(out), out)
+
+    def _mix(self, mixed: Tensor, ba: Tensor, counts: Tensor | None, context: ForwardContext) -> Tensor:
+        """Return the outputs of the delta rule [B, S, n, d_v] from mixed [B, S, C] and ba [B, S, 2n].
+
+        `counts` [B] is the number of tokens of each row, the first; None: all are tokens.
+        """
+        sizes, kernels, seq = self.spec.sizes, context.kernels, context.seq
+        state = None
+        if context.cache is not None:
+            state = context.cache.recurrent(
+                self.layer, lambda: self.new_state(context.batch, 0, mixed.device, mixed.dtype)
+            )
+        tail = None if state is None else state.tail
+        x = mixed
+        mixed = kernels.causal_conv(x, tail, self.conv1d.weight, context.documents, activation=self.spec.activation)
+        real = None if counts is None else torch.arange(seq, device=counts.device) < counts[:, None]
+        g, beta = kernels.delta_gates(ba, self.A_log, self.dt_bias, real)
+        q, k, v = mixed.split([sizes.key_size, sizes.key_size, sizes.value_size], dim=-1)
+        q, k = (t.unflatten(-1, (-1, sizes.key_head_dim)) for t in (q, k))
+        v = v.unflatten(-1, (-1, sizes.value_head_dim))
+        before = None if state is None else state.matrix
+        out, matrix = delta_rule(q, k, v, g, beta, before, context.documents)
+        if state is not None and matrix is not None:
+            state.write(_newest(torch.cat((state.tail, x), dim=1), seq, counts), matrix)
+        return out
+
+
+def _newest(whole: Tensor, seq: int, counts: Tensor | None) -> Tensor:
+    """Return the last K - 1 tokens of whole [B, K - 1 + S, C], of whose newest S those of `counts` [B] are tokens."""
+    if counts is None:
+        return whole[:, seq:]
+    place = counts[:, None] + torch.arange(whole.shape[1] - seq, device=whole.device)
+    return whole.gather(1, place[..., None].expand(-1, -1, whole.shape[2]))

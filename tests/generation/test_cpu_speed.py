@@ -1,0 +1,70 @@
+"""What keeps generation on a CPU fast: one thread for small products, weights that are quantized once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from te_models import CausalLM
+from te_models.engine.emulated.quantizers import Quantizer
+
+PLACE = dict(device="cpu", engine="emulated")
+IDS = torch.arange(1, 13)[None]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def threads_of(model: nn.Module, ids: Tensor) -> int:
+    """The threads that the model's blocks may use in a pass over `ids`."""
+    found: list[int] = []
+    hook = model.layers[0].register_forward_hook(lambda *args: found.append(torch.get_num_threads()))
+    model(ids)
+    hook.remove()
+    return found[0]
+
+
+def test_passes_too_small_to_share_run_on_one_thread(two_threads: None) -> None:
+    model = CausalLM.from_preset("gated-nano", recipe="bf16", **PLACE)
+    with torch.no_grad():
+        assert threads_of(model, IDS[:, :1]) == 1
+        assert threads_of(model, IDS.repeat(1, 20)) == 2
+        with pytest.raises(ValueError):
+            model(IDS[0])
+    assert threads_of(model, IDS[:, :1]) == 2  # a pass with a backward
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
+def test_threads_change_no_token(recipe: str, two_threads: None) -> None:
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, **PLACE).eval()
+    found = model.generate(IDS, max_new_tokens=8)
+    torch.set_num_threads(1)
+    assert torch.equal(found, model.generate(IDS, max_new_tokens=8))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "mxfp8", "nvfp4"])
+def test_each_weight_is_quantized_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, **PLACE).eval()
+    counted: Counter[int] = Counter()
+    plain = Quantizer._build
+
+    def build(self: Quantizer, tensor: Tensor, dtype: torch.dtype | None) -> object:
+        counted[tensor.data_ptr()] += 1
+        return plain(self, tensor, dtype)
+
+    monkeypatch.setattr(Quantizer, "_build", build)
+    model.generate(IDS, max_new_tokens=6)
+    weights = [
+        counted[p.data_ptr()] for name, p in model.named_parameters() if "_proj" in name and ".layers" in f".{name}"
+    ]
+    assert sorted(set(weights)) == [0, 1] and sum(weights) == 4 * (6 - 2)  # none in the BF16 edges

@@ -1,0 +1,194 @@
+"""The gated delta rule against its recurrence in FP64, token by token, and against transformers' functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from judge import transformers
+from places import DEVICE, ON_GPU
+from torch import Tensor
+
+from te_models.kernels import delta_rule as kernels
+from te_models.kernels.delta_rule import chunked, delta_rule, recurrent
+from te_models.kernels.elementwise import causal_conv
+
+LENGTHS = (1, 2, 13, 63, 64, 65, 128, 190)
+TOLERANCE = 1e-5
+# Key heads, value heads, d_k, d_v.
+HEADS = [(1, 1, 8, 8), (2, 4, 16, 12), (1, 4, 7, 20), (3, 3, 32, 16)]
+
+
+def inputs(length: int, heads: tuple[int, ...] = (2, 4, 16, 12), batch: int = 2) -> list[Tensor]:
+    """q, k, v, g and beta, as a layer makes them: some heads forget at once, others almost nothing."""
+    keys, values, key, value = heads
+    made = torch.Generator().manual_seed(length)
+    q, k = (torch.randn(batch, length, keys, key, generator=made) for _ in range(2))
+    v = torch.randn(batch, length, values, value, generator=made)
+    g = -torch.exp(torch.randn(batch, length, values, generator=made) * 2 - 2)
+    beta = torch.rand(batch, length, values, generator=made)
+    return [q, k, v, g, beta]
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None, documents: Any = None
+) -> tuple[Tensor, Tensor]:
+    """The recurrence as it is written, in FP64."""
+    q, k, v, g, beta = (x.double() for x in (q, k, v, g, beta))
+    batch, length, heads, value = v.shape
+    out = torch.zeros(v.shape, dtype=torch.float64)
+    states = torch.zeros(batch, heads, k.shape[3], value, dtype=torch.float64)
+    rows = []
+    for row in range(batch):
+        for head in range(heads):
+            s = states[row, head] if state is None else state[row, head].double()
+            shared = head // (heads // k.shape[2])
+            outputs = []
+            for t in range(length):
+                if documents is not None and t and documents[row, t] != documents[row, t - 1]:
+                    s = torch.zeros_like(s)
+                query, key = (x[row, t, shared] / (x[row, t, shared].square().sum() + 1e-6).sqrt() for x in (q, k))
+                s = s * g[row, t, head].exp()
+                s = s + torch.outer(key, beta[row, t, head] * (v[row, t, head] - s.T @ key))
+                outputs.append(s.T @ query / k.shape[3] ** 0.5)
+            rows.append((torch.stack(outputs), s))
+    out = torch.stack([o for o, _ in rows]).unflatten(0, (batch, heads)).transpose(1, 2)
+    return out, torch.stack([s for _, s in rows]).unflatten(0, (batch, heads))
+
+
+def close(ours: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) -> None:
+    assert wanted.abs().max() > 1e-2
+    torch.testing.assert_close(ours.double(), wanted.double(), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("function", [chunked, recurrent])
+def test_outputs_and_states_are_those_of_the_recurrence(function: Any, heads: tuple[int, ...]) -> None:
+    for length in LENGTHS if heads == HEADS[0] else (3, 70):
+        given = inputs(length, heads)
+        wanted, state = reference(*given)
+        out, last = function(*given)
+        close(out, wanted)
+        close(last, state)
+        wanted, last = reference(*given, last)
+        close(function(*given, state.float())[0], wanted)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_outputs_are_those_of_transformers(heads: tuple[int, ...]) -> None:
+    theirs = transformers.models.qwen3_5.modeling_qwen3_5
+    both = dict(use_qk_l2norm_in_kernel=True, output_final_state=True)
+    for length in (1, 64, 100):
+        given, state = inputs(length, heads), torch.randn(2, heads[1], heads[2], heads[3])
+        for function, other in (
+            (chunked, theirs.torch_chunk_gated_delta_rule),
+            (recurrent, theirs.torch_recurrent_gated_delta_rule),
+        ):
+            for ours, wanted in zip(function(*given, state), other(*given, initial_state=state, **both), strict=True):
+                close(ours, wanted)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("length", [5, 64, 70])
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_are_those_of_the_recurrence(heads: tuple[int, ...], length: int, packed: bool) -> None:
+    documents = (torch.arange(length) // 3).expand(2, -1) if packed else None
+    leaves, others = ([x.clone().requires_grad_() for x in inputs(length, heads)] for _ in range(2))
+    slope = torch.randn(2, length, heads[1], heads[3])
+    delta_rule(*leaves, documents=documents)[0].backward(slope)
+    (reference(*others, documents=documents)[0] * slope).sum().backward()
+    for ours, wanted in zip(leaves, others, strict=True):
+        assert (ours.grad - wanted.grad).norm() <= 1e-5 * wanted.grad.norm()
+
+
+@pytest.mark.parametrize("length", [7, 64, 130, 200])
+def test_documents_of_a_row_do_not_see_each_other(length: int) -> None:
+    """At any place in a chunk, with documents of one token, of many chunks, and a new one at a chunk's beginning."""
+    given = inputs(length)
+    ends = torch.tensor([[1, 2, 6, 64, 66, 129, 131], [3, 4, 5, 63, 65, 128, 192]])
+    documents = (torch.arange(length)[None, :, None] >= ends[:, None, :]).sum(-1)
+    out, last = chunked(*given, documents=documents)
+    wanted, state = reference(*given, documents=documents)
+    close(out, wanted)
+    close(last, state)
+    for row in range(2):
+        for number in documents[row].unique():
+            (places,) = torch.where(documents[row] == number)
+            alone, _ = chunked(*(x[row : row + 1, places] for x in given))
+            torch.testing.assert_close(out[row : row + 1, places], alone, atol=TOLERANCE, rtol=0)
+
+
+def test_nothing_of_another_document_is_seen_however_large() -> None:
+    given, documents = inputs(40), (torch.arange(40) >= 23).long().expand(2, -1)
+    large = [x.clone() for x in given]
+    large[2][:, :23] = 1e30
+    (out, _), (other, _) = (chunked(*x, documents=documents) for x in (given, large))
+    assert torch.equal(out[:, 23:], other[:, 23:])
+
+
+@pytest.mark.parametrize("taps", [1, 2, 4, 5])
+@pytest.mark.parametrize("length", [1, 3, 9])
+def test_the_convolution_is_that_of_pytorch(taps: int, length: int) -> None:
+    x, weight = torch.randn(2, length, 6), torch.randn(6, 1, taps)
+    whole = torch.nn.functional.conv1d(x.mT, weight, padding=taps - 1, groups=6)[..., :length].mT
+    wanted = torch.nn.functional.silu(whole)
+    torch.testing.assert_close(causal_conv(x, None, weight, None), wanted, atol=1e-6, rtol=0)
+    parts, tail = [], torch.zeros(2, taps - 1, 6)
+    for token in x.split(1, dim=1):
+        parts.append(causal_conv(token, tail, weight, None))
+        tail = torch.cat((tail, token), dim=1)[:, 1:]
+    torch.testing.assert_close(torch.cat(parts, dim=1), wanted, atol=1e-6, rtol=0)
+    documents = torch.tensor([[0] * length, [n // 2 for n in range(length)]])
+    packed = causal_conv(x, None, weight, documents)
+    torch.testing.assert_close(packed[:1], wanted[:1], atol=1e-6, rtol=0)
+    for start in range(0, length, 2):
+        alone = causal_conv(x[1:, start : start + 2], None, weight, None)
+        torch.testing.assert_close(packed[1:, start : start + 2], alone, atol=1e-6, rtol=0)
+
+
+def test_without_the_package_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    kernels._kernels.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "fla.ops.gated_delta_rule", None)
+    assert kernels._kernels() is None
+    assert kernels._kernels() is None
+    assert [record.message for record in caplog.records] == [kernels.HINT]
+    kernels._kernels.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("heads", [(2, 4, 128, 128), (4, 4, 64, 128), (1, 4, 128, 64)])
+def test_kernels_compute_the_same(heads: tuple[int, ...], packed: bool) -> None:
+    """Those of flash-linear-attention, in BF16: outputs, gradients and states, whole, in parts and packed."""
+    pytest.importorskip("fla")
+    if not ON_GPU:
+        pytest.skip("the kernels run on a GPU")
+    length = 500
+    documents = (torch.arange(length, device=DEVICE) // 37).expand(2, -1) if packed else None
+    given = [x.to(DEVICE) for x in inputs(length, heads)]
+    given = [x.bfloat16() for x in given[:3]] + given[3:]
+    leaves, others = ([x.clone().requires_grad_() for x in given] for _ in range(2))
+    slope = torch.randn(2, length, heads[1], heads[3], device=DEVICE)
+    assert kernels.runs_on_kernels(given[0].device, given[0].dtype)
+    out, wanted = delta_rule(*leaves, documents=documents)[0], chunked(*others, documents=documents)[0]
+    near(out, wanted)
+    for made in (out, wanted):
+        made.backward(slope.to(made.dtype))
+    for ours, reference_ in zip(leaves, others, strict=True):
+        near(ours.grad, reference_.grad)
+    if packed:
+        return
+    with torch.no_grad():
+        state = torch.zeros(2, heads[1], *heads[2:], device=DEVICE)
+        whole, last = chunked(*given, state)
+        first, state = delta_rule(*(x[:, :301] for x in given), state)
+        second, state = delta_rule(*(x[:, 301:499] for x in given), state)
+        third, state = delta_rule(*(x[:, 499:] for x in given), state)
+    near(torch.cat((first, second, third), dim=1), whole)
+    near(state, last)
+
+
+def near(ours: Tensor, wanted: Tensor) -> None:
+    """Within the rounding of BF16."""
+    assert (ours.float() - wanted.float()).norm() <= 2e-2 * wanted.float().norm()

@@ -1,0 +1,140 @@
+"""Random models, data and lives of runs, for tests/test_random_pairs.py: drawn by a seed, so that a failure repeats."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_models.config.model import ModelConfig
+
+HEAD_DIMS = (32, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 256)
+VOCAB = 61
+
+
+class Tokens(NamedTuple):
+    """A batch: ids and labels int64 [B, S] (-100 counts in no loss), and perhaps document_ids or attention_mask."""
+
+    ids: Tensor
+    labels: Tensor
+    documents: Tensor | None = None
+    mask: Tensor | None = None
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The keywords of a forward pass."""
+        given = dict(labels=self.labels, document_ids=self.documents, attention_mask=self.mask)
+        return {"input_ids": self.ids, **{name: value for name, value in given.items() if value is not None}}
+
+    def texts(self) -> list[tuple[int, Tensor]]:
+        """Return (row, places int64 [n]) of every document, padding left out."""
+        found = []
+        for row in range(len(self.ids)):
+            real = torch.arange(self.ids.shape[1]) if self.mask is None else self.mask[row].nonzero().flatten()
+            owner = torch.zeros_like(real) if self.documents is None else self.documents[row, real]
+            edges = [0, *(1 + (owner[1:] != owner[:-1]).nonzero().flatten()).tolist(), len(real)]
+            found += [(row, real[start:stop]) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+        return found
+
+
+def draw_config(rng: random.Random, aligned: bool = False) -> ModelConfig:
+    """Return a tiny model; `aligned` makes every te.Linear fit every recipe."""
+    keys = rng.choice((1, 1, 2, 3))
+    heads = keys * rng.choice((1, 1, 2, 3))
+    dim = rng.choice([d for d in HEAD_DIMS if heads * d <= 512 and not (aligned and (keys * d % 32 or d % 32))])
+    step, layers = 32 if aligned else rng.choice((2, 8, 32)), rng.choice((1, 2, 3))
+    gate = rng.choice(("elementwise", "elementwise", "headwise", "none"))
+    fields: dict[str, Any] = dict(
+        vocab_size=64 if aligned else VOCAB, hidden_size=step * rng.randint(1, max(1, 96 // step)),
+        intermediate_size=step * rng.randint(1, max(1, 128 // step)), num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=keys, head_dim=dim, max_position_embeddings=128,
+        attention_gate=gate, tie_word_embeddings=rng.random() < 0.5, initializer_range=0.1,
+        norm_position=rng.choice(("pre", "pre", "post", "both")), rope_theta=rng.choice((100.0, 1e4)),
+        hidden_act=rng.choice(("silu", "silu", "gelu", "gelu_pytorch_tanh", "relu2")),
+    )  # fmt: skip
+    some: dict[str, dict[str, Any]] = dict(
+        bias=dict(attention_bias=True), output_bias=dict(attention_output_bias=True), mlp_bias=dict(mlp_bias=True),
+        zero=dict(zero_centered_norm=True), plain_mlp=dict(mlp_gate=False), interleaved=dict(rope_interleaved=True),
+        part=dict(partial_rotary_factor=0.5) if dim % 4 == 0 else {}, norm=dict(qk_norm=True),
+        all_heads=dict(qk_norm=True, qk_norm_scope="all_heads"), window=dict(sliding_window=rng.randint(1, 40)),
+        no_rope=dict(no_rope_layers=tuple(rng.randint(0, 1) for _ in range(layers))),
+        cap=dict(attn_logit_softcapping=3.0), final_cap=dict(final_logit_softcapping=5.0),
+        scale=dict(attention_multiplier=0.3), embedding=dict(embedding_multiplier=2.5),
+        residual=dict(residual_multiplier=0.6), logits=dict(logits_scaling=1.7),
+        query=dict(query_scale_beta=0.3, query_scale_length=5),
+    )  # fmt: skip
+    for name in rng.sample(sorted(some), rng.randint(0, 6)):
+        fields |= some[name]
+    if gate != "none" and rng.random() < 0.2:
+        fields |= dict(attention_gate_activation="softplus")
+    if "sliding_window" in fields and rng.random() < 0.6:
+        kinds = ("sliding_attention", "full_attention")
+        fields |= dict(layer_types=tuple(rng.choice(kinds) for _ in range(layers)))
+    return ModelConfig(**fields)
+
+
+def draw_tokens(rng: random.Random, rows: int = 0, length: int = 0) -> Tokens:
+    """Return a batch (0: of any size): plain, packed with documents, or padded on either side; some labels left out."""
+    rows = rows or rng.choice((1, 1, 2, 3))
+    length = length or rng.choice((1, 2, 7, 16, 33, rng.randint(2, 70)))
+    ids = torch.tensor([[rng.randrange(VOCAB) for _ in range(length)] for _ in range(rows)])
+    labels = ids.clone()
+    form, documents, mask = rng.choice(("plain", "packed", "padded")), None, None
+    if form == "packed":
+        cuts = torch.tensor([[rng.random() < 0.15 for _ in range(length)] for _ in range(rows)])
+        documents = cuts.cumsum(1) * rng.choice((1, 7))
+    if form == "padded":
+        mask = torch.ones_like(ids)
+        for row in range(rows):
+            gone, left = rng.randrange(length), rng.random() < 0.5
+            mask[row, : gone if left else 0] = 0
+            mask[row, length - (0 if left else gone) :] = 0
+        labels = labels.masked_fill(mask == 0, -100)
+    out = torch.tensor([[rng.random() < 0.2 for _ in range(length)] for _ in range(rows)])
+    return Tokens(ids, labels.masked_fill(out, -100), documents, mask)
+
+
+class Life(NamedTuple):
+    """A run: its model, how that is built, settings, batches, adapters, and the steps after which it is killed."""
+
+    config: ModelConfig
+    build: dict[str, Any]
+    fields: dict[str, Any]
+    batches: list[dict[str, Tensor]]
+    lora: dict[str, Any] | None
+    kills: tuple[int, ...]
+
+
+def draw_life(rng: random.Random, recipes: list[str]) -> Life:
+    """Return a run of a few steps on batches of random sizes and forms."""
+    config, recipe, steps = draw_config(rng, aligned=True), rng.choice(recipes), rng.randint(2, 4)
+    build: dict[str, Any] = dict(recipe=recipe, dtype=torch.bfloat16)
+    if recipe != "bf16":
+        edges = dict(num_layers_at_start_in_bf16=rng.choice((0, 0, 1)), num_layers_at_end_in_bf16=rng.choice((0, 0, 1)))
+        build |= edges if sum(edges.values()) < config.num_hidden_layers else dict.fromkeys(edges, 0)
+    if recipe in ("delayed", "current", "blockwise", "mxfp8") and rng.random() < 0.3:
+        build |= dict(fp8_params=True)
+    build |= dict(activation_checkpointing=rng.choice(("none", "none", "selective", "full", 2)))
+    build |= dict(activation_offload=rng.random() < 0.2)
+    accumulation = rng.choice((1, 1, 2, 3))
+    fields: dict[str, Any] = dict(
+        steps=steps, warmup_steps=1, learning_rate=0.01, eval_every=rng.choice((0, 1)), keep_last=9,
+        save_every=rng.choice((1, 1, 2)), gradient_accumulation=accumulation, seed=rng.randrange(9),
+        schedule=rng.choice(("cosine", "linear", "constant")), keep_best=rng.random() < 0.3,
+        cache_fp8_weights=rng.random() < 0.7, calibrate=rng.random() < 0.7, optimizer_offload=rng.random() < 0.2,
+        clip_grad_norm=rng.choice((0.0, 1.0)),
+    )  # fmt: skip
+    lora = None
+    if rng.random() < 0.35:
+        targets = rng.sample(("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), rng.randint(1, 3))
+        lora = dict(rank=rng.choice((2, 4)), targets=tuple(targets), dropout=rng.choice((0.0, 0.2)))
+    fields |= dict(optimizer="adamw" if lora else rng.choice(("adamw", "adamw", "muon", "muon8bit", "galore")))
+    batches = [
+        draw_tokens(rng, rng.choice((1, 2)), rng.choice((5, 16, 33))).inputs for _ in range(steps * accumulation)
+    ]
+    for batch in batches:
+        batch["labels"][:, -1] = batch["input_ids"][:, -1]  # no batch without a target
+    kills = tuple(step for step in range(2, steps + 1) if rng.random() < 0.5) or (steps,)  # before the step is saved
+    return Life(config, build, fields, batches, lora, kills)

@@ -1,0 +1,157 @@
+"""Recipes that follow each other in a run: the same bits as a loop that changes them by hand, also after a resume."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from bits import assert_same_bits
+from torch import Tensor
+
+from te_models import CausalLM, TrainConfig, Trainer
+from te_models.cli import main
+from te_models.config.recipe import get_recipe
+from te_models.config.toml import read_toml
+from te_models.errors import ConfigError, UsageError
+from te_models.fp8.scaling_state import fp8_state
+from te_models.optim import build_optimizer
+from te_models.training.metrics import read_metrics
+
+SHAPE: dict[str, Any] = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3)
+SHAPE |= dict(num_attention_heads=1, num_key_value_heads=1, engine="emulated", device="cpu")
+STEPS = 6
+SCHEDULES = {  # --recipe, schedule -> the recipe of each step
+    ("current", "bf16@0.5"): ["current"] * 3 + ["bf16"] * 3,
+    ("current", "delayed@3"): ["current"] * 3 + ["delayed"] * 3,
+    ("delayed", "current@2,delayed@4"): ["delayed"] * 2 + ["current"] * 2 + ["delayed"] * 2,
+}
+
+
+def build(recipe: str = "current", **options: Any) -> CausalLM:
+    torch.manual_seed(0)
+    given = dict(amax_history_len=4) if recipe == "delayed" else {}
+    return CausalLM.from_preset("gated-nano", recipe=recipe, **{**SHAPE, **given, **options})
+
+
+def batches() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 96, (2, 16), generator=generator) for _ in range(STEPS)]
+    return [dict(input_ids=one, labels=one) for one in ids]
+
+
+def config(**options: Any) -> TrainConfig:
+    own = dict(steps=STEPS, learning_rate=0.01, warmup_steps=0, schedule="constant", eval_every=0)
+    return TrainConfig(**{**own, **options})
+
+
+def by_hand(recipe: str, names: list[str]) -> CausalLM:
+    """The model after STEPS steps, each under the recipe of this name."""
+    model, options = build(recipe).train(), config()
+    optimizer = build_optimizer("adamw", model, options.learning_rate, options.weight_decay)
+    for name, batch in zip(names, batches(), strict=True):
+        if model.recipe.name != name:
+            model.set_recipe(name, **(dict(amax_history_len=4) if name == recipe == "delayed" else {}))
+        model.calibrate(batch)
+        model(**batch, return_logits=False).loss.backward()
+        optimizer.take_gradients(options.clip_grad_norm)
+        optimizer.step()
+    return model
+
+
+def assert_same_model(found: CausalLM, expected: CausalLM) -> None:
+    for (name, parameter), other in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert_same_bits(name, parameter, other)
+    state, wanted = fp8_state(found), fp8_state(expected)
+    assert state.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert_same_bits(name, state[name], tensor)
+
+
+@pytest.mark.parametrize(("recipe", "schedule"), SCHEDULES)
+def test_a_run_is_a_loop_that_changes_the_recipe(recipe: str, schedule: str, tmp_path: Path) -> None:
+    names = SCHEDULES[recipe, schedule]
+    trainer = Trainer(build(recipe), batches(), None, config(recipe_schedule=schedule), tmp_path)
+    trainer.run()
+    assert_same_model(trainer.model, by_hand(recipe, names))
+    assert [row["recipe"] for row in read_metrics(tmp_path / "metrics.jsonl")] == names
+
+
+@pytest.mark.parametrize(("recipe", "schedule"), SCHEDULES)
+def test_a_resumed_run_has_the_bits_of_one_without_a_break(recipe: str, schedule: str, tmp_path: Path) -> None:
+    """From a checkpoint before a change, at it, and after it."""
+    how = config(recipe_schedule=schedule, save_every=1, keep_last=STEPS)
+    whole = Trainer(build(recipe), batches(), None, how, tmp_path)
+    whole.run()
+    wanted = [(row["loss"], row["recipe"]) for row in read_metrics(tmp_path / "metrics.jsonl")]
+    for last in range(STEPS - 1, 0, -1):
+        shutil.rmtree(tmp_path / "checkpoints" / f"step-{last + 1:08d}")
+        resumed = Trainer(build(recipe), batches(), None, config(recipe_schedule=schedule), tmp_path)
+        with mock.patch.object(resumed, "save"):
+            resumed.run(resume=True)
+        assert_same_model(resumed.model, whole.model)
+        found = [(row["loss"], row["recipe"]) for row in read_metrics(tmp_path / "metrics.jsonl")]
+        assert found == wanted, last
+
+
+RUN = ["pretrain", "--preset", "gated-nano", "--device", "cpu", "--engine", "emulated", "--hidden-size", "32"]
+RUN += ["--intermediate-size", "32", "--num-hidden-layers", "3", "--num-attention-heads", "1", "--seq-len", "16"]
+RUN += ["--num-key-value-heads", "1", "--batch-size", "1", "--sample-tokens", "0", "--eval-batches", "1"]
+
+
+def test_the_command_and_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded in run.toml, resumed after the change without a flag, and run again from the file alone."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("hello there, and here\n" * 400)
+    asked = ["--recipe", "current", "--precision", "*.down_proj=bf16", "--recipe-schedule", "bf16@0.5", "--steps", "4"]
+    assert main([*RUN, "--data", "text.txt", *asked, "--out", "one", "--save-every", "1"]) == 0
+    saved = read_toml(Path("one/run.toml"))
+    assert saved["recipe"]["name"] == "current" and saved["recipe"]["precision"] == {"*.down_proj": "bf16"}
+    assert saved["training"]["recipe_schedule"] == "bf16@0.5"
+    names = [row["recipe"] for row in read_metrics(Path("one/metrics.jsonl"))]
+    assert names == ["current", "current", "bf16", "bf16"]
+    last = CausalLM.from_pretrained("one")
+    assert last.recipe.name == "bf16" and last.recipe.precision == {"*.down_proj": "bf16"}
+    assert main(["pretrain", "--resume", "one", "--steps", "8"]) == 0  # half of eight: the first recipe comes back
+    assert read_toml(Path("one/run.toml"))["recipe"] == saved["recipe"]
+    names = [row["recipe"] for row in read_metrics(Path("one/metrics.jsonl"))]
+    assert names == ["current", "current", "bf16", "bf16", "bf16", "bf16", "bf16", "bf16"]
+    assert main(["pretrain", "one/run.toml", "--steps", "4", "--out", "two"]) == 0
+    again, first = (read_metrics(Path(name) / "metrics.jsonl") for name in ("two", "one"))
+    assert [row["loss"] for row in again[:2]] == [row["loss"] for row in first[:2]]
+
+
+@pytest.mark.parametrize(
+    "schedule", ["bf16", "bf16@", "bf16@x", "bf16@0", "bf16@-1", "bf17@0.5", "bf16@inf", "@0.5", "bf16@nan"]
+)
+def test_a_schedule_that_is_none_is_refused(schedule: str) -> None:
+    with pytest.raises(ConfigError, match="write RECIPE@PLACE, a name and a share of the steps") as error:
+        TrainConfig(recipe_schedule=schedule)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("schedule", ["bf16@0.9,current@0.5", "bf16@0.5,current@0.5"])
+def test_changes_come_in_order(schedule: str) -> None:
+    with pytest.raises(ConfigError, match="in the order of their steps"):
+        TrainConfig(recipe_schedule=schedule)
+
+
+def test_a_change_that_the_model_cannot_make_is_refused_before_the_run(tmp_path: Path) -> None:
+    """FP8 weights have the format of one recipe."""
+    with pytest.raises(UsageError, match="FP8 primary weights were made for"):
+        Trainer(build(fp8_params=True), batches(), None, config(recipe_schedule="delayed@3"), tmp_path)
+    with pytest.raises(UsageError, match="is not a multiple of 32"):
+        Trainer(build(intermediate_size=48), batches(), None, config(recipe_schedule="mxfp8@3"), tmp_path)
+
+
+def test_edges_and_table_stay() -> None:
+    first = get_recipe(
+        "delayed", num_layers_at_start_in_bf16=2, precision={"*.o_proj": "bf16", "layers.1.*": "current"}
+    )
+    then = first.followed_by("current")
+    assert then.num_layers_at_start_in_bf16 == 2 and list(then.precision) == ["*.o_proj", "layers.1.*"]
+    assert first.followed_by("bf16").precision == {"*.o_proj": "bf16"} and not first.followed_by("bf16").quantized
+    assert first.followed_by("delayed") is first
