@@ -64,6 +64,31 @@ def test_generate_gives_the_tokens_of_transformers(case: str, way: str, pair: Ca
     assert torch.equal(run(models.ours, **options), wanted)
 
 
+@pytest.mark.parametrize("way", ["greedy", "static", "beams"])
+@pytest.mark.parametrize("padding", [0, 2, 6])
+def test_longrope_with_a_cache_is_transformers_without_one(way: str, padding: int, pair: Callable[..., Any]) -> None:
+    """The angles change with the longest text, not with the longest row; the prompt ends before or after that."""
+    models = pair("phi3-longrope")
+    for length in (11, 17):
+        ids = torch.randint(12, 60, (2, length), generator=torch.Generator().manual_seed(length))
+        mask = torch.ones_like(ids)
+        mask[:, :padding] = 0
+        mask[0, : padding + 2] = 0
+        options = {**GENERATE[way], "attention_mask": mask, "max_new_tokens": 14, "eos_token_id": None}
+        wanted = models.theirs.generate(ids, **{**options, "cache_implementation": None, "use_cache": False})
+        assert torch.equal(models.ours.generate(ids, **options), wanted)
+
+
+def test_longrope_needs_all_ids_where_its_angles_change(pair: Callable[..., Any]) -> None:
+    model = pair("phi3-longrope").ours
+    vectors, ids = model.model.embed_tokens(IDS[2:]), torch.cat((IDS, IDS), 1)[2:, :17]
+    assert model.generate(inputs_embeds=vectors, eos_token_id=None, max_new_tokens=5).shape == (1, 5)
+    assert model.generate(ids[:, :8], prefill_chunk_size=4, eos_token_id=None, max_new_tokens=12).shape == (1, 20)
+    for prompt in (dict(inputs_embeds=vectors), dict(inputs=ids, prefill_chunk_size=4)):
+        with pytest.raises(UsageError, match="LongRoPE has other angles after 15 tokens.* give no inputs_embeds"):
+            model.generate(**prompt, eos_token_id=None, max_new_tokens=8)
+
+
 def test_keywords_of_a_config_and_of_generation_are_taken(pair: Callable[..., Any]) -> None:
     folder, ids = pair("llama").folder, IDS[:, 5:]
     ending = transformers.GenerationConfig(max_new_tokens=3, eos_token_id=None)
@@ -283,5 +308,5 @@ def test_any_order_of_imports_registers_the_classes(order: str, tmp_path: Path, 
 def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.0")
     monkeypatch.delitem(sys.modules, "te_models.huggingface.config")
-    with pytest.raises(MissingPackage, match=r"TEModelsForCausalLM needs transformers 5.0 or newer, not 4.57.0"):
+    with pytest.raises(MissingPackage, match=r"TEModelsForCausalLM needs transformers 5.12 or newer, not 4.57.0"):
         __import__("te_models.huggingface.config")
