@@ -15,6 +15,7 @@ from hybrids import SEEDS, hybrid_judge, randomize_hybrid
 from judge import AutoModelForCausalLM, transformers
 from torch import Tensor
 
+from te_models.errors import UsageError
 from te_models.interop.hf_families import family_of
 from te_models.interop.origin import Origin
 from te_models.interop.tensor_places import tensor_places
@@ -193,8 +194,13 @@ def test_the_text_of_a_multimodal_folder_is_read_and_the_rest_written_back(
     model.save_pretrained(folder, format="hf")  # over the tensors that it reads
     same_folder(folder, tmp_path / "back")
     model.save_pretrained(tmp_path / "native")
+    native = load(tmp_path / "native")
+    native.save_pretrained(tmp_path / "whole", format="hf", beside=folder)
+    same_folder(folder, tmp_path / "whole")
+    with pytest.raises(UsageError, match="has no tensors that belong beside"):
+        native.save_pretrained(tmp_path / "none", format="hf", beside=tmp_path / "native")
     with pytest.warns(UserWarning, match="the text model alone"):
-        load(tmp_path / "native").save_pretrained(tmp_path / "text", format="hf")
+        native.save_pretrained(tmp_path / "text", format="hf")
     text, report = AutoModelForCausalLM.from_pretrained(tmp_path / "text", output_loading_info=True)
     assert not any(report.values()), report
     close(text.eval()(ids).logits, judge(ids).logits)
