@@ -333,12 +333,13 @@ def write_hugging_face(
     preferred = family_of(origin.config) if origin.config else None
     aside = tensors_beside(origin, preferred) if quantize is None and preferred is not None else {}
     if preferred is not None and preferred.aside and not aside:
-        warnings.warn(
-            f"{folder} gets the text model alone: name the folder of the whole release (beside=, --beside) to have the "
-            "other tensors copied from there",
-            stacklevel=5,
-        )
         preferred = None
+        if quantize is None:
+            warnings.warn(
+                f"{folder} gets the text model alone: name the folder of the whole release (beside=, --beside) to have "
+                "the other tensors copied from there",
+                stacklevel=5,
+            )
     family = family_for(model.config, preferred)
     places = tensor_places(family, model.config, {name: p.shape for name, p in parameters.items()})
     config = _config_document(model, origin, family)
