@@ -167,8 +167,6 @@ class Recipe:
             if name not in checks:
                 raise unknown_option(f"field of recipe {self.name!r}", name, checks)
             _check(name, value, checks[name])
-        if self.lm_head == "fp8" and self.num_layers_at_end_in_bf16:
-            raise ConfigError("lm_head='fp8' needs num_layers_at_end_in_bf16=0: the FP8 layers are one region")
         for pattern, value in self.precision.items():
             if not isinstance(value, str) or value not in (self.name, *_shipped()):
                 choices = dict.fromkeys((*_shipped(), self.name))
@@ -218,7 +216,7 @@ class Recipe:
     @property
     def head_in_fp8(self) -> bool:
         """Return whether the output head is inside the recipe's own autocast."""
-        return self.scheme != "none" and self.lm_head == "fp8"
+        return self.scheme != "none" and self.lm_head == "fp8" and not self.num_layers_at_end_in_bf16
 
     @property
     def row_alignment(self) -> int:

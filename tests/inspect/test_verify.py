@@ -67,9 +67,11 @@ def test_backward_gemms_in_high_precision(override: str, backward: str) -> None:
     assert not found.failures
 
 
-def test_the_head_in_fp8() -> None:
-    found = verify(small("current", lm_head="fp8", num_layers_at_end_in_bf16=0), 2, 32)
-    assert [(gemm.in_fp8, gemm.in_bf16) for gemm in found.gemms] == [(2, 1)] * 4 + [(1, 0)]
+@pytest.mark.parametrize("end", [0, 1])
+def test_the_head_in_fp8(end: int) -> None:
+    """Inside the autocast of the layers, or after layers in BF16 in its own."""
+    found = verify(small("current", lm_head="fp8", num_layers_at_end_in_bf16=end), 2, 32)
+    assert [(gemm.in_fp8, gemm.in_bf16) for gemm in found.gemms] == [(2 - end, 1 + end)] * 4 + [(1, 0)]
     assert found.ran(found.gemms[-1])
 
 

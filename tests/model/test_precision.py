@@ -177,6 +177,19 @@ def test_a_recompute_has_the_precision_of_its_first_pass(table: str, own: str, m
         step(plain)
 
 
+@pytest.mark.parametrize("own", [name for name in RECIPES if name != "bf16"])
+def test_a_head_in_fp8_after_layers_in_bf16(own: str) -> None:
+    model, by_hand = build(own, lm_head="fp8"), build("bf16")
+    asked = asking(by_hand, own, lambda name, own: own if not name.startswith(EDGES[:2]) else "bf16")
+    for number in range(2):
+        loss = model(tokens(number), labels=tokens(number)).loss
+        loss.backward()
+        assert_same_bits("loss", loss, reference(by_hand, tokens(number), asked))
+        assert_same_step(model, by_hand)
+        step(model)
+        step(by_hand)
+
+
 def test_two_passes_and_then_their_backwards() -> None:
     """As with gradient accumulation in pipelines: each recompute has the scales of its own first pass."""
     table = TABLES["delayed in a few"][0]("bf16")
