@@ -90,6 +90,7 @@ ELSEWHERE = {
     "interval": "leave it out: scales are updated in every step",
     "fp8_amax_history_len": "give amax_history_len",
     "fp8_amax_compute_algo": "give amax_compute_algo",
+    "layer_precision": 'give precision, such as {"layers.2.*": "bf16"}',
     "first_last_layers_bf16": "give num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16, which are 1 by default",
 }
 RECIPES_ELSEWHERE = {
