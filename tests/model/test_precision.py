@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bits import assert_same_bits
+from fewer import every
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -123,8 +124,7 @@ def asking(model: CausalLM, own: str, expected: Callable[[str, str], str]) -> Ca
     return lambda name: built[expected(name, own)]
 
 
-@pytest.mark.parametrize("own", RECIPES)
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("own, table", every(2, RECIPES, TABLES))
 def test_a_pass_is_that_of_linears_with_autocasts_of_their_own(own: str, table: str) -> None:
     precision, expected = TABLES[table][0](own), TABLES[table][1]
     model, by_hand = build(own, precision), build("bf16")
@@ -143,13 +143,15 @@ def test_a_pass_is_that_of_linears_with_autocasts_of_their_own(own: str, table: 
             assert int((tensor[:, 0] > 0).sum()) == 3, name
 
 
-@pytest.mark.parametrize(("mode", "position"), [("none", "pre"), ("full", "pre"), ("none", "post")])
-@pytest.mark.parametrize("own", ["delayed", "current", "bf16"])
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(
+    "table, own, how",
+    every(3, TABLES, ["delayed", "current", "bf16"], [("none", "pre"), ("full", "pre"), ("none", "post")]),
+)
 def test_scales_are_updated_once_per_pass(
-    table: str, own: str, mode: str, position: str, monkeypatch: pytest.MonkeyPatch
+    table: str, own: str, how: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second update would be one more collective, and would change histories wherever a module ran twice."""
+    mode, position = how
     model = build(own, TABLES[table][0](own), activation_checkpointing=mode, norm_position=position)
     manager, updates = model.te.FP8GlobalStateManager, []
     monkeypatch.setattr(manager, "reduce_and_update_fp8_tensors", lambda forward=True: updates.append(forward))
@@ -159,9 +161,9 @@ def test_scales_are_updated_once_per_pass(
         assert updates == [True] * model.recipe.stateful + [False] * model.recipe.quantized
 
 
-@pytest.mark.parametrize("mode", ["selective", "full", 2])
-@pytest.mark.parametrize("own", ["delayed", "current", "bf16"])
-@pytest.mark.parametrize("table", ["bf16 and another", "edges come back", "delayed in a few"])
+@pytest.mark.parametrize(
+    "table, own, mode", every(3, [*TABLES][1:], ["delayed", "current", "bf16"], ["selective", "full", 2])
+)
 def test_a_recompute_has_the_precision_of_its_first_pass(table: str, own: str, mode: str | int) -> None:
     precision = TABLES[table][0](own)
     plain, model = build(own, precision), build(own, precision, activation_checkpointing=mode)
@@ -173,6 +175,19 @@ def test_a_recompute_has_the_precision_of_its_first_pass(table: str, own: str, m
         assert_same_step(model, plain)
         step(model)
         step(plain)
+
+
+@pytest.mark.parametrize("own", [name for name in RECIPES if name != "bf16"])
+def test_a_head_in_fp8_after_layers_in_bf16(own: str) -> None:
+    model, by_hand = build(own, lm_head="fp8"), build("bf16")
+    asked = asking(by_hand, own, lambda name, own: own if not name.startswith(EDGES[:2]) else "bf16")
+    for number in range(2):
+        loss = model(tokens(number), labels=tokens(number)).loss
+        loss.backward()
+        assert_same_bits("loss", loss, reference(by_hand, tokens(number), asked))
+        assert_same_step(model, by_hand)
+        step(model)
+        step(by_hand)
 
 
 def test_two_passes_and_then_their_backwards() -> None:
