@@ -16,7 +16,7 @@ from torch import Tensor
 from te_models import CausalLM, TEModelsForCausalLM
 from te_models.errors import UsageError
 
-pytest.importorskip("transformers", minversion="5.12")
+pytest.importorskip("transformers", minversion="5.14")
 peft = pytest.importorskip("peft")
 lora = pytest.importorskip("te_models.training.lora")
 pytestmark = [pytest.mark.filterwarnings("ignore")]

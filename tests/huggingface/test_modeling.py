@@ -308,5 +308,5 @@ def test_any_order_of_imports_registers_the_classes(order: str, tmp_path: Path, 
 def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.0")
     monkeypatch.delitem(sys.modules, "te_models.huggingface.config")
-    with pytest.raises(MissingPackage, match=r"TEModelsForCausalLM needs transformers 5.12 or newer, not 4.57.0"):
+    with pytest.raises(MissingPackage, match=r"TEModelsForCausalLM needs transformers 5.14 or newer, not 4.57.0"):
         __import__("te_models.huggingface.config")
