@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -184,6 +185,34 @@ def test_the_loss_of_vectors_and_of_a_continued_cache_are_those_of_transformers(
         m.generate(inputs_embeds=vectors, max_new_tokens=6, eos_token_id=None) for m in (models.theirs, models.ours)
     ]
     assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2"])
+def test_the_padding_token_is_trained_where_it_is_text(case: str, pair: Callable[..., Any]) -> None:
+    """transformers' embedding passes its row no gradient (`padding_idx`), also where the token ends a text.
+
+    Without that all gradients are the same; under a mask the token adds nothing here either.
+    """
+    models, pad = pair(case), int(IDS[0, 3])
+    ours = TEModelsForCausalLM.from_pretrained(models.folder, device="cpu").train()
+    found = gradients(ours, IDS)
+    for index in (pad, None):
+        theirs = copy.deepcopy(models.theirs).requires_grad_(True)
+        theirs.model.embed_tokens.padding_idx = index
+        expected = gradients(theirs, IDS)
+        rows = torch.arange(len(found)) != (-1 if index is None else pad)
+        torch.testing.assert_close(found[rows], expected[rows], rtol=1e-3, atol=1e-4)
+        assert index is None or (found[pad] - expected[pad]).norm() > 0.1 * found[pad].norm()
+    padded, other = IDS.masked_fill(MASK == 0, pad), IDS.masked_fill(MASK == 0, 5)
+    torch.testing.assert_close(gradients(ours, padded, MASK), gradients(ours, other, MASK), rtol=0, atol=0)
+
+
+def gradients(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the gradient of the embedding, [V, D]."""
+    model.zero_grad()
+    labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
+    model(ids, attention_mask=mask, labels=labels).loss.backward()
+    return model.get_input_embeddings().weight.grad.clone()
 
 
 def test_a_tuple_has_the_order_of_transformers(pair: Callable[..., Any]) -> None:
