@@ -18,6 +18,7 @@ from places import PLACE
 from torch import Tensor
 
 from te_models import CausalLM, TEModelsConfig, TEModelsForCausalLM
+from te_models.data.tokenizer import ByteTokenizer
 from te_models.errors import MissingPackage, UsageError
 
 IDS = torch.randint(3, 96, (3, 11), generator=torch.Generator().manual_seed(5))
@@ -109,6 +110,22 @@ def test_assisted_generation_gives_the_tokens_of_transformers(options: dict, pai
         helper = {} if "prompt_lookup_num_tokens" in options else dict(assistant_model=draft)
         found.append(model.generate(IDS[2:], max_new_tokens=14, eos_token_id=None, **helper, **options))
     assert torch.equal(*found)
+
+
+def test_stop_strings_need_the_tokenizer(pair: Callable[..., Any], tmp_path: Path) -> None:
+    models = pair("llama")
+    ByteTokenizer().save(tmp_path)
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    options: dict[str, Any] = dict(max_new_tokens=14, eos_token_id=None, do_sample=False)
+    text = words.decode(models.theirs.generate(IDS[2:], **options)[0, 11:])
+    options |= dict(stop_strings=[text[5:7], "never"], tokenizer=words)
+    wanted = models.theirs.generate(IDS[2:], **options)
+    assert torch.equal(models.ours.generate(IDS[2:], **options), wanted) and wanted.shape[1] < 25
+
+
+def test_an_early_exit_is_refused(pair: Callable[..., Any]) -> None:
+    with pytest.raises(UsageError, match="assistant_early_exit is not supported: give a smaller model as assistant_"):
+        run(pair("llama").ours, assistant_early_exit=1)
 
 
 @pytest.mark.parametrize("case", FAMILIES)
