@@ -15,6 +15,7 @@ if _TYPE_CHECKING:
     from te_models.causal_lm import CausalLM, plan
     from te_models.config.deltanet import DeltaNetConfig
     from te_models.config.model import ModelConfig
+    from te_models.config.moe import MoEConfig
     from te_models.config.presets import get_preset, list_presets
     from te_models.config.recipe import Recipe, get_recipe, list_recipes
     from te_models.config.training import TrainConfig
@@ -38,6 +39,7 @@ _MODULES = {  # public name -> its module below te_models
     "CausalLM": "causal_lm",
     "DeltaNetConfig": "config.deltanet",
     "GraphedStep": "training.cuda_graph",
+    "MoEConfig": "config.moe",
     "ModelConfig": "config.model",
     "Recipe": "config.recipe",
     "TEModelsConfig": "huggingface.config",
@@ -68,6 +70,7 @@ __all__ = [
     "CausalLM",
     "DeltaNetConfig",
     "GraphedStep",
+    "MoEConfig",
     "ModelConfig",
     "Recipe",
     "TEModelsConfig",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from te_models.config.deltanet import DeltaNetSpec
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.precision import HEAD
 from te_models.config.presets import get_preset
@@ -24,9 +25,10 @@ from te_models.generation.generate import Prompts, generate, stream
 from te_models.generation.options import GenerationOptions
 from te_models.interop.hub import local_folder, push_folder, split_options
 from te_models.interop.origin import Origin
+from te_models.kernels.delta_rule import delta_rule_kernel
 from te_models.kernels.sdpa import attention_kernel
 from te_models.model.calibration import calibrate
-from te_models.model.decoder import Decoder
+from te_models.model.decoder import Decoder, target_device
 from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, PushOptions
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.precision_plan import PlanRow, PrecisionPlan
@@ -87,14 +89,15 @@ class CausalLM(Decoder):
         rows = []
         high = "BF16" if self.dtype == torch.bfloat16 else str(self.dtype).removeprefix("torch.").upper()
         for name, module in self.named_modules():
-            if not isinstance(module, self.te.Linear):
+            if not isinstance(module, self.te.LINEARS):
                 continue
             name = self.precision.known(name)  # without the part that an adapter adds
             recipe, reason, _ = self.precision.linears[name]
             layer = "head" if name == HEAD else name.split(".")[1]
             precision = high if recipe is None else f"{recipe.formats} {recipe.scheme}"
             short = name.removeprefix(f"layers.{layer}.")
-            gemm = f"{module.in_features} -> {module.out_features}"
+            experts = f"{module.num_gemms} x " if isinstance(module, self.te.GroupedLinear) else ""
+            gemm = f"{experts}{module.in_features} -> {module.out_features}"
             rows.append(PlanRow(layer, short, gemm, precision, self.engine, reason))
         weights = ", FP8 primary weights" if self.fp8_params else ""
         recipe = f"recipe {self.recipe.name}{self._chosen(', ')}{weights}"
@@ -108,6 +111,10 @@ class CausalLM(Decoder):
             for title, names in obstacles.items()
             if names
         ]
+        if any(isinstance(part, DeltaNetSpec) for part in self.config.parts):
+            notes.append(f"{DeltaNetSpec.title}: {delta_rule_kernel(target_device(self), self.dtype)}")
+        if self.config.dynamic:
+            notes.append(f"no CUDA graph of a step: {self.config.dynamic}")
         return PrecisionPlan(title, tuple(rows), tuple(notes))
 
     def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:

@@ -63,6 +63,20 @@ def _laguna(full: dict[str, Any], sliding: dict[str, Any] = DEFAULT) -> dict[str
     return dict(full_attention=full, sliding_attention=sliding)
 
 
+def _experts(common: dict[str, Any], number: str, *names: str, **more: Any) -> dict[str, dict[str, Any]]:
+    """Shapes with experts: numbers that are no powers of two, one expert per token, and all of them."""
+    chosen = [(5, 2), (3, 1), (3, 3), (7, 5)]
+    counts = [{number: experts, "num_experts_per_tok": k} for experts, k in chosen]
+    # transformers' grouped products need rows of 16 bytes.
+    odd = dict(num_attention_heads=3, num_key_value_heads=3, head_dim=12, hidden_size=36, intermediate_size=28)
+    shapes = {**_shapes(*names), "odd": odd}
+    found = {name: {**common, **counts[place % 4], **shape} for place, (name, shape) in enumerate(shapes.items())}
+    return found | {name: {**common, **counts[0], **case} for name, case in more.items()}
+
+
+_ANY = ("one-key", "all-keys", "tied", "untied", "linear", "llama3", "yarn", "gelu")
+_QWEN = dict(moe_intermediate_size=20)
+_WHOLE = dict(num_attention_heads=3, num_key_value_heads=1, head_dim=16)
 FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
         "biases": BIASED,
@@ -192,6 +206,48 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         "all-slide": dict(
             **DENSE_LAGUNA, **WINDOWS["all-slide"], gating="per-element", rope_parameters=_laguna(HALF, LLAMA3)
         ),
+    },
+    "qwen3_moe": _experts(
+        _QWEN,
+        "num_experts",
+        *_ANY,
+        normed=dict(norm_topk_prob=True, mlp_only_layers=[0], attention_bias=True),
+        steps=dict(decoder_sparse_step=2),
+        window=dict(use_sliding_window=True, sliding_window=5),
+    ),
+    "qwen2_moe": _experts(
+        {**_QWEN, **_WHOLE, "shared_expert_intermediate_size": 28},
+        "num_experts",
+        *_ANY,
+        normed=dict(norm_topk_prob=True, qkv_bias=False),
+        steps=dict(decoder_sparse_step=2, mlp_only_layers=[0]),
+        window=dict(use_sliding_window=True, sliding_window=5, max_window_layers=2),
+    ),
+    "mixtral": _experts({}, "num_local_experts", *_ANY, window=dict(sliding_window=5)),
+    "olmoe": _experts(
+        _WHOLE,
+        "num_experts",
+        "all-keys",
+        "tied",
+        "untied",
+        "linear",
+        "yarn",
+        "gelu",
+        "dynamic",
+        normed=dict(norm_topk_prob=True, attention_bias=True),
+        keys=dict(num_key_value_heads=3),
+    ),
+    "glm4_moe": {
+        name: {**case, "rope_parameters": {"partial_rotary_factor": 0.5, **case.get("rope_parameters", DEFAULT)}}
+        for name, case in _experts(
+            {**_QWEN, "head_dim": 16},
+            "n_routed_experts",
+            "all-keys",
+            *_ANY[3:],
+            sparse=dict(first_k_dense_replace=0, tie_word_embeddings=True),
+            groups=dict(n_routed_experts=6, n_group=3, topk_group=2, num_experts_per_tok=3, n_shared_experts=2),
+            normed=dict(use_qk_norm=True, norm_topk_prob=False, routed_scaling_factor=2.5, attention_bias=True),
+        ).items()
     },
 }
 CASES = {f"{family}-{name}": (family, case) for family, cases in FAMILY_CASES.items() for name, case in cases.items()}

@@ -123,6 +123,9 @@ def randomize(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         centre = 0.0 if parameter.ndim > 1 or "bias" in name or parameter.abs().max() == 0 else 1.0
         parameter.copy_(centre + torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.normal_(0, 0.3)
 
 
 def load(folder: Path, **options: Any) -> CausalLM:

@@ -49,7 +49,7 @@ def first_rows(sections: tuple[Section, ...]) -> list[int]:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A te.Linear of a layer.
+    """A te.Linear of a layer, or a te.GroupedLinear: one linear per expert, all of this form.
 
     Attributes:
         name: its name in its part, such as "qkvg_proj".
@@ -61,6 +61,7 @@ class LinearSpec:
         residual: whether it writes into the residual stream.
         fp8: whether it may run below BF16 (te_models.config.precision); False for what is BF16 by its nature, such as a
             router.
+        experts: how many experts there are; 0: it is a te.Linear.
     """
 
     name: str
@@ -70,6 +71,17 @@ class LinearSpec:
     bias: bool = False
     residual: bool = False
     fp8: bool = True
+    experts: int = 0
+
+    @property
+    def gemms(self) -> int:
+        """Linears in it: one, or one per expert."""
+        return max(1, self.experts)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The names of its weights."""
+        return tuple(f"weight{expert}" for expert in range(self.experts)) or ("weight",)
 
     @property
     def rows(self) -> list[int]:
@@ -84,12 +96,12 @@ class LinearSpec:
     @property
     def num_parameters(self) -> int:
         """Parameters that outputs depend on: without padding."""
-        return sum(section.used for section in self.sections) * (self.inputs + self.bias)
+        return self.gemms * sum(section.used for section in self.sections) * (self.inputs + self.bias)
 
     @property
     def num_padding_parameters(self) -> int:
         """Parameters of the rows of padding; nothing reads their output."""
-        return self.outputs * (self.inputs + self.bias) - self.num_parameters
+        return self.gemms * self.outputs * (self.inputs + self.bias) - self.num_parameters
 
     @property
     def row_ranges(self) -> dict[str, tuple[int, int]]:
@@ -117,13 +129,14 @@ class Tape(Protocol):
     tokens: int  # T = B*S
     rows: int  # N: tokens padded to the recipe's row alignment
     seq_len: int  # S
+    alignment: int  # of the rows of each GEMM of the layer
     element: int  # bytes of an activation
     compiled: bool  # whether operations between the GEMMs are compiled
     fused: bool  # whether fused kernels run
     cuda: bool  # whether the step runs on a GPU
 
-    def linear(self, linear: LinearSpec, *, shared: bool = False) -> Step:
-        """Return a te.Linear; with `shared`, another operation already saves its unquantized input."""
+    def linear(self, linear: LinearSpec, *, shared: bool = False, rows: int | None = None) -> Step:
+        """Return a te.Linear of `rows` rows (None: N); with `shared`, another operation saves its unquantized input."""
         ...
 
 
@@ -154,6 +167,11 @@ class PartSpec(ABC):
         """The fields of ModelConfig whose values the fused kernels do not compute."""
         return ()
 
+    @property
+    def dynamic(self) -> str:
+        """Return why no CUDA graph can contain it; "" if one can."""
+        return ""
+
     def linear(self, name: str) -> LinearSpec:
         """Return its te.Linear of this name."""
         return next(linear for linear in self.linears if linear.name == name)
@@ -162,6 +180,11 @@ class PartSpec(ABC):
     def num_parameters(self) -> int:
         """Parameters that outputs depend on."""
         return sum(linear.num_parameters for linear in self.linears) + sum(self.vectors.values())
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token goes through."""
+        return self.num_parameters
 
     @property
     @abstractmethod
@@ -210,11 +233,16 @@ class MixerSpec(PartSpec):
 class FeedforwardSpec(PartSpec):
     """A part that treats each token by itself."""
 
+    @property
+    def last(self) -> LinearSpec:
+        """The te.Linear whose input recompute may discard."""
+        return self.linears[-1]
+
     @abstractmethod
     def halves(self, tape: Tape) -> tuple[list[Step], list[Step]]:
         """Return the operations of a training step in forward order.
 
-        The first half ends at a tensor that recompute may discard: the input of the last te.Linear.
+        The first half ends at a tensor that recompute may discard: the input of the te.Linear `last`.
         """
 
 
@@ -258,6 +286,11 @@ class LayerSpec:
     def num_parameters(self) -> int:
         """Parameters that outputs depend on."""
         return sum(part.num_parameters for part in self.parts) + self.num_norms * self.mixer.hidden_size
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token goes through."""
+        return self.num_parameters - sum(part.num_parameters - part.num_active_parameters for part in self.parts)
 
     @property
     def num_padding_parameters(self) -> int:

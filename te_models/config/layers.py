@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from te_models.config.attention import AttentionSpec
 from te_models.config.deltanet import DeltaNetSpec
-from te_models.config.layer import LayerSpec, MixerSpec
+from te_models.config.layer import FeedforwardSpec, LayerSpec, MixerSpec
 from te_models.config.mlp import MLPSpec
+from te_models.config.moe import MoESpec
 
 if TYPE_CHECKING:
     from te_models.config.model import ModelConfig
@@ -24,11 +25,16 @@ MIXERS: dict[str, Callable[[ModelConfig, int], MixerSpec]] = {
     "linear_attention": DeltaNetSpec.of,
 }
 
+# The same for `mlp_layer_types` and the MLP.
+MLPS: dict[str, Callable[[ModelConfig, int], FeedforwardSpec]] = {"dense": MLPSpec.of, "sparse": MoESpec.of}
+
 
 def describe_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """Return the layers of a model, from its first to its last."""
-    kinds = config.layer_types or ("full_attention",) * config.num_hidden_layers
+    count = config.num_hidden_layers
+    mixers = config.layer_types or ("full_attention",) * count
+    mlps = config.mlp_layer_types or ("dense" if config.moe is None else "sparse",) * count
     return tuple(
-        LayerSpec(MIXERS[kind](config, layer), MLPSpec.of(config, layer), config.norm_position)
-        for layer, kind in enumerate(kinds)
+        LayerSpec(MIXERS[mixer](config, layer), MLPS[mlp](config, layer), config.norm_position)
+        for layer, (mixer, mlp) in enumerate(zip(mixers, mlps, strict=True))
     )

@@ -13,7 +13,8 @@ from typing import Any, get_type_hints
 
 from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.layer import LayerSpec, LinearSpec, PartSpec, Section, distinct, named_linears
-from te_models.config.layers import MIXERS, describe_layers
+from te_models.config.layers import MIXERS, MLPS, describe_layers
+from te_models.config.moe import MoEConfig
 from te_models.config.rope import Rope, check_rotary_size, checked_scaling, checked_sliding_rope, frozen
 from te_models.errors import ConfigError, NamedFields, documented, field_values, unknown
 
@@ -28,7 +29,9 @@ CHOICES = {
 
 MAX_PARAMETERS = 2**60  # PyTorch counts bytes in 64 bits
 MAX_LAYERS = 10_000  # planning a model loops over its layers
-PER_LAYER = ("no_rope_layers", "layer_types")  # fields with one entry per layer
+PER_LAYER = ("no_rope_layers", "layer_types", "mlp_layer_types")  # fields with one entry per layer
+# Fields that are groups of fields; a file has the values of each by name.
+GROUPS = {"linear_attention": DeltaNetConfig, "moe": MoEConfig}
 
 
 @dataclass(kw_only=True, unsafe_hash=True)  # frozen by __setattr__ below
@@ -95,6 +98,10 @@ class ModelConfig(NamedFields):
     hidden_act: str = documented("silu", "Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2.")
     mlp_gate: bool = documented(True, "Gate the MLP, act(gate) * up; without, act(up) (Arcee).")
     mlp_bias: bool = documented(False, "Bias on the projections of the MLP.")
+    moe: MoEConfig | None = documented(None, "Experts in place of MLPs.")
+    mlp_layer_types: tuple[str, ...] | None = documented(
+        None, 'One entry per layer, "dense" or "sparse" (experts); None: all sparse with moe, else all dense.'
+    )
     embedding_multiplier: float = documented(1.0, "Factor on the embeddings (Granite, Gemma).")
     residual_multiplier: float = documented(
         1.0, "Factor on the outputs of attention and MLP before the residual addition (Granite)."
@@ -109,12 +116,12 @@ class ModelConfig(NamedFields):
 
     def __post_init__(self) -> None:
         values = field_values(self)
-        for name in ("no_rope_layers", "layer_types", "eos_token_id"):
+        for name in (*PER_LAYER, "eos_token_id"):
             if isinstance(values[name], list):
                 object.__setattr__(self, name, tuple(values[name]))
-        if isinstance(self.linear_attention, Mapping):
-            object.__setattr__(self, "linear_attention", DeltaNetConfig(**self.linear_attention))
-            values = field_values(self)
+        for name, group in GROUPS.items():
+            if isinstance(values[name], Mapping):
+                object.__setattr__(self, name, group(**values[name]))
         _check_types(self)
         _check_layers(self)
         if self.num_key_value_heads is None:
@@ -179,6 +186,11 @@ class ModelConfig(NamedFields):
         return distinct(part for layer in self.layers for part in layer.parts)
 
     @property
+    def dynamic(self) -> str:
+        """Why no CUDA graph can contain a pass; "" if one can."""
+        return next((part.dynamic for part in self.parts if part.dynamic), "")
+
+    @property
     def head(self) -> LinearSpec:
         """The te.Linear of the head, which every rank has as a whole."""
         return LinearSpec("lm_head", self.hidden_size, (Section("logits", self.vocab_size, self.vocab_size, "head"),))
@@ -217,6 +229,11 @@ class ModelConfig(NamedFields):
         blocks = sum(count * layer.num_parameters for layer, count in Counter(self.layers).items())
         return tables + blocks + self.hidden_size
 
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token goes through: of its own experts only."""
+        return self.num_parameters - sum(layer.num_parameters - layer.num_active_parameters for layer in self.layers)
+
     def with_layers(self, depths: Sequence[int]) -> ModelConfig:
         """Return the config of a model of these layers of this one, in this order."""
         own = {name: getattr(self, name) for name in PER_LAYER}
@@ -226,8 +243,9 @@ class ModelConfig(NamedFields):
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, resolved, as plain JSON values; those that a subclass adds are not saved with a model."""
         values = field_values(self)
+        values |= {name: dataclasses.asdict(values[name]) for name in GROUPS if values[name] is not None}
         plain = {name: copy.deepcopy(values[name]) for name in config_fields()}
-        return {name: _plain(value) for name, value in plain.items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
@@ -240,13 +258,6 @@ class ModelConfig(NamedFields):
         if missing := [name for name in required if name not in values]:
             raise ConfigError(f"the config lacks {', '.join(missing)}")
         return cls(**values)
-
-
-def _plain(value: Any) -> Any:
-    """Return the value of a field as JSON has it."""
-    if isinstance(value, DeltaNetConfig):
-        return dataclasses.asdict(value)
-    return list(value) if isinstance(value, tuple) else value
 
 
 @functools.cache
@@ -273,8 +284,8 @@ def _check_types(config: ModelConfig) -> None:
             good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
         elif kind.startswith("Mapping"):
             good = isinstance(value, Mapping)
-        elif kind.startswith("DeltaNetConfig"):
-            good = isinstance(value, DeltaNetConfig)
+        elif f.name in GROUPS:
+            good = isinstance(value, GROUPS[f.name])
         else:
             good = isinstance(value, tuple if kind.startswith("tuple") else str)
         if not good:
@@ -285,7 +296,11 @@ def _check_layers(config: ModelConfig) -> None:
     """Require a number of layers that can be planned, and a known kind for each in fields that name one."""
     if config.num_hidden_layers > MAX_LAYERS:
         raise ConfigError(f"num_hidden_layers={config.num_hidden_layers} is too large: give {MAX_LAYERS} or fewer")
-    per_layer = {"no_rope_layers": (config.no_rope_layers, (0, 1)), "layer_types": (config.layer_types, tuple(MIXERS))}
+    per_layer = {
+        "no_rope_layers": (config.no_rope_layers, (0, 1)),
+        "layer_types": (config.layer_types, tuple(MIXERS)),
+        "mlp_layer_types": (config.mlp_layer_types, tuple(MLPS)),
+    }
     for name, (values, allowed) in per_layer.items():
         if values is None:
             continue
@@ -298,6 +313,10 @@ def _check_layers(config: ModelConfig) -> None:
     for kind, field in needs.items():
         if kind in (config.layer_types or ()) and field_values(config)[field] is None:
             raise ConfigError(f"layer_types asks for {kind}: give {field}")
+    if "sparse" in (config.mlp_layer_types or ()) and config.moe is None:
+        raise ConfigError("mlp_layer_types asks for sparse layers: give moe, their experts")
+    if config.moe is not None and (config.mlp_bias or not config.mlp_gate):
+        raise ConfigError("experts have a gate and no bias: leave out mlp_bias and mlp_gate")
 
 
 def _check_pairs(config: ModelConfig) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from te_models.config.deltanet import DeltaNetConfig
+from te_models.config.moe import MoEConfig
 
 
 class RecipeOptions(TypedDict, total=False):
@@ -81,6 +82,8 @@ class ConfigOptions(TypedDict, total=False):
     hidden_act: str
     mlp_gate: bool
     mlp_bias: bool
+    moe: MoEConfig | Mapping[str, Any] | None
+    mlp_layer_types: tuple[str, ...] | None
     embedding_multiplier: float
     residual_multiplier: float
     logits_scaling: float

@@ -24,6 +24,7 @@ from transformer_engine.pytorch import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Float8Tensor,
+    GroupedLinear,
     Linear,
     MXFP8Quantizer,
     QuantizedTensor,
@@ -53,13 +54,15 @@ __version__ = version("transformer-engine")
 autocast = _te.autocast
 fp8_autocast = _te.fp8_autocast
 quantized_model_init = _te.quantized_model_init
+# The layers that quantize: each has `fp8_meta` and quantizers.
+LINEARS = (Linear, GroupedLinear)
 # The emulated engine refuses recomputes whose caller does not restore its state.
 restored_recompute = contextlib.nullcontext
 
 __all__ = [
     "DType", "FP8GlobalStateManager", "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer",
-    "FusedAdam", "Linear", "MXFP8Quantizer", "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "autocast",
-    "checkpoint", "fp8_autocast", "get_align_size_for_quantization",
+    "FusedAdam", "GroupedLinear", "LINEARS", "Linear", "MXFP8Quantizer", "RMSNorm", "RotaryPositionEmbedding",
+    "TransformerLayer", "autocast", "checkpoint", "fp8_autocast", "get_align_size_for_quantization",
     "get_default_recipe", "handover", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
     "is_nvfp4_available", "outside_autocast", "quantized_model_init", "recipe", "region_lock", "reset_fp8_state",
     "restored_recompute", "separate_copy",

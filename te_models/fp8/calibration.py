@@ -8,7 +8,7 @@ depends on the factor of the loss, and so on the number of processes and of micr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from te_models.config.recipe import Recipe
 from te_models.engine.emulated.delayed_scaling import updated
 from te_models.fp8.primary_weights import is_quantized
-from te_models.fp8.scaling_state import WIDTHS, delayed_states, fp8_max, make_state
+from te_models.fp8.scaling_state import WIDTHS, delayed_states, fp8_max, gemms_of, make_state
 
 # Of the amaxes of a module, forward and then backward, those that are measured; results of its GEMMs are not quantized.
 INPUT, WEIGHT, GRADIENT = 0, 1, WIDTHS["scaling_fwd"]
 
 
 class Probe:
-    """Hooks on a te.Linear that note the amaxes of its operands in `amaxes`, FP32 [5].
+    """Hooks on a te.Linear or te.GroupedLinear that note the amaxes of its operands in `amaxes`, FP32 [GEMMs, 5].
 
     That of an FP8 primary weight has been in its history since the weight was written. The probes of a model share
     `starts`, which gets the first input of a pass.
@@ -33,18 +33,23 @@ class Probe:
 
     def __init__(self, module: nn.Module, amaxes: Tensor, starts: list[Tensor]) -> None:
         self.amaxes, self.starts = amaxes, starts
+        self.rows: list[int] = []  # of each GEMM
         self.hooks = [module.register_forward_pre_hook(self.before), module.register_forward_hook(self.after)]
 
-    def note(self, operand: int, tensor: Tensor) -> None:
-        """Raise an amax to that of `tensor`."""
-        self.amaxes[operand].clamp_(min=torch.linalg.vector_norm(tensor.detach(), torch.inf))
+    def note(self, operand: int, tensors: Iterable[Tensor]) -> None:
+        """Raise an amax of each GEMM to that of its tensor."""
+        for amaxes, tensor in zip(self.amaxes, tensors, strict=True):
+            if tensor.numel():
+                amaxes[operand].clamp_(min=torch.linalg.vector_norm(tensor.detach(), torch.inf))
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Note input and weight; return the arguments, of which the input then requires a gradient."""
         x, *others = inputs
-        self.note(INPUT, x)
-        if not is_quantized(weight := module.get_parameter("weight")):
-            self.note(WEIGHT, weight)
+        self.rows = others[0] if others else [len(x)]
+        self.note(INPUT, x.split(self.rows))
+        weights = [p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")]
+        if not is_quantized(weights[0]):
+            self.note(WEIGHT, weights)
         if not torch.is_grad_enabled():  # another thread evaluates the model
             return inputs
         x = x if x.requires_grad else x.detach().requires_grad_()  # nothing before it is trained
@@ -55,19 +60,16 @@ class Probe:
     def after(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Note the gradient of the output, once there is one."""
         if output.requires_grad:
-            output.register_hook(self.gradient)
-
-    def gradient(self, gradient: Tensor) -> None:
-        """Note a gradient of the output."""
-        self.note(GRADIENT, gradient)
+            rows = self.rows
+            output.register_hook(lambda gradient: self.note(GRADIENT, gradient.split(rows)))
 
 
 class Measurement:
-    """The amaxes of te.Linear modules, FP32 [modules, 5]."""
+    """The amaxes of te.Linear and te.GroupedLinear modules, FP32 [GEMMs, 5] each."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self.modules, self.starts = modules, list[Tensor]()
-        self.amaxes = torch.zeros(len(modules), sum(WIDTHS.values()), device=device)
+        self.amaxes = [torch.zeros(gemms_of(module), sum(WIDTHS.values()), device=device) for module in modules]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -98,16 +100,19 @@ class Measurement:
         for module, (_, built) in zip(self.modules, recipes, strict=True):
             make_state(module, built)
         states = [[delayed_states(module)[f".{direction}"] for direction in WIDTHS] for module in self.modules]
-        written = torch.stack([torch.cat([state.amax_history[0] for state in own]) for own in states])
-        measured = self.amaxes.nan_to_num(nan=0.0, posinf=torch.inf)  # Transformer Engine's amax ignores NaN too
+        written = torch.cat([state.amax_history[0] for own in states for state in own])
+        parts = [part.flatten() for own in self.amaxes for part in own.split(list(WIDTHS.values()), dim=1)]
+        measured = torch.cat(parts).nan_to_num(nan=0.0, posinf=torch.inf)  # Transformer Engine's amax ignores NaN too
         amaxes = torch.maximum(measured, written)
         reduced = amaxes
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
             reduced = amaxes.clone()
             dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
-        for own, mine, shared, (recipe, built) in zip(states, amaxes, reduced, recipes, strict=True):
-            row = shared if built.reduce_amax else mine
-            for state, direction, amax in zip(own, WIDTHS, row.split(list(WIDTHS.values())), strict=True):
+        sizes = [len(part) for part in parts]
+        mine, shared = iter(amaxes.split(sizes)), iter(reduced.split(sizes))
+        for own, (recipe, built) in zip(states, recipes, strict=True):
+            for state, direction in zip(own, WIDTHS, strict=True):
+                amax = (next(mine), next(shared))[built.reduce_amax]
                 most = fp8_max(recipe, direction)
                 history, scale = updated(state.amax_history, state.scale, amax, built, most)
                 state.amax_history.copy_(history)
@@ -115,8 +120,9 @@ class Measurement:
 
 
 def unmeasured(modules: Sequence[Any]) -> list[nn.Module]:
-    """Return the te.Linear modules, under DelayedScaling, whose input has had no amax so far."""
+    """Return the te modules, under DelayedScaling, whose input has had no amax so far, with any expert."""
     states = [module.fp8_meta.get("scaling_fwd") for module in modules]
-    seen = [(s.amax_history[:, INPUT] != 0).any() | (s.scale[INPUT] != 1) for s in states if s is not None]
+    inputs = slice(INPUT, None, WIDTHS["scaling_fwd"])
+    seen = [(s.amax_history[:, inputs] != 0).any() | (s.scale[inputs] != 1).any() for s in states if s is not None]
     flags = iter(torch.stack(seen).tolist() if seen else [])
     return [module for module, state in zip(modules, states, strict=True) if state is None or not next(flags)]

@@ -10,7 +10,7 @@ Under FSDP2 a parameter is a DTensor whose local tensor is an FP8Shard (te_model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from te_models.distributed.dtensor import from_shard, local, shard_of, write_sha
 from te_models.engine.emulated.numerics import FLT_MAX, scale_from_amax
 from te_models.errors import UsageError
 from te_models.fp8.fsdp_gather import FP8Shard, amax_group, reduce_amax_over
-from te_models.fp8.scaling_state import delayed_states, make_state
+from te_models.fp8.scaling_state import WIDTHS, delayed_states, make_state
 
 E4M3_MAX = 448.0
 # One scale per weight, which all ranks can share; blocks with scales would have to fit the rows of each rank.
@@ -71,7 +71,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 def clear_states(model: nn.Module) -> None:
     """Reset scales to 1 and histories to 0 in modules with FP8 weights, which were built from uninitialized memory."""
-    for _, module in _owners(model):
+    for _, module, _, _ in _owners(model):
         if delayed_states(module):  # Transformer Engine's own reset fails under other recipes (2.20)
             module.reset_fp8_meta_tensors()
 
@@ -82,8 +82,8 @@ def drop_transposed(model: nn.Module) -> None:
 
     Transformer Engine does so where FSDP2 gathers weights; for weights with one scale it can be done anywhere.
     """
-    for _, module in _owners(model):
-        fp8 = quantized(module.weight)
+    for _, module, _, weight in _owners(model):
+        fp8 = quantized(weight)
         if "data" not in _parts(fp8):  # blocks have scales
             continue
         module._is_fsdp2 = True
@@ -241,8 +241,8 @@ def relink(model: nn.Module, built: Callable[[str], Any]) -> None:
 
     `built` returns the engine's recipe object of a module, given its name. The caller copies delayed scales.
     """
-    for name, module in _owners(model):
-        fp8, quantizer = quantized(module.weight), _weight_quantizer(module, built(name))
+    for name, module, gemm, weight in _owners(model):
+        fp8, quantizer = quantized(weight), _weight_quantizer(module, gemm, built(name))
         quantizer.set_usage(columnwise=fp8._quantizer.columnwise_usage)
         reduce_amax_over(quantizer, amax_group(fp8._quantizer))
         fp8._quantizer = quantizer
@@ -251,13 +251,13 @@ def relink(model: nn.Module, built: Callable[[str], Any]) -> None:
 
 @torch.no_grad()
 def make_shards(
-    model: nn.Module, linear: type[nn.Module], recipe: Recipe, built: Callable[[str], Any], group: Any
+    model: nn.Module, linears: tuple[type[nn.Module], ...], recipe: Recipe, built: Callable[[str], Any], group: Any
 ) -> None:
     """Replace this rank's rows of the FP8 layers' weights by empty FP8 ones, for `write_weight` to fill.
 
     Args:
         model: the model.
-        linear: the engine's te.Linear.
+        linears: the engine's te.Linear and te.GroupedLinear.
         recipe: the model's recipe.
         built: returns the engine's recipe object of a module, given its name.
         group: the processes that share each weight, over which current scaling takes its amax.
@@ -271,34 +271,41 @@ def make_shards(
                 f"sharded FP8 primary weights need one scale per weight, which recipe {used.name!r} does not have: "
                 "choose recipe='delayed' or 'current', or leave fp8_params out"
             )
-    for name, module in model.named_modules():
-        if not (isinstance(module, linear) and module.primary_weights_in_fp8):
+    for name, module, gemm, weight in _weights(model):
+        if not (isinstance(module, linears) and module.primary_weights_in_fp8):
             continue
-        weight: Any = module.weight
         if len(weight) % weight.device_mesh.size():
             raise UsageError(
                 f"the {len(weight)} rows of {name}.weight cannot be divided evenly among {weight.device_mesh.size()} "
                 "processes, as FP8 primary weights have to be: change the number of processes, or leave fp8_params out"
             )
-        quantizer, own = _weight_quantizer(module, built(name)), local(weight)
+        quantizer, own = _weight_quantizer(module, gemm, built(name)), local(weight)
         quantizer.set_usage(rowwise=True, columnwise=False)
         fp8 = quantizer.make_empty(own.shape, dtype=own.dtype, device=own.device)
         reduce_amax_over(fp8._quantizer, group)
         weight._local_tensor = FP8Shard(fp8)  # FSDP2 looks for it before the first forward
 
 
-def _weight_quantizer(module: Any, built: Any) -> Any:
-    """Return a quantizer for a module's FP8 weight, with the module's scale and amax under delayed scaling."""
+def _weight_quantizer(module: Any, gemm: int, built: Any) -> Any:
+    """Return a quantizer for the FP8 weight of a GEMM, with the module's scale and amax under delayed scaling."""
     make_state(module, built)
-    quantizer = module.quantizers["scaling_fwd"][1].copy()
+    quantizer = module.quantizers["scaling_fwd"][WIDTHS["scaling_fwd"] * gemm + 1].copy()
     quantizer.internal = False
     return quantizer
 
 
-def _owners(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the modules with FP8 weights, by name."""
-    # Blocks and containers have no weight of their own.
-    return [(name, module) for name, module in model.named_modules() if is_quantized(getattr(module, "weight", None))]
+def _weights(model: nn.Module) -> Iterator[tuple[str, Any, int, Any]]:
+    """Yield every weight as (name of its module, module, number of its GEMM, weight); experts have one GEMM each."""
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            number = own.removeprefix("weight")
+            if own != number and (number.isdigit() or not number):
+                yield name, module, int(number or 0), parameter
+
+
+def _owners(model: nn.Module) -> list[tuple[str, Any, int, Any]]:
+    """Return the FP8 weights with their modules, as `_weights` does."""
+    return [found for found in _weights(model) if is_quantized(found[3])]
 
 
 def _parts(fp8: Any) -> dict[str, Tensor]:

@@ -2,8 +2,9 @@
 
 Only stateful recipes (DelayedScaling) have any. Names are `<module>.scaling_fwd.scale` and so on; the tensors are those
 in `module.fp8_meta` (sections 2.1 and 7.11 of docs/internals/transformer_engine.md): `scale` FP32 [3] forward (input,
-weight, output) and [2] backward, `amax_history` FP32 [length, same]; row 0 belongs to the step in progress, the last
-row to the newest finished one. They are written in place, never rebound: the engine's registry holds the same tensors.
+weight, output) and [2] backward, of a te.GroupedLinear as many for each expert; `amax_history` FP32 [length, same]; row
+0 belongs to the step in progress, the last row to the newest finished one. They are written in place, never rebound:
+the engine's registry holds the same tensors.
 """
 
 from __future__ import annotations
@@ -93,8 +94,7 @@ def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Calla
     check_fp8_state(model, tensors)
     modules: dict[str, Any] = dict(model.named_modules())
     for owner in sorted({name.rsplit(".", 2)[0] for name in tensors}):
-        forward = tensors.get(f"{owner}.scaling_fwd.scale")
-        make_state(modules[owner], built(owner), gemms=1 if forward is None else len(forward) // WIDTHS["scaling_fwd"])
+        make_state(modules[owner], built(owner))
     live = fp8_state(model)
     for name, value in tensors.items():
         if live[name].shape[-1] != value.shape[-1]:
@@ -103,10 +103,15 @@ def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Calla
         live[name].copy_(_resized(value, len(live[name])) if name.endswith("amax_history") else value)
 
 
-def make_state(module: Any, built: Any, gemms: int = 1) -> None:
-    """Give a te module of `gemms` GEMMs the state for the engine's recipe `built`, if it has none (section 7.11)."""
+def gemms_of(module: nn.Module) -> int:
+    """Return the GEMMs of a te module: of a te.GroupedLinear as many as it has experts."""
+    return vars(module).get("num_gemms", 1)
+
+
+def make_state(module: Any, built: Any) -> None:
+    """Give a te module the state for the engine's recipe `built`, if it has none (section 7.11)."""
     if "scaling_fwd" not in module.fp8_meta:
-        module.fp8_meta.update(recipe=built, num_gemms=gemms)
+        module.fp8_meta.update(recipe=built, num_gemms=gemms_of(module))
         module.init_fp8_meta_tensors(built)
 
 

@@ -173,5 +173,5 @@ def _step_of_new_angles(model: Decoder, ids: Tensor, mask: Tensor | None) -> int
 
 
 def te_linears(model: Decoder) -> list[nn.Module]:
-    """Return every te.Linear of the model."""
-    return [module for module in model.modules() if isinstance(module, model.te.Linear)]
+    """Return every te.Linear and te.GroupedLinear of the model."""
+    return [module for module in model.modules() if isinstance(module, model.te.LINEARS)]

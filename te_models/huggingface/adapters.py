@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from te_models.causal_lm import CausalLM
 from te_models.errors import ConfigError, UsageError
 from te_models.fp8.primary_weights import plain, write_weight
-from te_models.interop.hf import Place, tensor_places
 from te_models.interop.hf_families import family_for, family_of
+from te_models.interop.tensor_places import Place, tensor_places
 
 
 class Rows(nn.Linear):
@@ -173,7 +173,9 @@ def _places(model: CausalLM) -> dict[str, Place]:
     try:
         family = family_for(model.config, family_of(config) if config else None)
     except ConfigError:
-        return {name: Place(name, ((0, shapes[name][0]),), 1, tuple(shapes[name])) for name in linears}
+        return {
+            name: Place(name, ((0, shapes[name][0]),), 1, tuple(shapes[name])) for name in linears if name in shapes
+        }
     places = tensor_places(family, model.config, shapes)
     return {name: place for name, place in places.items() if place.name in linears}
 

@@ -9,6 +9,7 @@ BF16 cannot pass as FP8, since its results equal BF16's in every bit.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -218,21 +219,23 @@ def sample_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
     return config.with_layers([*range(inside.start), *first.values(), *range(inside.stop, count)])
 
 
-def _met_in_training(model: CausalLM, batch_size: int, seq_len: int) -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
-    """Return module -> (linear, input [N, I], output gradient [N, O]) of one training pass.
+def _met_in_training(
+    model: CausalLM, batch_size: int, seq_len: int
+) -> dict[str, tuple[nn.Module, tuple[Any, ...], Tensor]]:
+    """Return module -> (linear, arguments, of which the first is the input [N, I], output gradient [N, O]) of one pass.
 
     Of several linears with one name, take the first in each recipe, or one in BF16 if there is no other.
     """
     met: dict[str, tuple[bool, nn.Module]] = {}
     hooks = []
-    linears = [module for module in model.modules() if isinstance(module, model.te.Linear)]
+    linears = [module for module in model.modules() if isinstance(module, model.te.LINEARS)]
     for (label, high), linear in zip(_labels(model.plan()), linears, strict=True):
         if label not in met or met[label][0] > high:
             met[label] = high, linear
-    found: dict[nn.Module, list[Tensor]] = {}
+    found: dict[nn.Module, list[Any]] = {}
 
-    def keep(linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        found[linear] = [inputs[0].detach()]
+    def keep(linear: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        found[linear] = [(inputs[0].detach(), *inputs[1:])]
         output.register_hook(lambda gradient: found[linear].append(gradient.detach().clone()))
 
     ids = torch.randint(0, model.config.vocab_size, (batch_size, seq_len), device=model.device)
@@ -264,24 +267,26 @@ def _labels(plan: PrecisionPlan) -> Iterator[tuple[str, bool]]:
 
 
 @torch.enable_grad()
-def _verified(model: CausalLM, name: str, linear: Any, x: Tensor, dy: Tensor, counts: list[int]) -> Verified:
-    """Verify one linear on its recorded input and output gradient."""
+def _verified(
+    model: CausalLM, name: str, linear: Any, inputs: tuple[Any, ...], dy: Tensor, counts: list[int]
+) -> Verified:
+    """Verify one linear on its recorded arguments and output gradient."""
     te, copy = model.te, _copy(model, linear)
     own = next(own for own, module in model.named_modules() if module is linear)
     recipe, used = model.precision.te_recipe_of(own), model.precision.recipe_of(own) or model.recipe
     try:
-        bf16 = _trial(te, copy, x, dy, None)
-        trial = [_trial(te, copy, x, dy, recipe) for _ in range(WARM_UP)][-1]
+        bf16 = _trial(te, copy, inputs, dy, None)
+        trial = [_trial(te, copy, inputs, dy, recipe) for _ in range(WARM_UP)][-1]
         differs = tuple(not torch.equal(a, b) for a, b in zip(bf16.results, trial.results, strict=True))
         decibels = tuple(sqnr_db(a, b) for a, b in zip(bf16.results, trial.results, strict=True))
         times = None
-        if x.is_cuda and model.engine == "native" and recipe is not None:  # the emulated engine's time is meaningless
-            times = _milliseconds({"bf16": lambda: _trial(te, copy, x, dy, None),
-                                   "recipe": lambda: _trial(te, copy, x, dy, recipe)})  # fmt: skip
+        if dy.is_cuda and model.engine == "native" and recipe is not None:  # the emulated engine's time is meaningless
+            times = _milliseconds({"bf16": lambda: _trial(te, copy, inputs, dy, None),
+                                   "recipe": lambda: _trial(te, copy, inputs, dy, recipe)})  # fmt: skip
     finally:
         te.reset_fp8_state(copy)
     return Verified(
-        module=name, inputs=linear.in_features, outputs=linear.out_features, rows=len(x), in_fp8=counts[0],
+        module=name, inputs=linear.in_features, outputs=linear.out_features, rows=len(dy), in_fp8=counts[0],
         in_bf16=counts[1], quantizers=trial.quantizers, saved_fp8=trial.saved_fp8, differs=differs, sqnr_db=decibels,
         milliseconds=times, formats=used.formats, override=used.fields.get("backward_override", "none"),
     )  # fmt: skip
@@ -289,20 +294,22 @@ def _verified(model: CausalLM, name: str, linear: Any, x: Tensor, dy: Tensor, co
 
 def _copy(model: CausalLM, linear: Any) -> nn.Module:
     """Return a linear with the same parameters and its own FP8 state."""
-    bias = next((p for name, p in linear.named_parameters() if name == "bias"), None)
-    copy = model.te.Linear(linear.in_features, linear.out_features, bias=bias is not None, params_dtype=model.dtype,
-                           device=model.device)  # fmt: skip
+    own, te = dict(linear.named_parameters()), model.te
+    bias = any(name.startswith("bias") for name in own)
+    make = te.Linear
+    if isinstance(linear, te.GroupedLinear):
+        make = functools.partial(te.GroupedLinear, linear.num_gemms)
+    copy = make(linear.in_features, linear.out_features, bias=bias, params_dtype=model.dtype, device=model.device)
     with torch.no_grad():
-        copy.weight.copy_(linear.weight)
-        if bias is not None:
-            copy.bias.copy_(bias)
+        for name, parameter in copy.named_parameters():
+            parameter.copy_(own[name])
     return copy
 
 
-def _trial(te: Any, linear: Any, x: Tensor, dy: Tensor, recipe: Any) -> Trial:
+def _trial(te: Any, linear: Any, inputs: tuple[Any, ...], dy: Tensor, recipe: Any) -> Trial:
     """Run forward and backward of one linear under `recipe` (None: BF16)."""
     saved: list[bool] = []
-    x = x.detach().requires_grad_()
+    x = inputs[0].detach().requires_grad_()
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor.dtype in FP8_DTYPES)
@@ -310,13 +317,14 @@ def _trial(te: Any, linear: Any, x: Tensor, dy: Tensor, recipe: Any) -> Trial:
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with hooks, te.autocast(enabled=recipe is not None, recipe=recipe):
-        y = linear(x)
-    dx, dw = torch.autograd.grad(y, (x, linear.weight), dy)
+        y = linear(x, *inputs[1:])
+    weights = [parameter for name, parameter in linear.named_parameters() if name.startswith("weight")]
+    dx, *dw = torch.autograd.grad(y, (x, *weights), dy)
     quantizers: tuple[str, ...] = ()
     if recipe is not None:
         used = (*linear.quantizers["scaling_fwd"][:2], *linear.quantizers["scaling_bwd"][:1])
         quantizers = tuple(type(quantizer).__name__ for quantizer in used)
-    return Trial((y.detach(), dx, dw), any(saved), quantizers)
+    return Trial((y.detach(), dx, torch.stack(dw)), any(saved), quantizers)
 
 
 def _milliseconds(variants: dict[str, Callable[[], Any]]) -> dict[str, float]:

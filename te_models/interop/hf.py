@@ -37,12 +37,12 @@ from te_models.files.formats import (
 )
 from te_models.fp8.primary_weights import plain, write_weight
 from te_models.interop.hf_families import Family, family_for, family_of, text_part
-from te_models.interop.hf_places import TOP
 from te_models.interop.hub import saved_dtype
 from te_models.interop.model_card import CARD, model_card, user_card
 from te_models.interop.origin import Origin
 from te_models.interop.quantized import CONFIG_KEYS, MODELOPT_FILE, StoredWeights, open_weights, read_scheme
 from te_models.interop.stored_weights import keep_stored_weights
+from te_models.interop.tensor_places import Place, tensor_places
 from te_models.model.decoder import Decoder
 from te_models.model.options import SKETCH
 
@@ -75,36 +75,6 @@ REPLACEABLE = (
 Quantize = Callable[
     [Mapping[str, "Place"], Mapping[str, Tensor], Mapping[str, Any]], tuple[dict[str, Tensor], dict[str, Any]]
 ]
-
-
-@dataclass(frozen=True)
-class Place:
-    """The rows of our parameter `name` that hold one tensor of theirs: (start, rows per group) of each block."""
-
-    name: str
-    blocks: tuple[tuple[int, int], ...]
-    groups: int
-    shape: tuple[int, ...]  # of their tensor
-
-    def pieces(self, parameter: Tensor) -> list[Tensor]:
-        """Return views [groups, rows, ...] of each block of the parameter."""
-        return [
-            parameter[start : start + self.groups * rows].unflatten(0, (self.groups, rows))
-            for start, rows in self.blocks
-            if rows
-        ]
-
-    def load(self, parameter: Tensor, tensor: Tensor) -> None:
-        """Copy their tensor into its rows; the dtype is converted on the device."""
-        sizes = [rows for _, rows in self.blocks if rows]
-        tensor = tensor.to(parameter.device).unflatten(0, (self.groups, sum(sizes)))
-        for piece, values in zip(self.pieces(parameter), tensor.split(sizes, dim=1), strict=True):
-            piece.copy_(values)
-
-    def save(self, parameter: Tensor) -> Tensor:
-        """Return their tensor: a view where it is one block."""
-        pieces = self.pieces(parameter)
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).flatten(0, 1)
 
 
 def is_hugging_face(folder: Path, own_type: str) -> bool:
@@ -245,34 +215,6 @@ def double_output_projections(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("self_attn.o_proj.weight"):
             write_weight(parameter, plain(parameter) * 2)
-
-
-def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Place]:
-    """Return their tensor's name -> its place in ours, in their order; `shapes` are those of our parameters."""
-    found: dict[str, Place] = {}
-
-    def place(theirs: str, module: str, blocks: list[tuple[int, int]], groups: int) -> None:
-        """Note the place of their weight and bias: these blocks of rows (none: all), which alternate `groups` times."""
-        for kind in (".weight", ".bias", ""):  # the last is a parameter by itself
-            ours = module + kind
-            if ours in shapes:
-                ranges = blocks or [(0, shapes[ours][0])]
-                shape = (sum(rows for _, rows in ranges), *shapes[ours][1:])
-                found[theirs + kind] = Place(ours, tuple((at, n // groups) for at, n in ranges), groups, shape)
-
-    for theirs, module in TOP.items():
-        if theirs != "lm_head" or not config.tie_word_embeddings:
-            place(theirs.replace("model.", family.root), module, [], 1)
-    for depth, layer in enumerate(config.layers):
-        counts = {name: count for part in layer.parts for name, count in part.divided.items()}
-        for name, rows in family.layer.items():
-            ranges = layer.linears[rows.module].row_ranges if rows.blocks and rows.module in layer.linears else {}
-            blocks = [ranges.get(block, (0, 0)) for block in rows.blocks]
-            if rows.blocks and not any(used for _, used in blocks):
-                continue  # a model without a gate, or a layer of another kind
-            groups = 1 if rows.per is None else counts[rows.per]
-            place(f"{family.root}layers.{depth}.{name}", f"layers.{depth}.{rows.module}", blocks, groups)
-    return found
 
 
 def check_sizes(path: Path, values: Any, tensors: Mapping[str, Tensor], layers: str, embedding: str) -> None:

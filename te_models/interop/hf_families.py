@@ -9,12 +9,13 @@ transformers 5.23, and modeling_qwen3.py of qiuzh20/gated_attention.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, unknown
+from te_models.interop.hf_expert_families import EXPERT_FAMILIES
+from te_models.interop.hf_family import COPIED, LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
 from te_models.interop.hf_hybrid_parts import DENSE, HYBRID, MROPE
 from te_models.interop.hf_parts import (
     AFMOE_WINDOW,
@@ -41,7 +42,6 @@ from te_models.interop.hf_parts import (
     WINDOW,
     WINDOW_BY_FLAG,
     WINDOW_WITHOUT_ROPE,
-    Part,
     Values,
     activation,
     biases,
@@ -61,161 +61,12 @@ from te_models.interop.hf_places import (
     QWEN3_5_LAYER,
     QWEN3_NEXT_LAYER,
     UNGATED_MLP_LAYER,
-    Rows,
     both_normed,
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One architecture of Hugging Face.
-
-    Attributes:
-        model_type, architecture: as in config.json.
-        models: the published models, for people.
-        layer: their name below "model.layers.<i>." -> its place in ours, for weights and biases.
-        parts: keys that need more than copying.
-        constants: values of our fields that all models of the family share.
-        defaults: the values that transformers uses for absent keys.
-        only: their keys -> the values that te-models supports; any other is refused.
-        ignored: their keys that change nothing in a model that is accepted.
-        marks: keys that distinguish the family from others of its model_type.
-        written: False if only models read as this family are written as it, since transformers has no code for it.
-        accepts: whether transformers accepts a config that the keys can express, for models not read as this family.
-        inner: the key of config.json below which the text model is described; "": it is not nested.
-        root: the prefix of their names of embedding, layers and last norm.
-        aside: prefixes of tensors of other models in the folder, which are written back unchanged.
-        code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
-        sign: these marks, for people.
-        note: what sets it apart, for people.
-    """
-
-    model_type: str
-    architecture: str
-    models: str
-    layer: Mapping[str, Rows]
-    parts: tuple[Part, ...]
-    constants: Values = field(default_factory=dict)
-    defaults: Values = field(default_factory=dict)
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    ignored: frozenset[str] = frozenset()
-    marks: tuple[str, ...] = ()
-    written: bool = True
-    accepts: Callable[[ModelConfig], bool] = lambda config: True
-    inner: str = ""
-    root: str = "model."
-    aside: tuple[str, ...] = ()
-    code: bool = False
-    sign: str = ""
-    note: str = ""
-
-    def read(self, config: Values) -> ModelConfig:
-        """Return the ModelConfig of a config.json; a ConfigError names a request that te-models does not support."""
-        config = self.text(config)
-        self._refuse_unsupported(config)
-        for key in SIZES:
-            if not isinstance(config.get(key), int):
-                raise ConfigError(
-                    f"{key}={config[key]!r} is not a whole number" if key in config else f"it lacks {key}"
-                )
-        stated = {**self.defaults, **config}  # a null among these is a statement, such as having no eos token
-        ours = {key: stated[key] for key in COPIED if key in stated}
-        theirs = {**self.defaults, **{k: value for k, value in config.items() if value is not None or k in NULLABLE}}
-        for part in self.parts:
-            ours |= part.read(theirs)
-        return ModelConfig.from_dict({**ours, **self.constants})
-
-    def text(self, config: Values) -> Values:
-        """Return the part of a config.json that describes the text model."""
-        if not self.inner:
-            return config
-        found = config.get(self.inner)
-        if not isinstance(found, Mapping):
-            raise ConfigError(f"it lacks {self.inner}, the description of the text model")
-        # Both state whether the embeddings are tied; transformers follows the outer one.
-        outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-        return {**found, **outer}
-
-    def write(self, config: ModelConfig) -> dict[str, Any]:
-        """The config.json of a model, without its dtype."""
-        ours = config.to_dict()
-        theirs: dict[str, Any] = {key: ours[key] for key in COPIED}
-        theirs |= {key: values[0] for key, values in self.only.items()}
-        for part in self.parts:
-            theirs |= part.write(config)
-        named = {"architectures": [self.architecture], "model_type": self.model_type}
-        if not self.inner:
-            return {**named, **theirs}
-        return {**named, "tie_word_embeddings": config.tie_word_embeddings, self.inner: theirs}
-
-    def rewritten(self, own: Values, config: ModelConfig) -> dict[str, Any]:
-        """Return the config.json `own` of a model that now has the shape `config`."""
-        new, known = self.write(config), self.known()
-        if not self.inner:
-            return {key: value for key, value in own.items() if key not in known} | new
-        kept = {key: value for key, value in own[self.inner].items() if key not in known}
-        return {**own, **new, self.inner: kept | new[self.inner]}
-
-    def has_places(self, config: ModelConfig) -> bool:
-        """Return whether every te.Linear of the model has a place in this architecture."""
-        modules = {rows.module for rows in self.layer.values()}
-        return all(layer.linears.keys() <= modules for layer in config.layers)
-
-    def known(self) -> set[str]:
-        """The keys that `write` writes or a part reads."""
-        return {*COPIED, *self.only, *(key for part in self.parts for key in part.keys)}
-
-    def _refuse_unsupported(self, config: Values) -> None:
-        for key, value in config.items():
-            if key in self.only and value not in self.only[key]:
-                wanted = " or ".join(map(repr, self.only[key]))
-                raise ConfigError(
-                    f"{key}={value!r} is not supported for {self.model_type}: te-models computes {wanted}"
-                )
-            known = key in self.known() or key in HARMLESS or key in self.ignored or key.startswith(("_", "unsloth_"))
-            if not known and value is not None and value is not False:
-                shown = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:77]}..."
-                raise ConfigError(
-                    f"{key}={shown} is not supported for {self.model_type}: te-models does not know it; if it changes "
-                    "nothing in what the model computes, take it out of config.json"
-                )
-        for name in config.get("architectures") or ():
-            if name != self.architecture and not str(name).endswith("ForCausalLM"):
-                raise ConfigError(f"architectures={name!r} is not supported: te-models reads {self.architecture}")
-
-
-COPIED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range", "bos_token_id",
-    "eos_token_id", "pad_token_id",
-)  # fmt: skip
-
-# Keys whose null means "none" rather than the default.
-NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-# Keys without effect on logits or training: bookkeeping, and defaults of generation and of other heads.
-HARMLESS = frozenset({
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "pretraining_tp",
-    "tokenizer_class", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
-    "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "output_scores",
-    "torchscript", "chunk_size_feed_forward", "is_decoder", "do_sample", "early_stopping", "max_length", "min_length",
-    "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "diversity_penalty",
-    "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "num_beams", "num_beam_groups", "num_return_sequences",
-    "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids",
-    "begin_suppress_tokens", "suppress_tokens", "remove_invalid_values", "prefix", "sep_token_id",
-    "decoder_start_token_id", "model_max_length", "tf_legacy_loss", "use_bfloat16", "keys_to_ignore_at_inference",
-    "max_sequence_length", "attn_implementation", "cache_implementation", "is_llama_config", "transformers.js_config",
-})  # fmt: skip
-
-
-def _whole_heads(config: ModelConfig) -> bool:
-    return config.hidden_size % config.num_attention_heads == 0
-
-
 def _internlm(config: ModelConfig) -> bool:
-    return _whole_heads(config) and config.attention_bias == config.mlp_bias
+    return whole_heads(config) and config.attention_bias == config.mlp_bias
 
 
 def _phi(config: ModelConfig) -> bool:
@@ -226,11 +77,8 @@ def _phi(config: ModelConfig) -> bool:
 
 ACT, GELU = activation(), activation("hidden_activation")
 ALL_BIASES = biases(mlp="mlp_bias")
-NO_DROPOUT = {"attention_dropout": (0.0,)}
-UNGATED = {"attention_gate": "none"}
 POST_NORM = {**UNGATED, "qk_norm": True, "norm_position": "post"}
 GEMMA = {**UNGATED, "norm_position": "both", "zero_centered_norm": True}
-_LENGTHS = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
 _LLAMA = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
 _GEMMA = {
     "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "bos_token_id": 2,
@@ -247,7 +95,7 @@ _EXPERTS = (
 _GATED_NEXT = {"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True}
 _QWEN3_5: dict[str, Any] = dict(
     layer=QWEN3_5_LAYER, parts=(MROPE, HYBRID, ACT), constants=_GATED_NEXT,
-    defaults={**_LENGTHS, "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
+    defaults={**LENGTHS, "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
     only={**NO_DROPOUT, **_NO_BIAS, "attn_output_gate": (True,)},
     ignored=frozenset(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers")),
 )  # fmt: skip
@@ -255,38 +103,38 @@ _QWEN3_5: dict[str, Any] = dict(
 FAMILIES = (
     Family(
         model_type="llama", architecture="LlamaForCausalLM", models="Llama 2, 3, 3.1, 3.2", layer=LAYER,
-        parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED, defaults=_LLAMA, accepts=_whole_heads, only=NO_DROPOUT,
+        parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED, defaults=_LLAMA, accepts=whole_heads, only=NO_DROPOUT,
     ),
     Family(
         model_type="mistral", architecture="MistralForCausalLM", models="Mistral, Ministral 8B of 2024", layer=LAYER,
         parts=(ROPE, WINDOW, ACT), constants=UNGATED,
-        defaults={**_LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
+        defaults={**LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
                   "eos_token_id": 2, "sliding_window": 4096},
         only=NO_DROPOUT, note="sliding window in all layers",
     ),
     Family(
         model_type="qwen2", architecture="Qwen2ForCausalLM", models="Qwen2, Qwen2.5", layer=LAYER,
         parts=(ROPE, WINDOW_BY_FLAG, ACT), constants={**UNGATED, "attention_bias": True},
-        defaults={**_LENGTHS, "num_key_value_heads": 32, "max_window_layers": 28}, only=NO_DROPOUT,
+        defaults={**LENGTHS, "num_key_value_heads": 32, "max_window_layers": 28}, only=NO_DROPOUT,
         note="bias on q, k, v; sliding window per layer",
     ),
     Family(
         model_type="qwen3", architecture="Qwen3ForCausalLM", models="Qwen3, dense", layer=NORMED_LAYER,
         parts=(ROPE, WINDOW_BY_FLAG, ACT, biases()), constants={**UNGATED, "qk_norm": True},
-        defaults={**_LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
+        defaults={**LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
         only=NO_DROPOUT, note="RMSNorm on each head of q and k",
     ),
     Family(
         model_type="smollm3", architecture="SmolLM3ForCausalLM", models="SmolLM3", layer=LAYER,
         parts=(ROPE, NO_ROPE, WINDOW_WITHOUT_ROPE, ACT, ALL_BIASES), constants=UNGATED,
-        defaults={**_LENGTHS, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2000000.0,
+        defaults={**LENGTHS, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2000000.0,
                   "no_rope_layer_interval": 4, "bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004},
         only=NO_DROPOUT, note="layers without RoPE",
     ),
     Family(  # qiuzh20/gated_attention, whose published files say "qwen2"
         model_type="qwen3", architecture="Qwen3ForCausalLM", models="`QwQZh/gated_attention`", layer=GATED_BY_GROUP,
         parts=(ROPE, GATE, ACT),
-        defaults={**_LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "use_qk_norm": True},
+        defaults={**LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "use_qk_norm": True},
         only={**NO_DROPOUT, **_NO_BIAS, "qkv_bias": (False,), "use_sliding_window": (False,)},
         ignored=frozenset(("auto_map", "sliding_window", "max_window_layers")),
         marks=(*GATE.keys, "qkv_bias"), written=False,
@@ -307,7 +155,7 @@ FAMILIES = (
     Family(
         model_type="qwen3_next", architecture="Qwen3NextForCausalLM", models="Qwen3-Next where every layer is dense",
         layer=QWEN3_NEXT_LAYER, parts=(PARTIAL_ROPE, DENSE, HYBRID, ACT), constants=_GATED_NEXT,
-        defaults={**_LENGTHS, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
+        defaults={**LENGTHS, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
                   "num_experts": 512, "decoder_sparse_step": 1, "mlp_only_layers": ()},
         only={**NO_DROPOUT, **_NO_BIAS}, ignored=frozenset((*_EXPERTS, "norm_topk_prob")),
         note="the gate after the queries of each head, RoPE on a part of each head, norms that store gamma - 1, "
@@ -316,7 +164,7 @@ FAMILIES = (
     Family(
         model_type="ministral", architecture="MinistralForCausalLM", models="Ministral", layer=LAYER,
         parts=(ROPE, ALL_SLIDE, ACT), constants=UNGATED,
-        defaults={**_LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
+        defaults={**LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
                   "eos_token_id": 2, "sliding_window": 4096},
         only=NO_DROPOUT, note="sliding window per layer",
     ),
@@ -333,7 +181,7 @@ FAMILIES = (
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "bos_token_id": 128000, "sliding_window": 8192, "eos_token_id": [128001, 128008, 128009],
                   "rope_theta": 1000000.0},
-        accepts=_whole_heads, only={**NO_DROPOUT, "mlp_bias": (False,)}, note="sliding window per layer",
+        accepts=whole_heads, only={**NO_DROPOUT, "mlp_bias": (False,)}, note="sliding window per layer",
     ),
     Family(
         model_type="internlm3", architecture="InternLM3ForCausalLM", models="InternLM3", layer=LAYER,
@@ -347,7 +195,7 @@ FAMILIES = (
         parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "bos_token_id": 1, "eos_token_id": 2},
-        accepts=_whole_heads, only={**NO_DROPOUT, "use_sliding_window": (False,)},
+        accepts=whole_heads, only={**NO_DROPOUT, "use_sliding_window": (False,)},
         ignored=frozenset(("auto_map", "max_window_layers", "sliding_window")),
     ),
     Family(
@@ -380,7 +228,7 @@ FAMILIES = (
         parts=(ROPE, ACT, ALL_BIASES), constants={**UNGATED, "mlp_gate": False},
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 128000,
                   "eos_token_id": 128001, "hidden_act": "relu2"},
-        accepts=_whole_heads, only=NO_DROPOUT, note="MLP without a gate, ReLU squared",
+        accepts=whole_heads, only=NO_DROPOUT, note="MLP without a gate, ReLU squared",
     ),
     Family(
         model_type="olmo2", architecture="Olmo2ForCausalLM", models="OLMo 2", layer=POST_NORMED_LAYER,
@@ -419,7 +267,7 @@ FAMILIES = (
         constants=GEMMA,
         defaults={**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
                   "final_logit_softcapping": 30.0},
-        accepts=_whole_heads, only={**NO_DROPOUT, **_CAUSAL}, ignored=frozenset(("hidden_act", "sliding_window_size")),
+        accepts=whole_heads, only={**NO_DROPOUT, **_CAUSAL}, ignored=frozenset(("hidden_act", "sliding_window_size")),
         note="four norms per layer, GELU, capped logits of attention and head",
     ),
     Family(
@@ -429,7 +277,7 @@ FAMILIES = (
         constants={**GEMMA, "qk_norm": True},
         defaults={**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
                   "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
-        accepts=_whole_heads, only={**NO_DROPOUT, **_CAUSAL, "attn_logit_softcapping": (None,)},
+        accepts=whole_heads, only={**NO_DROPOUT, **_CAUSAL, "attn_logit_softcapping": (None,)},
         ignored=frozenset(("hidden_act",)),
         note="as Gemma 2, with norms of q and k instead of caps; layers with a sliding window have a RoPE of their own",
     ),
@@ -455,6 +303,7 @@ FAMILIES = (
         )),
         note="a projection for the gate, which is a softplus; one RoPE for each kind of layer",
     ),
+    *EXPERT_FAMILIES,
     Family(
         model_type="te_models_decoder", architecture="TEModelsDecoderForCausalLM", models="te-models' own",
         layer=OWN_LAYER, parts=(OWN,), code=True,

@@ -72,6 +72,12 @@ def _layer_types(theirs: Values) -> list[str]:
     return ["sliding_attention" if layer >= full else "full_attention" for layer in range(count)]
 
 
+def _even_slide(theirs: Values) -> list[str]:
+    """Return the default of Qwen2-MoE: of the layers before `max_window_layers`, every other one."""
+    count, full = theirs["num_hidden_layers"], theirs["max_window_layers"]
+    return _full_if(theirs, [layer % 2 == 1 or layer >= full for layer in range(count)])
+
+
 def _layer_types_without_rope(theirs: Values) -> list[str]:
     """Return the default of SmolLM3: layers without RoPE use a sliding window."""
     rope = _rope_layers(theirs)
@@ -407,6 +413,7 @@ WINDOW = Part(
 )
 _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 WINDOW_BY_FLAG = Part(_WINDOW_KEYS, _read_window_by_flag(_layer_types), _write_window_by_flag)
+EVEN_SLIDE_BY_FLAG = Part(_WINDOW_KEYS, _read_window_by_flag(_even_slide), _write_window_by_flag)
 WINDOW_WITHOUT_ROPE = Part(_WINDOW_KEYS, _read_window_by_flag(_layer_types_without_rope), _write_window_by_flag)
 ALL_SLIDE = window_by_layer(_all_slide)
 FIRST_OF_FOUR_IS_FULL = window_by_layer(_every(4))

@@ -12,12 +12,14 @@ class Rows:
     """The place of a tensor of theirs in ours: these blocks of rows of `module`, or all of it.
 
     Several blocks alternate in their tensor, once per unit of `per` (a count in ModelConfig): for instance, the gate
-    of each head after the queries of that head.
+    of each head after the queries of that head. With `experts`, `module` is a te.GroupedLinear, and {} in the name of
+    their tensor the number of the expert.
     """
 
     module: str
     blocks: tuple[str, ...] = ()
     per: Literal["num_attention_heads", "num_key_value_heads", "linear_attention.num_key_heads"] | None = None
+    experts: bool = False
 
 
 LAYER = {
@@ -73,6 +75,34 @@ OWN_LAYER = {
     "attention_output_norm": Rows("attention_output_norm"),
     "mlp_output_norm": Rows("mlp_output_norm"),
 }
+
+
+def _experts(names: tuple[str, str, str, str], router: str = "mlp.gate", shared: str = "") -> dict[str, Rows]:
+    """Return the places of experts: the names of one of them, of its projections gate, up and down, and of the rest."""
+    expert, gate, up, down = names
+    found = {
+        router: Rows("mlp.router"),
+        f"{expert}.{gate}": Rows("mlp.gate_up_proj", ("gate",), experts=True),
+        f"{expert}.{up}": Rows("mlp.gate_up_proj", ("up",), experts=True),
+        f"{expert}.{down}": Rows("mlp.down_proj", experts=True),
+    }
+    if shared:
+        found |= {
+            f"{shared}.gate_proj": Rows("mlp.shared_gate_up_proj", ("gate",)),
+            f"{shared}.up_proj": Rows("mlp.shared_gate_up_proj", ("up",)),
+            f"{shared}.down_proj": Rows("mlp.shared_down_proj"),
+        }
+    return found
+
+
+_ONE_EXPERT = ("mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
+EXPERTS = _experts(_ONE_EXPERT)
+QWEN2_EXPERTS = {**_experts(_ONE_EXPERT, shared="mlp.shared_expert"), "mlp.shared_expert_gate": Rows("mlp.shared_gate")}
+GLM_EXPERTS = {
+    **_experts(_ONE_EXPERT, shared="mlp.shared_experts"),
+    "mlp.gate.e_score_correction_bias": Rows("mlp.expert_bias"),
+}
+MIXTRAL_EXPERTS = _experts(("block_sparse_moe.experts.{}", "w1", "w3", "w2"), "block_sparse_moe.gate")
 UNGATED_MLP_LAYER = {name: rows for name, rows in LAYER.items() if name != "mlp.gate_proj"}
 # The gate comes out of q_proj: after the queries of each group of heads that share a key, or of each head.
 GATED_BY_GROUP = {**NORMED_LAYER, "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_key_value_heads")}

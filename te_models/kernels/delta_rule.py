@@ -98,10 +98,11 @@ def chunked(
     total = g.cumsum(-1)  # log of the decay since before the chunk [B, heads, chunks, C]
 
     seen = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
-    of_before, of_last, passes = _of_documents(documents, count, size, padding)
+    of_before, of_last, passes = 1.0, 1.0, 1.0
     if documents is not None:
-        own = F.pad(documents, (0, padding), mode="replicate").unflatten(1, (1, count, size))
+        own = F.pad(documents.double(), (0, padding), mode="replicate").unflatten(1, (1, count, size))
         seen = seen & (own[..., :, None] == own[..., None, :])  # [B, 1, chunks, C, C]
+        of_before, of_last, passes = _of_documents(own)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(~seen, float("-inf")).exp()
     since, until = total.exp() * of_before, (total[..., -1:] - total).exp() * of_last
     passed = total[..., -1].exp() * passes
@@ -114,24 +115,21 @@ def chunked(
     scores = q @ k.mT * between
     q, k = q * since[..., None], k * until[..., None]
     outputs = []
-    for chunk in range(count):
-        new = written[:, :, chunk] - read[:, :, chunk] @ state  # [B, heads, C, d_v]
-        outputs.append(q[:, :, chunk] @ state + scores[:, :, chunk] @ new)
-        state = state * passed[:, :, chunk, None, None] + k[:, :, chunk].mT @ new
+    # unbind, since backward of an index would write all chunks once per chunk.
+    chunks = zip(*(x.unbind(2) for x in (q, k, written, read, scores, passed[..., None, None])), strict=True)
+    for query, key, own, seen_before, score, decay in chunks:
+        new = own - seen_before @ state  # [B, heads, C, d_v]
+        outputs.append(query @ state + score @ new)
+        state = state * decay + key.mT @ new
     out = torch.cat(outputs, dim=2)[:, :, :seq]
     return out.transpose(1, 2).to(v.dtype), state
 
 
-def _of_documents(
-    documents: Tensor | None, count: int, size: int, padding: int
-) -> tuple[Tensor | float, Tensor | float, Tensor | float]:
-    """Return which tokens [B, 1, chunks, C] see the state before their chunk and write to the one after it.
+def _of_documents(own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which tokens see the state before their chunk and which write to the one after it, as factors 0 and 1.
 
-    And, [B, 1, chunks], through which chunks a state passes. Without documents: all, as the factor 1.
+    And through which chunks a state passes, [B, 1, chunks]. own [B, 1, chunks, C] is the document of each token.
     """
-    if documents is None:
-        return 1.0, 1.0, 1.0
-    own = F.pad(documents, (0, padding), mode="replicate").unflatten(1, (1, count, size))
     last = own[..., -1]
     before = torch.cat((own[..., :1, 0], last[..., :-1]), dim=-1)
     return (own == before[..., None]).float(), (own == last[..., None]).float(), (last == before).float()

@@ -49,7 +49,7 @@ def _delayed(model: Decoder) -> dict[nn.Module, tuple[Recipe, Any]]:
     """Return the te.Linear modules under delayed scaling -> their recipe, and the engine's object of it."""
     found: dict[nn.Module, tuple[Recipe, Any]] = {}
     for name, module in model.named_modules():
-        recipe = model.precision.recipe_of(name) if isinstance(module, model.te.Linear) else None
+        recipe = model.precision.recipe_of(name) if isinstance(module, model.te.LINEARS) else None
         if recipe is not None and SCHEMES[recipe.scheme].stateful:
             found[module] = recipe, model.precision.te_recipe_of(name)
     return found

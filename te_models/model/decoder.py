@@ -13,13 +13,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import _register_namedtuple
 from typing_extensions import Unpack
 
 from te_models.config.model import ModelConfig
@@ -44,21 +43,12 @@ from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.inputs import check_inputs, check_tokens, known_ids, refuse_one_graph
 from te_models.model.kv_cache import Cache, DecodingCache, slots_for
 from te_models.model.offload import HostMemory, Offload
+from te_models.model.output import Output
 from te_models.model.recipe_fit import check_layers, check_sizes, choose_recipe
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
 from te_models.model.targets import nan_if, next_token_targets
 from te_models.model.te_modules import Factory, pad_rows
 from te_models.model.tensor_parallel import TensorParallel
-
-
-class Output(NamedTuple):
-    """loss: FP32 scalar, None without labels; logits [B, S, V] in the model's dtype, None if not asked for."""
-
-    loss: Tensor | None
-    logits: Any
-
-
-_register_namedtuple(Output, serialized_type_name="te_models.Output")  # for torch.export.save
 
 
 class Decoder(nn.Module):
@@ -185,7 +175,7 @@ class Decoder(nn.Module):
         """Restore a copy or a pickle, which trains its own scales."""
         super().__setstate__(state)
         for module in self.modules():
-            if isinstance(module, self.te.Linear):
+            if isinstance(module, self.te.LINEARS):
                 self.te.separate_copy(module)
         relink(self, self.precision.te_recipe_of)
 
@@ -304,11 +294,15 @@ class Decoder(nn.Module):
         recompute = self._recompute(tokens.device, is_first_microbatch)
         passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
         autocasts = Autocasts(self.te, self.te_recipe, self.amax_group, self._others())
-        context = forward_context(self.specs, tokens, *passed, self.dtype, autocasts)
+        context = forward_context(self.specs, tokens, *passed, self.dtype, autocasts, self.recipe.row_alignment)
         wanted = (labels, attention_mask, document_ids, return_logits, logits_to_keep)
         with one_thread(self._too_small_to_share(tokens)), forward_pass(self, self.te, self.recipe, self.te_recipe):
             evaluated = not self.training
             output = self._decode(tokens, context, *wanted)
+            if self.config.moe is not None and context.routing.layers and output.loss is not None:
+                report = context.routing.report()
+                loss = output.loss + report.loss(self.config.moe) if self.training else output.loss
+                output = Output(loss, output.logits, report)
         if output.loss is not None and unknown is not None:
             output = output._replace(loss=nan_if(output.loss, unknown))
         if self.recipe.stateful and evaluated:
@@ -463,7 +457,7 @@ class Decoder(nn.Module):
         old = self.recipe
         keep = self.copied_fp8_state() if new.recipe.stateful else {}
         for module in self.modules():
-            if isinstance(module, self.te.Linear):
+            if isinstance(module, self.te.LINEARS):
                 self.te.reset_fp8_state(module)
         self.precision, self.recipe_reason = new, reason
         relink(self, new.te_recipe_of)

@@ -17,6 +17,7 @@ from te_models.kernels.sdpa import attention_mask, masks_nothing
 from te_models.model.kv_cache import Cache
 from te_models.model.recompute import Recompute
 from te_models.model.rope import rotary_tables
+from te_models.model.router import Routing
 from te_models.model.te_modules import pad_rows
 
 
@@ -47,6 +48,8 @@ class ForwardContext(NamedTuple):
     kernels: Kernels
     fp8_layers: range  # the blocks that belong inside the model's autocast
     autocasts: Autocasts
+    routing: Routing  # what routers did
+    alignment: int  # the number of rows of each GEMM is a multiple of this
 
     def without_padding(self, x: Tensor) -> Tensor:
         """Return x [N, D] with zeros at padding, which a bias has made nonzero."""
@@ -77,6 +80,13 @@ class ForwardContext(NamedTuple):
         """Return a te.Linear for which a kernel beside it may write FP8; None if it has an autocast of its own."""
         return None if module in self.autocasts.others else module
 
+    def grouped(self, module: nn.Module, x: Tensor, rows: list[int]) -> Tensor:
+        """Return a te.GroupedLinear of x [R, I], whose experts have these numbers of rows: [R, O]."""
+        if module in self.autocasts.others:
+            self.recompute.check_restored(self.autocasts.others[module])
+        with self.autocasts.linear(module):
+            return module(x, rows, is_first_microbatch=self.recompute.first_microbatch)
+
 
 def forward_context(
     layers: tuple[LayerSpec, ...],
@@ -89,6 +99,7 @@ def forward_context(
     fp8_layers: range,
     dtype: torch.dtype,
     autocasts: Autocasts,
+    alignment: int = 1,
 ) -> ForwardContext:
     """Compute positions and masks of the newest tokens `ids` [B, S] (or [B, S, D]) of each row, on their device.
 
@@ -126,6 +137,8 @@ def forward_context(
         kernels=kernels,
         fp8_layers=fp8_layers,
         autocasts=autocasts,
+        routing=Routing(),
+        alignment=alignment,
     )
 
 

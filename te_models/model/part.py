@@ -6,7 +6,7 @@ Shapes: B batch, S sequence, N = B*S tokens padded up to the recipe's alignment,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ class BlockPart(nn.Module, ABC, Generic[Spec]):
         """
         module, _, kind = name.rpartition(".")
         linear = {linear.name: linear for linear in self.spec.linears}.get(module)
-        if kind == "bias":
+        if kind.startswith("bias"):  # of an expert: bias<e>
             values.zero_()
         elif linear is None:
             values.fill_(self.gain)
@@ -68,17 +68,14 @@ class Mixer(BlockPart[Spec]):
 
 
 class Feedforward(BlockPart[Spec]):
-    """The part of a block that treats each token by itself, in two halves, since recompute may discard what is between.
-
-    F is the number of channels there.
-    """
+    """The part of a block that treats each token by itself; recompute may discard what is between its two halves."""
 
     @abstractmethod
-    def hidden(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the input of its last projection [N, F] from x [N, D]."""
+    def hidden(self, x: Tensor, context: ForwardContext) -> Any:
+        """Return what `output` needs, such as the input of the last projection [N, F], from x [N, D]."""
 
     @abstractmethod
-    def output(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+    def output(self, hidden: Any, context: ForwardContext) -> Tensor:
         """Return what it adds to the residual stream [N, D]."""
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:

@@ -6,13 +6,15 @@ from te_models.config.attention import AttentionSpec
 from te_models.config.deltanet import DeltaNetSpec
 from te_models.config.layer import FeedforwardSpec, MixerSpec
 from te_models.config.mlp import MLPSpec
+from te_models.config.moe import MoESpec
 from te_models.model.attention import GatedAttention
 from te_models.model.deltanet import GatedDeltaNet
 from te_models.model.mlp import MLP
+from te_models.model.moe import Experts
 from te_models.model.part import Feedforward, Mixer
 
 MIXERS: dict[type[MixerSpec], type[Mixer]] = {
     AttentionSpec: GatedAttention,
     DeltaNetSpec: GatedDeltaNet,
 }
-MLPS: dict[type[FeedforwardSpec], type[Feedforward]] = {MLPSpec: MLP}
+MLPS: dict[type[FeedforwardSpec], type[Feedforward]] = {MLPSpec: MLP, MoESpec: Experts}

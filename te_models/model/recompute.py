@@ -70,6 +70,7 @@ class Recompute:
         self.restored = False  # whether a recompute of this pass runs, with its scales
         self.offload = offload if torch.is_grad_enabled() else None
         self.layer, self.layers = 0, layers  # the block that runs, and their number
+        self.recomputing, self.decisions = False, dict[int, Any]()
 
     def run_block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
         """Return block(x, *args), which backward recomputes if the mode asks for it in block number `layer`."""
@@ -104,6 +105,26 @@ class Recompute:
         if torch.is_grad_enabled() and recomputes_product(self.mode, fp8, self.fp8_weights):
             return discarding(hidden)
         return contextlib.nullcontext()
+
+    def kept(self, layer: int, decide: Callable[[], Any]) -> tuple[Any, bool]:
+        """Return what block number `layer` decides, and whether this is its first pass: a recompute decides the same.
+
+        A router's choice would otherwise be made again, from logits that may differ in the last bit.
+        """
+        if self.recomputing:
+            return self.decisions[layer], False
+        decision = decide()
+        if self.mode != "none":
+            self.decisions[layer] = decision
+        return decision, True
+
+    @contextlib.contextmanager
+    def _recompute(self) -> Iterator[None]:
+        self.recomputing, before = True, self.recomputing
+        try:
+            yield
+        finally:
+            self.recomputing = before
 
     @contextlib.contextmanager
     def by_a_third_party(self) -> Iterator[None]:
@@ -162,7 +183,7 @@ class Recompute:
     @contextlib.contextmanager
     def _in_high_precision(self) -> Iterator[None]:
         """Run a recompute without FP8, even inside an autocast around the backward."""
-        with self.lock, self.te.outside_autocast():
+        with self.lock, self.te.outside_autocast(), self._recompute():
             yield
 
     @contextlib.contextmanager
@@ -189,6 +210,7 @@ class Recompute:
             self.restored = True
             try:
                 with (
+                    self._recompute(),
                     self.te.restored_recompute(),
                     self.te.autocast(enabled=False, recipe=self.te_recipe),
                     self.te.autocast(enabled=fp8, recipe=self.te_recipe),
@@ -211,6 +233,7 @@ def may_draw(owner: nn.Module) -> bool:
     return any(
         not all(map(_draws_nothing, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
         or (isinstance(module, nn.Dropout) and module.p > 0)
+        or bool(vars(module).get("jitters"))
         or not _draws_nothing(type(module))
         for module in owner.modules()
     )

@@ -50,7 +50,8 @@ class Factory:
     def linear(self, spec: LinearSpec, fp8_weight: bool = True) -> nn.Module:
         """Return the te.Linear of this rank's share `spec`, without values: `initialize`, or a loader, gives them.
 
-        With `fp8_weight` False its weight is not stored in FP8, whatever its precision.
+        With `fp8_weight` False its weight is not stored in FP8, whatever its precision. A description of several
+        experts is a te.GroupedLinear, whose GEMMs are those of a te.Linear each.
         """
         recipe = self.fp8_weights.get(self.prefix + spec.name) if fp8_weight else None
         if recipe is None:
@@ -60,6 +61,11 @@ class Factory:
             return self._linear(spec)
 
     def _linear(self, spec: LinearSpec) -> nn.Module:
+        if spec.experts:
+            return self.te.GroupedLinear(
+                spec.experts, spec.inputs, spec.outputs, bias=spec.bias, init_method=_leave_empty,
+                params_dtype=self.dtype, device=self.device, use_grouped_tensor=False,
+            )  # fmt: skip
         ranks = self.tp.size
         inputs = spec.inputs * (ranks if spec.split == "row" else 1)
         outputs = spec.outputs * (ranks if spec.split == "column" else 1)

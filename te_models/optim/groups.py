@@ -77,8 +77,9 @@ def _structure(module: nn.Module) -> Iterator[tuple[Any, list[tuple[Role, int]]]
         yield module.weight, [("embedding", module.num_embeddings)]
     elif isinstance(module, BlockPart):
         for linear in module.spec.linears:
-            weight = module.get_submodule(linear.name).weight
-            yield weight, [(section.role, section.stored) for section in linear.sections if section.stored]
+            owner = module.get_submodule(linear.name)
+            for name in linear.weights:
+                yield owner.get_parameter(name), [(s.role, s.stored) for s in linear.sections if s.stored]
         for name, parameter in module.named_parameters():
             if name.partition(".")[0] in module.spec.vectors:
                 yield parameter, [("vector", len(parameter))]

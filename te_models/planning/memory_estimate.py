@@ -69,7 +69,7 @@ def fp8_saving(config: ModelConfig, recipe: Recipe, training: Training) -> int:
         if own is not None:
             copies = "rowwise" if own.scheme in PER_TENSOR else "both"
             stored = operand_bytes(own, linear.outputs, linear.inputs, "w", copies)
-            saved += linear.outputs * linear.inputs * element - stored
+            saved += linear.gemms * (linear.outputs * linear.inputs * element - stored)
     return saved
 
 
@@ -145,9 +145,10 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
 
 def _delayed_state(config: ModelConfig, recipe: Recipe) -> int:
     """Return the bytes of FP32 scales and amax histories: three forward and two backward slots per linear."""
-    recipes = [found.recipe for found in precisions(recipe, config.layers).values()]
-    delayed = [own for own in recipes if own is not None and SCHEMES[own.scheme].stateful]
-    return sum(5 * FP32 * (own.fields.get("amax_history_len", AMAX_HISTORY_LEN) + 1) for own in delayed)
+    linears = {**config.linears, HEAD: config.head}
+    found = [(linears[name].gemms, own.recipe) for name, own in precisions(recipe, config.layers).items()]
+    delayed = [(gemms, own) for gemms, own in found if own is not None and SCHEMES[own.scheme].stateful]
+    return sum(g * 5 * FP32 * (own.fields.get("amax_history_len", AMAX_HISTORY_LEN) + 1) for g, own in delayed)
 
 
 def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> list[Memory]:

@@ -117,6 +117,7 @@ class Tape:
         tokens: T = B*S.
         rows: N, tokens padded to the recipe's row alignment.
         seq_len: S.
+        alignment: of the rows of each GEMM.
         element: bytes of an activation.
         compiled: whether operations between the GEMMs are compiled.
         fused: whether fused kernels run.
@@ -126,7 +127,8 @@ class Tape:
     def __init__(self, config: ModelConfig, recipe: Recipe, training: Training) -> None:
         self.config, self.recipe, self.training = config, recipe, training
         self.tokens = training.batch_size * training.seq_len
-        self.rows = _up(self.tokens, recipe.row_alignment)
+        self.alignment = recipe.row_alignment
+        self.rows = _up(self.tokens, self.alignment)
         self.seq_len, self.element = training.seq_len, training.dtype_bytes
         self.compiled, self.fused, self.cuda = training.compile, training.fused_kernels, training.cuda
         self.stream = self.rows * config.hidden_size * self.element  # the residual stream, or its gradient
@@ -140,42 +142,45 @@ class Tape:
         weights = self.config.hidden_size * self.element
         return Step(name, saved, consumes=self.stream, scratch=self.stream, weights=weights)
 
-    def linear(self, linear: LinearSpec, *, shared: bool = False) -> Step:
+    def linear(self, linear: LinearSpec, *, shared: bool = False, rows: int | None = None) -> Step:
         """Return a te.Linear, which saves its input (in FP8 the columnwise copy) and the FP8 copies of its weight.
 
         Both copies of the weight are saved unless engine/native.py drops the rowwise one. The backward quantizes the
         output gradient rowwise and columnwise. If `shared`, another operation already saves the unquantized input.
+        It has `rows` rows (None: N). A te.GroupedLinear is that for all experts together.
 
         With an adapter, the adapter alone saves the input, unquantized, and its product with A; backward computes two
         gradients of the input, the linear's and the adapter's.
         """
         name, inputs, outputs = linear.name, linear.inputs, linear.outputs
         recipe = self.precisions[self._part + name].recipe
-        rows, element = self.rows, self.element
-        rank = 0 if name == HEAD else self.training.lora_rank
+        rows, element, gemms = rows or self.rows, self.element, linear.gemms
+        rank = 0 if name == HEAD or linear.experts else self.training.lora_rank
         step = Step(
             name,
             saved=(0 if shared else rows * inputs * element) + rows * rank * element,
             scratch=rows * inputs * element if rank else 0,
             consumes=rows * outputs * element,
             produces=rows * inputs * element,
-            weights=outputs * (inputs + linear.bias) * element,
+            weights=linear.gemms * outputs * (inputs + linear.bias) * element,
         )
         override = "high_precision" if recipe is None else recipe.fields.get("backward_override", "none")
         if recipe is None or override == "high_precision":
             return step
         if override == "dequantized":
-            x = step.saved if rank else operand_bytes(recipe, rows, inputs, "x", "rowwise")
-            return step._replace(saved=x, copies=operand_bytes(recipe, outputs, inputs, "w", "rowwise"))
-        x = step.saved if rank else operand_bytes(recipe, rows, inputs, "x", "columnwise")
-        w, dy = operand_bytes(recipe, outputs, inputs, "w"), operand_bytes(recipe, rows, outputs, "grad")
+            x = step.saved if rank else gemms * operand_bytes(recipe, rows // gemms, inputs, "x", "rowwise")
+            return step._replace(saved=x, copies=gemms * operand_bytes(recipe, outputs, inputs, "w", "rowwise"))
+        x = step.saved if rank else gemms * operand_bytes(recipe, rows // gemms, inputs, "x", "columnwise")
+        w = gemms * operand_bytes(recipe, outputs, inputs, "w")
+        dy = gemms * operand_bytes(recipe, rows // gemms, outputs, "grad")
         if rank:
             dy = max(step.scratch, operand_bytes(recipe, rows, outputs, "grad", "rowwise"))
         if self.training.fp8_params:  # transposed data is freed before the larger weight gradient is allocated
             return step._replace(saved=x, scratch=dy)
         if self.training.gpus > 1:  # Transformer Engine requantizes weights sharded by FSDP2 in backward
             return step._replace(saved=x, scratch=dy + w)
-        if self.fused and recipe.scheme == "DelayedScaling" and not self.training.cached_weights:
+        handed = self.fused and recipe.scheme == "DelayedScaling" and not linear.experts
+        if handed and not self.training.cached_weights:
             w = operand_bytes(recipe, outputs, inputs, "w", "columnwise")
         return step._replace(saved=x, copies=w, scratch=dy)
 
@@ -216,8 +221,9 @@ class Tape:
     def head(self) -> list[Step]:
         """Return the final norm, lm_head and the loss."""
         c = self.config
+        routers = [] if c.moe is None else [Step("losses of routers", (c.moe.num_experts + 1) * FP32)]
         if not self.training.logits and self.precisions[HEAD].recipe is None:
-            return [self.norm("norm")._replace(produces=self.stream, scratch=0), self.fused_head()]
+            return [*routers, self.norm("norm")._replace(produces=self.stream, scratch=0), self.fused_head()]
         width = self.tokens * c.vocab_size
         logits, fp32 = width * self.element, width * FP32
         if self.training.compile:  # saves logits, a maximum and a sum per row, and the targets
@@ -231,6 +237,7 @@ class Tape:
         cap = [Step("logit cap", cut, consumes=cut, produces=cut, of_logits=True)] if capped else []
         padding = [Step("removal of padding", consumes=logits, produces=cut)] if self.rows > self.tokens else []
         return [
+            *routers,
             self.norm("norm")._replace(produces=self.stream, scratch=0),
             self.linear(c.head),
             *cap,
@@ -285,7 +292,7 @@ class Tape:
             place = (layer, self.training.activation_offload and layer < c.num_hidden_layers - 1)
             fp8 = layer in self.fp8_layers
             spec = c.layers[layer].mlp
-            last = self.precisions[f"layers.{layer}.{spec.name}.{spec.linears[-1].name}"].recipe
+            last = self.precisions[f"layers.{layer}.{spec.name}.{spec.last.name}"].recipe
             # Where SwiGLU writes the FP8 input of down_proj itself, it can also recompute it; an adapter saves its
             # output.
             own = fp8 and last is self.recipe and self.recipe.scheme in PER_TENSOR

@@ -129,6 +129,7 @@ def trained_parameters(config: ModelConfig, lora_rank: int) -> list[Parameter]:
         Parameter("vector", shape, count)
         for layer, count in Counter(config.layers).items()
         for linear in layer.linears.values()
+        if not linear.experts
         for shape in ((lora_rank, linear.inputs), (lora_rank, linear.outputs))
     ]
 
@@ -141,6 +142,6 @@ def model_parameters(config: ModelConfig) -> list[Parameter]:
         for linear in layer.linears.values():
             for section in linear.sections:
                 if section.stored:
-                    found.append(Parameter(section.role, (section.stored, linear.inputs), count))
+                    found.append(Parameter(section.role, (section.stored, linear.inputs), count * linear.gemms))
     total = config.num_parameters + config.num_padding_parameters
     return [*found, Parameter("vector", (total - sum(p.numel for p in found),), 1)]

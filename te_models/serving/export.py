@@ -21,10 +21,12 @@ from te_models.errors import UsageError, unknown
 from te_models.files.formats import list_some
 from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.region import saving
-from te_models.interop.hf import Place, tokenizer_files, write_hugging_face
+from te_models.fp8.scaling_state import WIDTHS
+from te_models.interop.hf import tokenizer_files, write_hugging_face
 from te_models.interop.origin import Origin
 from te_models.interop.quantized import BLOCK, E4M3
 from te_models.interop.stored_weights import collapse, spread
+from te_models.interop.tensor_places import Place
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.folder import read_listed
@@ -93,8 +95,11 @@ class _Writer:
     def __init__(self, model: Decoder, format: str, calibration: Tensor | Iterable[Tensor] | None) -> None:
         self.model, self.name, self.format = model, format, FORMATS[format]
         self.modules = quantized_modules(model) if self.format.scheme else {}
-        for name, module in self.modules.items():
-            if (size := module.get_parameter("weight").shape[1]) % self.format.columns:
+        self.weights: dict[str, str] = {}  # name of a weight to quantize -> name of its module
+        for name in self.modules:
+            linear = model.config.linears[name]
+            self.weights |= {f"{name}.{weight}": name for weight in linear.weights}
+            if (size := linear.inputs) % self.format.columns:
                 raise UsageError(
                     f"{name} has {size} inputs, no multiple of {self.format.columns}, which {format} needs: choose "
                     "another format"
@@ -115,14 +120,14 @@ class _Writer:
         tensors: dict[str, Tensor] = {}
         done: set[str] = set()
         for theirs, place in places.items():
-            module, _, kind = place.name.rpartition(".")
-            if kind == "weight" and module in self.modules:
-                if module not in done:
-                    done.add(module)
+            if place.name in self.weights:
+                if place.name not in done:
+                    done.add(place.name)
                     tensors |= self._encoded(groups[place.name], places, parameters[place.name])
                 continue
             tensors[theirs] = self._plain(place.save(parameters[place.name]))
-            if kind == "weight" and isinstance(self.model.get_submodule(module), self.model.te.Linear):
+            module = self.model.get_submodule(place.name.rpartition(".")[0])
+            if theirs.endswith(".weight") and isinstance(module, self.model.te.LINEARS):
                 self.ignored.append(theirs.removesuffix(".weight"))
         return tensors, self._config(config)
 
@@ -145,7 +150,7 @@ class _Writer:
                 "infinity: export a checkpoint from before the run diverged"
             )
         ours = places[names[0]].name
-        static = {self.format.static: self.inputs[ours.removesuffix(".weight")]} if self.format.static else {}
+        static = {self.format.static: self.inputs[self.weights[ours]]} if self.format.static else {}
         shared = self._shared_parts(ours, names, places, parameter)
         found = {}
         for name in names:
@@ -253,8 +258,12 @@ def trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str
     found = {}
     for name in modules:
         scale, history = (state.get(f"{name}.scaling_fwd.{part}") for part in ("scale", "amax_history"))
-        if scale is not None and history is not None and (bool(history[:, 0].any()) or bool(scale[0] != 1)):
-            found[name] = scale[0].cpu()
+        if scale is None or history is None:
+            continue
+        own = scale[0 :: WIDTHS["scaling_fwd"]]  # of each expert's input, if there are experts
+        seen = history[:, 0 :: WIDTHS["scaling_fwd"]].any(0) | (own != 1)
+        if bool(seen.any()):
+            found[name] = own[seen].amin().cpu()
     return found
 
 

@@ -47,6 +47,19 @@ class ServedLinear(nn.Module):
         return F.linear(inputs, self.weight, bias).to(x.dtype)
 
 
+class ServedExperts(nn.Module):
+    """The linears of experts, as te.GroupedLinear has them."""
+
+    def __init__(self, linears: list[nn.Module]) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(linears)
+
+    def forward(self, x: Tensor, rows: list[int], **options: Any) -> Tensor:
+        """Return [R, out] for x [R, in], of which each expert has the next of these `rows`."""
+        parts = zip(self.linears, x.split(rows), strict=True)
+        return torch.cat([linear(part) for linear, part in parts])
+
+
 def _as_it_is(x: Tensor, static: Tensor | None) -> Tensor:
     return x
 
@@ -114,6 +127,7 @@ def _replace_linears(model: Decoder, opened: OpenFolder, scheme: Scheme) -> None
     owners = {place.name: model.get_parameter(place.name) for place in places.values()}
     weights = {name: torch.zeros(p.shape, dtype=torch.float32) for name, p in owners.items()}
     fill_parameters(weights, places, opened.shards, opened.stored)
+    served: dict[str, list[nn.Module]] = {}
     for name, weight in weights.items():
         # A server takes the largest static scale of the weights that it fuses.
         static = [
@@ -122,8 +136,11 @@ def _replace_linears(model: Decoder, opened: OpenFolder, scheme: Scheme) -> None
             if place.name == name and theirs in opened.stored.inputs
         ]
         largest = torch.stack(static).amax().to(model.device) if static else None
-        path = name.removesuffix(".weight")
+        path, _, kind = name.rpartition(".")
+        biases = dict(model.get_submodule(path).named_parameters())
+        bias = biases.get(kind.replace("weight", "bias"))
+        served.setdefault(path, []).append(ServedLinear(weight.to(model.device), bias, scheme, largest))
+    for path, linears in served.items():
         parent, _, last = path.rpartition(".")
-        bias = dict(model.get_submodule(path).named_parameters()).get("bias")
-        served = ServedLinear(weight.to(model.device), bias, scheme, largest)
-        setattr(model.get_submodule(parent), last, served)
+        experts = model.config.linears[path].experts if path in model.config.linears else 0
+        setattr(model.get_submodule(parent), last, ServedExperts(linears) if experts else linears[0])

@@ -155,6 +155,8 @@ def obstacle(model: nn.Module) -> str | None:
         return "the model is wrapped (by LoRA or DDP)"
     if (place := target_device(model).type) != "cuda":
         return f"the model is on {place}"
+    if model.config.dynamic:
+        return model.config.dynamic
     if model.activation_checkpointing != "none" and any(may_draw(block) for block in model.layers):
         return "activation checkpointing must restore the random state for a hook or a third-party module"
     if model.activation_offload:

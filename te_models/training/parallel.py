@@ -133,7 +133,7 @@ class Parallel:
             model.to_empty(device=self.device)
             model.tp.mark(model, model.config)
             if model.fp8_params:
-                make_shards(model, model.te.Linear, model.recipe, model.precision.te_recipe_of, self.data_group)
+                make_shards(model, model.te.LINEARS, model.recipe, model.precision.te_recipe_of, self.data_group)
             if initialize:
                 model.init_weights()
         return model
@@ -243,7 +243,7 @@ def requantize_in_backward(model: CausalLM, requantize: bool) -> None:
     decides it in a module's first forward pass, unless `_is_fsdp2` has been set before.
     """
     for module in model.modules():
-        if isinstance(module, model.te.Linear):
+        if isinstance(module, model.te.LINEARS):
             object.__setattr__(module, "_is_fsdp2", requantize)
 
 

@@ -43,17 +43,17 @@ from te_models.saving.run_folder import Checkpoints
 from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import Batch, count_targets, evaluate, first_bad_module, to_device
-from te_models.training.metrics import MetricsLog
+from te_models.training.metrics import MetricsLog, mean_of_routers, router_row
 from te_models.training.parallel import Parallel, reshard
+from te_models.training.queued_step import QueuedStep, Row
 from te_models.training.recipe_schedule import RecipeSchedule
 from te_models.training.restore import check_data_position, check_random_state, check_result
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
 from te_models.training.settings import RUN_FILE
 from te_models.training.stop_signals import stop_signals
-from te_models.training.timing import Timestamp, copy_to_host, elapsed, timestamp
+from te_models.training.timing import copy_to_host, elapsed, timestamp
 
-Row = dict[str, Any]  # of metrics.jsonl: step, loss, grad_norm, learning_rate, tokens_per_second, perhaps eval_loss
 RECENT = 100  # steps whose median speed is the speed of the run
 SAVE_RETRY_PAUSES = (1.0, 5.0)  # seconds before a failed save is tried again
 
@@ -87,23 +87,6 @@ class Callback:
 
     def on_save(self, trainer: Trainer, folder: Path) -> None:
         """Called with the folder of a checkpoint; before the end of the run it may still be incomplete."""
-
-
-@dataclass
-class QueuedStep:
-    """A step that the device may still be computing.
-
-    `values` [3] are loss, gradient norm and number of processes asked to stop; the host may read them once `ready` is
-    reached. `end` follows the optimizer's update. `row` is filled in when the values have been read.
-    """
-
-    step: int
-    start: Timestamp
-    micro_batches: list[Batch]
-    values: Tensor
-    ready: torch.cuda.Event | None
-    end: Timestamp = 0.0
-    row: Row = field(default_factory=dict)
 
 
 @dataclass
@@ -171,6 +154,7 @@ class Trainer(NamedFields):
             name: document if isinstance(document, bytes) else render_json(document, name)
             for name, document in self.documents.items()
         }
+        self.routed: list[Tensor] = []  # RoutingReport.metrics of the step's micro-batches
         self.stop_requested: Callable[[], int] = lambda: 0  # of this process: the signal's number
         self.stopping = False  # of any process, as of the last step that was read
         self.result = Result()
@@ -297,7 +281,8 @@ class Trainer(NamedFields):
         loss = self._forward_backward(micro_batches)
         loss, stops = self.parallel.mean_and_any(loss, self.stop_requested() != 0)
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
-        queued = QueuedStep(step, start, micro_batches, *copy_to_host(torch.stack([loss, norm.to(loss), stops])))
+        values = torch.cat([torch.stack([loss, norm.to(loss), stops]), mean_of_routers(self.routed, loss)])
+        queued = QueuedStep(step, start, micro_batches, *copy_to_host(values))
         if before is not None:
             self._check(before)
         if not self.ahead:
@@ -337,6 +322,7 @@ class Trainer(NamedFields):
         self.model.train()
         device, last = self.model.device, len(micro_batches) - 1
         weights = self._loss_weights(micro_batches)
+        self.routed.clear()
         self._calibrate(micro_batches, weights)
         self._follow_recipe()
         if self.graphed is not None:
@@ -353,6 +339,8 @@ class Trainer(NamedFields):
                 loss = output.loss * weight
                 loss.backward()
                 total += loss.detach()
+                if output.routing is not None:
+                    self.routed.append(output.routing.metrics())
         return total
 
     def _check(self, queued: QueuedStep) -> None:
@@ -361,12 +349,12 @@ class Trainer(NamedFields):
             return
         if queued.ready is not None:
             queued.ready.synchronize()
-        loss, norm, stops = queued.values.tolist()
+        loss, norm, stops, *routed = queued.values.tolist()
         self.stopping = self.stopping or bool(stops)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(self._diagnosis(queued.step, loss, norm, queued.micro_batches))
         rate = self.config.learning_rate_at(queued.step)
-        queued.row = dict(step=queued.step, loss=loss, grad_norm=norm, learning_rate=rate)
+        queued.row = dict(step=queued.step, loss=loss, grad_norm=norm, learning_rate=rate, **router_row(routed))
         queued.row |= self.schedule.row(queued.step)
 
     def _finish(self, queued: QueuedStep) -> Row:

@@ -127,6 +127,15 @@ def test_nothing_of_another_document_is_seen_however_large() -> None:
     assert torch.equal(out[:, 23:], other[:, 23:])
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_documents_have_any_numbers(dtype: torch.dtype) -> None:
+    given, small = inputs(40), (torch.arange(40) // 7).expand(2, -1)
+    large = small + 2**40 if dtype == torch.int64 else small.to(dtype)
+    assert torch.equal(chunked(*given, documents=large)[0], chunked(*given, documents=small)[0])
+    x, taps = torch.randn(2, 40, 6), torch.randn(6, 1, 4)
+    assert torch.equal(causal_conv(x, None, taps, large), causal_conv(x, None, taps, small))
+
+
 @pytest.mark.parametrize("taps", [1, 2, 4, 5])
 @pytest.mark.parametrize("length", [1, 3, 9])
 def test_the_convolution_is_that_of_pytorch(taps: int, length: int) -> None:

@@ -5,7 +5,7 @@ for `transformer_engine.common.recipe`. Names, signatures, state machine and cas
 FP8 data, scales and amax histories are bit-identical to Transformer Engine's. So are GEMM results up to the size that
 `exact_gemm` sets; larger ones differ only in the order of accumulation. The FP8 state belongs to the thread.
 
-Lives here: te.Linear, te.RMSNorm, te.checkpoint, recipes and quantizers in PyTorch and Triton.
+Lives here: te.Linear, te.GroupedLinear, te.RMSNorm, te.checkpoint, recipes and quantizers in PyTorch and Triton.
 Not here: Transformer Engine itself (te_models.engine.native) and Triton helpers that others share (te_models.kernels).
 """
 
@@ -27,6 +27,7 @@ from te_models.engine.emulated.autocast import (
     region_lock,
 )
 from te_models.engine.emulated.gemm import exact_gemm
+from te_models.engine.emulated.grouped import GroupedLinear
 from te_models.engine.emulated.linear import Linear
 from te_models.engine.emulated.module import drop_cached_weights, reset_fp8_state, restored_recompute, separate_copy
 from te_models.engine.emulated.numerics import DType
@@ -43,7 +44,8 @@ from te_models.engine.emulated.tensors import Float8BlockwiseQTensor, Float8Tens
 
 __all__ = [
     "DType", "FP8GlobalStateManager", "Float8BlockQuantizer", "Float8BlockwiseQTensor",
-    "Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "Linear", "MXFP8Quantizer", "MXFP8Tensor",
+    "Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "GroupedLinear", "LINEARS", "Linear",
+    "MXFP8Quantizer", "MXFP8Tensor",
     "NVFP4Quantizer", "NVFP4Tensor", "QuantizedTensor", "RMSNorm", "autocast", "checkpoint",
     "drop_cached_weights", "exact_gemm",
     "fp8_autocast", "get_align_size_for_quantization", "get_default_recipe", "handover",
@@ -56,10 +58,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Raise an AttributeError that says which layers both engines have."""
     raise AttributeError(
-        f"the emulated engine has no te.{name}: both engines have the layers te.Linear and te.RMSNorm; others need "
-        "transformer_engine.pytorch itself, on a GPU"
+        f"the emulated engine has no te.{name}: both engines have te.Linear, te.GroupedLinear and te.RMSNorm; other "
+        "layers need transformer_engine.pytorch itself, on a GPU"
     )
 
 
+# The layers that quantize: each has `fp8_meta` and quantizers.
+LINEARS = (Linear, GroupedLinear)
 # No twins of te_models.kernels.handover: each module casts by itself, as Transformer Engine's modules do.
 handover: dict[str, Any] = {}

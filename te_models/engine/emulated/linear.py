@@ -23,24 +23,21 @@ from te_models.engine.emulated.gemm import gemm
 from te_models.engine.emulated.module import TransformerEngineBaseModule
 from te_models.engine.emulated.numerics import device_type
 from te_models.engine.emulated.parallel import MODES, Parallelism, divide
-from te_models.engine.emulated.tensors import QuantizedTensor, QuantizedTensorStorage, as_matrix
-
-# The largest weight, in elements, whose decoded values are kept with its FP8 data: they take 2 to 4 bytes each, and
-# decoding a larger one costs little beside reading its values.
-KEPT_VALUES = 2**20
+from te_models.engine.emulated.tensors import QuantizedTensorStorage, as_matrix
 
 
 @dataclass
-class _Call:
+class Call:
     """The arguments of one forward pass, beside the differentiable tensors."""
 
-    module: Linear
+    module: TransformerEngineBaseModule
     parallel: Parallelism
     dtype: torch.dtype
     fp8: bool
     grad: bool
     first_microbatch: bool | None
     override: str | None
+    weight_name: str = "weight"
     input_quantizer: Any = None
     weight_quantizer: Any = None
     output_quantizer: Any = None
@@ -55,12 +52,12 @@ class _Linear(torch.autograd.Function):
     """`y = x W^T + b` with quantized operands."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, inp: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, inp: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         """Return `[..., O]` in the activation dtype, from inp `[..., I]` and weight `[O, I]`."""
         wgrad, dgrad = call.grad and weight.requires_grad, call.grad and inp.requires_grad
-        out, x, w = _product(weight, inp, bias, call, wgrad, dgrad)
+        out, x, w = product(weight, inp, bias, call, wgrad, dgrad)
         ctx.call, ctx.shape, ctx.bias = call, inp.shape, bias is not None
-        _save(ctx, inp, x, weight, w, wgrad, dgrad)
+        save(ctx, inp, x, weight, w, wgrad, dgrad)
         return _result(out, weight, inp, call)
 
     @staticmethod
@@ -74,12 +71,12 @@ class _Linear(torch.autograd.Function):
         return _backward(ctx, call, grad) if call.context is None else call.context.run(_backward, ctx, call, grad)
 
 
-def _product(
-    weight: Tensor, inp: Tensor, bias: Tensor | None, call: _Call, wgrad: bool, dgrad: bool
+def product(
+    weight: Tensor, inp: Tensor, bias: Tensor | None, call: Call, wgrad: bool, dgrad: bool
 ) -> tuple[Tensor, Any, Any]:
     """Return this rank's product [T, O], and the input and the weight as they were multiplied."""
     parallel = call.parallel
-    with _no_autocast(inp):
+    with no_autocast(inp):
         if call.fp8:
             x, w = _fp8_operands(inp, weight, call, wgrad, dgrad)
             if bias is not None:
@@ -91,17 +88,15 @@ def _product(
         return matmul(parallel.gather_input(x), w.t(), None if bias is None else bias.to(call.dtype)), x, w
 
 
-def _result(out: Tensor, weight: Tensor, inp: Tensor, call: _Call) -> Tensor:
+def _result(out: Tensor, weight: Tensor, inp: Tensor, call: Call) -> Tensor:
     """Return the layer's output, of the shape that follows from the input's."""
     out = call.parallel.reduce_output(out)
     out = out if inp.ndim == 2 else out.view(-1, *inp.shape[1:-1], weight.shape[0])
     return out if call.output_quantizer is None else call.output_quantizer(out)
 
 
-def _backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None, ...]:
-    with _no_autocast(grad):
-        gradients = _fp8_backward if call.fp8 and call.override is None else _plain_backward
-        dw, dx, db = gradients(ctx, call, grad)
+def _backward(ctx: Any, call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:
+    dw, dx, db = gradients(ctx, call, grad)
     if dx is not None:
         dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
         dx = dx if call.grad_input_quantizer is None else call.grad_input_quantizer(dx)
@@ -110,7 +105,14 @@ def _backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dw, dx, db, None
 
 
-def _no_autocast(tensor: Tensor) -> Any:
+def gradients(ctx: Any, call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of weight, input [T, I] and bias from that of the output, as `ctx` asks for them."""
+    with no_autocast(grad):
+        compute = _fp8_backward if call.fp8 and call.override is None else _plain_backward
+        return compute(ctx, call, grad)
+
+
+def no_autocast(tensor: Tensor) -> Any:
     """Disable torch.autocast for the device of `tensor`, so that it does not narrow FP32 GEMMs."""
     device = device_type(tensor)
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
@@ -122,7 +124,7 @@ def _high_precision(value: Any, dtype: torch.dtype) -> Tensor:
     return value if value.dtype == dtype else value.to(dtype)
 
 
-def _fp8_operands(inp: Tensor, weight: Tensor, call: _Call, wgrad: bool, dgrad: bool) -> tuple[Any, Any]:
+def _fp8_operands(inp: Tensor, weight: Tensor, call: Call, wgrad: bool, dgrad: bool) -> tuple[Any, Any]:
     """Quantize the input, then the weight."""
     x: Any = inp
     if isinstance(inp, QuantizedTensorStorage):
@@ -131,14 +133,21 @@ def _fp8_operands(inp: Tensor, weight: Tensor, call: _Call, wgrad: bool, dgrad: 
         columnwise = wgrad and call.override is None and not call.parallel.rowwise_only(call.input_quantizer)
         call.input_quantizer.set_usage(rowwise=True, columnwise=columnwise)
         x = call.input_quantizer(as_matrix(inp))
+    return x, fp8_weight(weight, call, dgrad)
+
+
+def fp8_weight(weight: Tensor, call: Call, dgrad: bool) -> Any:
+    """Return the weight in FP8, with the copy for an input gradient if one follows."""
     state = FP8GlobalStateManager.quantization_state
-    first_pass = state.recompute_frame is not None and not state.recompute_phase
-    return x, call.module.quantized_weight(weight, call, (dgrad and call.override is None) or first_pass)
+    columnwise = (dgrad and call.override is None) or (state.recompute_frame is not None and not state.recompute_phase)
+    return call.module.quantized_weight(
+        call.weight_name, weight, call.weight_quantizer, call.first_microbatch, call.grad, columnwise
+    )
 
 
-def _save(ctx: Any, inp: Tensor, x: Any, weight: Tensor, w: Any, wgrad: bool, dgrad: bool) -> None:
+def save(ctx: Any, inp: Tensor, x: Any, weight: Tensor, w: Any, wgrad: bool, dgrad: bool) -> None:
     """Save the operands for backward: FP8 data and scales where they are quantized."""
-    call: _Call = ctx.call
+    call: Call = ctx.call
     if call.fp8 and call.override == "high_precision":
         x, w = inp, weight
     elif call.fp8 and call.override is None and call.module._is_fsdp2:
@@ -167,7 +176,7 @@ def _restore(ctx: Any) -> list[Any]:
     return found
 
 
-def _fp8_backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _fp8_backward(ctx: Any, call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Compute both gradient GEMMs in FP8; the bias gradient comes from the unquantized dy."""
     x, w = _restore(ctx)
     parallel = call.parallel
@@ -193,7 +202,7 @@ def _fp8_backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None, .
     return dw, dx, db
 
 
-def _plain_backward(ctx: Any, call: _Call, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _plain_backward(ctx: Any, call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Compute the gradients in the activation dtype. A frozen weight's bias gets none (section 7.5)."""
     x, w = _restore(ctx)
     parallel = call.parallel
@@ -247,7 +256,7 @@ class Linear(TransformerEngineBaseModule):
         self.in_features = divide(in_features, self.tp_size) if parallel_mode == "row" else in_features
         self.out_features = divide(out_features, self.tp_size) if parallel_mode == "column" else out_features
         self.use_bias, self.return_bias = bias, return_bias
-        self.init_method = init_method or _normal
+        self.init_method = init_method or normal
         factory: Any = dict(device=device, dtype=params_dtype or torch.get_default_dtype())
         self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **factory))
         self.bias = nn.Parameter(torch.empty(self.out_features, **factory)) if bias else torch.empty(0, **factory)
@@ -264,39 +273,6 @@ class Linear(TransformerEngineBaseModule):
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the process group over which the layer is split; call it before the first forward."""
         self.tp_group, self.tp_group_initialized = tp_group, True
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialize: new Parameter objects, on the default device if they were on meta."""
-        if defer_init:
-            return
-        columnwise = torch.is_grad_enabled()
-        for name, old in list(self.named_parameters(recurse=False)):
-            with torch.no_grad():
-                value = self._initial_value(name, old)
-                if self.primary_weights_in_fp8 and name == "weight":
-                    param = self._quantized_parameter(value, columnwise)
-                else:
-                    param = nn.Parameter(value, requires_grad=old.requires_grad)
-            self.register_parameter(name, param)
-
-    def _initial_value(self, name: str, param: Tensor) -> Tensor:
-        if param.device.type == "meta":
-            param = torch.empty_like(param, device=torch.get_default_device())
-        value = param.dequantize() if isinstance(param, QuantizedTensor) else param.detach()
-        if name == "bias":
-            return value.zero_()
-        self.init_method(value)
-        return value
-
-    def _quantized_parameter(self, value: Tensor, columnwise: bool) -> nn.Parameter:
-        quantizer = self.quantizers["scaling_fwd"][1]
-        quantizer.set_usage(rowwise=True, columnwise=columnwise)
-        quantizer.internal = False
-        param = nn.Parameter(quantizer(value))
-        if self.preserve_high_precision_init_val:
-            before = value.detach().cpu().clone()
-            param._high_precision_init_val = before  # type: ignore[attr-defined]  # Transformer Engine's attribute
-        return param
 
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
@@ -321,8 +297,8 @@ class Linear(TransformerEngineBaseModule):
             if call.grad:
                 out = _Linear.apply(self.weight, inp, bias if fused else None, call)
             else:  # without autograd's share, a tenth of a small layer's time
-                product, _, _ = _product(self.weight, inp, bias if fused else None, call, False, False)
-                out = _result(product, self.weight, inp, call)
+                values, _, _ = product(self.weight, inp, bias if fused else None, call, False, False)
+                out = _result(values, self.weight, inp, call)
         finally:
             self.end_forward()
         if self.return_bias:
@@ -331,12 +307,12 @@ class Linear(TransformerEngineBaseModule):
 
     def _call(
         self, parallel: Parallelism, inp: Any, bias: Tensor | None, first: bool | None, fp8_output: bool, fp8_grad: bool
-    ) -> _Call:
+    ) -> Call:
         """Collect the arguments of one pass; takes the "first module" flag."""
         grad = torch.is_grad_enabled()
         assert self.activation_dtype is not None
         if not self.fp8:
-            return _Call(self, parallel, self.activation_dtype, False, grad, first, None)
+            return Call(self, parallel, self.activation_dtype, False, grad, first, None)
         forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
         for quantizer in (forward[0], forward[1], backward[0]):
             quantizer.internal = True
@@ -347,37 +323,12 @@ class Linear(TransformerEngineBaseModule):
         override = recipe.backward_override
         tracked = grad and any(t is not None and t.requires_grad for t in (inp, self.weight, bias))
         _check_dims(inp.shape, self.weight.shape, tracked)
-        updates = _registry_to_update() if tracked and override is None else None
-        return _Call(
-            self, parallel, self.activation_dtype, True, grad, first, override, forward[0], forward[1],
+        updates = registry_to_update() if tracked and override is None else None
+        return Call(
+            self, parallel, self.activation_dtype, True, grad, first, override, "weight", forward[0], forward[1],
             forward[2] if fp8_output else None, backward[0], backward[1] if fp8_grad else None, updates,
             recipe.split_accumulators, contextvars.copy_context(),
         )  # fmt: skip
-
-    def quantized_weight(self, weight: Tensor, call: _Call, columnwise: bool) -> Any:
-        """Return the weight in FP8: itself if it is quantized, else quantized now or taken from the cache.
-
-        Without grad, what products derive from a cached weight is kept with it.
-        """
-        reused = call.first_microbatch is not None and not self._is_fsdp2
-        primary = isinstance(weight, QuantizedTensor)
-        if primary:
-            weight.update_usage(rowwise_usage=True)
-        if primary and (call.grad or not reused):
-            return weight
-        call.weight_quantizer.set_usage(rowwise=True, columnwise=columnwise and not self._is_fsdp2)
-        if not reused:
-            return call.weight_quantizer(weight)
-        cached = self._fp8_workspaces.get("weight")
-        usable = cached is not None and (cached.get_usages()["columnwise"] or not columnwise)
-        if primary and usable:  # its optimizer replaces the data
-            usable = all(a is b for a, b in zip(cached.get_data_tensors(), weight.get_data_tensors(), strict=True))
-        if call.first_microbatch or not usable:
-            cached = weight.with_data_tensors(weight.get_data_tensors()) if primary else call.weight_quantizer(weight)
-            if not call.grad and weight.numel() <= KEPT_VALUES:
-                cached.keep()
-            self._fp8_workspaces["weight"] = cached
-        return cached
 
     def extra_repr(self) -> str:
         """Return the sizes and the split."""
@@ -385,7 +336,7 @@ class Linear(TransformerEngineBaseModule):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}{split}"
 
 
-def _normal(weight: Tensor) -> Tensor:
+def normal(weight: Tensor) -> Tensor:
     """Initialize a weight as Transformer Engine does."""
     return nn.init.normal_(weight, 0.0, 0.023)
 
@@ -403,7 +354,7 @@ def _check_dims(inp: torch.Size, weight: torch.Size, grad: bool) -> None:
             )
 
 
-def _registry_to_update() -> ScaleRegistry | None:
+def registry_to_update() -> ScaleRegistry | None:
     """Return the scales that the first module's backward updates; a recompute leaves the flag as it was."""
     state = FP8GlobalStateManager.quantization_state
     before = state.is_first_fp8_module

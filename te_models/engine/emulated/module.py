@@ -1,11 +1,11 @@
-"""The FP8 side of te.Linear: the quantizers that a recipe asks for, and the checks before and after a forward pass."""
+"""The FP8 side of te.Linear and te.GroupedLinear: quantizers, quantized weights, and what surrounds a forward pass."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ from te_models.engine.emulated.recipe import (
 from te_models.engine.emulated.tensors import QuantizedTensor
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+# The largest weight, in elements, whose decoded values are kept with its FP8 data: they take 2 to 4 bytes each, and
+# decoding a larger one costs little beside reading its values.
+KEPT_VALUES = 2**20
 SLOTS = {"scaling_fwd": ("input", "weight", "output"), "scaling_bwd": ("grad_output", "grad_input")}
 
 
@@ -97,13 +100,15 @@ class EmptyExtraState(nn.Module):
 
 
 class TransformerEngineBaseModule(EmptyExtraState):
-    """Base of modules with a `weight` and quantizers.
+    """Base of modules with a `weight`, or one per GEMM, and quantizers.
 
     `fp8_meta` holds the states of delayed scaling under "scaling_fwd" and "scaling_bwd" (None under other recipes), and
-    `quantizers` the quantizers of both directions in the order of `SLOTS`.
+    `quantizers` the quantizers of both directions, GEMM by GEMM in the order of `SLOTS`.
     """
 
     weight: nn.Parameter
+    init_method: Callable[[Tensor], Any]
+    num_gemms = 1  # GEMMs per forward, each with quantizers of its own
     _made = 0
 
     def __init__(self, name: str | None = None) -> None:
@@ -130,6 +135,11 @@ class TransformerEngineBaseModule(EmptyExtraState):
         self._current: tuple[Tensor, Tensor] | None = None
         self.fp8 = self.fp8_initialized = False
 
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The weight of each GEMM."""
+        return [self.weight]
+
     def _states(self) -> list[DelayedScalingRecipeState]:
         """Return the states of delayed scaling, forward first; none under other recipes."""
         return [state for key in DIRECTIONS if (state := self.fp8_meta.get(key)) is not None]
@@ -137,17 +147,18 @@ class TransformerEngineBaseModule(EmptyExtraState):
     def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
         """Make the state and the quantizers of one direction; keep the scales of delayed scaling that are there."""
         key = DIRECTIONS[not fwd]
-        device = self.weight.device
+        device = self.weights[0].device
         device = torch.get_default_device() if device.type == "meta" else device
+        slots = SLOTS[key] * self.num_gemms
         state = self.fp8_meta.get(key)
         if not isinstance(recipe, DelayedScaling):
             if state is not None and state.registry is not None:
                 state.registry.remove(state)
             self.fp8_meta[key] = None
-            self.quantizers[key] = [make_quantizer(recipe, slot, device) for slot in SLOTS[key]]
+            self.quantizers[key] = [make_quantizer(recipe, slot, device) for slot in slots]
             return
         if state is None:
-            state = self.fp8_meta[key] = DelayedScalingRecipeState(recipe, fwd, len(SLOTS[key]), device)
+            state = self.fp8_meta[key] = DelayedScalingRecipeState(recipe, fwd, len(slots), device)
         elif (rows := len(state.amax_history)) != recipe.amax_history_len:
             raise RuntimeError(
                 f"{self.name} has an amax history of {rows} rows, the recipe asks for {recipe.amax_history_len}: "
@@ -155,6 +166,67 @@ class TransformerEngineBaseModule(EmptyExtraState):
             )
         state.use_recipe(recipe)
         self.quantizers[key] = state.make_quantizers()
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialize: new Parameter objects, on the default device if they were on meta."""
+        if defer_init:
+            return
+        columnwise = torch.is_grad_enabled()
+        for name, old in list(self.named_parameters(recurse=False)):
+            with torch.no_grad():
+                value = self._initial_value(name, old)
+                if self.primary_weights_in_fp8 and not name.startswith("bias"):
+                    param = self._quantized_parameter(value, columnwise, gemm=int(name.removeprefix("weight") or 0))
+                else:
+                    param = nn.Parameter(value, requires_grad=old.requires_grad)
+            self.register_parameter(name, param)
+
+    def _initial_value(self, name: str, param: Tensor) -> Tensor:
+        if param.device.type == "meta":
+            param = torch.empty_like(param, device=torch.get_default_device())
+        value = param.dequantize() if isinstance(param, QuantizedTensor) else param.detach()
+        if name.startswith("bias"):
+            return value.zero_()
+        self.init_method(value)
+        return value
+
+    def _quantized_parameter(self, value: Tensor, columnwise: bool, gemm: int) -> nn.Parameter:
+        slots = SLOTS["scaling_fwd"]
+        quantizer = self.quantizers["scaling_fwd"][len(slots) * gemm + slots.index("weight")]
+        quantizer.set_usage(rowwise=True, columnwise=columnwise)
+        quantizer.internal = False
+        param = nn.Parameter(quantizer(value))
+        if self.preserve_high_precision_init_val:
+            before = value.detach().cpu().clone()
+            param._high_precision_init_val = before  # type: ignore[attr-defined]  # Transformer Engine's attribute
+        return param
+
+    def quantized_weight(
+        self, name: str, weight: Tensor, quantizer: Any, first_microbatch: bool | None, grad: bool, columnwise: bool
+    ) -> Any:
+        """Return the weight `name` in FP8: itself if it is quantized, else quantized now or taken from the cache.
+
+        Without grad, what products derive from a cached weight is kept with it.
+        """
+        reused = first_microbatch is not None and not self._is_fsdp2
+        primary = isinstance(weight, QuantizedTensor)
+        if primary:
+            weight.update_usage(rowwise_usage=True)
+        if primary and (grad or not reused):
+            return weight
+        quantizer.set_usage(rowwise=True, columnwise=columnwise and not self._is_fsdp2)
+        if not reused:
+            return quantizer(weight)
+        cached = self._fp8_workspaces.get(name)
+        usable = cached is not None and (cached.get_usages()["columnwise"] or not columnwise)
+        if primary and usable:  # its optimizer replaces the data
+            usable = all(a is b for a, b in zip(cached.get_data_tensors(), weight.get_data_tensors(), strict=True))
+        if first_microbatch or not usable:
+            cached = weight.with_data_tensors(weight.get_data_tensors()) if primary else quantizer(weight)
+            if not grad and weight.numel() <= KEPT_VALUES:
+                cached.keep()
+            self._fp8_workspaces[name] = cached
+        return cached
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
         """Make scales and amax histories before the first forward, for instance to copy loaded values into them."""
@@ -280,7 +352,8 @@ class TransformerEngineBaseModule(EmptyExtraState):
 
     def _check_weight_recipe(self) -> None:
         """Check that a quantized weight suits the recipe; without FP8 it is dequantized, with a warning."""
-        if not isinstance(self.weight, QuantizedTensor):
+        weight = self.weights[0]
+        if not isinstance(weight, QuantizedTensor):
             return
         if not FP8GlobalStateManager.is_fp8_enabled():
             warnings.warn(
@@ -288,7 +361,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
                 stacklevel=4,
             )
             return
-        recipe, expected = FP8GlobalStateManager.get_fp8_recipe(), self.weight._quantizer._get_compatible_recipe()
+        recipe, expected = FP8GlobalStateManager.get_fp8_recipe(), weight._quantizer._get_compatible_recipe()
         if not isinstance(recipe, expected):
             raise RuntimeError(
                 f"Recipe mismatch for 'weight': tensor supports recipe {expected.__name__}, but got "
@@ -305,7 +378,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
     def _apply(self, fn: Any, recurse: bool = True) -> TransformerEngineBaseModule:
         """Move the FP8 state along with the parameters."""
         super()._apply(fn, recurse)
-        device = self.weight.device
+        device = self.weights[0].device
         for key in DIRECTIONS:
             state = self.fp8_meta.get(key)
             if state is not None and state.scale.device != device:
@@ -327,7 +400,7 @@ def in_backward() -> bool:
 
 
 def reset_fp8_state(module: nn.Module) -> None:
-    """Drop the FP8 state, cached weights and registered scales of the te.Linear modules in `module`.
+    """Drop the FP8 state, cached weights and registered scales of the te modules in `module`.
 
     The next forward starts afresh under any recipe.
     """

@@ -1,0 +1,206 @@
+"""Mixtures of experts as data: the group of fields `moe` of ModelConfig, and the description of such an MLP. No torch.
+
+gate_up_proj.weight<e>  [gate: F | up: F]    of expert e; F moe_intermediate_size
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from te_models.config.layer import FeedforwardSpec, LinearSpec, Section, Step, Tape
+from te_models.errors import ConfigError, NamedFields, documented, field_values, unknown
+
+if TYPE_CHECKING:
+    from te_models.config.model import ModelConfig
+
+MISSING = dataclasses.MISSING
+SCORES = ("softmax", "sigmoid")
+FP32, INT64 = 4, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(NamedFields):
+    """The experts of a model, of which a router chooses `num_experts_per_tok` for each token.
+
+    The router's scores are the softmax, or the sigmoid, of its logits. The experts with the highest scores are chosen,
+    of equal ones that of the lowest number; with `n_group` groups only from the `topk_group` groups with the highest
+    sums of two scores. With `expert_bias` each expert has a number that is added to its score for the choice alone.
+
+    Raises:
+        ConfigError: an unknown keyword, or values that do not fit each other.
+    """
+
+    num_experts: int = documented(MISSING, "Experts per layer.")
+    num_experts_per_tok: int = documented(MISSING, "Experts that each token goes through.")
+    moe_intermediate_size: int = documented(MISSING, "Width of an expert.")
+    shared_expert_intermediate_size: int = documented(0, "Width of the expert that all tokens go through; 0: none.")
+    shared_expert_gate: bool = documented(False, "Multiply the shared expert by a sigmoid gate (Qwen2-MoE).")
+    router_scores: str = documented("softmax", "Function of the router's logits: softmax or sigmoid.")
+    router_fp32: bool = documented(False, "Compute the router's logits in FP32 (GLM-4.5, DeepSeek-V3).")
+    norm_topk_prob: bool = documented(True, "Divide the weights of a token's experts by their sum.")
+    routed_scaling_factor: float = documented(1.0, "Factor on these weights.")
+    n_group: int = documented(1, "Groups of experts.")
+    topk_group: int = documented(1, "Groups of which a token's experts may come.")
+    expert_bias: bool = documented(False, "A number per expert, added to its score for the choice (DeepSeek-V3).")
+    router_aux_loss_coef: float = documented(0.001, "Factor of the load-balancing loss in training.")
+    router_z_loss_coef: float = documented(0.0, "Factor of the mean squared logsumexp of the logits in training.")
+    router_jitter_noise: float = documented(0.0, "Training multiplies the MLP's input by up to 1 +- this.")
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value, kind = field_values(self)[f.name], str(f.type)
+            good = isinstance(value, {"int": int, "float": (int, float), "bool": bool, "str": str}[kind])
+            if not good or (kind != "bool" and isinstance(value, bool)):
+                raise ConfigError(f"moe.{f.name}={value!r} is not a valid {kind}")
+            may_be_zero = f.default == 0 or f.name.endswith("_coef")
+            number = value if isinstance(value, (int, float)) else 1
+            if not (0 < number < 2**40 or (number == 0 and (may_be_zero or kind == "bool"))):
+                raise ConfigError(f"moe.{f.name}={value!r} is out of range: give a positive {kind}")
+        if self.router_scores not in SCORES:
+            raise unknown("moe.router_scores", self.router_scores, SCORES)
+        if self.num_experts % self.n_group or self.topk_group > self.n_group:
+            raise ConfigError(f"moe.n_group={self.n_group} must divide num_experts and be at least topk_group")
+        if self.n_group > 1 and self.num_experts < 2 * self.n_group:
+            raise ConfigError(f"moe.n_group={self.n_group}: the score of a group is that of its best two experts")
+        choice = self.num_experts // self.n_group * self.topk_group
+        if self.num_experts_per_tok > choice:
+            raise ConfigError(f"moe.num_experts_per_tok={self.num_experts_per_tok} of {choice} experts to choose from")
+        if self.shared_expert_gate and not self.shared_expert_intermediate_size:
+            raise ConfigError("moe.shared_expert_gate needs a shared expert: give shared_expert_intermediate_size")
+
+
+@dataclass(frozen=True)
+class MoESpec(FeedforwardSpec):
+    """The sum of the chosen experts by their weights, and of a shared expert if there is one."""
+
+    experts: MoEConfig
+    activation: str = "silu"
+
+    name: ClassVar[str] = "mlp"
+    title: ClassVar[str] = "experts"
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> MoESpec:
+        """Return the experts of this layer."""
+        assert config.moe is not None
+        return cls(config.hidden_size, config.moe, config.hidden_act)
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """The router, the experts' projections, and those of the shared expert."""
+        e, d = self.experts, self.hidden_size
+        found = [LinearSpec("router", d, (Section("experts", e.num_experts, e.num_experts, "gate"),), fp8=False)]
+        found += _projections("", d, e.moe_intermediate_size, e.num_experts)
+        if e.shared_expert_intermediate_size:
+            found += _projections("shared_", d, e.shared_expert_intermediate_size, 0)
+        if e.shared_expert_gate:
+            found.append(LinearSpec("shared_gate", d, (Section("gate", 1, 1, "gate"),), fp8=False))
+        return tuple(found)
+
+    @property
+    def last(self) -> LinearSpec:
+        """The experts' projection down."""
+        return self.linear("down_proj")
+
+    @property
+    def vectors(self) -> Mapping[str, int]:
+        """The experts' numbers for the choice."""
+        return {"expert_bias": self.experts.num_experts} if self.experts.expert_bias else {}
+
+    @property
+    def obstacles(self) -> tuple[str, ...]:
+        """The activation, if the fused SwiGLU kernels do not compute it."""
+        return ("hidden_act",) if self.activation != "silu" else ()
+
+    @property
+    def dynamic(self) -> str:
+        """Return why no CUDA graph can contain it."""
+        return "how many rows each expert gets depends on the tokens, and the host has to know it"
+
+    @property
+    def features(self) -> Mapping[str, int]:
+        """The residual stream and the channels."""
+        shared = self.experts.shared_expert_intermediate_size
+        found = {"hidden_size": self.hidden_size, "moe_intermediate_size": self.experts.moe_intermediate_size}
+        return found | ({"shared_expert_intermediate_size": shared} if shared else {})
+
+    @property
+    def divided(self) -> Mapping[str, int]:
+        """Nothing: experts are not divided."""
+        return {}
+
+    def local(self, ranks: int) -> MoESpec:
+        """Return all of it."""
+        return self
+
+    def parallel_obstacle(self, sequence: bool) -> str:
+        """Return that it cannot be divided."""
+        return "tensor parallelism does not divide experts: use FSDP2 (--parallel fsdp), which shards them"
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token goes through."""
+        idle = self.experts.num_experts - self.experts.num_experts_per_tok
+        return self.num_parameters - sum(lin.num_parameters // lin.gemms * idle for lin in self.linears if lin.experts)
+
+    def flops(self, tokens: int, length: int) -> float:
+        """Return the FLOPs of a forward, in which each token goes through its own experts only."""
+        chosen = self.experts.num_experts_per_tok
+        return 2.0 * tokens * sum(lin.inputs * lin.outputs * (chosen if lin.experts else 1) for lin in self.linears)
+
+    def rows(self, tape: Tape) -> int:
+        """Return the rows of all experts of a step, padding included, if tokens are divided evenly among them."""
+        count = tape.tokens * self.experts.num_experts_per_tok
+        each = -(-count // self.experts.num_experts)
+        return count if tape.alignment == 1 else self.experts.num_experts * -(-each // tape.alignment) * tape.alignment
+
+    def halves(self, tape: Tape) -> tuple[list[Step], list[Step]]:
+        """Return what is up to the inputs of the projections down, and those projections with the combination."""
+        e, element, rows = self.experts, tape.element, self.rows(tape)
+        router, into, out, *shared = self.linears
+        scores, chosen = tape.tokens * e.num_experts * FP32, tape.tokens * e.num_experts_per_tok
+        stream, width = tape.rows * self.hidden_size * element, rows * self.hidden_size * element
+        choosing, widened = tape.linear(router), e.router_fp32 and element != FP32
+        if widened:
+            choosing = choosing._replace(saved=(tape.rows + e.num_experts) * self.hidden_size * FP32)
+        # The logits, their softmax and the scores; logsumexp; the indices of the chosen, and what their division needs.
+        kept = tape.rows * e.num_experts * FP32 + 2 * scores + tape.tokens * FP32 + chosen * INT64
+        kept += (chosen + tape.tokens) * FP32 * e.norm_topk_prob
+        first = [
+            choosing,
+            Step("scores", kept, consumes=scores, produces=scores),
+            Step("dispatch", consumes=width, produces=stream),
+            tape.linear(into, rows=rows),
+            self._swiglu(tape, rows, e.moe_intermediate_size),
+        ]
+        if shared:
+            size = e.shared_expert_intermediate_size
+            first += [tape.linear(shared[0], shared=not widened), self._swiglu(tape, tape.rows, size)]
+        if e.shared_expert_gate:
+            first.append(tape.linear(shared[2], shared=True))
+        places = (rows + chosen) * INT64 + chosen * FP32  # of tokens and rows, and the weights
+        second = [tape.linear(out, rows=rows), Step("combine", width + places, consumes=stream, produces=width)]
+        if shared:
+            second.append(tape.linear(shared[1]))
+        if e.shared_expert_gate:
+            second.append(Step("shared gate", stream + tape.rows * element, consumes=stream, produces=stream))
+        return first, second
+
+    @staticmethod
+    def _swiglu(tape: Tape, rows: int, size: int) -> Step:
+        hidden = rows * size * tape.element
+        return Step(
+            "swiglu", 2 * hidden, consumes=hidden, produces=2 * hidden, scratch=0 if tape.compiled else 2 * hidden
+        )
+
+
+def _projections(prefix: str, hidden: int, size: int, experts: int) -> list[LinearSpec]:
+    into = (Section("gate", size, size), Section("up", size, size))
+    out = (Section("down", hidden, hidden),)
+    return [
+        LinearSpec(f"{prefix}gate_up_proj", hidden, into, experts=experts),
+        LinearSpec(f"{prefix}down_proj", size, out, residual=True, experts=experts),
+    ]

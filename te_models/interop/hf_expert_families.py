@@ -1,0 +1,71 @@
+"""Hugging Face's families of mixtures of experts, rows of te_models.interop.hf_families.FAMILIES. No torch."""
+
+from __future__ import annotations
+
+from te_models.interop.hf_experts import (
+    ALL_SLIDE_BY_FLAG,
+    GLM_EXPERTS,
+    IGNORED,
+    MIXTRAL_EXPERTS,
+    OLMOE_EXPERTS,
+    QK_NORM,
+    QKV_BIAS,
+    QWEN2_EXPERTS,
+    QWEN3_EXPERTS,
+)  # fmt: skip
+from te_models.interop.hf_family import LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
+from te_models.interop.hf_parts import EVEN_SLIDE_BY_FLAG, PARTIAL_ROPE, ROPE, WINDOW, activation, biases
+from te_models.interop.hf_places import EXPERTS, LAYER, NORMED_LAYER
+from te_models.interop.hf_places import GLM_EXPERTS as GLM_EXPERT_PLACES
+from te_models.interop.hf_places import MIXTRAL_EXPERTS as MIXTRAL_PLACES
+from te_models.interop.hf_places import QWEN2_EXPERTS as QWEN2_EXPERT_PLACES
+
+ACT = activation()
+
+EXPERT_FAMILIES = (
+    Family(
+        model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", models="Qwen3 with experts, such as 30B-A3B",
+        layer={**NORMED_LAYER, **EXPERTS}, parts=(ROPE, ALL_SLIDE_BY_FLAG, ACT, biases(), QWEN3_EXPERTS),
+        constants={**UNGATED, "qk_norm": True},
+        defaults={**LENGTHS, "num_key_value_heads": 4, "head_dim": None, "num_experts": 128, "num_experts_per_tok": 8,
+                  "moe_intermediate_size": 768, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
+        only=NO_DROPOUT, ignored=IGNORED, note="experts",
+    ),
+    Family(
+        model_type="qwen2_moe", architecture="Qwen2MoeForCausalLM", models="Qwen1.5-MoE, Qwen2-57B-A14B",
+        layer={**LAYER, **QWEN2_EXPERT_PLACES}, parts=(ROPE, EVEN_SLIDE_BY_FLAG, ACT, QKV_BIAS, QWEN2_EXPERTS),
+        constants=UNGATED,
+        defaults={**LENGTHS, "num_key_value_heads": 16, "max_window_layers": 28, "num_experts": 60,
+                  "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+                  "norm_topk_prob": False, "router_aux_loss_coef": 0.001, "qkv_bias": True},
+        accepts=whole_heads, only=NO_DROPOUT, ignored=IGNORED, note="experts, and one for all tokens with a gate",
+    ),
+    Family(
+        model_type="mixtral", architecture="MixtralForCausalLM", models="Mixtral 8x7B, 8x22B",
+        layer={**{name: rows for name, rows in LAYER.items() if "mlp" not in name}, **MIXTRAL_PLACES},
+        parts=(ROPE, WINDOW, ACT, MIXTRAL_EXPERTS), constants=UNGATED,
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "bos_token_id": 1,
+                  "eos_token_id": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001,
+                  "router_jitter_noise": 0.0, "rope_theta": 1000000.0},
+        only=NO_DROPOUT, ignored=IGNORED, note="experts",
+    ),
+    Family(
+        model_type="olmoe", architecture="OlmoeForCausalLM", models="OLMoE", layer={**NORMED_LAYER, **EXPERTS},
+        parts=(ROPE, ACT, biases(), OLMOE_EXPERTS),
+        constants={**UNGATED, "qk_norm": True, "qk_norm_scope": "all_heads"},
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "pad_token_id": 1, "eos_token_id": 50279,
+                  "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
+        accepts=whole_heads, only={**NO_DROPOUT, "clip_qkv": (None,)}, ignored=IGNORED, note="experts",
+    ),
+    Family(
+        model_type="glm4_moe", architecture="Glm4MoeForCausalLM", models="GLM-4.5, GLM-4.6, GLM-4.7",
+        layer={**NORMED_LAYER, **GLM_EXPERT_PLACES},
+        parts=(PARTIAL_ROPE, ACT, biases(out=None), QK_NORM, GLM_EXPERTS), constants=UNGATED,
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None, "rms_norm_eps": 1e-5,
+                  "partial_rotary_factor": 0.5, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 1,
+                  "n_routed_experts": 128, "moe_intermediate_size": 1408, "norm_topk_prob": True, "topk_group": 1,
+                  "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "use_qk_norm": False},
+        only=NO_DROPOUT, ignored=IGNORED,
+        note="experts and one for all tokens; sigmoid scores with a bias for the choice; the first layers are dense",
+    ),
+)  # fmt: skip

@@ -1,0 +1,141 @@
+"""Experts in config.json: parts of the rows of hf_families that mixtures of experts have. No torch.
+
+Facts: the configuration and modeling files of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.config.model import ModelConfig
+from te_models.errors import ConfigError, field_values
+from te_models.interop.hf_parts import Part, Values
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The keys that say which layers are dense, with a function to read them (one bool per layer) and one to write."""
+
+    keys: tuple[str, ...]
+    read: Callable[[Values], list[bool]]
+    write: Callable[[list[bool]], dict[str, Any]]
+
+
+def _read_steps(theirs: Values) -> list[bool]:
+    """Read Qwen's keys: one layer of each step has experts, except those listed."""
+    step, listed = theirs.get("decoder_sparse_step", 1), theirs.get("mlp_only_layers") or ()
+    return [bool((layer + 1) % step) or layer in listed for layer in range(theirs["num_hidden_layers"])]
+
+
+def _write_steps(dense: list[bool]) -> dict[str, Any]:
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [layer for layer, one in enumerate(dense) if one]}
+
+
+def first_dense(key: str) -> Layout:
+    """Return the layout of families whose first layers, as many as `key` says, are dense."""
+
+    def read(theirs: Values) -> list[bool]:
+        return [layer < theirs[key] for layer in range(theirs["num_hidden_layers"])]
+
+    # Where others than the first are dense, what is written is another model, and so not used.
+    return Layout((key,), read, lambda dense: {key: sum(dense)})
+
+
+STEPS = Layout(("decoder_sparse_step", "mlp_only_layers"), _read_steps, _write_steps)
+ALL_SPARSE = Layout((), lambda theirs: [False] * theirs["num_hidden_layers"], lambda dense: {})
+
+
+def experts(layout: Layout, keys: Mapping[str, str], *, number: str = "num_experts", **constants: Any) -> Part:
+    """Return the part of a family with experts.
+
+    Args:
+        layout: which layers are dense.
+        keys: field of MoEConfig -> their key, of those that differ between models.
+        number: their key for the number of experts, which may also be "num_local_experts".
+        constants: fields of MoEConfig that all models of the family share.
+    """
+
+    def read(theirs: Values) -> dict[str, Any]:
+        dense = layout.read(theirs)
+        if all(dense):
+            return {}
+        count = theirs.get("num_local_experts", theirs.get(number)) if number == "num_experts" else theirs.get(number)
+        if not isinstance(count, int):
+            raise ConfigError(f"it lacks {number}")
+        moe = {**constants, "num_experts": count, **{ours: theirs[key] for ours, key in keys.items() if key in theirs}}
+        types = ["dense" if one else "sparse" for one in dense]
+        return {"moe": moe, "mlp_layer_types": types if any(dense) else None}
+
+    def write(config: ModelConfig) -> dict[str, Any]:
+        if config.moe is None:
+            raise ConfigError("a family with experts writes no model without them")
+        values = field_values(config.moe)
+        kinds = config.mlp_layer_types or ["sparse"] * config.num_hidden_layers
+        theirs = {number: config.moe.num_experts, **{key: values[ours] for ours, key in keys.items()}}
+        return theirs | layout.write([kind == "dense" for kind in kinds])
+
+    known = (number, "num_local_experts") if number == "num_experts" else (number,)
+    return Part((*known, *keys.values(), *layout.keys), read, write)
+
+
+def _read_shared(theirs: Values) -> dict[str, Any]:
+    """Read the shared experts of GLM, whose width is a number of experts' widths."""
+    found = GLM_ROUTED.read(theirs)
+    if "moe" in found:
+        found["moe"]["shared_expert_intermediate_size"] = theirs["n_shared_experts"] * theirs["moe_intermediate_size"]
+    return found
+
+
+def _write_shared(config: ModelConfig) -> dict[str, Any]:
+    found = GLM_ROUTED.write(config)
+    assert config.moe is not None
+    return found | {"n_shared_experts": config.moe.shared_expert_intermediate_size // config.moe.moe_intermediate_size}
+
+
+_CHOSEN = {"num_experts_per_tok": "num_experts_per_tok"}
+_LOSS = {"router_aux_loss_coef": "router_aux_loss_coef"}
+_NORMED = {"norm_topk_prob": "norm_topk_prob"}
+_SIZE = {"moe_intermediate_size": "moe_intermediate_size"}
+_SAME_SIZE = {"moe_intermediate_size": "intermediate_size"}  # which dense layers would have
+_QWEN = {**_CHOSEN, **_LOSS, **_NORMED, **_SIZE}
+QWEN3_EXPERTS = experts(STEPS, _QWEN)
+QWEN2_EXPERTS = experts(
+    STEPS,
+    {**_QWEN, "shared_expert_intermediate_size": "shared_expert_intermediate_size"},
+    shared_expert_gate=True,
+)
+MIXTRAL_EXPERTS = experts(
+    ALL_SPARSE,
+    {**_CHOSEN, **_LOSS, **_SAME_SIZE, "router_jitter_noise": "router_jitter_noise"},
+    number="num_local_experts",
+)
+OLMOE_EXPERTS = experts(ALL_SPARSE, {**_CHOSEN, **_LOSS, **_NORMED, **_SAME_SIZE})
+GLM_ROUTED = experts(
+    first_dense("first_k_dense_replace"),
+    {**_CHOSEN, **_NORMED, **_SIZE, **{key: key for key in ("routed_scaling_factor", "n_group", "topk_group")}},
+    number="n_routed_experts",
+    router_scores="sigmoid",
+    router_fp32=True,
+    expert_bias=True,
+    router_aux_loss_coef=0.0,
+)
+GLM_EXPERTS = Part((*GLM_ROUTED.keys, "n_shared_experts"), _read_shared, _write_shared)
+QKV_BIAS = Part(
+    ("qkv_bias",),
+    lambda theirs: {"attention_bias": theirs["qkv_bias"]},
+    lambda config: {"qkv_bias": config.attention_bias},
+)
+QK_NORM = Part(
+    ("use_qk_norm",),
+    lambda theirs: {"qk_norm": theirs["use_qk_norm"]},
+    lambda config: {"use_qk_norm": config.qk_norm},
+)
+ALL_SLIDE_BY_FLAG = Part(
+    ("sliding_window", "use_sliding_window", "max_window_layers"),
+    lambda theirs: {"sliding_window": theirs.get("sliding_window") if theirs.get("use_sliding_window") else None},
+    lambda config: {"sliding_window": config.sliding_window, "use_sliding_window": config.sliding_window is not None},
+)
+# Keys of the heads that predict later tokens, which are not read, and of what a forward pass returns.
+IGNORED = frozenset(("output_router_logits", "num_nextn_predict_layers", "num_mtp_layers"))

@@ -1,0 +1,166 @@
+"""One family of Hugging Face's decoders as data: what reads and writes its config.json. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from te_models.config.model import ModelConfig
+from te_models.errors import ConfigError
+from te_models.interop.hf_parts import Part, Values
+from te_models.interop.hf_places import Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture of Hugging Face.
+
+    Attributes:
+        model_type, architecture: as in config.json.
+        models: the published models, for people.
+        layer: their name below "model.layers.<i>." -> its place in ours, for weights and biases.
+        parts: keys that need more than copying.
+        constants: values of our fields that all models of the family share.
+        defaults: the values that transformers uses for absent keys.
+        only: their keys -> the values that te-models supports; any other is refused.
+        ignored: their keys that change nothing in a model that is accepted.
+        marks: keys that distinguish the family from others of its model_type.
+        written: False if only models read as this family are written as it, since transformers has no code for it.
+        accepts: whether transformers accepts a config that the keys can express, for models not read as this family.
+        inner: the key of config.json below which the text model is described; "": it is not nested.
+        root: the prefix of their names of embedding, layers and last norm.
+        aside: prefixes of tensors of other models in the folder, which are written back unchanged.
+        code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
+        sign: these marks, for people.
+        note: what sets it apart, for people.
+    """
+
+    model_type: str
+    architecture: str
+    models: str
+    layer: Mapping[str, Rows]
+    parts: tuple[Part, ...]
+    constants: Values = field(default_factory=dict)
+    defaults: Values = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+    marks: tuple[str, ...] = ()
+    written: bool = True
+    accepts: Callable[[ModelConfig], bool] = lambda config: True
+    inner: str = ""
+    root: str = "model."
+    aside: tuple[str, ...] = ()
+    code: bool = False
+    sign: str = ""
+    note: str = ""
+
+    def read(self, config: Values) -> ModelConfig:
+        """Return the ModelConfig of a config.json; a ConfigError names a request that te-models does not support."""
+        config = self.text(config)
+        self._refuse_unsupported(config)
+        for key in SIZES:
+            if not isinstance(config.get(key), int):
+                raise ConfigError(
+                    f"{key}={config[key]!r} is not a whole number" if key in config else f"it lacks {key}"
+                )
+        stated = {**self.defaults, **config}  # a null among these is a statement, such as having no eos token
+        ours = {key: stated[key] for key in COPIED if key in stated}
+        theirs = {**self.defaults, **{k: value for k, value in config.items() if value is not None or k in NULLABLE}}
+        for part in self.parts:
+            ours |= part.read(theirs)
+        return ModelConfig.from_dict({**ours, **self.constants})
+
+    def text(self, config: Values) -> Values:
+        """Return the part of a config.json that describes the text model."""
+        if not self.inner:
+            return config
+        found = config.get(self.inner)
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"it lacks {self.inner}, the description of the text model")
+        # Both state whether the embeddings are tied; transformers follows the outer one.
+        outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        return {**found, **outer}
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """The config.json of a model, without its dtype."""
+        ours = config.to_dict()
+        theirs: dict[str, Any] = {key: ours[key] for key in COPIED}
+        theirs |= {key: values[0] for key, values in self.only.items()}
+        for part in self.parts:
+            theirs |= part.write(config)
+        named = {"architectures": [self.architecture], "model_type": self.model_type}
+        if not self.inner:
+            return {**named, **theirs}
+        return {**named, "tie_word_embeddings": config.tie_word_embeddings, self.inner: theirs}
+
+    def rewritten(self, own: Values, config: ModelConfig) -> dict[str, Any]:
+        """Return the config.json `own` of a model that now has the shape `config`."""
+        new, known = self.write(config), self.known()
+        if not self.inner:
+            return {key: value for key, value in own.items() if key not in known} | new
+        kept = {key: value for key, value in own[self.inner].items() if key not in known}
+        return {**own, **new, self.inner: kept | new[self.inner]}
+
+    def has_places(self, config: ModelConfig) -> bool:
+        """Return whether every te.Linear of the model has a place in this architecture."""
+        modules = {rows.module for rows in self.layer.values()}
+        return all(layer.linears.keys() <= modules for layer in config.layers)
+
+    def known(self) -> set[str]:
+        """The keys that `write` writes or a part reads."""
+        return {*COPIED, *self.only, *(key for part in self.parts for key in part.keys)}
+
+    def _refuse_unsupported(self, config: Values) -> None:
+        for key, value in config.items():
+            if key in self.only and value not in self.only[key]:
+                wanted = " or ".join(map(repr, self.only[key]))
+                raise ConfigError(
+                    f"{key}={value!r} is not supported for {self.model_type}: te-models computes {wanted}"
+                )
+            known = key in self.known() or key in HARMLESS or key in self.ignored or key.startswith(("_", "unsloth_"))
+            if not known and value is not None and value is not False:
+                shown = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:77]}..."
+                raise ConfigError(
+                    f"{key}={shown} is not supported for {self.model_type}: te-models does not know it; if it changes "
+                    "nothing in what the model computes, take it out of config.json"
+                )
+        for name in config.get("architectures") or ():
+            if name != self.architecture and not str(name).endswith("ForCausalLM"):
+                raise ConfigError(f"architectures={name!r} is not supported: te-models reads {self.architecture}")
+
+
+COPIED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range", "bos_token_id",
+    "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+# Keys whose null means "none" rather than the default.
+NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+# Keys without effect on logits or training: bookkeeping, and defaults of generation and of other heads.
+HARMLESS = frozenset({
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "pretraining_tp",
+    "tokenizer_class", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
+    "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "output_scores",
+    "torchscript", "chunk_size_feed_forward", "is_decoder", "do_sample", "early_stopping", "max_length", "min_length",
+    "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "diversity_penalty",
+    "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "num_beams", "num_beam_groups", "num_return_sequences",
+    "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids",
+    "begin_suppress_tokens", "suppress_tokens", "remove_invalid_values", "prefix", "sep_token_id",
+    "decoder_start_token_id", "model_max_length", "tf_legacy_loss", "use_bfloat16", "keys_to_ignore_at_inference",
+    "max_sequence_length", "attn_implementation", "cache_implementation", "is_llama_config", "transformers.js_config",
+})  # fmt: skip
+
+
+def whole_heads(config: ModelConfig) -> bool:
+    """Return whether the heads divide the width, as the configs of some families in transformers want it."""
+    return config.hidden_size % config.num_attention_heads == 0
+
+
+NO_DROPOUT = {"attention_dropout": (0.0,)}
+UNGATED = {"attention_gate": "none"}
+LENGTHS = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6}

@@ -1,0 +1,119 @@
+"""A mixture of experts, built from te.GroupedLinear and te.Linear. Shapes: te_models/model/router.py and block.py.
+
+Tokens go to their experts and nowhere else: none is dropped, and padding reaches no expert. Each expert's rows are
+padded with zeros to the alignment of the recipe, which changes no amax.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_models.config.moe import MoESpec
+from te_models.kernels import handover
+from te_models.model.forward_context import ForwardContext
+from te_models.model.part import Feedforward
+from te_models.model.router import Places, choose, combine, describe, dispatch, places, weights_of
+from te_models.model.te_modules import Factory, pad_rows
+
+
+class Routed(NamedTuple):
+    """What is between the halves: the input of down_proj, and what the combination needs."""
+
+    hidden: Tensor  # [R, F]
+    weights: Tensor  # FP32 [T, k]
+    places: Places
+    count: int  # N
+    shared: Tensor | None  # [N, Fs], the input of shared_down_proj
+    gate: Tensor | None  # [N, 1], the factor of the shared expert
+
+
+class Experts(Feedforward[MoESpec]):
+    """sum over the chosen experts of weight * down_proj(silu(gate) * up), and a shared expert if there is one.
+
+    A router, a linear outside FP8, chooses the experts of each token (te_models.model.router).
+    """
+
+    entry = None  # the router takes BF16, and each expert quantizes its own rows
+
+    def __init__(self, spec: MoESpec, layer: int, factory: Factory) -> None:
+        super().__init__(spec, layer, factory)
+        for linear in spec.linears:
+            self.add_module(linear.name, factory.linear(linear))
+        if spec.experts.expert_bias:  # in FP32, as in transformers: differences between experts are small
+            bias = torch.zeros(spec.experts.num_experts, device=factory.device)
+            self.expert_bias = nn.Parameter(bias, requires_grad=False)
+        self.jitters = spec.experts.router_jitter_noise > 0
+
+    def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
+        """Set the initial values; biases of the choice are zeros."""
+        if name == "expert_bias":
+            values.zero_()
+        else:
+            super().initialize(name, values, std, residual_std)
+
+    def hidden(self, x: Tensor, context: ForwardContext) -> Routed:
+        """Return the input of down_proj, of the rows of all experts, from x [N, D]."""
+        moe, count = self.spec.experts, context.batch * context.seq
+        if self.jitters and self.training:
+            x = x * torch.empty_like(x).uniform_(1 - moe.router_jitter_noise, 1 + moe.router_jitter_noise)
+        tokens = x[:count]
+        logits = self._logits(x, context)[:count]  # FP32 [T, E]
+
+        def route() -> tuple[Tensor, Places]:
+            bias = self.expert_bias if moe.expert_bias else None
+            chosen = choose(logits, bias, context.real, moe)
+            return chosen, places(chosen, moe.num_experts, context.alignment)
+
+        (chosen, where), first = context.recompute.kept(self.layer, route)
+        routing = describe(logits, chosen, context.real)  # a recompute has to save what the first pass did
+        if first:
+            context.routing.layers.append(routing)
+        gate_up = context.grouped(self.get_submodule("gate_up_proj"), dispatch(tokens, where), where.rows)  # [R, 2F]
+        hidden = self._activated(gate_up, "", context)
+        return Routed(hidden, weights_of(logits, chosen, moe), where, len(x), *self._shared(x, context))
+
+    def output(self, hidden: Routed, context: ForwardContext) -> Tensor:
+        """Return [N, D]."""
+        rows, weights, where, count, shared, gate = hidden
+        down = self.get_submodule("down_proj")
+        with context.recompute.discarding(rows, context.autocasts.in_fp8(down)):
+            out = context.grouped(down, rows, where.rows)  # [R, D]
+        out = pad_rows(combine(out, weights, where), count)
+        if shared is None:
+            return out
+        own = context.linear(self.get_submodule("shared_down_proj"), shared)
+        return out + (own if gate is None else own * gate)
+
+    def _logits(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the router's logits of x [N, D], FP32 [N, E]; it never runs in FP8."""
+        router = self.get_submodule("router")
+        if self.spec.experts.router_fp32:
+            return F.linear(x.float(), router.get_parameter("weight").float())
+        return context.linear(router, x).float()
+
+    def _activated(self, gate_up: Tensor, prefix: str, context: ForwardContext) -> Tensor:
+        """Return the input [n, F] of the projection down, from the output [n, 2F] of gate and up."""
+        producer = context.neighbour(self.get_submodule(f"{prefix}gate_up_proj"))
+        consumer = context.neighbour(self.get_submodule(f"{prefix}down_proj"))
+        if not self.spec.obstacles:
+            return context.kernels.swiglu(gate_up, producer, consumer)
+        kernels, activation = context.kernels, self.spec.activation
+        return handover.swiglu(
+            gate_up, producer, consumer,
+            lambda both: kernels.mlp_activation(both, activation, True),
+            lambda dy, both: kernels.mlp_activation_backward(dy, both, activation, True),
+        )  # fmt: skip
+
+    def _shared(self, x: Tensor, context: ForwardContext) -> tuple[Tensor | None, Tensor | None]:
+        """Return the input of the shared expert's projection down [N, Fs] and its gate [N, 1], from x [N, D]."""
+        moe = self.spec.experts
+        if not moe.shared_expert_intermediate_size:
+            return None, None
+        hidden = self._activated(context.linear(self.get_submodule("shared_gate_up_proj"), x), "shared_", context)
+        if not moe.shared_expert_gate:
+            return hidden, None
+        return hidden, torch.sigmoid(context.linear(self.get_submodule("shared_gate"), x))

@@ -1,0 +1,24 @@
+"""What a forward pass returns."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import _register_namedtuple
+
+from te_models.model.router import RoutingReport
+
+
+class Output(NamedTuple):
+    """loss: FP32 scalar, None without labels; logits [B, S, V] in the model's dtype, None if not asked for.
+
+    In training, the loss of a model with experts includes those of its routers, which `routing` has.
+    """
+
+    loss: Tensor | None
+    logits: Any
+    routing: RoutingReport | None = None
+
+
+_register_namedtuple(Output, serialized_type_name="te_models.Output")  # for torch.export.save

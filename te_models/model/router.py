@@ -1,0 +1,192 @@
+"""Routing: which experts a token goes through, with which weights, and where its rows are.
+
+Shapes: T tokens, E experts, k experts per token, R rows of all experts together, padding included, D hidden_size.
+Every function gives the same result for the same logits: of equal scores the expert of the lowest number is chosen, and
+sums have a fixed order, that of Transformer Engine's permutation kernels (from the last expert to the first, in FP32).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_models.config.moe import MoEConfig
+
+
+class LayerRouting(NamedTuple):
+    """What one layer's router did with the tokens of a pass, without padding."""
+
+    counts: Tensor  # FP32 [E]: tokens of each expert
+    probabilities: Tensor  # FP32 [E]: the softmax of the logits, summed over the tokens
+    squares: Tensor  # FP32 []: logsumexp of the logits, squared and summed over the tokens
+    tokens: Tensor  # FP32 []
+
+
+class RoutingReport(NamedTuple):
+    """What the routers of a pass did, of all layers together: two losses, FP32 [], and shares.
+
+    The balance loss is E * sum over experts of (tokens per token) * (mean probability), as in transformers (Fedus et
+    al. 2021, arXiv 2101.03961, equations 4 to 6): k where the experts share equally. The z-loss is the mean squared
+    logsumexp of the logits (Zoph et al. 2022, arXiv 2202.08906).
+    """
+
+    balance_loss: Tensor
+    z_loss: Tensor
+    shares: Tensor  # FP32 [layers, E]: of each layer's assignments, those of each expert
+
+    def metrics(self) -> Tensor:
+        """Return both losses, the largest share of an expert of any layer, and the mean share of each: FP32 [3 + E]."""
+        shares = self.shares.detach()
+        first = torch.stack([self.balance_loss.detach(), self.z_loss.detach(), shares.max()])
+        return torch.cat([first, shares.mean(0)])
+
+    def loss(self, moe: MoEConfig) -> Tensor:
+        """Return what is added to the loss in training, FP32 []."""
+        return moe.router_aux_loss_coef * self.balance_loss + moe.router_z_loss_coef * self.z_loss
+
+
+class Routing:
+    """What the routers of a pass did, in the order of the layers. No tuple or list: hooks of FSDP2 copy those."""
+
+    def __init__(self) -> None:
+        self.layers: list[LayerRouting] = []
+
+    def report(self) -> RoutingReport:
+        """Return the losses and shares of the pass."""
+        counts, probabilities, squares, tokens = (torch.stack(values) for values in zip(*self.layers, strict=True))
+        total = tokens.sum().clamp(min=1)
+        mean = probabilities.sum(0) / total
+        balance = counts.shape[1] * ((counts.sum(0) / total) * mean).sum()
+        shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+        return RoutingReport(balance, squares.sum() / total, shares)
+
+
+def choose(logits: Tensor, bias: Tensor | None, real: Tensor | None, moe: MoEConfig) -> Tensor:
+    """Return the experts of each token, int64 [T, k], in descending order; E where `real` [T, 1] says padding.
+
+    `logits` are FP32 [T, E], `bias` [E] is added to the scores for the choice.
+    """
+    scores = logits.detach()
+    if bias is not None or moe.n_group > 1:  # otherwise the logits have the order of the scores, without their rounding
+        scores = _scores(scores, moe)
+        scores = scores if bias is None else scores + bias
+    if moe.n_group > 1:
+        groups = scores.unflatten(1, (moe.n_group, -1))  # [T, groups, E / groups]
+        best = groups.topk(2, dim=2).values.sum(2).sort(dim=1, descending=True, stable=True).indices
+        allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, best[:, : moe.topk_group], True)
+        scores = groups.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
+    chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, : moe.num_experts_per_tok]
+    chosen = chosen.sort(dim=1, descending=True).values
+    return chosen if real is None else chosen.masked_fill(~real, logits.shape[1])
+
+
+def weights_of(logits: Tensor, chosen: Tensor, moe: MoEConfig) -> Tensor:
+    """Return the weights of the chosen experts, FP32 [T, k]; those of padding mean nothing."""
+    scores = _scores(logits, moe).gather(1, chosen.clamp(max=logits.shape[1] - 1))
+    if moe.norm_topk_prob:
+        total = scores.sum(1, keepdim=True)
+        scores = scores / (total + 1e-20 if moe.router_scores == "sigmoid" else total)
+    return scores if moe.routed_scaling_factor == 1 else scores * moe.routed_scaling_factor
+
+
+def _scores(logits: Tensor, moe: MoEConfig) -> Tensor:
+    return logits.sigmoid() if moe.router_scores == "sigmoid" else logits.softmax(1)
+
+
+def describe(logits: Tensor, chosen: Tensor, real: Tensor | None) -> LayerRouting:
+    """Return what the losses and the metrics need of a layer."""
+    experts = logits.shape[1]
+    probabilities, squares = logits.softmax(1), logits.logsumexp(1, keepdim=True).square()
+    tokens = torch.tensor(float(len(logits)), device=logits.device)
+    if real is not None:
+        probabilities, squares, tokens = probabilities * real, squares * real, real.sum().float()
+    counts = torch.bincount(chosen.flatten(), minlength=experts + 1)[:experts].float()
+    return LayerRouting(counts, probabilities.sum(0), squares.sum(), tokens)
+
+
+class Places(NamedTuple):
+    """The places of tokens among the rows of all experts, which are in the order of experts and then of tokens."""
+
+    token: Tensor  # int64 [R]: the token of each row; T for a row of padding
+    row: Tensor  # int64 [T, k]: the rows of each token; R for a token of padding
+    rows: list[int]  # of each expert, padding included
+
+
+def places(chosen: Tensor, experts: int, alignment: int) -> Places:
+    """Return the places of tokens whose experts are `chosen` [T, k]; each expert's rows are a multiple of `alignment`.
+
+    The host waits for the device to learn the numbers of rows.
+    """
+    tokens, k = chosen.shape
+    flat = chosen.flatten()
+    counts = torch.bincount(flat, minlength=experts + 1)[:experts]
+    padded = (counts + alignment - 1) // alignment * alignment
+    shift = (padded - counts).cumsum(0) - (padded - counts)  # rows of padding before each expert's first row
+    order = flat.argsort(stable=True)  # by expert, then by token; padding last
+    rows = padded.tolist()
+    order = order[: int(counts.sum())]
+    row = torch.arange(len(order), device=flat.device) + shift[flat[order]]
+    token = torch.full((sum(rows),), tokens, device=flat.device).index_copy(0, row, order // k)
+    own = torch.full_like(flat, sum(rows)).index_copy(0, order, row)
+    return Places(token, own.view(tokens, k), rows)
+
+
+class _Dispatch(torch.autograd.Function):
+    """x [T, D] -> the rows of all experts [R, D], zeros where they are padding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, row: Tensor) -> Tensor:
+        ctx.save_for_backward(row)
+        return _with_zeros(x).index_select(0, token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        (row,) = ctx.saved_tensors
+        return _sum_of_rows(dy, row, None).to(dy.dtype), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The experts' rows [R, D] -> the sum of each token's by their weights [T, D], in FP32 and rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, token: Tensor, row: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, token, row)
+        return _sum_of_rows(rows, row, weights).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        rows, weights, token, row = ctx.saved_tensors
+        factor = weights.new_zeros(len(rows) + 1).scatter(0, row.flatten(), weights.flatten())[:-1]
+        drows = (_with_zeros(dy).index_select(0, token).float() * factor[:, None]).to(rows.dtype)
+        padded, wide = _with_zeros(rows), dy.float()
+        dweights = [(padded.index_select(0, row[:, j]).float() * wide).sum(1) for j in range(row.shape[1])]
+        return drows, torch.stack(dweights, 1), None, None
+
+
+def dispatch(x: Tensor, places: Places) -> Tensor:
+    """Return the rows of all experts [R, D] of tokens x [T, D]; rows of padding are zeros."""
+    return _Dispatch.apply(x, places.token, places.row)
+
+
+def combine(rows: Tensor, weights: Tensor, places: Places) -> Tensor:
+    """Return the sum of each token's rows [R, D] by its weights [T, k]: [T, D], zeros for padding."""
+    return _Combine.apply(rows, weights, places.token, places.row)
+
+
+def _with_zeros(x: Tensor) -> Tensor:
+    """Return x [n, D] with a row of zeros, to which the places of padding point."""
+    return torch.cat((x, x.new_zeros(1, x.shape[1])))
+
+
+def _sum_of_rows(rows: Tensor, row: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the sum of each token's rows, by `weights` [T, k] if there are any: FP32 [T, D]."""
+    padded = _with_zeros(rows)
+    total = torch.zeros(len(row), rows.shape[1], device=rows.device)
+    for j in range(row.shape[1]):
+        part = padded.index_select(0, row[:, j]).float()
+        total += part if weights is None else part * weights[:, j, None]
+    return total

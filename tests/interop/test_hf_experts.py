@@ -1,0 +1,116 @@
+"""Families with experts in training and generation, beside test_hf_families.py: transformers is the judge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CASES, make_config
+from hf_models import load, randomize
+from judge import AutoModelForCausalLM
+from torch import Tensor
+
+from te_models import CausalLM
+from te_models.interop.hf_families import family_of
+from te_models.interop.tensor_places import tensor_places
+
+# The families whose loss transformers computes, with a case of each kind of choice.
+ROUTED = [
+    "qwen3_moe-one-key", "qwen3_moe-all-keys", "qwen3_moe-tied", "qwen3_moe-normed", "qwen2_moe-odd",
+    "qwen2_moe-normed", "qwen2_moe-steps", "mixtral-all-keys", "mixtral-window", "olmoe-all-keys", "olmoe-normed",
+]  # fmt: skip
+OTHERS = ["glm4_moe-groups", "glm4_moe-normed", "glm4_moe-sparse"]
+
+
+def pair(case: str, folder: Path, **changes: Any) -> tuple[Any, CausalLM]:
+    """transformers' model of a case, every parameter random, and ours."""
+    torch.manual_seed(len(case))
+    config = make_config(case)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    judge = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    randomize(judge)
+    judge.save_pretrained(folder)
+    return judge, load(folder)
+
+
+def batch(padded: bool) -> dict[str, Tensor]:
+    ids = torch.randint(1, 131, (3, 17))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, 11:] = mask[2, 5:] = 0
+    return dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("case", ROUTED)
+def test_the_balance_loss_is_that_of_transformers(case: str, padded: bool, tmp_path: Path) -> None:
+    """Reported in evaluation, and in training added with its factor."""
+    judge, model = pair(case, tmp_path, router_aux_loss_coef=0.3)
+    inputs = batch(padded)
+    expected = judge(**inputs, output_router_logits=True)
+    found = model(**inputs)
+    assert found.routing is not None
+    assert found.routing.balance_loss.item() == pytest.approx(expected.aux_loss.item(), abs=1e-5)
+    whole = model.train()(**inputs)
+    assert whole.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    assert (whole.loss - found.loss).item() == pytest.approx(0.3 * expected.aux_loss.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("case", [*ROUTED, *OTHERS])
+def test_gradients_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    judge, model = pair(case, tmp_path)
+    inputs = batch(padded=True)
+    routed = case in ROUTED
+    judge(**inputs, **({"output_router_logits": True} if routed else {})).loss.backward()
+    loss = (model.train() if routed else model)(**inputs).loss
+    loss.backward()
+    theirs = theirs_by_expert(judge)
+    parameters = dict(model.named_parameters())
+    places = tensor_places(family_of(judge.config.to_dict()), model.config, {n: p.shape for n, p in parameters.items()})
+    names = [name for name, place in places.items() if parameters[place.name].requires_grad]
+    assert {name for name in names if name not in theirs} == set()
+    for name in names:
+        gradient = parameters[places[name].name].grad
+        assert gradient is not None, name
+        found, expected = places[name].save(gradient), theirs[name]
+        error = (found - expected).norm()
+        assert error <= 1e-3 * expected.norm() + 1e-9, f"{name}: {error:.2g} of {expected.norm():.2g}"
+
+
+def theirs_by_expert(judge: Any) -> dict[str, Tensor]:
+    """transformers' gradients by the names in its folders, in which each expert has tensors of its own."""
+    mixtral = judge.config.model_type == "mixtral"
+    block = "block_sparse_moe" if mixtral else "mlp"
+    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    found: dict[str, Tensor] = {}
+    for name, parameter in judge.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        before, experts, kind = name.partition(".mlp.experts.")
+        if not experts:
+            found[name.replace(".mlp.gate.", f".{block}.gate.")] = gradient
+            continue
+        for expert, own in enumerate(gradient):
+            parts = own.chunk(2) if kind == "gate_up_proj" else (own,)
+            for part, short in zip(parts, names[:2] if kind == "gate_up_proj" else names[2:], strict=True):
+                found[f"{before}.{block}.experts.{expert}.{short}.weight"] = part
+    return found
+
+
+@pytest.mark.parametrize("case", [ROUTED[0], ROUTED[5], ROUTED[7], ROUTED[9], OTHERS[0]])
+def test_generation_is_that_of_transformers_token_for_token(case: str, tmp_path: Path) -> None:
+    judge, model = pair(case, tmp_path)
+    ids = torch.randint(1, 131, (2, 7))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    ids = ids * mask
+    options: dict[str, Any] = dict(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = judge.generate(ids, attention_mask=mask, **options)
+    found = model.generate(ids, 20, attention_mask=mask, eos_token_id=None)
+    assert torch.equal(found, expected)
+
+
+def test_cases_exist() -> None:
+    assert set(ROUTED) | set(OTHERS) <= CASES.keys()

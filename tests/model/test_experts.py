@@ -1,0 +1,314 @@
+"""Mixtures of experts: the router's choice, the way of the rows, losses; what padding and recompute must not change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from autograd_bytes import autograd_bytes
+from bits import assert_same_bits
+from torch import Tensor
+
+import te_models.model.moe as moe_module
+from te_models import CausalLM, ModelConfig
+from te_models.config.moe import MoEConfig
+from te_models.errors import ConfigError
+from te_models.fp8.scaling_state import fp8_state
+from te_models.model.router import Routing, choose, combine, describe, dispatch, places, weights_of
+from te_models.optim.groups import parts
+from te_models.planning.memory_estimate import saved_bytes
+from te_models.planning.operations import Tape, Training
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.1,
+)  # fmt: skip
+EXPERTS: dict[str, Any] = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64)
+NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+
+
+def config(mlp_layer_types: Any = None, **experts: Any) -> ModelConfig:
+    return ModelConfig(**SHAPE, moe={**EXPERTS, **experts}, mlp_layer_types=mlp_layer_types)
+
+
+def build(recipe: str = "bf16", dtype: torch.dtype = torch.bfloat16, mode: str = "none", **experts: Any) -> CausalLM:
+    torch.manual_seed(0)
+    edges = NO_EDGES if recipe != "bf16" else {}
+    options: dict[str, Any] = dict(recipe=recipe, dtype=dtype, activation_checkpointing=mode, device="cpu", **edges)
+    return CausalLM(config(**experts), engine="emulated", **options)
+
+
+def tokens(rows: int = 2, length: int = 24, seed: int = 0) -> Tensor:
+    return torch.randint(0, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def settings(**fields: Any) -> MoEConfig:
+    return MoEConfig(**{**EXPERTS, **fields})
+
+
+# The router.
+
+
+def by_hand(logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[list[list[int]], list[list[float]]]:
+    """Experts of each token, the last first, and their weights, one number at a time."""
+    chosen, weights = [], []
+    for row in logits.double():
+        scores = row.softmax(0) if moe.router_scores == "softmax" else row.sigmoid()
+        ranked = scores if bias is None else scores + bias.double()
+        size = moe.num_experts // moe.n_group
+        groups = [sorted(ranked[g * size : (g + 1) * size].tolist())[-2:] for g in range(moe.n_group)]
+        best = sorted(range(moe.n_group), key=lambda g: (-sum(groups[g]), g))[: moe.topk_group]
+        allowed = [e for e in range(moe.num_experts) if e // size in best]
+        own = sorted(allowed, key=lambda e: (-ranked[e].item(), e))[: moe.num_experts_per_tok]
+        own.sort(reverse=True)
+        total = sum(scores[e].item() for e in own) if moe.norm_topk_prob else 1.0
+        chosen.append(own)
+        weights.append([scores[e].item() / total * moe.routed_scaling_factor for e in own])
+    return chosen, weights
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "not normalized": dict(norm_topk_prob=False),
+    "one": dict(num_experts_per_tok=1),
+    "all": dict(num_experts_per_tok=5),
+    "sigmoid": dict(router_scores="sigmoid", routed_scaling_factor=2.5),
+    "bias": dict(router_scores="sigmoid", expert_bias=True),
+    "groups": dict(num_experts=12, num_experts_per_tok=4, n_group=4, topk_group=2, expert_bias=True),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_router_chooses_as_by_hand(name: str) -> None:
+    moe = settings(**ROUTERS[name])
+    logits = torch.randn(50, moe.num_experts)
+    bias = torch.randn(moe.num_experts) if moe.expert_bias else None
+    expected, weights = by_hand(logits, bias, moe)
+    chosen = choose(logits, bias, None, moe)
+    assert chosen.tolist() == expected
+    torch.testing.assert_close(weights_of(logits, chosen, moe), torch.tensor(weights), rtol=1e-5, atol=1e-6)
+
+
+def test_of_equal_scores_the_lowest_expert_is_chosen() -> None:
+    logits = torch.tensor([[0.0] * 5, [1.0, 2.0, 1.0, 2.0, 1.0], [3.0, 0.0, 0.0, 0.0, 0.0]])
+    assert choose(logits, None, None, settings()).tolist() == [[1, 0], [3, 1], [1, 0]]
+
+
+def test_padding_chooses_no_expert() -> None:
+    real = torch.tensor([True, False, True])[:, None]
+    logits = torch.randn(3, 5)
+    chosen = choose(logits, None, real, settings())
+    assert chosen[1].tolist() == [5, 5] and (chosen[[0, 2]] < 5).all()
+    found, alone = describe(logits, chosen, real), describe(logits[[0, 2]], chosen[[0, 2]], None)
+    for one, other in zip(found, alone, strict=True):
+        torch.testing.assert_close(one, other)
+    where = places(chosen, 5, 4)
+    assert where.row[1].tolist() == [len(where.token)] * 2
+    assert sorted(where.token[where.token < 3].tolist()) == [0, 0, 2, 2]
+
+
+# The way of the rows.
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_go_to_their_experts_and_back(alignment: int, dtype: torch.dtype) -> None:
+    """In the order of experts and tokens, padded with zeros; sums and gradients are those of a loop."""
+    moe, count = settings(num_experts=7, num_experts_per_tok=3), 40
+    logits = torch.randn(count, 7)
+    logits[:, 4] = -9.0  # an expert without tokens
+    chosen = choose(logits, None, None, moe)
+    where = places(chosen, 7, alignment)
+    x = torch.randn(count, 8, dtype=dtype, requires_grad=True)
+    weights = weights_of(logits, chosen, moe).requires_grad_()
+    rows = dispatch(x, where)
+    assert where.rows[4] == 0 and not any(n % alignment for n in where.rows) and len(rows) == sum(where.rows)
+    for expert, part in enumerate(rows.split(where.rows)):
+        own = [t for t in range(count) if expert in chosen[t].tolist()]
+        assert_same_bits(f"rows of expert {expert}", part[: len(own)], x[own])
+        assert not part[len(own) :].any()
+    factor = torch.arange(1.0, 8.0).repeat_interleave(torch.tensor(where.rows))[:, None]
+    y = combine((rows * factor).to(dtype), weights, where)
+    one, other = x.detach().float().requires_grad_(), weights.detach().requires_grad_()
+    expected = sum((other[:, j] * (chosen[:, j] + 1))[:, None] * one for j in range(3))
+    assert isinstance(expected, Tensor)
+    g = torch.randn(count, 8).to(dtype)
+    y.backward(g)
+    expected.backward(g.float())
+    for found, reference in ((y, expected), (x.grad, one.grad), (weights.grad, other.grad)):
+        error = (found.float() - reference).norm() / reference.norm()
+        assert error < (1e-6 if dtype == torch.float32 else 2.0**-7)  # rows, products and sums are rounded once each
+
+
+def test_experts_are_those_of_a_loop_over_tokens() -> None:
+    """Each token goes through its own experts one by one, and through the shared one."""
+    model = build(dtype=torch.float32, shared_expert_intermediate_size=32, shared_expert_gate=True)
+    part = model._block(1).feedforward
+    own: dict[str, Tensor] = dict(part.named_parameters())
+    met: list[tuple[Tensor, Tensor]] = []
+    part.get_submodule("router").register_forward_hook(lambda m, x, y: met.append((x[0], y)))
+    output: list[Tensor] = []
+    before = part.output
+
+    def noted(hidden: Any, context: Any) -> Tensor:
+        output.append(before(hidden, context))
+        return output[-1]
+
+    part.output = noted  # type: ignore[method-assign]
+    model.eval()(tokens(1, 9))
+    x, logits = met[0]
+    for t, row in enumerate(x):
+        weights, experts = logits[t].softmax(0).topk(2)
+        total = torch.zeros(64)
+        for weight, e in zip(weights / weights.sum(), experts.tolist(), strict=True):
+            gate, up = (own[f"gate_up_proj.weight{e}"] @ row).chunk(2)
+            total += weight * (own[f"down_proj.weight{e}"] @ (gate * gate.sigmoid() * up))
+        gate, up = (own["shared_gate_up_proj.weight"] @ row).chunk(2)
+        shared = own["shared_down_proj.weight"] @ (gate * gate.sigmoid() * up)
+        total += shared * (own["shared_gate.weight"] @ row).sigmoid()
+        torch.testing.assert_close(output[0][t], total, rtol=1e-4, atol=1e-5)
+
+
+# Scales, recompute, losses, memory.
+
+
+@pytest.mark.parametrize("length", [5, 24])
+def test_padding_of_rows_moves_no_scale(length: int) -> None:
+    """Every amax of an expert's input is that of its tokens; of one without tokens it stays zero."""
+    model, ids = build("delayed"), tokens(1, length)
+    rows: dict[str, tuple[Tensor, list[int]]] = {}
+
+    def note(name: str, inputs: tuple[Any, ...]) -> None:
+        rows[name] = inputs[0].detach(), inputs[1]
+
+    for name, module in model.named_modules():
+        if isinstance(module, model.te.GroupedLinear):
+            module.register_forward_pre_hook(lambda m, inputs, name=name: note(name, inputs))
+    model(ids, labels=ids).loss.backward()
+    assert rows and all(count % 16 == 0 for _, counts in rows.values() for count in counts)
+    for name, (x, counts) in rows.items():
+        history = fp8_state(model)[f"{name}.scaling_fwd.amax_history"][-1]
+        expected = [part.abs().amax().float().item() if len(part) else 0.0 for part in x.split(counts)]
+        assert history[0::3].tolist() == expected
+        assert (history[1::3] > 0).all()  # idle experts' weights too
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
+def test_a_recompute_keeps_the_choice(recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were it made again, and came out differently, gradients would be those of other experts."""
+    ids, calls = tokens(), []
+
+    def gradients(mode: str) -> dict[str, Tensor]:
+        model = build(recipe, mode=mode)
+        loss = model(ids, labels=ids).loss
+        calls.clear()
+        loss.backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    expected = gradients("none")
+
+    def turned(*args: Any) -> Tensor:
+        calls.append(args)
+        return 4 - choose(*args).flip(1) if len(calls) > 3 else choose(*args)
+
+    monkeypatch.setattr(moe_module, "choose", turned)
+    for name, gradient in gradients(mode).items():
+        assert_same_bits(name, gradient, expected[name])
+    assert not calls
+
+
+def test_jitter_is_drawn_in_training_alone_and_again_alike() -> None:
+    ids = tokens()
+    plain, model = build(), build(router_jitter_noise=0.3)
+    assert_same_bits("logits", model.eval()(ids).logits, plain.eval()(ids).logits)
+    found = []
+    for mode in ("none", "full", "selective"):
+        model = build(mode=mode, router_jitter_noise=0.3)
+        torch.manual_seed(5)
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert found[0][0] != plain.train()(ids, labels=ids).loss
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert_same_bits("jittered", one, two)
+
+
+def test_losses_of_the_routers() -> None:
+    """Added in training by their factors, in evaluation only reported; balance is k if all share equally."""
+    ids = tokens()
+    plain, model = build(router_aux_loss_coef=0.0), build(router_aux_loss_coef=0.5, router_z_loss_coef=0.25)
+    base, output = plain(ids, labels=ids), model(ids, labels=ids)
+    assert output.routing is not None and base.routing is not None
+    expected = base.loss + 0.5 * output.routing.balance_loss + 0.25 * output.routing.z_loss
+    torch.testing.assert_close(output.loss, expected)
+    assert output.routing.shares.shape == (3, 5)
+    torch.testing.assert_close(output.routing.shares.sum(1), torch.ones(3))
+    output.loss.backward()
+    base.loss.backward()
+    names = [f"layers.{layer}.mlp.router.weight" for layer in range(3)]
+    for name in names:
+        assert (model.get_parameter(name).grad - plain.get_parameter(name).grad).norm() > 0
+    evaluated = model.eval()(ids, labels=ids)
+    assert_same_bits("loss in evaluation", evaluated.loss, plain.eval()(ids, labels=ids).loss)
+    assert evaluated.routing is not None and model(ids).routing is None
+    even = torch.eye(5).repeat(4, 1) * 3
+    where = describe(even, choose(even, None, None, settings(num_experts_per_tok=1)), None)
+    routing = Routing()
+    routing.layers.append(where)
+    torch.testing.assert_close(routing.report().balance_loss, torch.tensor(1.0))
+    torch.testing.assert_close(routing.report().z_loss, even.logsumexp(1).square().mean())
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "not normalized": dict(norm_topk_prob=False),
+    "shared": dict(shared_expert_intermediate_size=128, shared_expert_gate=True),
+    "GLM": dict(router_fp32=True, router_scores="sigmoid", expert_bias=True, shared_expert_intermediate_size=64),
+}
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+@pytest.mark.parametrize("name", KINDS)
+def test_the_memory_plan_is_what_autograd_keeps(name: str, recipe: str, mode: str) -> None:
+    """To the byte where every expert gets every token, so that the rows are known."""
+    model = build(recipe, mode=mode, num_experts=3, num_experts_per_tok=3, **KINDS[name])
+    training = Training(batch_size=2, seq_len=64, compile=False, cuda=False, activation_checkpointing=mode)
+    expected = saved_bytes(model.config, model.recipe, training)
+    if mode == "full":  # the rotary tables are held by the recomputes, not by autograd
+        expected -= Tape(model.config, model.recipe, training).rotary_tables()
+    assert autograd_bytes(model, tokens(2, 64)) == expected
+
+
+def test_parameters_and_their_roles() -> None:
+    own = config(("dense", "sparse", "sparse"), shared_expert_intermediate_size=32, shared_expert_gate=True)
+    model = CausalLM(own, device="cpu", recipe="bf16")
+    assert own.num_parameters + own.num_padding_parameters == sum(p.numel() for p in model.parameters())
+    idle = 2 * 3 * 3 * 64 * 64  # layers, experts, projections
+    assert own.num_active_parameters == own.num_parameters - idle
+    assert own.layers[1].mlp.flops(10, 10) == 20 * 64 * (5 + 2 * 3 * 64 + 3 * 32 + 1)
+    roles = {(part.role, tuple(part.of(part.parameter).shape)) for part in parts(model)}
+    assert {("hidden", (64, 64)), ("gate", (5, 64)), ("gate", (1, 64))} <= roles
+    assert ModelConfig.from_dict(own.to_dict()) == own
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(num_experts=0), "num_experts=0 is out of range"),
+        (dict(num_experts_per_tok=6), "num_experts_per_tok=6 of 5 experts"),
+        (dict(router_scores="tanh"), "router_scores"),
+        (dict(num_experts=6, n_group=4), "n_group=4 must divide"),
+        (dict(shared_expert_gate=True), "needs a shared expert"),
+        (dict(norm_topk_prob=1), "not a valid bool"),
+        (dict(experts=3), "unknown field 'experts'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**fields)
+    with pytest.raises(ConfigError, match="give moe"):
+        ModelConfig(**SHAPE, mlp_layer_types=("dense", "sparse", "dense"))
