@@ -161,9 +161,14 @@ def ours(config: ModelConfig, batch: int, seq: int, device: torch.device, recipe
     ids = tokens(config, batch, seq, device)
     if device.type == "cpu":
         return measured(lambda: model(ids, labels=ids, return_logits=False).loss.backward(), device, before)
+    plan = model.plan_memory(batch, seq, optimizer=None, logits=False)
     graphed = GraphedStep(model)
     found = measured(lambda: graphed(input_ids=ids, labels=ids), device, before)
-    found |= {"graph": graphed.graph is not None, "loss": graphed(input_ids=ids, labels=ids).item()}
+    found |= {
+        "planned_gib": plan.peak.total / 2**30,
+        "graph": graphed.graph is not None,
+        "loss": graphed(input_ids=ids, labels=ids).item(),
+    }
     graphed.close()
     return found
 

@@ -34,7 +34,10 @@ from te_models.training.cuda_graph import WARM_UP, GraphedStep
 from te_models.training.trainer import deterministic
 
 PLACE: dict[str, Any] = dict(device="cuda", engine="auto")
-RECIPES = ("bf16", "delayed", "current", "blockwise")
+RECIPES: dict[str, dict[str, Any]] = {name: dict(recipe=name) for name in ("bf16", "delayed", "current", "blockwise")}
+# Linears in another precision than their neighbors, in the layers inside the autocast (1, 2) and outside (0, 3).
+TABLE = {"*.down_proj": "bf16", "layers.1.self_attn.*": "current", "layers.3.mlp.gate_up_proj": "delayed"}
+RECIPES["delayed, with a table"] = dict(recipe="delayed", precision=TABLE)
 SHAPES: dict[int, dict[str, Any]] = {
     64: dict(hidden_size=512, num_attention_heads=8, num_key_value_heads=2, intermediate_size=1024),
     128: dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024),
@@ -59,7 +62,7 @@ def train(size: int, recipe: str, mode: str, *, graph: bool = False, order: Any 
     """Eight steps of AdamW: losses, the way that each weight went, scales and amax histories."""
     torch.manual_seed(1)
     shape = dict(num_hidden_layers=4, max_position_embeddings=TOKENS, **SHAPES[size])
-    how = dict(recipe=recipe, activation_checkpointing=mode, **options)
+    how = dict(activation_checkpointing=mode, **RECIPES[recipe], **options)
     model = CausalLM.from_preset("gated-nano", **PLACE, **shape, **how).train()
     model.te.FP8GlobalStateManager.reset()  # a capture would update the scales of models that are gone
     start = {name: p.detach().clone() for name, p in model.named_parameters()}

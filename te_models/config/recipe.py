@@ -73,7 +73,7 @@ FP8_WEIGHTS = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "
 
 # A history takes 20 bytes per row and linear layer; FP32's exponent allows no larger margin.
 LARGEST = dict(amax_history_len=65536, margin=100)
-MOST_PATTERNS, LONGEST_PATTERN = 1000, 200  # of a table `precision`
+MOST_PATTERNS, LONGEST_PATTERN = 256, 200  # of a table `precision`
 # Fields of te-models in every recipe: what stays out of FP8, or runs under another recipe.
 EDGES: dict[str, Check] = dict(
     num_layers_at_start_in_bf16=int, num_layers_at_end_in_bf16=int, lm_head=("bf16", "fp8"), precision=dict
@@ -90,6 +90,7 @@ ELSEWHERE = {
     "interval": "leave it out: scales are updated in every step",
     "fp8_amax_history_len": "give amax_history_len",
     "fp8_amax_compute_algo": "give amax_compute_algo",
+    "layer_precision": 'give precision, such as {"layers.2.*": "bf16"}',
     "first_last_layers_bf16": "give num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16, which are 1 by default",
 }
 RECIPES_ELSEWHERE = {
@@ -135,6 +136,7 @@ class Recipe:
             "bf16", another of `list_recipes()`, or this one by its name. The last pattern that matches decides, also
             over the fields above (te_models.config.precision).
         description, hardware: text for `te-models list`.
+        in_use: this recipe, then those that `precision` names, BF16 left out.
 
     Raises:
         ConfigError: an unknown scheme or field, or a value out of range.
@@ -149,6 +151,7 @@ class Recipe:
     precision: Mapping[str, str] = field(default_factory=dict)
     description: str = ""
     hardware: str = ""
+    in_use: tuple[Recipe, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for text in (self.name, self.scheme, self.description, self.hardware):
@@ -165,13 +168,14 @@ class Recipe:
             if name not in checks:
                 raise unknown_option(f"field of recipe {self.name!r}", name, checks)
             _check(name, value, checks[name])
-        if self.lm_head == "fp8" and self.num_layers_at_end_in_bf16:
-            raise ConfigError("lm_head='fp8' needs num_layers_at_end_in_bf16=0: the FP8 layers are one region")
         for pattern, value in self.precision.items():
             if not isinstance(value, str) or value not in (self.name, *_shipped()):
-                raise unknown(f"recipe of precision[{pattern!r:.40}]", value, dict.fromkeys((*_shipped(), self.name)))
+                choices = dict.fromkeys((*_shipped(), self.name))
+                raise unknown(f"recipe of precision[{pattern!r:.40}]", f"{value}"[:40], choices)
         object.__setattr__(self, "fields", MappingProxyType(fields))
         object.__setattr__(self, "precision", MappingProxyType(dict(self.precision)))
+        used = [self.called(name) for name in dict.fromkeys((self.name, *self.precision.values()))]
+        object.__setattr__(self, "in_use", tuple(recipe for recipe in used if recipe is not None))
 
     def __reduce__(self) -> tuple[Any, ...]:
         about = {"description": self.description, "hardware": self.hardware}
@@ -192,19 +196,12 @@ class Recipe:
         found = self if name == self.name else _named(name)
         return None if found.scheme == "none" else found
 
-    @functools.cached_property
-    def in_use(self) -> list[Recipe]:
-        """This recipe, then those that `precision` names, BF16 left out."""
-        own = self.called(self.name)
-        others = [self.called(name) for name in dict.fromkeys(self.precision.values()) if name != self.name]
-        return [recipe for recipe in (own, *others) if recipe is not None]
-
-    @functools.cached_property
+    @property
     def quantized(self) -> bool:
         """Return whether any te.Linear runs below BF16."""
         return bool(self.in_use)
 
-    @functools.cached_property
+    @property
     def stateful(self) -> bool:
         """Return whether any te.Linear has scales and amax histories that persist over steps."""
         return any(SCHEMES[recipe.scheme].stateful for recipe in self.in_use)
@@ -220,18 +217,18 @@ class Recipe:
     @property
     def head_in_fp8(self) -> bool:
         """Return whether the output head is inside the recipe's own autocast."""
-        return self.scheme != "none" and self.lm_head == "fp8"
+        return self.scheme != "none" and self.lm_head == "fp8" and not self.num_layers_at_end_in_bf16
 
-    @functools.cached_property
+    @property
     def row_alignment(self) -> int:
         """Alignment of the number of tokens of every GEMM."""
-        return max((SCHEMES[recipe.scheme].rows for recipe in self.in_use), default=1)
+        return max([1, *(SCHEMES[recipe.scheme].rows for recipe in self.in_use)])
 
-    @functools.cached_property
+    @property
     def scattered_row_alignment(self) -> int:
         """Alignment of the number of tokens per rank under sequence parallelism."""
         schemes = [SCHEMES[recipe.scheme] for recipe in self.in_use]
-        return max((scheme.scattered_rows or scheme.rows for scheme in schemes), default=1)
+        return max([1, *(scheme.scattered_rows or scheme.rows for scheme in schemes)])
 
     @property
     def feature_alignment(self) -> int:

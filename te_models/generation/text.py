@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from typing_extensions import Unpack
 
@@ -18,7 +18,7 @@ def stream_text(
     prompt: str | Sequence[int],
     max_new_tokens: int = 64,
     **options: Unpack[GenerationOptions],
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     """Yield the continuation of one prompt, text or token ids, in pieces as soon as each is certain.
 
     It ends before the end-of-text token of tokenizer or model and before a stop string. Options and errors are those of

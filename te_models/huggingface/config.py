@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.errors import needs
+from te_models.huggingface.registration import OLDEST
 from te_models.model.options import BuildOptions
 
-with needs("TEModelsForCausalLM", "transformers", "5.0", "hf"):
+with needs("TEModelsForCausalLM", "transformers", ".".join(map(str, OLDEST)), "hf"):
     from transformers.configuration_utils import PreTrainedConfig
 
 MODEL_TYPE = "te_models"

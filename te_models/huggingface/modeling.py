@@ -25,6 +25,7 @@ from te_models.files.formats import list_some, parse_size
 from te_models.fp8.extra_state import EXTRA
 from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
+from te_models.huggingface.adapters import Head, place_adapters, show_linears
 from te_models.huggingface.cache import CacheView, refuse_other_states
 from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.saving import save_model
@@ -67,12 +68,19 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             own.setdefault("device", "meta" if torch.get_default_device().type == "meta" else None)
             model = CausalLM(config.model_config(), **{**own, **options})
         self.model = model
+        self._rows, self.head = show_linears(model), Head(model)
         if model.origin.generation is not None:
             self.generation_config = GenerationConfig.from_dict(dict(model.origin.generation))
         self.register_state_dict_post_hook(_leave_out_empty)
         self.register_load_state_dict_pre_hook(_add_prefix)
         self._weights_pass: bool | None = None  # is_first_microbatch of the next forward pass
         self.post_init()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; `peft_config` is set by peft, once it has placed an adapter."""
+        super().__setattr__(name, value)
+        if name == "peft_config":
+            place_adapters(self.model, self._rows, value)
 
     @classmethod
     def wrap(cls, model: CausalLM) -> TEModelsForCausalLM:
@@ -156,7 +164,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         _refuse_unknown(loss_options)
         tokens = self._tokens(input_ids, inputs_embeds, labels, shift_labels)
         wants_loss = labels is not None or shift_labels is not None
-        past_key_values = self._cache(past_key_values, use_cache, wants_loss)
+        past_key_values = self._past(past_key_values, use_cache, wants_loss)
         passed = self._attention(tokens, attention_mask, position_ids, past_key_values)
         count = logits_to_keep if isinstance(logits_to_keep, int) else 0  # of positions, or all
         passed |= dict(is_first_microbatch=self._weights_pass, logits_to_keep=count or None)
@@ -206,7 +214,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             check_inputs(self.model.config, tokens, given, None, None, None)
         return tokens
 
-    def _cache(self, past: Cache | None, use_cache: bool | None, wants_loss: bool) -> Cache | None:
+    def _past(self, past: Cache | None, use_cache: bool | None, wants_loss: bool) -> Cache | None:
         """Return the cache of a forward pass, a new one where it should return one."""
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not wants_loss
@@ -250,11 +258,11 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     def generate(self, *args: Any, **options: Any) -> Any:
         """Continue prompts as transformers does, with all of its options; FP8 weights are quantized once per call."""
         options.setdefault("disable_compile", True)  # with a static cache it would compile forward, into many pieces
-        if (
-            options.get("use_cache", (options.get("generation_config") or self.generation_config).use_cache)
-            is not False
-        ):
+        config = options.get("generation_config") or self.generation_config
+        if options.get("use_cache", config.use_cache) is not False:
             refuse_other_states(self.model.config)
+        if options.get("assistant_early_exit", config.assistant_early_exit) is not None:
+            raise UsageError("assistant_early_exit is not supported: give a smaller model as assistant_model")
         with self._weights_quantized_once():
             return super().generate(*args, **options)  # type: ignore[bad-argument-type]  # protocol without properties
 
@@ -269,15 +277,38 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
         transformers derives the arguments that `generate` accepts from these names.
         """
-        original, seen = context_before_long_angles(self.model.config.rope), 0
-        if past_key_values is not None and original is not None:
-            seen = past_key_values.get_seq_length()
-        if original is not None and 0 < seen <= original < input_ids.shape[1]:
-            past_key_values = None
-            kwargs |= dict.fromkeys(kwargs.keys() & {"next_sequence_length"})  # all tokens are passed
+        kwargs.pop("tokenizer", None)  # with which `generate` looks for stop strings
+        told = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if past_key_values is not None and self._angles_change(input_ids, past_key_values, *told):
+            past_key_values = None  # and all tokens are passed
+            kwargs |= dict.fromkeys(kwargs.keys() & {"next_sequence_length"})
         kwargs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
         prepare = super().prepare_inputs_for_generation
         return prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties
+
+    def _angles_change(self, ids: Tensor, past: Cache, mask: Tensor | None, positions: Tensor | None) -> bool:
+        """Return whether the longest text exceeds LongRoPE's original context with its newest tokens.
+
+        Raises:
+            UsageError: it does, and `ids` are not all of its tokens, from which the keys would be computed again.
+        """
+        original, seen = context_before_long_angles(self.model.config.rope), past.get_seq_length()
+        if original is None or not seen:
+            return False
+        total = max(given.shape[1] for given in (ids, mask, positions) if given is not None)
+        total += 0 if total > seen else seen  # all of them are those of one chunk of the prompt
+        if positions is not None:
+            longest = int(positions.max()) + 1
+        else:
+            longest = total if mask is None else int(mask.sum(-1).max())
+        if not longest - (total - seen) <= original < longest:
+            return False
+        if ids.shape[1] < total:
+            raise UsageError(
+                f"LongRoPE has other angles after {original} tokens, with which all keys are computed again from their "
+                "ids: give no inputs_embeds and no prefill_chunk_size"
+            )
+        return True
 
     @contextlib.contextmanager
     def _weights_quantized_once(self) -> Iterator[None]:
@@ -305,10 +336,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.embed_tokens
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the head's weight as an nn.Linear without a bias: that of a te.Linear is an empty tensor, not None."""
-        head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False, device="meta")
-        head.weight = self.model.lm_head.get_parameter("weight")
-        return head
+        """Return the head as an nn.Linear; peft leaves it out of "all-linear"."""
+        return self.head
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
@@ -383,8 +412,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _refuse_unknown(options: dict[str, Any]) -> None:
-    """Raise a UsageError for arguments with an effect; the ends of packed documents are in position_ids too."""
-    if unknown := [name for name in options if name not in PACKING]:
+    """Raise a UsageError for arguments that would have an effect."""
+    if unknown := [name for name, value in options.items() if name not in PACKING and value is not None]:
         raise UsageError(f"forward takes no {list_some(unknown)}: leave it out")
 
 

@@ -16,6 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 TABLE = "transformers.models.auto.configuration_auto"
+OLDEST = (5, 14)  # transformers that TEModelsForCausalLM runs in
 
 
 def register_with_transformers() -> None:
@@ -27,7 +28,8 @@ def register_with_transformers() -> None:
 
 
 def _register() -> None:
-    if int(importlib.metadata.version("transformers").split(".")[0]) < 5:
+    found = importlib.metadata.version("transformers").split(".")
+    if (int(found[0]), int(found[1])) < OLDEST:
         return  # its caches have other methods
     table = importlib.import_module(TABLE)
     config = importlib.import_module("te_models.huggingface.config")

@@ -32,7 +32,8 @@ def bench_table(result: dict[str, Any]) -> Table:
         cells += [f"{row['peak_gib']:.2f}"] if row["peak_gib"] is not None else []
         table.add_row(*cells, f"{row['loss']:.3f}")
     if result["roofline"]:
-        parts = ", ".join(f"{name} {result['roofline'][name]:.1f}" for name in ("gemm", "attention", "memory"))
+        floor = {name: part for name, part in result["roofline"].items() if name != "total" and part}
+        parts = ", ".join(f"{name} {part:.1f}" for name, part in floor.items())
         table.caption = f"roofline {result['roofline']['total']:.1f} ms: {parts}; speed and roofline at equal FLOPs"
     return table
 

@@ -1,4 +1,4 @@
-"""A lower bound on the time of a training step: GEMMs and attention at measured rates, bytes at copy speed."""
+"""A lower bound on the time of a step: GEMMs, attention and recurrences at measured rates, bytes at copy speed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import NamedTuple
 import torch
 
 from te_models.config.attention import AttentionSpec, Heads
+from te_models.config.deltanet import DeltaNetConfig, DeltaNetSpec
 from te_models.config.model import ModelConfig
 from te_models.config.precision import Precision
+from te_models.kernels.delta_rule import delta_rule
 from te_models.kernels.sdpa import causal_attention
 
 
@@ -23,11 +25,12 @@ class Roofline(NamedTuple):
     gemm: float
     attention: float
     memory: float
+    recurrence: float = 0.0  # of linear attention
 
     @property
     def total(self) -> float:
         """The lower bound."""
-        return self.gemm + self.attention + self.memory
+        return self.gemm + self.attention + self.memory + self.recurrence
 
 
 def model_flops(config: ModelConfig, batch: int, seq: int, gated: bool = True) -> float:
@@ -48,9 +51,10 @@ def roofline(
     """Measure the roofline on `device`, a CUDA device with FP8 units; `precision` is that of each te.Linear."""
     rows = batch * seq
     gemm = 3 * _gemm(rows, config.hidden_size, config.vocab_size, False, device)
-    attention, moved = 0.0, 0
+    attention, recurrence, moved = 0.0, 0.0, 0
     measure_gemm = functools.cache(functools.partial(_gemm, device=device))
     measure_attention = functools.cache(functools.partial(_attention, batch=batch, seq=seq, device=device))
+    measure_recurrence = functools.cache(functools.partial(_recurrence, batch=batch, seq=seq, device=device))
     for depth, layer in enumerate(config.layers):
         for name, linear in layer.linears.items():
             fp8 = precision[f"layers.{depth}.{name}"].recipe is not None
@@ -61,7 +65,9 @@ def roofline(
             moved += 2 * 3 * rows * (i + o)
         if isinstance(layer.mixer, AttentionSpec):
             attention += measure_attention(layer.mixer.heads)
-    return Roofline(gemm, attention, moved / _copy_bytes_per_ms(device))
+        if isinstance(layer.mixer, DeltaNetSpec):
+            recurrence += measure_recurrence(layer.mixer.sizes)
+    return Roofline(gemm, attention, moved / _copy_bytes_per_ms(device), recurrence)
 
 
 def _gemm(m: int, k: int, n: int, fp8: bool, device: torch.device) -> float:
@@ -80,6 +86,18 @@ def _attention(heads: Heads, batch: int, seq: int, device: torch.device) -> floa
     leaves = [t.requires_grad_() for t in (q, k, v)]
     slope = torch.randn_like(q)
     return _milliseconds(lambda: torch.autograd.grad(causal_attention(*leaves), leaves, slope))
+
+
+def _recurrence(sizes: DeltaNetConfig, batch: int, seq: int, device: torch.device) -> float:
+    keys, values = (sizes.num_key_heads, sizes.key_head_dim), (sizes.num_value_heads, sizes.value_head_dim)
+    q, k, v = (
+        torch.randn(batch, seq, *shape, device=device, dtype=torch.bfloat16).requires_grad_()
+        for shape in (keys, keys, values)
+    )
+    rate = torch.rand(batch, seq, sizes.num_value_heads, device=device)
+    g, beta = (-rate).requires_grad_(), rate.clone().requires_grad_()
+    leaves, slope = (q, k, v, g, beta), torch.randn_like(v)
+    return _milliseconds(lambda: torch.autograd.grad(delta_rule(*leaves)[0], leaves, slope))
 
 
 def _copy_bytes_per_ms(device: torch.device) -> float:

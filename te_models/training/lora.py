@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -41,13 +41,17 @@ from te_models.training.lora_targets import (
     alpha_of,
     fuse,
     join,
+    module_of,
     share_a,
     split,
 )
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):
-    from peft import LoraConfig, PeftConfig, PeftModel
+    from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
     from peft.utils import ModulesToSaveWrapper
+
+if TYPE_CHECKING:
+    from te_models.huggingface.modeling import TEModelsForCausalLM
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in an adapter's file
@@ -133,7 +137,11 @@ class AdaptedModel(PeftModel):
         return load_lora(model, model_id, is_trainable, adapter_name)
 
 
-def add_lora(model: CausalLM, config: LoraConfig | None = None, **fields: Any) -> AdaptedModel:
+@overload
+def add_lora(model: CausalLM, config: LoraConfig | None = None, **fields: Any) -> AdaptedModel: ...
+@overload
+def add_lora(model: TEModelsForCausalLM, config: LoraConfig | None = None, **fields: Any) -> PeftModel: ...
+def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = None, **fields: Any) -> PeftModel:
     """Freeze `model` and add adapters to it, which start at zero and change no output.
 
     Targets are our linears (`qkvg_proj`, `o_proj`, `gate_up_proj`, `down_proj`, `lm_head`) or those of transformers
@@ -141,7 +149,8 @@ def add_lora(model: CausalLM, config: LoraConfig | None = None, **fields: Any) -
     with its own rank, named in any way that LoraConfig supports.
 
     Args:
-        model: changed in place.
+        model: changed in place. A TEModelsForCausalLM gets peft's own adapters on the linears of transformers, also
+            where ours are named: give it to trainers of transformers and TRL, or give those the LoraConfig.
         config: peft's LoraConfig; None: one with `fields`.
         fields: fields of LoraConfig, such as r=8, lora_alpha=16, target_modules=["o_proj"]. Without target_modules, all
             four projections of every block get adapters.
@@ -161,7 +170,23 @@ def add_lora(model: CausalLM, config: LoraConfig | None = None, **fields: Any) -
         config = LoraConfig(**fields)
     elif isinstance(config, LoraConfig) and config.target_modules is None:
         config = dataclasses.replace(config, target_modules=list(PROJECTIONS))
-    return AdaptedModel(model, config)
+    return AdaptedModel(model, config) if isinstance(model, CausalLM) else _add_to_linears(model, config)
+
+
+def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel:
+    """Add adapters of peft to the linears of transformers that `config` names by their names or ours."""
+    check_fields(config.to_dict())
+    modules = adaptable_modules(model.model)
+    if config.modules_to_save:
+        raise UsageError("modules_to_save needs a CausalLM: give add_lora the model inside (`.model`)")
+    wanted: dict[str, Wanted] = {}
+    for name, one in wanted_adapters(config, modules).items():
+        parts = [name] if name in modules.theirs else modules.parts_of(module_of(one.place))
+        wanted |= dict.fromkeys(parts, one)
+    if "lm_head" in wanted:
+        raise UsageError("an adapter on lm_head needs a CausalLM: give add_lora the model inside (`.model`)")
+    targets = _their_targets(wanted, modules, config.use_rslora)
+    return get_peft_model(model, dataclasses.replace(config, **targets, task_type="CAUSAL_LM"))
 
 
 def save_lora(adapted: AdaptedModel, folder: str | Path, adapter_name: str | None = None) -> None:
@@ -213,6 +238,10 @@ def load_lora(
     """
     if isinstance(model, PeftModel):
         raise UsageError("the model has adapters already: load another with its load_adapter(folder, name)")
+    if not isinstance(model, CausalLM):
+        raise UsageError(
+            f"{type(model).__name__} is no CausalLM: load its adapters with peft.PeftModel.from_pretrained"
+        )
     adapter = _read_adapter(model, local_folder(folder), trainable)
     state = adapter.saved.tensors.get("fp8_state", {})
     check_fp8_state(model, state)

@@ -112,6 +112,55 @@ def test_sft_of_trl_has_the_same_losses(options: dict, folder: Path, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("route", ["peft_config", "add_lora"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_train_under_trl_and_their_files_load(
+    route: str, checkpointing: bool, folder: Path, tmp_path: Path
+) -> None:
+    """The same losses as with the model of transformers, which reads the adapters; a checkpoint continues."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    peft, lora = pytest.importorskip("peft"), pytest.importorskip("te_models.training.lora")
+    rows = datasets.Dataset.from_list([{"text": f"The quick brown fox number {n} jumps."} for n in range(16)])
+    tokenizer, ids = transformers.AutoTokenizer.from_pretrained(folder), torch.arange(20)[None] + 60
+    first: dict[str, torch.Tensor] = {}
+
+    def trainer(model: Any, out: str) -> Any:
+        adapters = peft.LoraConfig(r=4, target_modules=["q_proj"])
+        config = trl.SFTConfig(
+            str(tmp_path / out), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
+            report_to=[], use_cpu=True, bf16=False, save_steps=2, gradient_checkpointing=checkpointing,
+        )  # fmt: skip
+        options: dict[str, Any] = dict(args=config, train_dataset=rows, processing_class=tokenizer)
+        if route == "add_lora" and isinstance(model, TEModelsForCausalLM):
+            found = trl.SFTTrainer(model=lora.add_lora(model, adapters), **options)
+        else:
+            found = trl.SFTTrainer(model=model, peft_config=adapters, **options)
+        trained = {name: p for name, p in found.model.named_parameters() if p.requires_grad}
+        for name, parameter in trained.items():
+            parameter.data.copy_(first.setdefault(name, parameter.detach().clone()))
+        assert trained.keys() == first.keys()
+        return found
+
+    def losses(run: Any) -> list[float]:
+        return [row["loss"] for row in run.state.log_history if "loss" in row]
+
+    found = []
+    for name, model in zip(("theirs", "ours"), both(folder), strict=True):
+        run = trainer(model, name)
+        run.train()
+        found.append(losses(run))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    run.save_model(str(tmp_path / "final"))
+    wanted = run.model.eval()(input_ids=ids).logits
+    for model in both(folder):
+        again = peft.PeftModel.from_pretrained(model, tmp_path / "final").eval()
+        torch.testing.assert_close(again(input_ids=ids).logits, wanted, rtol=0, atol=1e-4)
+    resumed = trainer(both(folder)[1], "ours")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
+    assert losses(resumed)[-1] == found[1][-1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", ["none", "copy", "our folder"])
 def test_dpo_of_trl_has_the_same_losses(reference: str, folder: Path, tmp_path: Path) -> None:
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")

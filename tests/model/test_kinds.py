@@ -261,9 +261,9 @@ def test_transformers_generates_the_same_or_says_why_not(kind: Kind) -> None:
             call(ids)
 
 
-def step_of(kind: Kind, recipe: str, mode: str | int, place: dict[str, Any]) -> dict[str, Tensor]:
+def step_of(kind: Kind, recipe: str, mode: str | int, options: dict[str, Any]) -> dict[str, Tensor]:
     """Return all gradients and scales after two passes, the second with packed documents."""
-    model = build(kind, recipe, activation_checkpointing=mode, **place)
+    model = build(kind, recipe, activation_checkpointing=mode, **options)
     model.te.FP8GlobalStateManager.reset()
     ids = tokens(model)
     documents = (torch.arange(24, device=ids.device) // 7).expand_as(ids)
@@ -277,6 +277,18 @@ def step_of(kind: Kind, recipe: str, mode: str | int, place: dict[str, Any]) -> 
 )
 def test_recompute_changes_no_bit(kind: Kind, recipe: str, mode: str | int) -> None:
     assert_same(step_of(kind, recipe, mode, EMULATED), step_of(kind, recipe, "none", EMULATED))
+
+
+FP8_RECIPES = [name for name in list_recipes() if name != "bf16"]
+
+
+@pytest.mark.parametrize(
+    "recipe, mode, kind", every(9, FP8_RECIPES, ("none", "full", "selective"), KINDS), indirect=["kind"]
+)
+def test_an_autocast_per_linear_is_one_around_the_layers(kind: Kind, recipe: str, mode: str | int) -> None:
+    """A model in BF16 whose table has every linear of the blocks in FP8, against a model under that recipe."""
+    precision = {"layers.*": recipe}
+    assert_same(step_of(kind, "bf16", mode, dict(precision=precision)), step_of(kind, recipe, "none", EMULATED))
 
 
 @pytest.mark.parametrize("recipe, kind", every(3, list_recipes(), KINDS), indirect=["kind"])

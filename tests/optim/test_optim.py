@@ -232,6 +232,22 @@ def test_every_row_is_in_one_part_and_roles_follow_the_structure(gate: str, tied
     assert role[id(model.lm_head.weight), 0] == ("embedding" if tied else "head")
 
 
+def test_only_projections_of_linear_attention_are_matrices() -> None:
+    """Gates are rows, each a vector; taps [C, 1, K], decays and the norm are vectors, and do not decay."""
+    model = CausalLM.from_preset("gated-hybrid-nano", device="meta", engine="emulated")
+    mixer = model.layers[0].linear_attn
+    names = {id(parameter): name for name, parameter in mixer.named_parameters()}
+    roles: dict[str, list[str]] = {}
+    for part in parts(model):
+        if id(part.parameter) in names:
+            roles.setdefault(names[id(part.parameter)], []).append(part.role)
+    vectors = dict.fromkeys(("conv1d.weight", "A_log", "dt_bias", "norm.weight"), ["vector"])
+    projections = {"qkvz_proj.weight": ["hidden"] * 4, "ba_proj.weight": ["gate"] * 2, "out_proj.weight": ["hidden"]}
+    assert roles == vectors | projections
+    decays = {id(part.parameter): g["weight_decay"] for g in groups(model, 0.1, True) for part in g["params"]}
+    assert {name for key, name in names.items() if decays[key] == 0} == vectors.keys()
+
+
 @pytest.mark.parametrize("matrices", [True, False])
 def test_only_matrices_outside_the_table_decay(matrices: bool) -> None:
     model = CausalLM.from_preset("gated-nano", device="cpu", **SHAPE, attention_bias=True, tie_word_embeddings=False)

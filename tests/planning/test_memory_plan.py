@@ -74,6 +74,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "FP32": dict(dtype=torch.float32),
     "FP32 Llama": dict(dtype=torch.float32, attention_gate="none"),
 }
+TABLES: list[tuple[str, dict[str, str]]] = [
+    ("current", {"*.down_proj": "bf16", "layers.1.self_attn.*": "delayed"}),
+    ("delayed", {"*.qkvg_proj": "bf16", "*.gate_up_proj": "bf16", "layers.0.mlp.down_proj": "current"}),
+    ("bf16", {"layers.2.*": "mxfp8", "*.o_proj": "current"}),
+]
 CASES: list[tuple[str, str | int, dict[str, Any]]] = [
     *((recipe, "none", {}) for recipe in list_recipes()),
     *(("current", mode, {}) for mode in ("selective", "full", 2)),
@@ -94,6 +99,12 @@ CASES: list[tuple[str, str | int, dict[str, Any]]] = [
     *(("mxfp8", "none", dict(backward_override=how)) for how in ("high_precision", "dequantized")),
     ("blockwise", "none", dict(x_block_scaling_dim=2, w_block_scaling_dim=1)),
     ("current", "none", dict(lm_head="fp8", num_layers_at_end_in_bf16=0)),
+    *(
+        (recipe, mode, dict(precision=table, norm_position=position))
+        for recipe, table in TABLES
+        for mode in ("none", "selective", "full")
+        for position in ("pre", "post")
+    ),
 ]
 
 

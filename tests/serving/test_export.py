@@ -52,6 +52,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma2": dict(**GEMMA, **TYPES, attn_logit_softcapping=5.0, final_logit_softcapping=9.0, tie_word_embeddings=True),
     "gemma3_text": dict(**GEMMA, **TYPES, qk_norm=True, sliding_rope=dict(rope_theta=100.0)),
     "qwen3_next": dict(**GATED, zero_centered_norm=True),  # the gate of each head is in q_proj
+    "qwen3_5_text": dict(
+        **GATED,
+        zero_centered_norm=True,
+        layer_types=("full_attention", "linear_attention", "linear_attention"),
+        linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=64, value_head_dim=64),
+    ),
     "afmoe": dict(**GATED, **TYPES, norm_position="both", no_rope_layers=(1, 0, 1)),
     "laguna": dict(GATED, attention_gate="headwise", attention_gate_activation="softplus"),
     "qwen3_moe": dict(qk_norm=True, moe=dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=128)),

@@ -336,12 +336,13 @@ class TEModelsDecoderPreTrainedModel(PreTrainedModel):
     _supports_static_cache = True
 
     def _init_weights(self, module: nn.Module) -> None:
+        # With functions of nn.init: transformers 5 calls this for loaded modules too, and has them skip loaded tensors.
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            module.weight.data.normal_(0.0, self.config.initializer_range)
+            nn.init.normal_(module.weight, 0.0, self.config.initializer_range)
             if isinstance(module, nn.Linear) and module.bias is not None:
-                module.bias.data.zero_()
+                nn.init.zeros_(module.bias)
         elif isinstance(module, TEModelsRMSNorm):
-            module.weight.data.fill_(0.0 if module.zero_centered else 1.0)
+            nn.init.constant_(module.weight, 0.0 if module.zero_centered else 1.0)
 
 
 class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
@@ -446,6 +447,14 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.lm_head = new_embeddings
 
+    def tie_weights(self, missing_keys: set[str] | None = None, **options: Any) -> None:
+        """As in the base class; transformers 5.3 believes that a tied head, which no file has, was loaded."""
+        if missing_keys is not None:
+            options["missing_keys"] = missing_keys
+            if self.lm_head.weight.is_meta:
+                missing_keys.add("lm_head.weight")
+        super().tie_weights(**options)
+
     def prepare_inputs_for_generation(  # type: ignore[bad-override]  # its arguments differ between versions
         self, input_ids: Tensor, past_key_values: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
@@ -455,8 +464,10 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
             mask, new = kwargs.get("attention_mask"), input_ids.shape[1] - past_key_values.get_seq_length()
             length = input_ids.shape[1] if mask is None else int(mask.sum(-1).max())
             if length - new <= rope.original < length:
-                past_key_values = None
-                kwargs.update(dict.fromkeys(kwargs.keys() & {"next_sequence_length"}))  # all tokens are passed
+                past_key_values = None  # and all tokens are passed
+                kwargs.update(dict.fromkeys(kwargs.keys() & {"next_sequence_length"}))
+                if kwargs.get("cache_position") is not None:
+                    kwargs["cache_position"] = torch.arange(input_ids.shape[1], device=input_ids.device)
         kwargs.update(past_key_values=past_key_values, inputs_embeds=inputs_embeds)
         prepare = super().prepare_inputs_for_generation
         return prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties

@@ -1,0 +1,245 @@
+"""peft's own adapters on a TEModelsForCausalLM: named, computed and saved as on the model of transformers."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fewer import every
+from torch import Tensor
+
+from te_models import CausalLM, TEModelsForCausalLM
+from te_models.errors import UsageError
+
+pytest.importorskip("transformers", minversion="5.14")
+peft = pytest.importorskip("peft")
+lora = pytest.importorskip("te_models.training.lora")
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+
+IDS = torch.randint(12, 60, (2, 11), generator=torch.Generator().manual_seed(0))
+CLOSE: dict[str, Any] = dict(rtol=0, atol=1e-4)  # logits of FP32 with entries of up to 30
+TARGETS: dict[str, Any] = {
+    "one": ["q_proj"],
+    "attention": ["q_proj", "v_proj", "o_proj"],
+    "some": ["v_proj", "o_proj", "up_proj"],
+    "all": "all-linear",
+    "pattern": r".*\.1\.self_attn\.[qk]_proj",
+    "unequal": ["k_proj", "q_proj", "down_proj"],
+}
+
+
+def config(case: str = "all", **fields: Any) -> Any:
+    patterns = dict(rank_pattern={"q_proj": 2}, alpha_pattern={"down_proj": 3}) if case == "unequal" else {}
+    return peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS[case], **patterns, **fields)
+
+
+def trainable(model: Any) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def fill(*models: Any) -> None:
+    """Give trainable parameters random values that depend on their names."""
+    for model in models:
+        for name, parameter in trainable(model).items():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def load(folder: Path, **options: Any) -> TEModelsForCausalLM:
+    return TEModelsForCausalLM.from_pretrained(folder, device="cpu", **options)
+
+
+# peft takes the MLP of a Qwen3-Next in transformers for experts.
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("qwen3-next", "one"), ("qwen3-next", "attention"), *every(3, ("llama", "gemma2", "qwen3-tied"), TARGETS)],
+)
+def test_adapters_are_those_on_the_model_of_transformers(
+    family: str, targets: str, pair: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Names, logits, gradients, and the saved file, which each reads from the other."""
+    models = pair(family)
+    theirs = peft.get_peft_model(copy.deepcopy(models.theirs), config(targets))
+    ours = peft.get_peft_model(load(models.folder), config(targets))
+    assert trainable(ours).keys() == trainable(theirs).keys()
+    fill(theirs, ours)
+    outputs = [model(input_ids=IDS, labels=IDS) for model in (theirs, ours)]
+    torch.testing.assert_close(outputs[1].logits, outputs[0].logits, **CLOSE)
+    assert (outputs[0].logits - models.theirs(IDS).logits).abs().max() > 0.01
+    for output in outputs:
+        output.loss.backward()
+    for name, parameter in trainable(theirs).items():
+        torch.testing.assert_close(trainable(ours)[name].grad, parameter.grad, rtol=1e-3, atol=1e-4, msg=name)
+    ours.save_pretrained(tmp_path)
+    for base in (copy.deepcopy(models.theirs), load(models.folder)):
+        again = peft.PeftModel.from_pretrained(base, tmp_path)
+        torch.testing.assert_close(again(input_ids=IDS).logits, outputs[0].logits, **CLOSE)
+        found = again.generate(input_ids=IDS, max_new_tokens=5, do_sample=False, eos_token_id=None)
+        assert torch.equal(found[:, :11], IDS) and found.shape == (2, 16)
+    inner = CausalLM.from_pretrained(models.folder, device="cpu")
+    torch.testing.assert_close(lora.load_lora(inner, tmp_path)(IDS).logits, outputs[0].logits, **CLOSE)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3-next"])
+def test_adapters_are_merged_switched_off_and_unloaded(family: str, safe: bool, pair: Callable[..., Any]) -> None:
+    models = pair(family)
+    plain = models.theirs(IDS).logits
+    ours = peft.get_peft_model(load(models.folder), config("attention"))
+    fill(ours)
+    tuned = ours.eval()(input_ids=IDS).logits
+    names = set(models.ours.state_dict())
+    with ours.disable_adapter():
+        torch.testing.assert_close(ours(input_ids=IDS).logits, plain, **CLOSE)
+    ours.merge_adapter(safe_merge=safe)
+    torch.testing.assert_close(ours(input_ids=IDS).logits, tuned, **CLOSE)
+    ours.unmerge_adapter()
+    torch.testing.assert_close(ours(input_ids=IDS).logits, tuned, **CLOSE)
+    merged = ours.merge_and_unload(safe_merge=safe)
+    assert isinstance(merged, TEModelsForCausalLM) and set(merged.state_dict()) == names
+    torch.testing.assert_close(merged(IDS).logits, tuned, **CLOSE)
+    again = peft.get_peft_model(load(models.folder), config("attention"))
+    fill(again)
+    torch.testing.assert_close(again.unload()(IDS).logits, plain, **CLOSE)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "mxfp8"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_adapters_on_gated_layers_under_a_recipe(
+    recipe: str, mode: str, build: Callable[..., CausalLM], tmp_path: Path
+) -> None:
+    """The gate is a linear too; the judge are our own adapters of the same file, without recompute."""
+    edges = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0) if recipe != "bf16" else {}
+    ours = peft.get_peft_model(
+        TEModelsForCausalLM.wrap(build(recipe, activation_checkpointing=mode, **edges)),
+        config(),
+        autocast_adapter_dtype=False,
+    )
+    assert any("g_proj" in name for name in trainable(ours))
+    fill(ours)
+    ours.save_pretrained(tmp_path)
+    judge = lora.load_lora(build(recipe, **edges), tmp_path, trainable=True)
+    loss, expected = ours(input_ids=IDS, labels=IDS).loss, judge(IDS, labels=IDS).loss
+    torch.testing.assert_close(loss, expected, rtol=0, atol=2.0**-7)  # sums of BF16 are in another order
+    loss.backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in trainable(ours).values())
+
+
+def test_a_merge_into_fp8_weights(build: Callable[..., CausalLM]) -> None:
+    edges = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+    ours = peft.get_peft_model(TEModelsForCausalLM.wrap(build("current", fp8_params=True, **edges)), config("one"))
+    fill(ours)
+    rows = ours.base_model.model.model.layers[0].self_attn.q_proj
+    expected = rows.base_layer.weight.data.float() + rows.get_delta_weight("default").float()
+    ours.merge_adapter()
+    # E4M3 has three mantissa bits, and subnormals of 2^-9 of a scale of amax / 448.
+    torch.testing.assert_close(
+        rows.base_layer.weight.data.float(), expected, rtol=2.0**-4, atol=float(expected.abs().max()) / 448 / 8
+    )
+
+
+def test_a_second_adapter_elsewhere_and_the_model_inside(pair: Callable[..., Any]) -> None:
+    """Also where the CausalLM is called, and where a copy is."""
+    models = pair("llama")
+    both = []
+    for base in (copy.deepcopy(models.theirs), load(models.folder)):
+        adapted = peft.get_peft_model(base, config("one"))
+        fill(adapted)
+        adapted.add_adapter("other", config("some"))
+        adapted.set_adapter("other")
+        fill(adapted)
+        both.append(adapted.eval())
+    theirs, ours = both
+    for name in ("other", "default"):
+        theirs.set_adapter(name)
+        ours.set_adapter(name)
+        expected = theirs(input_ids=IDS).logits
+        torch.testing.assert_close(ours(input_ids=IDS).logits, expected, **CLOSE)
+        torch.testing.assert_close(ours.base_model.model.model(IDS).logits, expected, **CLOSE)
+        torch.testing.assert_close(copy.deepcopy(ours)(input_ids=IDS).logits, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("targets", [["qkvg_proj"], ["gate_up_proj", "o_proj"], ["q_proj"], None])
+def test_add_lora_takes_the_model_of_transformers(targets: Any, pair: Callable[..., Any], tmp_path: Path) -> None:
+    models = pair("llama")
+    ours = (
+        lora.add_lora(load(models.folder), r=4, target_modules=targets)
+        if targets
+        else lora.add_lora(load(models.folder))
+    )
+    assert isinstance(ours, peft.PeftModelForCausalLM)
+    fill(ours)
+    ours.save_pretrained(tmp_path)
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(models.theirs), tmp_path)
+    torch.testing.assert_close(ours(input_ids=IDS).logits, theirs(input_ids=IDS).logits, **CLOSE)
+    expected = {"qkvg_proj": {"q_proj", "k_proj", "v_proj"}, "gate_up_proj": {"gate_proj", "up_proj"}}
+    named = {leaf for target in targets or () for leaf in expected.get(target, {target})}
+    assert not named or ours.peft_config["default"].target_modules == named
+
+
+def test_what_only_a_causal_lm_takes_is_refused(pair: Callable[..., Any], tmp_path: Path) -> None:
+    ours = load(pair("llama").folder)
+    for fields in (dict(modules_to_save=["lm_head"]), dict(target_modules=["lm_head"])):
+        with pytest.raises(UsageError, match="needs a CausalLM: give add_lora the model inside"):
+            lora.add_lora(ours, **fields)
+    with pytest.raises(UsageError, match=r"load its adapters with peft.PeftModel.from_pretrained"):
+        lora.load_lora(ours, tmp_path)
+
+
+def test_adapters_on_the_embedding(pair: Callable[..., Any], tmp_path: Path) -> None:
+    models = pair("llama")
+    targets = peft.LoraConfig(r=4, target_modules=["embed_tokens", "k_proj"])
+    theirs = peft.get_peft_model(copy.deepcopy(models.theirs), targets)
+    ours = peft.get_peft_model(load(models.folder), targets)
+    assert trainable(ours).keys() == trainable(theirs).keys()
+    fill(theirs, ours)
+    outputs = [model(input_ids=IDS, labels=IDS) for model in (theirs, ours)]
+    torch.testing.assert_close(outputs[1].logits, outputs[0].logits, **CLOSE)
+    for output in outputs:
+        output.loss.backward()
+    for name, parameter in trainable(theirs).items():
+        torch.testing.assert_close(trainable(ours)[name].grad, parameter.grad, rtol=1e-3, atol=1e-4, msg=name)
+    ours.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(models.theirs), tmp_path)
+    torch.testing.assert_close(again(input_ids=IDS).logits, outputs[0].logits, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+            "peft cannot adapt the head here: give add_lora",
+        ),
+        (dict(target_modules=["q_proj"], bias="all"), "peft cannot train the biases of fused linears: leave out bias="),
+        (dict(target_modules=["q_proj"], bias="lora_only"), "peft cannot train the biases of fused linears"),
+    ],
+)
+def test_files_that_transformers_would_not_know_are_refused(
+    fields: dict[str, Any], message: str, build: Callable[..., CausalLM]
+) -> None:
+    ours = TEModelsForCausalLM.wrap(build(attention_bias=True))
+    with pytest.raises(UsageError, match=message):
+        peft.get_peft_model(ours, peft.LoraConfig(**fields))
+
+
+@pytest.mark.parametrize("pattern", [r".*_proj", r".*\.(qkvg_proj|q_proj|k_proj|v_proj|o_proj)"])
+def test_a_pattern_of_names_of_transformers_may_fit_the_fused_ones(pattern: str, pair: Callable[..., Any]) -> None:
+    inner = CausalLM.from_pretrained(pair("llama").folder, device="cpu")
+    adapted = lora.add_lora(inner, r=2, target_modules=pattern)
+    ranks = {name.split(".")[-4]: p.shape[0] for name, p in adapted.named_parameters() if "lora_A" in name}
+    mlp = {"gate_up_proj": 4, "down_proj": 2}
+    assert ranks == {"qkvg_proj": 6, "o_proj": 2} | (mlp if pattern == r".*_proj" else {})
+
+
+def test_the_head_stays_the_head(pair: Callable[..., Any]) -> None:
+    ours = pair("llama").ours
+    head = ours.get_output_embeddings()
+    assert head.weight is ours.model.lm_head.weight and head.bias is None
+    assert sum(p is head.weight for p in ours.parameters()) == 1
+    assert not any("head." in name for name in ours.state_dict() if "lm_head" not in name)
