@@ -117,12 +117,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, **_hybrid_layers(8),
         linear_attention=dict(num_key_heads=3, num_value_heads=6, key_head_dim=32, value_head_dim=32),
     ),
-    # gated-nano with experts: as many parameters per token, and two and a half times as many in all.
+    # gated-nano with experts, of the architecture of Qwen3-Next: as many parameters per token, and two and a half times
+    # as many in all.
     "gated-moe-nano": dict(
         vocab_size=288, hidden_size=192, intermediate_size=512, num_hidden_layers=6, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
+        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, qk_norm=True,
+        zero_centered_norm=True,
         moe=dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=192, router_aux_loss_coef=0.01,
-                 shared_expert_intermediate_size=128),
+                 shared_expert_intermediate_size=128, shared_expert_gate=True),
     ),
     "gated-124m": dict(
         vocab_size=32000, hidden_size=768, intermediate_size=2304, num_hidden_layers=12, num_attention_heads=12,
