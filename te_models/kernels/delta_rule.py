@@ -142,7 +142,7 @@ def _prepared(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Te
     q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON) for x in (q, k))
     q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q * width**-0.5, k))
     if state is None:
-        state = v.new_zeros(len(v), heads, width, v.shape[3])
+        state = v.new_zeros(v.shape[0], heads, width, v.shape[3])
     return q, k, v, state
 
 
