@@ -240,8 +240,9 @@ class CausalLM(Decoder):
     ) -> Export:
         """Write the model into `folder`, atomically, as a quantized Hugging Face checkpoint for a server.
 
-        The linears of the layers that the recipe runs in FP8 are quantized, all layers under BF16. Weights follow the
-        recipe where it has the format: its power-of-two scales, its square blocks, and the data of FP8 primary weights.
+        The linears of blocks are quantized, except those that the recipe keeps in BF16 by its edges or its table
+        `precision`. Weights follow the recipe of their linear where it has the format: its power-of-two scales, its
+        square blocks, and the data of FP8 primary weights.
 
         Args:
             folder: the folder to write; an earlier save in it is replaced.

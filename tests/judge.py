@@ -11,7 +11,7 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers", minversion="5.12")
+    transformers = pytest.importorskip("transformers", minversion="5.14")
     from transformers import AutoModelForCausalLM
 
 transformers.logging.set_verbosity_error()

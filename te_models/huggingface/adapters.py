@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
-from te_models.errors import ConfigError
+from te_models.errors import ConfigError, UsageError
 from te_models.fp8.primary_weights import plain, write_weight
-from te_models.interop.hf import Place, tensor_places
 from te_models.interop.hf_families import family_for, family_of
+from te_models.interop.tensor_places import Place, tensor_places
 
 
 class Rows(nn.Linear):
@@ -67,7 +67,8 @@ class Head(nn.Linear):
 
     def __init__(self, model: CausalLM) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = model.config.hidden_size, model.config.vocab_size, None
+        self.in_features, self.out_features = model.config.hidden_size, model.config.vocab_size
+        self.bias = None  # type: ignore[bad-override-mutable-attribute]  # as nn.Linear's own without a bias
         self.model = (model,)
 
     @property
@@ -79,17 +80,17 @@ class Head(nn.Linear):
 class _Alias(Tensor):
     """Values of rows that another tensor has; assigning to `data`, as peft's merges do, writes them there."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[bad-override]  # as nn.Parameter's
 
     def __new__(cls, values: Tensor, write: Any) -> _Alias:
         return torch.Tensor._make_subclass(cls, values)
 
     def __init__(self, values: Tensor, write: Any) -> None:
-        self.values, self.write = values, write
+        self.rows, self.write = values, write
 
     @property
     def data(self) -> Tensor:  # type: ignore[bad-override]  # an attribute of Tensor
-        return self.values
+        return self.rows
 
     @data.setter
     def data(self, values: Tensor) -> None:
@@ -173,13 +174,24 @@ def _places(model: CausalLM) -> dict[str, Place]:
     try:
         family = family_for(model.config, family_of(config) if config else None)
     except ConfigError:
-        return {name: Place(name, ((0, shapes[name][0]),), 1, tuple(shapes[name])) for name in linears}
+        return {
+            name: Place(name, ((0, shapes[name][0]),), 1, tuple(shapes[name])) for name in linears if name in shapes
+        }
     places = tensor_places(family, model.config, shapes)
     return {name: place for name, place in places.items() if place.name in linears}
 
 
-def place_adapters(model: CausalLM, rows: Mapping[str, tuple[str, ...]]) -> None:
-    """Send each te.Linear that has `rows`, as from `show_linears`, through them, also where adapters may come later."""
+def place_adapters(model: CausalLM, rows: Mapping[str, tuple[str, ...]], configs: Mapping[str, Any]) -> None:
+    """Send each te.Linear that has `rows`, as from `show_linears`, through them, also where adapters may come later.
+
+    Raises:
+        UsageError: peft's `configs` ask for what its files would have under names that transformers does not know.
+    """
+    if not isinstance(model.lm_head, model.te.Linear):
+        raise UsageError("peft cannot adapt the head here: give add_lora the CausalLM inside (`.model`)")
+    biases = any(name.endswith(".bias") for name, p in model.named_parameters() if p.numel())
+    if biases and any(getattr(config, "bias", "none") != "none" for config in configs.values()):
+        raise UsageError("peft cannot train the biases of fused linears: leave out bias=")
     for ours, names in rows.items():
         parent, _, leaf = ours.rpartition(".")
         part = model.get_submodule(parent)

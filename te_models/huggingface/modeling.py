@@ -80,7 +80,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         """Set an attribute; `peft_config` is set by peft, once it has placed an adapter."""
         super().__setattr__(name, value)
         if name == "peft_config":
-            place_adapters(self.model, self._rows)
+            place_adapters(self.model, self._rows, value)
 
     @classmethod
     def wrap(cls, model: CausalLM) -> TEModelsForCausalLM:
@@ -258,11 +258,11 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     def generate(self, *args: Any, **options: Any) -> Any:
         """Continue prompts as transformers does, with all of its options; FP8 weights are quantized once per call."""
         options.setdefault("disable_compile", True)  # with a static cache it would compile forward, into many pieces
-        if (
-            options.get("use_cache", (options.get("generation_config") or self.generation_config).use_cache)
-            is not False
-        ):
+        config = options.get("generation_config") or self.generation_config
+        if options.get("use_cache", config.use_cache) is not False:
             refuse_other_states(self.model.config)
+        if options.get("assistant_early_exit", config.assistant_early_exit) is not None:
+            raise UsageError("assistant_early_exit is not supported: give a smaller model as assistant_model")
         with self._weights_quantized_once():
             return super().generate(*args, **options)  # type: ignore[bad-argument-type]  # protocol without properties
 
@@ -277,6 +277,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
         transformers derives the arguments that `generate` accepts from these names.
         """
+        kwargs.pop("tokenizer", None)  # with which `generate` looks for stop strings
         told = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if past_key_values is not None and self._angles_change(input_ids, past_key_values, *told):
             past_key_values = None  # and all tokens are passed

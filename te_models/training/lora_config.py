@@ -15,7 +15,7 @@ from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs, unknown
 from te_models.files.atomic import first_line
 from te_models.interop.tensor_places import Place
-from te_models.training.lora_targets import Modules, Wanted
+from te_models.training.lora_targets import Modules, Wanted, module_of
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):
     from peft import LoraConfig, PeftType
@@ -89,6 +89,9 @@ def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None 
         for target in config.target_modules or ():
             if not any(name == target or name.endswith(f".{target}") for name in names):
                 raise unknown("target module", target, {name.rsplit(".", 1)[-1] for name in names})
+    if isinstance(config.target_modules, str):  # an expression for transformers' names may fit those of ours too
+        divided = {module_of(place) for place in found if place != modules.ours[module_of(place)]}
+        found = {p: name for p, name in found.items() if module_of(p) not in divided or p != modules.ours[module_of(p)]}
     if not found:
         raise UsageError(f"target_modules={str(config.target_modules)[:120]} matches no linear of the model")
     for field, patterns in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):

@@ -16,7 +16,7 @@ from torch import Tensor
 from te_models import CausalLM, TEModelsForCausalLM
 from te_models.errors import UsageError
 
-pytest.importorskip("transformers", minversion="5.12")
+pytest.importorskip("transformers", minversion="5.14")
 peft = pytest.importorskip("peft")
 lora = pytest.importorskip("te_models.training.lora")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -189,6 +189,52 @@ def test_what_only_a_causal_lm_takes_is_refused(pair: Callable[..., Any], tmp_pa
             lora.add_lora(ours, **fields)
     with pytest.raises(UsageError, match=r"load its adapters with peft.PeftModel.from_pretrained"):
         lora.load_lora(ours, tmp_path)
+
+
+def test_adapters_on_the_embedding(pair: Callable[..., Any], tmp_path: Path) -> None:
+    models = pair("llama")
+    targets = peft.LoraConfig(r=4, target_modules=["embed_tokens", "k_proj"])
+    theirs = peft.get_peft_model(copy.deepcopy(models.theirs), targets)
+    ours = peft.get_peft_model(load(models.folder), targets)
+    assert trainable(ours).keys() == trainable(theirs).keys()
+    fill(theirs, ours)
+    outputs = [model(input_ids=IDS, labels=IDS) for model in (theirs, ours)]
+    torch.testing.assert_close(outputs[1].logits, outputs[0].logits, **CLOSE)
+    for output in outputs:
+        output.loss.backward()
+    for name, parameter in trainable(theirs).items():
+        torch.testing.assert_close(trainable(ours)[name].grad, parameter.grad, rtol=1e-3, atol=1e-4, msg=name)
+    ours.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(models.theirs), tmp_path)
+    torch.testing.assert_close(again(input_ids=IDS).logits, outputs[0].logits, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+            "peft cannot adapt the head here: give add_lora",
+        ),
+        (dict(target_modules=["q_proj"], bias="all"), "peft cannot train the biases of fused linears: leave out bias="),
+        (dict(target_modules=["q_proj"], bias="lora_only"), "peft cannot train the biases of fused linears"),
+    ],
+)
+def test_files_that_transformers_would_not_know_are_refused(
+    fields: dict[str, Any], message: str, build: Callable[..., CausalLM]
+) -> None:
+    ours = TEModelsForCausalLM.wrap(build(attention_bias=True))
+    with pytest.raises(UsageError, match=message):
+        peft.get_peft_model(ours, peft.LoraConfig(**fields))
+
+
+@pytest.mark.parametrize("pattern", [r".*_proj", r".*\.(qkvg_proj|q_proj|k_proj|v_proj|o_proj)"])
+def test_a_pattern_of_names_of_transformers_may_fit_the_fused_ones(pattern: str, pair: Callable[..., Any]) -> None:
+    inner = CausalLM.from_pretrained(pair("llama").folder, device="cpu")
+    adapted = lora.add_lora(inner, r=2, target_modules=pattern)
+    ranks = {name.split(".")[-4]: p.shape[0] for name, p in adapted.named_parameters() if "lora_A" in name}
+    mlp = {"gate_up_proj": 4, "down_proj": 2}
+    assert ranks == {"qkvg_proj": 6, "o_proj": 2} | (mlp if pattern == r".*_proj" else {})
 
 
 def test_the_head_stays_the_head(pair: Callable[..., Any]) -> None:

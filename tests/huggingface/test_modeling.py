@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from places import PLACE
 from torch import Tensor
 
 from te_models import CausalLM, TEModelsConfig, TEModelsForCausalLM
+from te_models.data.tokenizer import ByteTokenizer
 from te_models.errors import MissingPackage, UsageError
 
 IDS = torch.randint(3, 96, (3, 11), generator=torch.Generator().manual_seed(5))
@@ -110,6 +112,22 @@ def test_assisted_generation_gives_the_tokens_of_transformers(options: dict, pai
     assert torch.equal(*found)
 
 
+def test_stop_strings_need_the_tokenizer(pair: Callable[..., Any], tmp_path: Path) -> None:
+    models = pair("llama")
+    ByteTokenizer().save(tmp_path)
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    options: dict[str, Any] = dict(max_new_tokens=14, eos_token_id=None, do_sample=False)
+    text = words.decode(models.theirs.generate(IDS[2:], **options)[0, 11:])
+    options |= dict(stop_strings=[text[5:7], "never"], tokenizer=words)
+    wanted = models.theirs.generate(IDS[2:], **options)
+    assert torch.equal(models.ours.generate(IDS[2:], **options), wanted) and wanted.shape[1] < 25
+
+
+def test_an_early_exit_is_refused(pair: Callable[..., Any]) -> None:
+    with pytest.raises(UsageError, match="assistant_early_exit is not supported: give a smaller model as assistant_"):
+        run(pair("llama").ours, assistant_early_exit=1)
+
+
 @pytest.mark.parametrize("case", FAMILIES)
 def test_scores_and_hidden_states_of_generate_are_those_of_transformers(case: str, pair: Callable[..., Any]) -> None:
     wanted: dict[str, Any] = dict(output_hidden_states=True, output_scores=True, return_dict_in_generate=True)
@@ -184,6 +202,34 @@ def test_the_loss_of_vectors_and_of_a_continued_cache_are_those_of_transformers(
         m.generate(inputs_embeds=vectors, max_new_tokens=6, eos_token_id=None) for m in (models.theirs, models.ours)
     ]
     assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2"])
+def test_the_padding_token_is_trained_where_it_is_text(case: str, pair: Callable[..., Any]) -> None:
+    """transformers' embedding passes its row no gradient (`padding_idx`), also where the token ends a text.
+
+    Without that all gradients are the same; under a mask the token adds nothing here either.
+    """
+    models, pad = pair(case), int(IDS[0, 3])
+    ours = TEModelsForCausalLM.from_pretrained(models.folder, device="cpu").train()
+    found = gradients(ours, IDS)
+    for index in (pad, None):
+        theirs = copy.deepcopy(models.theirs).requires_grad_(True)
+        theirs.model.embed_tokens.padding_idx = index
+        expected = gradients(theirs, IDS)
+        rows = torch.arange(len(found)) != (-1 if index is None else pad)
+        torch.testing.assert_close(found[rows], expected[rows], rtol=1e-3, atol=1e-4)
+        assert index is None or (found[pad] - expected[pad]).norm() > 0.1 * found[pad].norm()
+    padded, other = IDS.masked_fill(MASK == 0, pad), IDS.masked_fill(MASK == 0, 5)
+    torch.testing.assert_close(gradients(ours, padded, MASK), gradients(ours, other, MASK), rtol=0, atol=0)
+
+
+def gradients(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the gradient of the embedding, [V, D]."""
+    model.zero_grad()
+    labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
+    model(ids, attention_mask=mask, labels=labels).loss.backward()
+    return model.get_input_embeddings().weight.grad.clone()
 
 
 def test_a_tuple_has_the_order_of_transformers(pair: Callable[..., Any]) -> None:
@@ -308,5 +354,5 @@ def test_any_order_of_imports_registers_the_classes(order: str, tmp_path: Path, 
 def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.0")
     monkeypatch.delitem(sys.modules, "te_models.huggingface.config")
-    with pytest.raises(MissingPackage, match=r"TEModelsForCausalLM needs transformers 5.12 or newer, not 4.57.0"):
+    with pytest.raises(MissingPackage, match=r"TEModelsForCausalLM needs transformers 5.14 or newer, not 4.57.0"):
         __import__("te_models.huggingface.config")

@@ -89,7 +89,7 @@ def test_unsupported_keywords_are_refused_with_our_name_for_them(given: dict, me
 
 
 def test_every_keyword_of_transformers_is_known() -> None:
-    transformers = pytest.importorskip("transformers", minversion="5.12")
+    transformers = pytest.importorskip("transformers", minversion="5.14")
     source = inspect.getsource(transformers.PreTrainedModel.from_pretrained)
     theirs = {name for name in re.findall(r'kwargs\.pop\(\s*"(\w+)"', source) if not name.startswith("_from")}
     assert len(theirs) > 20

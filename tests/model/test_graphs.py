@@ -158,7 +158,7 @@ def test_compile_in_one_graph(name: str, compiler: None) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("code", ["wrapper", "remote code"])
 def test_export_as_a_model_of_transformers(code: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", minversion="5.12")
+    transformers = pytest.importorskip("transformers", minversion="5.14")
     own = build("gated", torch.float32)
     if code == "wrapper":
         model = TEModelsForCausalLM.wrap(own).eval()
