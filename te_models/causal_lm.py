@@ -182,7 +182,13 @@ class CausalLM(Decoder):
         """Yield the new tokens of all rows, int64 [B], step by step; arguments are those of `generate`."""
         return stream(self, input_ids, max_new_tokens, attention_mask, tokenizer, **options)
 
-    def save_pretrained(self, folder: str | Path, format: str = "te", max_shard_size: int | str = "5GB") -> None:
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        format: str = "te",
+        max_shard_size: int | str = "5GB",
+        beside: str | Path | None = None,
+    ) -> None:
         """Write the model into `folder`, atomically.
 
         Args:
@@ -194,12 +200,16 @@ class CausalLM(Decoder):
                 installed) unless the folder has one of yours; the recipe is only in the card. Both save the
                 tokenizer's files that came along.
             max_shard_size: weights larger than this are split into files of this size; bytes, or text such as "5GB".
+            beside: the Hugging Face folder of a multimodal release, for a text model that came from it: with format
+                "hf" the tensors of its other parts are written too, unchanged. None: those of the folder that the model
+                was loaded from.
 
         Raises:
             ValueError: an unknown format, or a model or folder that does not allow it.
             SaveError: writing failed; the previous content is intact.
         """
-        write_pretrained(self, self.origin, folder, format, parse_size(max_shard_size))
+        origin = self.origin if beside is None else dataclasses.replace(self.origin, beside=Path(beside))
+        write_pretrained(self, origin, folder, format, parse_size(max_shard_size))
 
     def push_to_hub(self, repo_id: str, *, max_shard_size: int | str = "5GB", **options: Unpack[PushOptions]) -> str:
         """Write the model as `save_pretrained(format="hf")` does and upload it to the Hugging Face hub.
@@ -230,8 +240,9 @@ class CausalLM(Decoder):
     ) -> Export:
         """Write the model into `folder`, atomically, as a quantized Hugging Face checkpoint for a server.
 
-        The linears of the layers that the recipe runs in FP8 are quantized, all layers under BF16. Weights follow the
-        recipe where it has the format: its power-of-two scales, its square blocks, and the data of FP8 primary weights.
+        The linears of blocks are quantized, except those that the recipe keeps in BF16 by its edges or its table
+        `precision`. Weights follow the recipe of their linear where it has the format: its power-of-two scales, its
+        square blocks, and the data of FP8 primary weights.
 
         Args:
             folder: the folder to write; an earlier save in it is replaced.

@@ -90,6 +90,7 @@ ELSEWHERE = {
     "interval": "leave it out: scales are updated in every step",
     "fp8_amax_history_len": "give amax_history_len",
     "fp8_amax_compute_algo": "give amax_compute_algo",
+    "layer_precision": 'give precision, such as {"layers.2.*": "bf16"}',
     "first_last_layers_bf16": "give num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16, which are 1 by default",
 }
 RECIPES_ELSEWHERE = {
@@ -167,8 +168,6 @@ class Recipe:
             if name not in checks:
                 raise unknown_option(f"field of recipe {self.name!r}", name, checks)
             _check(name, value, checks[name])
-        if self.lm_head == "fp8" and self.num_layers_at_end_in_bf16:
-            raise ConfigError("lm_head='fp8' needs num_layers_at_end_in_bf16=0: the FP8 layers are one region")
         for pattern, value in self.precision.items():
             if not isinstance(value, str) or value not in (self.name, *_shipped()):
                 choices = dict.fromkeys((*_shipped(), self.name))
@@ -218,7 +217,7 @@ class Recipe:
     @property
     def head_in_fp8(self) -> bool:
         """Return whether the output head is inside the recipe's own autocast."""
-        return self.scheme != "none" and self.lm_head == "fp8"
+        return self.scheme != "none" and self.lm_head == "fp8" and not self.num_layers_at_end_in_bf16
 
     @property
     def row_alignment(self) -> int:

@@ -67,7 +67,8 @@ class Head(nn.Linear):
 
     def __init__(self, model: CausalLM) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = model.config.hidden_size, model.config.vocab_size, None
+        self.in_features, self.out_features = model.config.hidden_size, model.config.vocab_size
+        self.bias = None  # type: ignore[bad-override-mutable-attribute]  # as nn.Linear's own without a bias
         self.model = (model,)
 
     @property
@@ -79,17 +80,17 @@ class Head(nn.Linear):
 class _Alias(Tensor):
     """Values of rows that another tensor has; assigning to `data`, as peft's merges do, writes them there."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[bad-override]  # as nn.Parameter's
 
     def __new__(cls, values: Tensor, write: Any) -> _Alias:
         return torch.Tensor._make_subclass(cls, values)
 
     def __init__(self, values: Tensor, write: Any) -> None:
-        self.values, self.write = values, write
+        self.rows, self.write = values, write
 
     @property
     def data(self) -> Tensor:  # type: ignore[bad-override]  # an attribute of Tensor
-        return self.values
+        return self.rows
 
     @data.setter
     def data(self, values: Tensor) -> None:

@@ -7,6 +7,7 @@ values and says which slots it returns; the masks are made here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ class CacheView:
         """Return the state of a layer of linear attention, which the cache stores; `make` makes one without tokens."""
         if self.past is None:
             return None
-        own = self.past.layers[layer]
+        own: Any = self.past.layers[layer]  # a LinearAttentionCacheLayerMixin, which older versions do not have
         if not own.is_recurrent_states_initialized[0]:
             new = make()
             own.lazy_initialization(conv_states=new.tail, recurrent_states=new.matrix)

@@ -28,7 +28,6 @@ from te_models.files.formats import (
     SafetensorsFile,
     check_finite,
     list_some,
-    parse_index,
     read_json,
     render_index,
     render_json,
@@ -41,6 +40,7 @@ from te_models.interop.hub import saved_dtype
 from te_models.interop.model_card import CARD, model_card, user_card
 from te_models.interop.origin import Origin
 from te_models.interop.quantized import CONFIG_KEYS, MODELOPT_FILE, StoredWeights, open_weights, read_scheme
+from te_models.interop.shards import INDEX, WEIGHTS, shard_files, shard_tensors, tensors_beside
 from te_models.interop.stored_weights import keep_stored_weights
 from te_models.interop.tensor_places import Place, tensor_places
 from te_models.model.decoder import Decoder
@@ -51,7 +51,6 @@ Model = TypeVar("Model", bound=Decoder)
 log = logging.getLogger(__name__)
 
 CODE = Path(__file__).parent / "remote_code"  # code for transformers, for models of which it has no architecture
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -113,8 +112,8 @@ def open_folder(build: Callable[..., Decoder], folder: Path) -> OpenFolder:
     Raises:
         CheckpointError: something in the folder is missing, damaged, of a wrong shape or not supported.
     """
-    document, shards = read_json(folder / "config.json"), _shard_files(folder)
-    found = _shard_tensors(folder, shards)
+    document, shards = read_json(folder / "config.json"), shard_files(folder)
+    found = shard_tensors(folder, shards)
     text, root = text_part(document)
     check_sizes(folder / "config.json", text, found, f"{root}layers.", f"{root}embed_tokens.weight")
     stored = open_weights(folder, read_scheme(folder, document), found, shards)
@@ -241,19 +240,6 @@ def check_sizes(path: Path, values: Any, tensors: Mapping[str, Tensor], layers: 
             raise CheckpointError(f"{path}: {name} is {values[name]}, and the tensors have {size}")
 
 
-def _shard_tensors(folder: Path, shards: Iterable[Path]) -> dict[str, Tensor]:
-    """Return name -> tensor on the meta device of all tensors in the weight files."""
-    found: dict[str, Tensor] = {}
-    places: dict[str, str] = {}
-    for shard in shards:
-        with SafetensorsFile(shard) as file:
-            for name, tensor in file.tensors.items():
-                if name in places:
-                    raise CheckpointError(f"{folder}: tensor {name} is both in {places[name]} and in {shard.name}")
-                found[name], places[name] = tensor, shard.name
-    return found
-
-
 def check_tensors(folder: Path, found: Mapping[str, Tensor], places: Mapping[str, Place], optional: set[str]) -> None:
     """Raise CheckpointError unless `found` are exactly the tensors of `places`, each of its shape.
 
@@ -270,25 +256,6 @@ def check_tensors(folder: Path, found: Mapping[str, Tensor], places: Mapping[str
     for what, names in (("missing", sorted(missing)), ("unexpected", sorted(unexpected)), ("different", wrong)):
         if names:
             raise CheckpointError(f"{folder}: the tensors do not fit config.json; {what}: {list_some(names, limit=2)}")
-
-
-def _shard_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder, all of which are present."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if (folder / INDEX).is_file():
-        shards = [
-            folder / name for name in sorted(set(parse_index(read_json(folder / INDEX), folder / INDEX).values()))
-        ]
-        if absent := [shard.name for shard in shards if not shard.is_file()]:
-            raise CheckpointError(f"{folder} lacks {list_some(absent)} of its {len(shards)} shards: download it again")
-        return shards
-    if pickles := sorted(path.name for path in folder.glob("*.bin")):
-        raise CheckpointError(
-            f"{folder} holds its weights as a pickle ({list_some(pickles)}), which can run code and is not read: load "
-            "it with transformers and save it again with save_pretrained(..., safe_serialization=True)"
-        )
-    raise CheckpointError(f"{folder} holds no weights: neither {WEIGHTS} nor {INDEX} is there")
 
 
 @torch.no_grad()
@@ -364,10 +331,15 @@ def write_hugging_face(
     if strangers := [path.name for path in _entries(folder) if not _replaceable(path.name)]:
         raise UsageError(f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder")
     preferred = family_of(origin.config) if origin.config else None
-    aside = set_aside(origin, preferred) if quantize is None and preferred is not None else {}
+    aside = tensors_beside(origin, preferred) if quantize is None and preferred is not None else {}
     if preferred is not None and preferred.aside and not aside:
-        warnings.warn(f"{folder} gets the text model alone, without what {origin.folder} had beside it", stacklevel=4)
         preferred = None
+        if quantize is None:
+            warnings.warn(
+                f"{folder} gets the text model alone: name the folder of the whole release (beside=, --beside) to have "
+                "the other tensors copied from there",
+                stacklevel=5,
+            )
     family = family_for(model.config, preferred)
     places = tensor_places(family, model.config, {name: p.shape for name, p in parameters.items()})
     config = _config_document(model, origin, family)
@@ -396,17 +368,6 @@ def write_hugging_face(
             (temp / file).parent.mkdir(exist_ok=True)
             write_file(temp / file, chunks)
     _say_what_loads(model, family, str(name or folder))
-
-
-def set_aside(origin: Origin, family: Family) -> dict[str, Tensor]:
-    """Return the tensors of other models in the folder of the origin; none where it no longer has them."""
-    if not family.aside or origin.folder is None or not any(origin.folder.glob("*.safetensors")):
-        return {}
-    found: dict[str, Tensor] = {}
-    for shard in _shard_files(origin.folder):
-        with SafetensorsFile(shard) as file:
-            found |= {name: file.read(name) for name in file.tensors if name.startswith(family.aside)}
-    return found
 
 
 def _say_what_loads(model: Decoder, family: Family, name: str) -> None:

@@ -14,6 +14,8 @@ from te_models.errors import CheckpointError, mistyped
 class Origin:
     """Origin of a model: its folder, and config.json and generation_config.json if they were Hugging Face's.
 
+    `beside` is another folder with the tensors of other models that are saved with it, such as an image encoder's.
+
     Raises:
         CheckpointError: generation_config.json is no object, or a token id in it no whole number.
     """
@@ -21,6 +23,7 @@ class Origin:
     folder: Path | None = None
     config: Mapping[str, Any] | None = None
     generation: Mapping[str, Any] | None = None
+    beside: Path | None = None
 
     def __post_init__(self) -> None:
         if self.generation is None:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -150,27 +152,53 @@ def _prepared(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Te
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return flash-linear-attention's functions for whole rows and for decoding; None, and one line, without it."""
     try:
-        from fla.ops.gated_delta_rule import (  # noqa: PLC0415  an optional package
-            chunk_gated_delta_rule,
-            fused_recurrent_gated_delta_rule,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what else the package could use
+            from fla.ops.gated_delta_rule import (  # noqa: PLC0415  an optional package
+                chunk_gated_delta_rule,
+                fused_recurrent_gated_delta_rule,
+            )
     except ImportError:
         log.warning(HINT)
         return None
     return chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 
+@functools.cache
+def _backward_obstacle() -> str:
+    """Return why the package's backward cannot run here, "" if it can.
+
+    Triton 3.4.0 to 3.7.0 compiles one of its kernels to wrong code on Hopper, where it raises unless TileLang is there
+    (fla-org/flash-linear-attention, issue 640).
+    """
+    from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1  # noqa: PLC0415  as above
+
+    broken = IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1
+    if not broken or importlib.util.find_spec("tilelang") is not None:
+        return ""
+    found = f"Triton {importlib.metadata.version('triton')} miscompiles its backward on Hopper"
+    log.warning(
+        f"{found}: linear attention trains in plain PyTorch, many times slower; install Triton 3.7.1 or TileLang"
+    )
+    return found
+
+
 def runs_on_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether flash-linear-attention's kernels run: on a GPU, in 16 bits, where it is installed."""
-    return device.type == "cuda" and dtype.itemsize == 2 and _kernels() is not None
+    """Return whether flash-linear-attention's kernels run: on a GPU, in 16 bits, where it is installed.
+
+    In a pass with a backward, that must run too.
+    """
+    usable = device.type == "cuda" and dtype.itemsize == 2 and _kernels() is not None
+    return usable and not (torch.is_grad_enabled() and _backward_obstacle())
 
 
 def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> str:
-    """Return what computes the delta rule on this device, in a few words."""
+    """Return what computes the delta rule of a training step on this device, in a few words."""
     if runs_on_kernels(device, dtype):
         return f"flash-linear-attention {importlib.metadata.version('fla-core')}"
-    missing = device.type == "cuda" and dtype.itemsize == 2
-    return "plain PyTorch" + (", many times slower than with te-models[hybrid]" if missing else "")
+    if device.type != "cuda" or dtype.itemsize != 2:
+        return "plain PyTorch"
+    return f"plain PyTorch, many times slower: {_backward_obstacle() if _kernels() else 'te-models[hybrid] is missing'}"
 
 
 def _by_kernels(
@@ -187,6 +215,5 @@ def _by_kernels(
         begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=False)
         g = g.masked_fill(begins[..., None], FORGET)
     function = found[1] if q.shape[1] == 1 and not torch.is_grad_enabled() else found[0]
-    return function(
-        q, k, v, g, beta, initial_state=state, output_final_state=state is not None, use_qk_l2norm_in_kernel=True
-    )
+    keeps = dict(initial_state=state, output_final_state=state is not None)
+    return function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, **keeps)  # their orders of arguments differ

@@ -71,7 +71,7 @@ class Kernels:
     swiglu: SwiGLU = handover.swiglu
     mlp_activation: Callable[..., Tensor] = elementwise.mlp_activation
     mlp_activation_backward: Callable[..., Tensor] = elementwise.mlp_activation_backward
-    causal_conv: Callable[..., Tensor] = from_inputs(elementwise.causal_conv)
+    mixed_parts: Callable[..., tuple[Tensor, ...]] = from_inputs(elementwise.mixed_parts)
     delta_gates: Callable[..., tuple[Tensor, Tensor]] = from_inputs(elementwise.delta_gates)
     silu_gate: Callable[[Tensor, Tensor], Tensor] = from_inputs(elementwise.silu_gate)
     linear: Linear = handover.linear
@@ -108,7 +108,7 @@ def compiled_kernels(mode: str) -> Kernels:
         swiglu=functools.partial(handover.swiglu, **both),
         mlp_activation=fused(elementwise.mlp_activation),
         mlp_activation_backward=fused(elementwise.mlp_activation_backward),
-        causal_conv=fused(elementwise.causal_conv),
+        mixed_parts=fused(elementwise.mixed_parts),
         delta_gates=fused(elementwise.delta_gates),
         silu_gate=fused(elementwise.silu_gate),
     )

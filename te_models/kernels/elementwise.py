@@ -94,6 +94,13 @@ def causal_conv(
     return forward(total).to(x.dtype)
 
 
+def mixed_parts(
+    x: Tensor, tail: Tensor | None, taps: Tensor, documents: Tensor | None, sizes: tuple[int, ...], activation: str
+) -> tuple[Tensor, ...]:
+    """Return `causal_conv` in contiguous parts of these many channels, such as q, k and v."""
+    return tuple(part.contiguous() for part in causal_conv(x, tail, taps, documents, activation).split(sizes, dim=-1))
+
+
 def delta_gates(logits: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the logarithm of the decay and the writing strength of Gated DeltaNet, FP32 [B, S, heads] each.
 

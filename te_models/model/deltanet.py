@@ -106,17 +106,17 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
                 self.layer, lambda: self.new_state(context.batch, 0, mixed.device, mixed.dtype)
             )
         tail = None if state is None else state.tail
-        x = mixed
-        mixed = kernels.causal_conv(x, tail, self.conv1d.weight, context.documents, activation=self.spec.activation)
+        parts = (sizes.key_size, sizes.key_size, sizes.value_size)
+        how = dict(sizes=parts, activation=self.spec.activation)
+        q, k, v = kernels.mixed_parts(mixed, tail, self.conv1d.weight, context.documents, **how)
         real = None if counts is None else torch.arange(seq, device=counts.device) < counts[:, None]
         g, beta = kernels.delta_gates(ba, self.A_log, self.dt_bias, real)
-        q, k, v = mixed.split([sizes.key_size, sizes.key_size, sizes.value_size], dim=-1)
         q, k = (t.unflatten(-1, (-1, sizes.key_head_dim)) for t in (q, k))
         v = v.unflatten(-1, (-1, sizes.value_head_dim))
         before = None if state is None else state.matrix
         out, matrix = delta_rule(q, k, v, g, beta, before, context.documents)
         if state is not None and matrix is not None:
-            state.write(_newest(torch.cat((state.tail, x), dim=1), seq, counts), matrix)
+            state.write(_newest(torch.cat((state.tail, mixed), dim=1), seq, counts), matrix)
         return out
 
 

@@ -53,7 +53,8 @@ def test_verify_samples_an_fp8_layer() -> None:
     met = _met_in_training(model, 2, 32)
     assert met["mlp.down_proj"][0] is model.layers[1].mlp.down_proj  # 0 and 2 are in BF16
     assert met["lm_head"][0] is model.lm_head
-    assert [tensor.shape[1] for tensor in met["mlp.down_proj"][1:]] == [96, 64]
+    _, (x,), dy = met["mlp.down_proj"]
+    assert (x.shape[1], dy.shape[1]) == (96, 64)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +68,11 @@ def test_backward_gemms_in_high_precision(override: str, backward: str) -> None:
     assert not found.failures
 
 
-def test_the_head_in_fp8() -> None:
-    found = verify(small("current", lm_head="fp8", num_layers_at_end_in_bf16=0), 2, 32)
-    assert [(gemm.in_fp8, gemm.in_bf16) for gemm in found.gemms] == [(2, 1)] * 4 + [(1, 0)]
+@pytest.mark.parametrize("end", [0, 1])
+def test_the_head_in_fp8(end: int) -> None:
+    """Inside the autocast of the layers, or after layers in BF16 in its own."""
+    found = verify(small("current", lm_head="fp8", num_layers_at_end_in_bf16=end), 2, 32)
+    assert [(gemm.in_fp8, gemm.in_bf16) for gemm in found.gemms] == [(2 - end, 1 + end)] * 4 + [(1, 0)]
     assert found.ran(found.gemms[-1])
 
 

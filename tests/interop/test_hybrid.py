@@ -15,6 +15,7 @@ from hybrids import SEEDS, hybrid_judge, randomize_hybrid
 from judge import AutoModelForCausalLM, transformers
 from torch import Tensor
 
+from te_models.errors import UsageError
 from te_models.interop.hf_families import family_of
 from te_models.interop.origin import Origin
 from te_models.interop.tensor_places import tensor_places
@@ -22,7 +23,7 @@ from te_models.interop.tensor_places import tensor_places
 Pair = tuple[Any, Path]
 TOLERANCE = 1e-4  # of the largest logit, but at least of 1
 # A few in every run: both model types, and 1, 2 and 4 value heads per key head.
-FEW = [seed if seed in (0, 5, 7, 10) else pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS]
+FEW = [seed if seed in (0, 1, 7, 14) else pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS]
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,22 @@ def test_transformers_generates_with_our_model(seed: int, theirs: Callable[[int]
         assert torch.equal(wrapped.generate(ids, **given), judge.generate(ids, **given)), options
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing", "ignore:.*were set but no parameter was matched")
+@pytest.mark.filterwarnings("ignore:.*did not match any targeted module")
+@pytest.mark.parametrize("seed", [0, pytest.param(4, marks=pytest.mark.slow), 14])
+@torch.no_grad()
+def test_adapters_compute_the_same_in_transformers(seed: int, theirs: Callable[[int], Pair], tmp_path: Path) -> None:
+    lora, peft = pytest.importorskip("te_models.training.lora"), pytest.importorskip("peft")
+    _, folder = theirs(seed)
+    adapted = lora.add_lora(load(folder), r=4, lora_alpha=8, target_modules="all-linear")
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(0, 0.05)
+    lora.save_lora(adapted, tmp_path)
+    judge = peft.PeftModel.from_pretrained(hybrid_judge(seed), tmp_path).eval()
+    close(adapted.eval()(tokens(2, 70)).logits, judge(tokens(2, 70)).logits)
+
+
 @pytest.mark.parametrize("seed", FEW)
 @torch.no_grad()
 def test_a_round_trip_is_exact(seed: int, theirs: Callable[[int], Pair], tmp_path: Path) -> None:
@@ -177,8 +194,13 @@ def test_the_text_of_a_multimodal_folder_is_read_and_the_rest_written_back(
     model.save_pretrained(folder, format="hf")  # over the tensors that it reads
     same_folder(folder, tmp_path / "back")
     model.save_pretrained(tmp_path / "native")
+    native = load(tmp_path / "native")
+    native.save_pretrained(tmp_path / "whole", format="hf", beside=folder)
+    same_folder(folder, tmp_path / "whole")
+    with pytest.raises(UsageError, match="has no tensors that belong beside"):
+        native.save_pretrained(tmp_path / "none", format="hf", beside=tmp_path / "native")
     with pytest.warns(UserWarning, match="the text model alone"):
-        load(tmp_path / "native").save_pretrained(tmp_path / "text", format="hf")
+        native.save_pretrained(tmp_path / "text", format="hf")
     text, report = AutoModelForCausalLM.from_pretrained(tmp_path / "text", output_loading_info=True)
     assert not any(report.values()), report
     close(text.eval()(ids).logits, judge(ids).logits)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,11 +163,67 @@ def test_the_convolution_is_that_of_pytorch(taps: int, length: int) -> None:
 
 def test_without_the_package_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     kernels._kernels.cache_clear()
-    monkeypatch.setitem(__import__("sys").modules, "fla.ops.gated_delta_rule", None)
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
     assert kernels._kernels() is None
     assert kernels._kernels() is None
     assert [record.message for record in caplog.records] == [kernels.HINT]
     kernels._kernels.cache_clear()
+
+
+def stand_ins() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Functions with the arguments of flash-linear-attention's, in its order, that compute by ours."""
+
+    def chunk(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: None = None,
+        initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        assert use_qk_l2norm_in_kernel and scale is None
+        return chunked(q, k, v, g, beta, initial_state)
+
+    def step(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, gk: None = None, gv: None = None, beta: Tensor | None = None,
+        scale: None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        assert use_qk_l2norm_in_kernel and gk is None and gv is None and scale is None and beta is not None
+        return recurrent(q, k, v, g, beta, initial_state)
+
+    return chunk, step
+
+
+def test_kernels_get_each_argument_at_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_kernels", stand_ins)
+    given = inputs(9, (2, 4, 8, 8))
+    state = torch.randn(2, 4, 8, 8)
+    with torch.no_grad():
+        for length in (1, 9):
+            own = [x[:, :length] for x in given]
+            for found, wanted in zip(kernels._by_kernels(*own, state, None), recurrent(*own, state), strict=True):
+                assert found is not None
+                torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "trains"), [((True, True, False), False), ((True, True, True), True), ((False, True, False), True)]
+)
+def test_a_triton_that_breaks_the_backward_leaves_it_to_pytorch(
+    flags: tuple[bool, ...], trains: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    names = ("IS_NVIDIA_HOPPER", "TRITON_ABOVE_3_4_0", "TRITON_ABOVE_3_7_1")
+    monkeypatch.setitem(sys.modules, "fla.utils", SimpleNamespace(**dict(zip(names, flags, strict=True))))
+    monkeypatch.setattr(kernels, "_kernels", stand_ins)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "3.6.0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    kernels._backward_obstacle.cache_clear()
+    try:
+        place = torch.device("cuda"), torch.bfloat16
+        assert kernels.runs_on_kernels(*place) == trains
+        with torch.no_grad():
+            assert kernels.runs_on_kernels(*place)
+        assert len(caplog.records) == (not trains)
+        assert ("Triton 3.6.0" in kernels.delta_rule_kernel(*place)) != trains
+    finally:
+        kernels._backward_obstacle.cache_clear()
 
 
 @pytest.mark.gpu
@@ -179,7 +240,8 @@ def test_kernels_compute_the_same(heads: tuple[int, ...], packed: bool) -> None:
     given = [x.bfloat16() for x in given[:3]] + given[3:]
     leaves, others = ([x.clone().requires_grad_() for x in given] for _ in range(2))
     slope = torch.randn(2, length, heads[1], heads[3], device=DEVICE)
-    assert kernels.runs_on_kernels(given[0].device, given[0].dtype)
+    if kernels._backward_obstacle():
+        pytest.skip(kernels._backward_obstacle())
     out, wanted = delta_rule(*leaves, documents=documents)[0], chunked(*others, documents=documents)[0]
     near(out, wanted)
     for made in (out, wanted):

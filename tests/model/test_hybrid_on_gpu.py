@@ -64,29 +64,39 @@ def difference(one: Tensor, other: Tensor) -> float:
     return ((one.double() - other.double()).norm() / other.double().norm()).item()
 
 
-def same_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor], bound: float) -> None:
-    assert found.keys() == wanted.keys()
-    wrong = {name: difference(found[name], wanted[name]) for name in wanted}
-    assert {name: error for name, error in wrong.items() if not error <= bound} == {}
+def exact(weights: CausalLM, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients in FP32, from the same weights."""
+    model = build("bf16", fused=False, compile=False, dtype=torch.float32)
+    with torch.no_grad():
+        for own, other in zip(model.parameters(), weights.parameters(), strict=True):
+            own.copy_(other)
+    return gradients(model, given)[1]
 
 
 def test_the_kernels_of_the_package_run() -> None:
     pytest.importorskip("fla")
     model = build("bf16")
-    assert delta_rule.runs_on_kernels(model.device, model.dtype)
+    with torch.no_grad():
+        assert delta_rule.runs_on_kernels(model.device, model.dtype)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_default_path_is_the_plain_one(recipe: str, packed: bool) -> None:
-    """Compiled and fused, with the package's kernels, against separate modules and the plain delta rule."""
+    """Compiled, fused and with the package's kernels it is as near to FP32 as separate modules and the plain rule are.
+
+    Near each other they need not be: the gradients of A_log and dt_bias are small sums of large terms.
+    """
     fast, plain = build(recipe), build(recipe, fused=False, compile=False)
     given = batch(fast, packed=packed)
     loss, found = gradients(fast, given)
     with plain_rule():
         expected, wanted = gradients(plain, given)
+        reference = exact(plain, given)
     assert loss.item() == pytest.approx(expected.item(), rel=2e-2)
-    same_gradients(found, wanted, 2 * BOUND[recipe])
+    assert found.keys() == wanted.keys() == reference.keys()
+    errors = {n: (difference(found[n], reference[n]), difference(wanted[n], reference[n])) for n in reference}
+    assert {name: pair for name, pair in errors.items() if not pair[0] <= 2 * pair[1] + BOUND[recipe] / 4} == {}
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])  # under "current" the other documents change the scales

@@ -45,6 +45,12 @@ class Kind(NamedTuple):
 
     fields: dict[str, Any]
     known: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    chooses: bool = False  # whether a rounding may send a token elsewhere, as routers do
+
+    def at(self, where: Where) -> Where:
+        """Return the place, and the bound of this kind there."""
+        place, bound = where
+        return place, 4 * bound if self.chooses and bound > 1e-5 else bound
 
     @property
     def config(self) -> ModelConfig:
@@ -70,9 +76,9 @@ KINDS = {
         )
     ),
     "sliding": Kind(dict(sliding_window=4, layer_types=("sliding_attention", "full_attention", "sliding_attention"))),
-    "experts": Kind(dict(attention_gate="none", qk_norm=True, moe=EXPERTS)),
+    "experts": Kind(dict(attention_gate="none", qk_norm=True, moe=EXPERTS), chooses=True),
     "shared expert": Kind(
-        dict(attention_gate="none", moe=EXPERTS | SHARED, mlp_layer_types=("dense", "sparse", "sparse"))
+        dict(attention_gate="none", moe=EXPERTS | SHARED, mlp_layer_types=("dense", "sparse", "sparse")), chooses=True
     ),
     "linear attention": Kind(
         dict(
@@ -135,7 +141,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("where", WHERE)
 def test_packed_documents_are_those_alone(kind: Kind, where: Where) -> None:
-    place, bound = where
+    place, bound = kind.at(where)
     model, lengths = build(kind, **place), (1, 5, 18)
     ids = tokens(model, 1)
     documents = torch.repeat_interleave(torch.tensor((4, 2, 9)), torch.tensor(lengths))[None].to(ids.device)
@@ -159,7 +165,7 @@ def test_packed_documents_are_those_alone(kind: Kind, where: Where) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("where", WHERE)
 def test_padding_changes_nothing(kind: Kind, where: Where, side: str) -> None:
-    place, bound = where
+    place, bound = kind.at(where)
     model, count = build(kind, **place), 11
     ids = tokens(model)
     mask = torch.ones_like(ids)
@@ -208,7 +214,7 @@ def test_padding_stays_zero(kind: Kind, recipe: str) -> None:
 @torch.no_grad()
 def test_decoding_is_the_forward_pass(kind: Kind, where: Where, padded: bool) -> None:
     """A prompt, several tokens at once and single ones, twice with one cache, which forgets the first text."""
-    place, bound = where
+    place, bound = kind.at(where)
     model = build(kind, **place).eval()
     cache = model.new_cache(2, 24)
     for seed in (1, 2):
@@ -232,7 +238,7 @@ def test_decoding_is_the_forward_pass(kind: Kind, where: Where, padded: bool) ->
 @pytest.mark.parametrize("where", WHERE)
 def test_generation_with_a_cache_is_that_without(kind: Kind, where: Where) -> None:
     """On a GPU the steps are a CUDA graph. Where two logits are equal up to rounding, either may be taken."""
-    place, bound = where
+    place, bound = kind.at(where)
     model = build(kind, **place).eval()
     ids = tokens(model, 2, 7)
     mask = torch.ones_like(ids)
@@ -261,9 +267,9 @@ def test_transformers_generates_the_same_or_says_why_not(kind: Kind) -> None:
             call(ids)
 
 
-def step_of(kind: Kind, recipe: str, mode: str | int, place: dict[str, Any]) -> dict[str, Tensor]:
+def step_of(kind: Kind, recipe: str, mode: str | int, options: dict[str, Any]) -> dict[str, Tensor]:
     """Return all gradients and scales after two passes, the second with packed documents."""
-    model = build(kind, recipe, activation_checkpointing=mode, **place)
+    model = build(kind, recipe, activation_checkpointing=mode, **options)
     model.te.FP8GlobalStateManager.reset()
     ids = tokens(model)
     documents = (torch.arange(24, device=ids.device) // 7).expand_as(ids)
@@ -277,6 +283,18 @@ def step_of(kind: Kind, recipe: str, mode: str | int, place: dict[str, Any]) -> 
 )
 def test_recompute_changes_no_bit(kind: Kind, recipe: str, mode: str | int) -> None:
     assert_same(step_of(kind, recipe, mode, EMULATED), step_of(kind, recipe, "none", EMULATED))
+
+
+FP8_RECIPES = [name for name in list_recipes() if name != "bf16"]
+
+
+@pytest.mark.parametrize(
+    "recipe, mode, kind", every(9, FP8_RECIPES, ("none", "full", "selective"), KINDS), indirect=["kind"]
+)
+def test_an_autocast_per_linear_is_one_around_the_layers(kind: Kind, recipe: str, mode: str | int) -> None:
+    """A model in BF16 whose table has every linear of the blocks in FP8, against a model under that recipe."""
+    precision = {"layers.*": recipe}
+    assert_same(step_of(kind, "bf16", mode, dict(precision=precision)), step_of(kind, recipe, "none", EMULATED))
 
 
 @pytest.mark.parametrize("recipe, kind", every(3, list_recipes(), KINDS), indirect=["kind"])

@@ -76,7 +76,7 @@ def counted(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counte
     calls: Counter[str] = Counter()
     names = {id(m): name for name, m in model.named_modules()}
     with monkeypatch.context() as patch:
-        for kind in (model.te.Linear, model.te.RMSNorm, nn.Embedding):
+        for kind in (*model.te.LINEARS, model.te.RMSNorm, nn.Embedding):
             own = kind.forward
 
             def forward(self: nn.Module, *args: Any, own: Any = own, **options: Any) -> Any:

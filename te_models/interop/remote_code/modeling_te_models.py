@@ -447,7 +447,9 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.lm_head = new_embeddings
 
-    def tie_weights(self, missing_keys: set[str] | None = None, **options: Any) -> None:
+    def tie_weights(  # type: ignore[bad-override]  # its arguments differ between versions
+        self, missing_keys: set[str] | None = None, **options: Any
+    ) -> None:
         """As in the base class; transformers 5.3 believes that a tied head, which no file has, was loaded."""
         if missing_keys is not None:
             options["missing_keys"] = missing_keys
