@@ -157,7 +157,7 @@ def show_linears(model: CausalLM) -> dict[str, tuple[str, ...]]:
         linear, (parent, _, leaf) = model.get_submodule(ours), name.rpartition(".")
         if name == ours:
             if not isinstance(linear, nn.Linear) and type(linear) is model.te.Linear:
-                linear.__class__ = _linear(type(linear))
+                object.__setattr__(linear, "__class__", _linear(type(linear)))
         elif parent == ours.rpartition(".")[0]:
             part = model.get_submodule(parent)
             found[ours] = (*found.get(ours, ()), leaf)
@@ -174,9 +174,8 @@ def _places(model: CausalLM) -> dict[str, Place]:
     try:
         family = family_for(model.config, family_of(config) if config else None)
     except ConfigError:
-        return {
-            name: Place(name, ((0, shapes[name][0]),), 1, tuple(shapes[name])) for name in linears if name in shapes
-        }
+        own = {name: shapes[name] for name in linears if name in shapes}
+        return {name: Place(name, ((0, shape[0]),), 1, tuple(shape)) for name, shape in own.items()}
     places = tensor_places(family, model.config, shapes)
     return {name: place for name, place in places.items() if place.name in linears}
 

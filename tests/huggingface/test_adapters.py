@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fewer import every
+from places import PLACE
 from torch import Tensor
 
 from te_models import CausalLM, TEModelsForCausalLM
@@ -128,6 +129,38 @@ def test_adapters_on_gated_layers_under_a_recipe(
     torch.testing.assert_close(loss, expected, rtol=0, atol=2.0**-7)  # sums of BF16 are in another order
     loss.backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in trainable(ours).values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
+@pytest.mark.parametrize("targets", ["all", "some"])
+def test_adapters_by_the_default_path(
+    recipe: str, targets: str, build: Callable[..., CausalLM], tmp_path: Path
+) -> None:
+    """Transformer Engine's layers, as our own adapters of the same file compute; the loss falls."""
+    options = dict(PLACE, num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0) if recipe != "bf16" else PLACE
+    model = TEModelsForCausalLM.wrap(build(recipe, initializer_range=0.2, **options)).eval()
+    ids = IDS.to(model.device)
+    plain = model(ids).logits.float()
+    ours = peft.get_peft_model(model, config(targets), autocast_adapter_dtype=False)
+    fill(ours)
+    ours.save_pretrained(tmp_path)
+    judge = lora.load_lora(build(recipe, initializer_range=0.2, **options), tmp_path)
+    found, expected = ours.eval()(input_ids=ids).logits.float(), judge(ids).logits.float()
+    # Our own adapters sum in another order: BF16 rounds by up to 2^-9 and E4M3 by 2^-4, which several layers add up.
+    bound = 2.0**-6 if recipe == "bf16" else 2.0**-3
+    assert (found - expected).norm() < bound * expected.norm() < 0.5 * (found - plain).norm()
+    with torch.no_grad():
+        torch.testing.assert_close(ours.base_model.model.model(ids).logits.float(), found, rtol=0, atol=0)
+    optimizer = torch.optim.Adam(trainable(ours).values(), 1e-2)
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = ours.train()(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert min(losses) < losses[0] - 0.1
 
 
 def test_a_merge_into_fp8_weights(build: Callable[..., CausalLM]) -> None:
