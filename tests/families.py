@@ -56,6 +56,7 @@ WINDOWS = {
 # DEFAULT with the scale of queries, which Ministral 3 always has.
 SCALED = dict(llama_4_scaling_beta=0.3, original_max_position_embeddings=7)
 DENSE_AFMOE = dict(num_dense_layers=9, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8)
+ROUTED = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
 DENSE_LAGUNA = dict(mlp_layer_types=["dense"] * 3, num_experts=2, num_experts_per_tok=1)
 
 
@@ -76,6 +77,10 @@ def _experts(common: dict[str, Any], number: str, *names: str, **more: Any) -> d
 
 _ANY = ("one-key", "all-keys", "tied", "untied", "linear", "llama3", "yarn", "gelu")
 _QWEN = dict(moe_intermediate_size=20)
+_DELTANET = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=16)
+_HYBRID = dict(**_QWEN, **_DELTANET, shared_expert_intermediate_size=28, layer_types=["linear_attention", FULL, FULL])
+_HYBRID |= dict(rope_parameters=dict(DEFAULT, partial_rotary_factor=0.5))
+_ONE_LAYER = dict(layer_types=[FULL], num_hidden_layers=1, tie_word_embeddings=True)
 _WHOLE = dict(num_attention_heads=3, num_key_value_heads=1, head_dim=16)
 FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
@@ -188,6 +193,8 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         **{name: {**DENSE_AFMOE, "sliding_window": 6, **shape} for name, shape in _shapes(*EIGHT).items()},
         "mup": dict(**DENSE_AFMOE, mup_enabled=True, global_attn_every_n_layers=2, sliding_window=4),
         "no-rope": dict(**DENSE_AFMOE, layer_types=[FULL] * 3),
+        "experts": dict(**ROUTED, num_dense_layers=1, num_shared_experts=2, route_scale=2.5),
+        "all-sparse": dict(**ROUTED | dict(num_experts_per_tok=5), num_dense_layers=0, num_shared_experts=1),
     },
     "laguna": {
         **{
@@ -197,6 +204,13 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         "odd": {**DENSE_LAGUNA, **SHAPES["odd"], "head_dim": 12},
         "tied": dict(**DENSE_LAGUNA | dict(mlp_layer_types=["dense"]), tie_word_embeddings=True, num_hidden_layers=1),
         "elements": dict(**DENSE_LAGUNA, gating="per-element"),
+        "experts": dict(**ROUTED, mlp_layer_types=["sparse", "dense", "sparse"], shared_expert_intermediate_size=28),
+        "all-sparse": dict(
+            **ROUTED | dict(num_experts_per_tok=1),
+            mlp_layer_types=["sparse"] * 3,
+            shared_expert_intermediate_size=12,
+            moe_routed_scaling_factor=2.5,
+        ),
         "window": dict(**DENSE_LAGUNA, gating="per-head", **WINDOWS["window"]),
         "ropes": dict(
             **DENSE_LAGUNA,
@@ -222,6 +236,34 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         normed=dict(norm_topk_prob=True, qkv_bias=False),
         steps=dict(decoder_sparse_step=2, mlp_only_layers=[0]),
         window=dict(use_sliding_window=True, sliding_window=5, max_window_layers=2),
+    ),
+    "qwen3_next": _experts(
+        _HYBRID,
+        "num_experts",
+        "one-key",
+        "all-keys",
+        "untied",
+        tied=_ONE_LAYER,
+        plain=dict(norm_topk_prob=False),
+        mixed=dict(mlp_only_layers=[1]),
+        steps=dict(decoder_sparse_step=2),
+        all=dict(num_experts_per_tok=5),
+        full=dict(layer_types=[FULL] * 3),
+        linear=dict(layer_types=["linear_attention", "linear_attention", FULL]),
+    ),
+    "qwen3_5_moe_text": _experts(
+        _HYBRID,
+        "num_experts",
+        "one-key",
+        "all-keys",
+        "untied",
+        tied=_ONE_LAYER,
+        all=dict(num_experts_per_tok=5),
+        full=dict(layer_types=[FULL] * 3),
+        linear=dict(layer_types=["linear_attention", "linear_attention", FULL]),
+        one=dict(num_experts=1, num_experts_per_tok=1),
+        narrow=dict(moe_intermediate_size=4),
+        wide=dict(shared_expert_intermediate_size=100),
     ),
     "mixtral": _experts({}, "num_local_experts", *_ANY, window=dict(sliding_window=5)),
     "olmoe": _experts(
@@ -265,5 +307,5 @@ def make_config(case: str) -> Any:
         fields["bos_token_id"] = 1
     if family == "laguna":
         fields.setdefault("rope_parameters", _laguna({**HALF, "rope_type": "default"}))
-        fields["mlp_layer_types"] = ["dense"] * fields["num_hidden_layers"]
+        fields["mlp_layer_types"] = fields["mlp_layer_types"][: fields["num_hidden_layers"]]
     return transformers.AutoConfig.for_model(family, **fields)

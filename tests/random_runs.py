@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any, NamedTuple
 
@@ -107,10 +108,27 @@ class Life(NamedTuple):
     kills: tuple[int, ...]
 
 
+def other_kinds(rng: random.Random, config: ModelConfig) -> ModelConfig:
+    """Return the same model, perhaps with layers of linear attention, or with experts."""
+    kind, layers = rng.choice(("attention", "attention", "linear attention", "experts")), config.num_hidden_layers
+    if kind == "linear attention" and config.norm_position == "pre":
+        sizes = dict(num_key_heads=2, num_value_heads=rng.choice((2, 4)), key_head_dim=16, value_head_dim=16)
+        types = tuple(rng.choice(("linear_attention", "full_attention")) for _ in range(layers))
+        return dataclasses.replace(config, layer_types=types, sliding_window=None, linear_attention=sizes)
+    if kind == "experts" and config.mlp_gate and config.hidden_act == "silu" and not config.mlp_bias:
+        count = rng.randint(2, 5)
+        sizes = dict(num_experts=count, num_experts_per_tok=rng.randint(1, count), moe_intermediate_size=32)
+        return dataclasses.replace(config, moe=sizes | dict(norm_topk_prob=rng.random() < 0.5))
+    return config
+
+
 def draw_life(rng: random.Random, recipes: list[str]) -> Life:
     """Return a run of a few steps on batches of random sizes and forms."""
-    config, recipe, steps = draw_config(rng, aligned=True), rng.choice(recipes), rng.randint(2, 4)
+    config, recipe, steps = other_kinds(rng, draw_config(rng, aligned=True)), rng.choice(recipes), rng.randint(2, 4)
     build: dict[str, Any] = dict(recipe=recipe, dtype=torch.bfloat16)
+    if recipe != "bf16" and rng.random() < 0.3:
+        names = ("*.down_proj", "*.o_proj", "layers.0.*", f"layers.{config.num_hidden_layers - 1}.*")
+        build |= dict(precision={name: rng.choice(("bf16", "current", "delayed")) for name in rng.sample(names, 2)})
     if recipe != "bf16":
         edges = dict(num_layers_at_start_in_bf16=rng.choice((0, 0, 1)), num_layers_at_end_in_bf16=rng.choice((0, 0, 1)))
         build |= edges if sum(edges.values()) < config.num_hidden_layers else dict.fromkeys(edges, 0)

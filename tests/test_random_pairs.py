@@ -21,6 +21,7 @@ from torch import Tensor
 
 from te_models import CausalLM, list_recipes
 from te_models.config.training import TrainConfig
+from te_models.errors import ConfigError, UsageError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.training.trainer import Trainer
 
@@ -49,7 +50,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
-@pytest.mark.parametrize("number", cases(40, 400))
+@pytest.mark.parametrize("number", cases(30, 400))
 def test_a_random_model_is_the_fp64_model(number: int) -> None:
     """Logits of every document, the loss, and the gradient of every parameter, in FP32."""
     rng = random.Random(number)
@@ -108,7 +109,7 @@ def everything(run: Trainer) -> dict[str, Tensor]:
     return {**{name: p.detach() for name, p in model.named_parameters()}, **fp8_state(model), **masters}
 
 
-@pytest.mark.parametrize("number", cases(14, 300))
+@pytest.mark.parametrize("number", cases(6, 300))
 def test_a_random_life_ends_as_if_nothing_had_happened(number: int, tmp_path: Path) -> None:
     """A run that saves in the background, is killed after random steps and resumed each time, ends in the same bits as
     one that did neither; its model, saved and loaded, answers as it does.
@@ -116,6 +117,11 @@ def test_a_random_life_ends_as_if_nothing_had_happened(number: int, tmp_path: Pa
     rng = random.Random(number)
     life = draw_life(rng, list_recipes())
     about = str(life._replace(batches=[]))
+    try:
+        trainer(life, tmp_path / "refused")
+    except (ConfigError, UsageError) as refused:  # adapters or patterns that name nothing in this model
+        assert "\n" not in str(refused), about
+        return
     with torch.compiler.set_stance("force_eager"):
         whole = trainer(life._replace(fields=life.fields | dict(save_every=0)), tmp_path / "whole")
         whole.run()

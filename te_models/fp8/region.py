@@ -214,7 +214,7 @@ def _discarding_amaxes_of_a_failure(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def preserve_scales_in_backward(model: nn.Module, outputs: Iterable[Tensor | None]) -> None:
+def preserve_scales_in_backward(model: nn.Module, outputs: Iterable[Tensor]) -> None:
     """Restore every scale and amax history of `model` after a backward from `outputs`, which were evaluated.
 
     A backward quantizes gradients, whose amaxes and scale update belong to training only.
@@ -235,5 +235,5 @@ def preserve_scales_in_backward(model: nn.Module, outputs: Iterable[Tensor | Non
         torch.autograd.Variable._execution_engine.queue_callback(restore)
 
     for output in outputs:
-        if output is not None and output.requires_grad:
+        if output.requires_grad:
             output.register_hook(save)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from te_models.interop import hf_places as places
 from te_models.interop.hf_experts import (
     ALL_SLIDE_BY_FLAG,
     GLM_EXPERTS,
@@ -16,9 +17,6 @@ from te_models.interop.hf_experts import (
 from te_models.interop.hf_family import LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
 from te_models.interop.hf_parts import EVEN_SLIDE_BY_FLAG, PARTIAL_ROPE, ROPE, WINDOW, activation, biases
 from te_models.interop.hf_places import EXPERTS, LAYER, NORMED_LAYER
-from te_models.interop.hf_places import GLM_EXPERTS as GLM_EXPERT_PLACES
-from te_models.interop.hf_places import MIXTRAL_EXPERTS as MIXTRAL_PLACES
-from te_models.interop.hf_places import QWEN2_EXPERTS as QWEN2_EXPERT_PLACES
 
 ACT = activation()
 
@@ -33,7 +31,7 @@ EXPERT_FAMILIES = (
     ),
     Family(
         model_type="qwen2_moe", architecture="Qwen2MoeForCausalLM", models="Qwen1.5-MoE, Qwen2-57B-A14B",
-        layer={**LAYER, **QWEN2_EXPERT_PLACES}, parts=(ROPE, EVEN_SLIDE_BY_FLAG, ACT, QKV_BIAS, QWEN2_EXPERTS),
+        layer={**LAYER, **places.QWEN2_EXPERTS}, parts=(ROPE, EVEN_SLIDE_BY_FLAG, ACT, QKV_BIAS, QWEN2_EXPERTS),
         constants=UNGATED,
         defaults={**LENGTHS, "num_key_value_heads": 16, "max_window_layers": 28, "num_experts": 60,
                   "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
@@ -42,7 +40,7 @@ EXPERT_FAMILIES = (
     ),
     Family(
         model_type="mixtral", architecture="MixtralForCausalLM", models="Mixtral 8x7B, 8x22B",
-        layer={**{name: rows for name, rows in LAYER.items() if "mlp" not in name}, **MIXTRAL_PLACES},
+        layer={**{name: rows for name, rows in LAYER.items() if "mlp" not in name}, **places.MIXTRAL_EXPERTS},
         parts=(ROPE, WINDOW, ACT, MIXTRAL_EXPERTS), constants=UNGATED,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "bos_token_id": 1,
                   "eos_token_id": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001,
@@ -59,7 +57,7 @@ EXPERT_FAMILIES = (
     ),
     Family(
         model_type="glm4_moe", architecture="Glm4MoeForCausalLM", models="GLM-4.5, GLM-4.6, GLM-4.7",
-        layer={**NORMED_LAYER, **GLM_EXPERT_PLACES},
+        layer={**NORMED_LAYER, **places.GLM_EXPERTS},
         parts=(PARTIAL_ROPE, ACT, biases(out=None), QK_NORM, GLM_EXPERTS), constants=UNGATED,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None, "rms_norm_eps": 1e-5,
                   "partial_rotary_factor": 0.5, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 1,

@@ -33,6 +33,10 @@ def _write_steps(dense: list[bool]) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": [layer for layer, one in enumerate(dense) if one]}
 
 
+def _types(theirs: Values) -> list[str]:
+    return theirs.get("mlp_layer_types") or ["dense"] + ["sparse"] * (theirs["num_hidden_layers"] - 1)
+
+
 def first_dense(key: str) -> Layout:
     """Return the layout of families whose first layers, as many as `key` says, are dense."""
 
@@ -44,54 +48,60 @@ def first_dense(key: str) -> Layout:
 
 
 STEPS = Layout(("decoder_sparse_step", "mlp_only_layers"), _read_steps, _write_steps)
+TYPES = Layout(
+    ("mlp_layer_types",),
+    lambda theirs: [kind == "dense" for kind in _types(theirs)],
+    lambda dense: {"mlp_layer_types": ["dense" if one else "sparse" for one in dense]},
+)
 ALL_SPARSE = Layout((), lambda theirs: [False] * theirs["num_hidden_layers"], lambda dense: {})
 
 
-def experts(layout: Layout, keys: Mapping[str, str], *, number: str = "num_experts", **constants: Any) -> Part:
+def experts(
+    layout: Layout,
+    keys: Mapping[str, str],
+    *,
+    number: str = "num_experts",
+    shared: str = "",
+    without: Mapping[str, Any] | None = None,
+    **constants: Any,
+) -> Part:
     """Return the part of a family with experts.
 
     Args:
         layout: which layers are dense.
         keys: field of MoEConfig -> their key, of those that differ between models.
         number: their key for the number of experts, which may also be "num_local_experts".
+        shared: their key for the number of experts that all tokens go through, each as wide as another; "": none.
+        without: what is written for a model without experts beside the layout; None: the family has none.
         constants: fields of MoEConfig that all models of the family share.
     """
 
     def read(theirs: Values) -> dict[str, Any]:
-        dense = layout.read(theirs)
-        if all(dense):
+        dense, count = layout.read(theirs), theirs.get("num_local_experts", theirs.get(number))
+        if all(dense) or (count == 0 and without is not None):
             return {}
-        count = theirs.get("num_local_experts", theirs.get(number)) if number == "num_experts" else theirs.get(number)
         if not isinstance(count, int):
             raise ConfigError(f"it lacks {number}")
         moe = {**constants, "num_experts": count, **{ours: theirs[key] for ours, key in keys.items() if key in theirs}}
+        if shared:
+            moe["shared_expert_intermediate_size"] = theirs[shared] * moe["moe_intermediate_size"]
         types = ["dense" if one else "sparse" for one in dense]
         return {"moe": moe, "mlp_layer_types": types if any(dense) else None}
 
     def write(config: ModelConfig) -> dict[str, Any]:
         if config.moe is None:
-            raise ConfigError("a family with experts writes no model without them")
+            if without is None:
+                raise ConfigError("a family with experts writes no model without them")
+            return {**without, **layout.write([True] * config.num_hidden_layers)}
         values = field_values(config.moe)
         kinds = config.mlp_layer_types or ["sparse"] * config.num_hidden_layers
         theirs = {number: config.moe.num_experts, **{key: values[ours] for ours, key in keys.items()}}
+        if shared:
+            theirs[shared] = config.moe.shared_expert_intermediate_size // config.moe.moe_intermediate_size
         return theirs | layout.write([kind == "dense" for kind in kinds])
 
-    known = (number, "num_local_experts") if number == "num_experts" else (number,)
-    return Part((*known, *keys.values(), *layout.keys), read, write)
-
-
-def _read_shared(theirs: Values) -> dict[str, Any]:
-    """Read the shared experts of GLM, whose width is a number of experts' widths."""
-    found = GLM_ROUTED.read(theirs)
-    if "moe" in found:
-        found["moe"]["shared_expert_intermediate_size"] = theirs["n_shared_experts"] * theirs["moe_intermediate_size"]
-    return found
-
-
-def _write_shared(config: ModelConfig) -> dict[str, Any]:
-    found = GLM_ROUTED.write(config)
-    assert config.moe is not None
-    return found | {"n_shared_experts": config.moe.shared_expert_intermediate_size // config.moe.moe_intermediate_size}
+    known = dict.fromkeys((number, "num_local_experts", *keys.values(), *layout.keys, *([shared] if shared else [])))
+    return Part(tuple(known), read, write)
 
 
 _CHOSEN = {"num_experts_per_tok": "num_experts_per_tok"}
@@ -99,11 +109,12 @@ _LOSS = {"router_aux_loss_coef": "router_aux_loss_coef"}
 _NORMED = {"norm_topk_prob": "norm_topk_prob"}
 _SIZE = {"moe_intermediate_size": "moe_intermediate_size"}
 _SAME_SIZE = {"moe_intermediate_size": "intermediate_size"}  # which dense layers would have
+_SHARED = {"shared_expert_intermediate_size": "shared_expert_intermediate_size"}
 _QWEN = {**_CHOSEN, **_LOSS, **_NORMED, **_SIZE}
 QWEN3_EXPERTS = experts(STEPS, _QWEN)
 QWEN2_EXPERTS = experts(
     STEPS,
-    {**_QWEN, "shared_expert_intermediate_size": "shared_expert_intermediate_size"},
+    {**_QWEN, **_SHARED},
     shared_expert_gate=True,
 )
 MIXTRAL_EXPERTS = experts(
@@ -112,16 +123,38 @@ MIXTRAL_EXPERTS = experts(
     number="num_local_experts",
 )
 OLMOE_EXPERTS = experts(ALL_SPARSE, {**_CHOSEN, **_LOSS, **_NORMED, **_SAME_SIZE})
-GLM_ROUTED = experts(
+_SIGMOID: dict[str, Any] = dict(router_scores="sigmoid", expert_bias=True)
+GLM_EXPERTS = experts(
     first_dense("first_k_dense_replace"),
     {**_CHOSEN, **_NORMED, **_SIZE, **{key: key for key in ("routed_scaling_factor", "n_group", "topk_group")}},
     number="n_routed_experts",
-    router_scores="sigmoid",
+    shared="n_shared_experts",
     router_fp32=True,
-    expert_bias=True,
     router_aux_loss_coef=0.0,
+    **_SIGMOID,
 )
-GLM_EXPERTS = Part((*GLM_ROUTED.keys, "n_shared_experts"), _read_shared, _write_shared)
+NEXT_EXPERTS = experts(STEPS, {**_QWEN, **_SHARED}, without={"num_experts": 0}, shared_expert_gate=True)
+QWEN3_5_EXPERTS = experts(ALL_SPARSE, {**_CHOSEN, **_LOSS, **_SIZE, **_SHARED}, shared_expert_gate=True)
+AFMOE_EXPERTS = experts(
+    first_dense("num_dense_layers"),
+    {**_CHOSEN, **_SIZE, "routed_scaling_factor": "route_scale"},
+    shared="num_shared_experts",
+    without={},
+    router_aux_loss_coef=0.0,
+    **_SIGMOID,
+)
+LAGUNA_EXPERTS = experts(
+    TYPES,
+    {**_CHOSEN, **_LOSS, **_SIZE, **_SHARED, "routed_scaling_factor": "moe_routed_scaling_factor"},
+    without={},
+    **_SIGMOID,
+)
+# A family without dense layers need not give their width, which then means nothing.
+NO_WIDTH = Part(
+    (),
+    lambda theirs: {"intermediate_size": theirs["intermediate_size"] or theirs["moe_intermediate_size"]},
+    lambda config: {},
+)
 QKV_BIAS = Part(
     ("qkv_bias",),
     lambda theirs: {"attention_bias": theirs["qkv_bias"]},

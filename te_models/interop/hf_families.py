@@ -14,14 +14,22 @@ from typing import Any
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, unknown
+from te_models.interop import hf_places as places
 from te_models.interop.hf_expert_families import EXPERT_FAMILIES
+from te_models.interop.hf_experts import (
+    AFMOE_EXPERTS,
+    IGNORED,
+    LAGUNA_EXPERTS,
+    NEXT_EXPERTS,
+    NO_WIDTH,
+    QWEN3_5_EXPERTS,
+)
 from te_models.interop.hf_family import COPIED, LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
-from te_models.interop.hf_hybrid_parts import DENSE, HYBRID, MROPE
+from te_models.interop.hf_hybrid_parts import HYBRID, MROPE
 from te_models.interop.hf_parts import (
     AFMOE_WINDOW,
     ALL_SLIDE,
     ATTENTION_MULTIPLIER,
-    DENSE_AFMOE,
     EMBEDDING_ROOT,
     EXAONE_WINDOW,
     FIRST_OF_FOUR_IS_FULL,
@@ -30,6 +38,7 @@ from te_models.interop.hf_parts import (
     INTERNLM_BIASES,
     LAGUNA,
     LAGUNA_ROPE,
+    MUP,
     NO_ROPE,
     OLMO3_ROPE,
     OWN,
@@ -87,11 +96,6 @@ _GEMMA = {
 }  # fmt: skip
 _NO_BIAS = {"attention_bias": (False,)}
 _CAUSAL = {"use_bidirectional_attention": (None, False)}
-_EXPERTS = (
-    "moe_intermediate_size", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
-    "shared_expert_intermediate_size",
-)  # fmt: skip
-
 _GATED_NEXT = {"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True}
 _QWEN3_5: dict[str, Any] = dict(
     layer=QWEN3_5_LAYER, parts=(MROPE, HYBRID, ACT), constants=_GATED_NEXT,
@@ -99,6 +103,15 @@ _QWEN3_5: dict[str, Any] = dict(
     only={**NO_DROPOUT, **_NO_BIAS, "attn_output_gate": (True,)},
     ignored=frozenset(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers")),
 )  # fmt: skip
+_QWEN3_5_MOE: dict[str, Any] = {
+    **_QWEN3_5,
+    "layer": {**QWEN3_5_LAYER, **places.QWEN2_EXPERTS},
+    "parts": (MROPE, HYBRID, ACT, QWEN3_5_EXPERTS, NO_WIDTH),
+    "defaults": {**LENGTHS, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
+                 "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "intermediate_size": 0,
+                 "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001},
+    "ignored": _QWEN3_5["ignored"] | IGNORED,
+}  # fmt: skip
 
 FAMILIES = (
     Family(
@@ -153,13 +166,26 @@ FAMILIES = (
         note="the text model of a folder whose other tensors are kept aside and written back",
     ),
     Family(
-        model_type="qwen3_next", architecture="Qwen3NextForCausalLM", models="Qwen3-Next where every layer is dense",
-        layer=QWEN3_NEXT_LAYER, parts=(PARTIAL_ROPE, DENSE, HYBRID, ACT), constants=_GATED_NEXT,
+        model_type="qwen3_5_moe_text", architecture="Qwen3_5MoeForCausalLM",
+        models="Qwen3.5, 3.6 and 3.8 with experts (text), such as 35B-A3B", **_QWEN3_5_MOE,
+        note="as the dense ones, with experts and one for all tokens with a gate",
+    ),
+    Family(
+        model_type="qwen3_5_moe", architecture="Qwen3_5MoeForConditionalGeneration",
+        models="Qwen3.5, 3.6 and 3.8 with experts, with images", **_QWEN3_5_MOE, inner="text_config",
+        root="model.language_model.", aside=("model.visual.", "mtp."), accepts=lambda config: False,
+        note="the text model of a folder whose other tensors are kept aside and written back",
+    ),
+    Family(
+        model_type="qwen3_next", architecture="Qwen3NextForCausalLM", models="Qwen3-Next",
+        layer={**QWEN3_NEXT_LAYER, **places.QWEN2_EXPERTS}, parts=(PARTIAL_ROPE, NEXT_EXPERTS, HYBRID, ACT),
+        constants=_GATED_NEXT,
         defaults={**LENGTHS, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
-                  "num_experts": 512, "decoder_sparse_step": 1, "mlp_only_layers": ()},
-        only={**NO_DROPOUT, **_NO_BIAS}, ignored=frozenset((*_EXPERTS, "norm_topk_prob")),
+                  "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True,
+                  "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001},
+        only={**NO_DROPOUT, **_NO_BIAS}, ignored=IGNORED,
         note="the gate after the queries of each head, RoPE on a part of each head, norms that store gamma - 1, "
-             "Gated DeltaNet in some layers",
+             "Gated DeltaNet in some layers; experts",
     ),
     Family(
         model_type="ministral", architecture="MinistralForCausalLM", models="Ministral", layer=LAYER,
@@ -282,25 +308,27 @@ FAMILIES = (
         note="as Gemma 2, with norms of q and k instead of caps; layers with a sliding window have a RoPE of their own",
     ),
     Family(
-        model_type="afmoe", architecture="AfmoeForCausalLM", models="AFMoE where every layer is dense",
-        layer=AFMOE_LAYER, parts=(ROPE, AFMOE_WINDOW, ACT, DENSE_AFMOE),
+        model_type="afmoe", architecture="AfmoeForCausalLM", models="Trinity (AFMoE)",
+        layer={**AFMOE_LAYER, **places.AFMOE_EXPERTS}, parts=(ROPE, AFMOE_WINDOW, ACT, AFMOE_EXPERTS, MUP),
         constants={"attention_gate": "elementwise", "qk_norm": True, "norm_position": "both"},
         defaults={"max_position_embeddings": 16384, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 1024,
-                  "num_dense_layers": 1, "num_experts": 64, "global_attn_every_n_layers": 4, "mup_enabled": False},
-        only={**NO_DROPOUT, **_NO_BIAS}, ignored=frozenset((*_EXPERTS, "num_shared_experts", "route_scale")),
+                  "num_dense_layers": 1, "num_experts": 64, "global_attn_every_n_layers": 4, "mup_enabled": False,
+                  "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "num_shared_experts": 2, "route_scale": 1.0},
+        only={**NO_DROPOUT, **_NO_BIAS}, ignored=IGNORED | {"router_aux_loss_coef"},
         note="a projection for the gate, four norms per layer, RoPE in layers with a sliding window only",
     ),
     Family(
-        model_type="laguna", architecture="LagunaForCausalLM", models="Laguna where every layer is dense",
-        layer=LAGUNA_LAYER, parts=(LAGUNA_ROPE, ACT, LAGUNA),
+        model_type="laguna", architecture="LagunaForCausalLM", models="Laguna",
+        layer={**LAGUNA_LAYER, **places.LAGUNA_EXPERTS}, parts=(LAGUNA_ROPE, ACT, LAGUNA, LAGUNA_EXPERTS),
         constants={"attention_gate_activation": "softplus", "qk_norm": True},
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
-                  "sliding_window": 512, "gating": True, "rope_theta": 500000.0, "rope_local_base_freq": 10000.0},
-        only={**NO_DROPOUT, **_NO_BIAS},
-        ignored=frozenset((
-            *_EXPERTS, "num_experts", "moe_routed_scaling_factor", "moe_apply_router_weight_on_input",
-            "moe_router_logit_softcapping",
-        )),
+                  "sliding_window": 512, "gating": True, "rope_theta": 500000.0, "rope_local_base_freq": 10000.0,
+                  "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+                  "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001,
+                  "moe_routed_scaling_factor": 1.0},
+        only={**NO_DROPOUT, **_NO_BIAS, "moe_apply_router_weight_on_input": (False,),
+              "moe_router_logit_softcapping": (0.0,)},
+        ignored=IGNORED,
         note="a projection for the gate, which is a softplus; one RoPE for each kind of layer",
     ),
     *EXPERT_FAMILIES,

@@ -60,7 +60,7 @@ class Family:
         config = self.text(config)
         self._refuse_unsupported(config)
         for key in SIZES:
-            if not isinstance(config.get(key), int):
+            if not isinstance(config.get(key, self.defaults.get(key)), int):
                 raise ConfigError(
                     f"{key}={config[key]!r} is not a whole number" if key in config else f"it lacks {key}"
                 )

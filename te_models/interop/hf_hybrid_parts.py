@@ -16,19 +16,6 @@ from te_models.interop.hf_parts import PARTIAL_ROPE, Part, Values, read_rope, ro
 DELTANET_SIZES = tuple(field.name for field in dataclasses.fields(DeltaNetConfig))
 
 
-def _read_dense(theirs: Values) -> dict[str, Any]:
-    """Refuse layers with experts."""
-    experts, step = theirs["num_experts"], theirs["decoder_sparse_step"]
-    for layer in range(theirs["num_hidden_layers"]):
-        if experts and (layer + 1) % step == 0 and layer not in theirs["mlp_only_layers"]:
-            raise ConfigError(f"num_experts={experts} in layer {layer} is not supported: te-models reads dense layers")
-    return {}
-
-
-def _write_dense(config: ModelConfig) -> dict[str, Any]:
-    return {"num_experts": 0, "mlp_only_layers": list(range(config.num_hidden_layers))}
-
-
 _LINEAR = "linear_"  # the prefix of the sizes of Gated DeltaNet
 
 
@@ -66,7 +53,6 @@ def _read_mrope(theirs: Values) -> dict[str, Any]:
     return read_rope(found)
 
 
-DENSE = Part(("mlp_only_layers", "num_experts", "decoder_sparse_step"), _read_dense, _write_dense)
 HYBRID = Part(
     ("layer_types", "full_attention_interval", *(_LINEAR + name for name in DELTANET_SIZES)),
     _read_hybrid,

@@ -368,24 +368,9 @@ def _write_multiplier(config: ModelConfig) -> float:
     return config.head_dim**-0.5 if config.attention_multiplier is None else config.attention_multiplier
 
 
-def _read_dense_afmoe(theirs: Values) -> dict[str, Any]:
-    """Refuse layers with experts."""
-    dense, count = theirs["num_dense_layers"], theirs["num_hidden_layers"]
-    if dense < count:
-        raise ConfigError(
-            f"num_experts={theirs['num_experts']} in layer {dense} is not supported: te-models reads dense layers"
-        )
-    return {"embedding_multiplier": theirs["hidden_size"] ** 0.5 if theirs["mup_enabled"] else 1.0}
-
-
 def _read_laguna(theirs: Values) -> dict[str, Any]:
-    """Read the gate; refuse layers with experts, and layers with different numbers of heads."""
-    count, heads = theirs["num_hidden_layers"], theirs["num_attention_heads"]
-    for layer, kind in enumerate(theirs.get("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)):
-        if kind != "dense":
-            raise ConfigError(
-                f"mlp_layer_types: layer {layer} is {kind!r}, which is not supported: te-models reads dense"
-            )
+    """Read the gate; refuse layers with different numbers of heads."""
+    heads = theirs["num_attention_heads"]
     if any(own != heads for own in theirs.get("num_attention_heads_per_layer") or ()):
         raise ConfigError("num_attention_heads_per_layer with different numbers is not supported")
     gates = {True: "headwise", "per-head": "headwise", "per-element": "elementwise"}
@@ -395,11 +380,9 @@ def _read_laguna(theirs: Values) -> dict[str, Any]:
 
 
 def _write_laguna(config: ModelConfig) -> dict[str, Any]:
-    count = config.num_hidden_layers
     gates = {"headwise": "per-head", "elementwise": "per-element"}
-    heads = [config.num_attention_heads] * count
-    gating = gates.get(config.attention_gate, False)
-    return {"gating": gating, "mlp_layer_types": ["dense"] * count, "num_attention_heads_per_layer": heads}
+    heads = [config.num_attention_heads] * config.num_hidden_layers
+    return {"gating": gates.get(config.attention_gate, False), "num_attention_heads_per_layer": heads}
 
 
 ROPE = Part(("rope_theta", "rope_scaling", "rope_parameters"), _read_whole_rope, _write_rope)
@@ -425,17 +408,17 @@ EXAONE_WINDOW = window_with_rope(_by_pattern("sliding_window_pattern"), "sliding
 AFMOE_WINDOW = window_with_rope(_by_pattern("global_attn_every_n_layers"), "global_attn_every_n_layers")
 NO_ROPE = Part(("no_rope_layers", "no_rope_layer_interval"), _read_no_rope, _write_no_rope)
 GATE = Part((*GATE_FLAGS.values(), "use_qk_norm"), _read_gate, _write_gate)
-DENSE_AFMOE = Part(
-    ("num_dense_layers", "num_experts", "mup_enabled"),
-    _read_dense_afmoe,
-    lambda config: {"num_dense_layers": config.num_hidden_layers, "mup_enabled": config.embedding_multiplier != 1},
+MUP = Part(
+    ("mup_enabled",),
+    lambda theirs: {"embedding_multiplier": theirs["hidden_size"] ** 0.5 if theirs["mup_enabled"] else 1.0},
+    lambda config: {"mup_enabled": config.embedding_multiplier != 1},
 )
 INTERNLM_BIASES = Part(
     ("attention_bias", "mlp_bias", "qkv_bias", "bias"),
     _read_internlm_biases,
     lambda config: {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias},
 )
-LAGUNA = Part(("gating", "mlp_layer_types", "num_attention_heads_per_layer"), _read_laguna, _write_laguna)
+LAGUNA = Part(("gating", "num_attention_heads_per_layer"), _read_laguna, _write_laguna)
 ATTENTION_MULTIPLIER = Part(
     ("attention_multiplier",),
     lambda theirs: _multiplier(theirs, theirs["attention_multiplier"]),

@@ -102,6 +102,14 @@ GLM_EXPERTS = {
     **_experts(_ONE_EXPERT, shared="mlp.shared_experts"),
     "mlp.gate.e_score_correction_bias": Rows("mlp.expert_bias"),
 }
+AFMOE_EXPERTS = {
+    **_experts(_ONE_EXPERT, "mlp.router.gate", shared="mlp.shared_experts"),
+    "mlp.expert_bias": Rows("mlp.expert_bias"),
+}
+LAGUNA_EXPERTS = {
+    **_experts(_ONE_EXPERT, shared="mlp.shared_expert"),
+    "mlp.experts.e_score_correction_bias": Rows("mlp.expert_bias"),
+}
 MIXTRAL_EXPERTS = _experts(("block_sparse_moe.experts.{}", "w1", "w3", "w2"), "block_sparse_moe.gate")
 UNGATED_MLP_LAYER = {name: rows for name, rows in LAYER.items() if name != "mlp.gate_proj"}
 # The gate comes out of q_proj: after the queries of each group of heads that share a key, or of each head.

@@ -28,6 +28,7 @@ from te_models.kernels.from_inputs import from_inputs
 
 log = logging.getLogger(__name__)
 
+WIDEST = 256  # channels per key head that the kernels compute
 EPSILON = 1e-6  # added to the squared lengths of queries and keys
 # Instead of exp(g) = 0 at the first token of a document: kernels without document boundaries sum g, and differences of
 # sums with -infinity are NaN. exp(-60) is 9e-27, which changes no FP32 number that it is added to.
@@ -49,7 +50,7 @@ def delta_rule(
         state: before the first token, FP32 [B, value heads, d_k, d_v]; None: zeros, and no state is returned.
         documents: int [B, S]; the state is zero wherever a token's document is not that of the token before it.
     """
-    if runs_on_kernels(q.device, q.dtype):
+    if runs_on_kernels(q.device, q.dtype) and k.shape[3] <= WIDEST:
         return _by_kernels(q, k, v, g, beta, state, documents)
     if state is None:
         return _outputs(q, k, v, g, beta, documents), None
@@ -144,7 +145,7 @@ def _prepared(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Te
     q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON) for x in (q, k))
     q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q * width**-0.5, k))
     if state is None:
-        state = v.new_zeros(len(v), heads, width, v.shape[3])
+        state = v.new_zeros(v.shape[0], heads, width, v.shape[3])
     return q, k, v, state
 
 

@@ -37,11 +37,10 @@ def from_inputs(function: Callable[..., Result]) -> Callable[..., Any]:
 
     In a graph that torch.compile or torch.export traces, the compiler chooses what is stored.
     """
+    return functools.partial(_call, function)  # which a model with these kernels can be pickled with
 
-    @functools.wraps(function)
-    def call(*inputs: Tensor | None, **options: Any) -> Result:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return function(*inputs, **options)
-        return _FromInputs.apply(functools.partial(function, **options), *inputs)
 
-    return call
+def _call(function: Callable[..., Result], *inputs: Tensor | None, **options: Any) -> Result:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return function(*inputs, **options)
+    return _FromInputs.apply(functools.partial(function, **options), *inputs)

@@ -306,7 +306,7 @@ class Decoder(nn.Module):
         if output.loss is not None and unknown is not None:
             output = output._replace(loss=nan_if(output.loss, unknown))
         if self.recipe.stateful and evaluated:
-            preserve_scales_in_backward(self, (output.loss, output.logits))
+            preserve_scales_in_backward(self, output.tensors)
         return output
 
     def _too_small_to_share(self, tokens: Tensor) -> bool:

@@ -105,7 +105,7 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
             state = context.cache.recurrent(
                 self.layer, lambda: self.new_state(context.batch, 0, mixed.device, mixed.dtype)
             )
-        tail = None if state is None else state.tail
+        tail, before = (None, None) if state is None else state.read()
         parts = (sizes.key_size, sizes.key_size, sizes.value_size)
         how = dict(sizes=parts, activation=self.spec.activation)
         q, k, v = kernels.mixed_parts(mixed, tail, self.conv1d.weight, context.documents, **how)
@@ -113,10 +113,9 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         g, beta = kernels.delta_gates(ba, self.A_log, self.dt_bias, real)
         q, k = (t.unflatten(-1, (-1, sizes.key_head_dim)) for t in (q, k))
         v = v.unflatten(-1, (-1, sizes.value_head_dim))
-        before = None if state is None else state.matrix
         out, matrix = delta_rule(q, k, v, g, beta, before, context.documents)
-        if state is not None and matrix is not None:
-            state.write(_newest(torch.cat((state.tail, mixed), dim=1), seq, counts), matrix)
+        if state is not None and tail is not None and matrix is not None:
+            state.write(_newest(torch.cat((tail, mixed), dim=1), seq, counts), matrix)
         return out
 
 

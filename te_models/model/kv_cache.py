@@ -99,6 +99,12 @@ class RecurrentState:
         self.tail.zero_()
         self.matrix.zero_()
 
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return both as they are before the new tokens; copies where autograd may save them, since `write` follows."""
+        if torch.is_grad_enabled():
+            return self.tail.clone(), self.matrix.clone()
+        return self.tail, self.matrix
+
     @torch.no_grad()
     def write(self, tail: Tensor, matrix: Tensor) -> None:
         """Overwrite both in place, since a captured step reads them at their addresses."""

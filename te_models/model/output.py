@@ -20,5 +20,10 @@ class Output(NamedTuple):
     logits: Any
     routing: RoutingReport | None = None
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of it that a backward may start from."""
+        return [tensor for tensor in (self.loss, self.logits, *(self.routing or ())) if tensor is not None]
+
 
 _register_namedtuple(Output, serialized_type_name="te_models.Output")  # for torch.export.save

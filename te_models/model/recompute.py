@@ -70,7 +70,8 @@ class Recompute:
         self.restored = False  # whether a recompute of this pass runs, with its scales
         self.offload = offload if torch.is_grad_enabled() else None
         self.layer, self.layers = 0, layers  # the block that runs, and their number
-        self.recomputing, self.decisions = False, dict[int, Any]()
+        self.recomputing = False
+        self.decisions: dict[int, Any] = {}  # torch.compile cannot trace dict[int, Any]()
 
     def run_block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
         """Return block(x, *args), which backward recomputes if the mode asks for it in block number `layer`."""

@@ -125,8 +125,9 @@ def places(chosen: Tensor, experts: int, alignment: int) -> Places:
     padded = (counts + alignment - 1) // alignment * alignment
     shift = (padded - counts).cumsum(0) - (padded - counts)  # rows of padding before each expert's first row
     order = flat.argsort(stable=True)  # by expert, then by token; padding last
-    rows = padded.tolist()
-    order = order[: int(counts.sum())]
+    host = counts.tolist()
+    rows = [-(-count // alignment) * alignment for count in host]
+    order = order[: sum(host)]
     row = torch.arange(len(order), device=flat.device) + shift[flat[order]]
     token = torch.full((sum(rows),), tokens, device=flat.device).index_copy(0, row, order // k)
     own = torch.full_like(flat, sum(rows)).index_copy(0, order, row)

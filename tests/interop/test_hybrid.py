@@ -111,6 +111,30 @@ def test_transformers_generates_with_our_model(seed: int, theirs: Callable[[int]
         assert torch.equal(wrapped.generate(ids, **given), judge.generate(ids, **given)), options
 
 
+def test_a_pass_that_fills_a_cache_has_gradients(theirs: Callable[[int], Pair]) -> None:
+    modeling = pytest.importorskip("te_models.huggingface.modeling")
+    wrapped, ids = modeling.TEModelsForCausalLM.wrap(load(theirs(7)[1])), tokens(2, 70)
+    found = []
+    for past in (None, transformers.DynamicCache(config=wrapped.config)):
+        wrapped.zero_grad()
+        wrapped(ids, past_key_values=past, use_cache=past is not None).logits.square().mean().backward()
+        found.append({name: p.grad.clone() for name, p in wrapped.named_parameters()})
+    for name, gradient in found[0].items():
+        assert (found[1][name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+
+def test_packed_documents_from_any_position(theirs: Callable[[int], Pair]) -> None:
+    """As collators without padding give them: positions that do not follow begin a document."""
+    modeling = pytest.importorskip("te_models.huggingface.modeling")
+    wrapped, ids = modeling.TEModelsForCausalLM.wrap(load(theirs(7)[1])), tokens(1, 90)
+    for first in (0, 3):
+        positions = torch.cat((torch.arange(first, first + 40), torch.arange(50)))[None]
+        both = wrapped(ids, position_ids=positions, use_cache=False).logits
+        for part in (slice(0, 40), slice(40, 90)):
+            alone = wrapped(ids[:, part], position_ids=positions[:, part], use_cache=False).logits
+            close(both[:, part], alone)
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing", "ignore:.*were set but no parameter was matched")
 @pytest.mark.filterwarnings("ignore:.*did not match any targeted module")
 @pytest.mark.parametrize("seed", [0, pytest.param(4, marks=pytest.mark.slow), 14])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +15,16 @@ from torch import Tensor
 import te_models.model.moe as moe_module
 from te_models import CausalLM, ModelConfig
 from te_models.config.moe import MoEConfig
+from te_models.config.training import TrainConfig
 from te_models.errors import ConfigError
+from te_models.fp8.primary_weights import is_quantized, plain, write_weight
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.router import Routing, choose, combine, describe, dispatch, places, weights_of
 from te_models.optim.groups import parts
 from te_models.planning.memory_estimate import saved_bytes
 from te_models.planning.operations import Tape, Training
+from te_models.training.metrics import read_metrics
+from te_models.training.trainer import Trainer
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -312,3 +318,73 @@ def test_what_does_not_fit_is_refused(fields: dict[str, Any], message: str) -> N
         config(**fields)
     with pytest.raises(ConfigError, match="give moe"):
         ModelConfig(**SHAPE, mlp_layer_types=("dense", "sparse", "dense"))
+
+
+def test_a_backward_of_an_evaluation_changes_no_scale() -> None:
+    """From the loss, and from what the routers report."""
+    model, ids = build("delayed"), tokens()
+    model(ids, labels=ids).loss.backward()
+    before = model.copied_fp8_state()
+    output = model.eval()(ids, labels=ids)
+    assert output.routing is not None
+    (output.loss + output.routing.balance_loss).backward()
+    output = model(ids, labels=ids)
+    output.routing.z_loss.backward()
+    for name, tensor in fp8_state(model).items():
+        assert_same_bits(name, tensor, before[name])
+
+
+def batches(count: int) -> list[dict[str, Tensor]]:
+    return [dict(input_ids=tokens(seed=seed), labels=tokens(seed=seed)) for seed in range(count)]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_experts_are_stored_in_fp8(recipe: str, tmp_path: Path) -> None:
+    """Each weight with its own scale; a run changes them, and a folder keeps every bit."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = dict(recipe=recipe, device="cpu", engine="emulated", fp8_params=True)
+    model = CausalLM(config(), **options, **NO_EDGES)
+    with torch.no_grad():
+        for expert in range(5):
+            weight = model.get_parameter(f"layers.1.mlp.down_proj.weight{expert}")
+            assert is_quantized(weight)
+            write_weight(weight, torch.randn(64, 64) * 2.0**expert)
+    assert not is_quantized(model.get_parameter("layers.1.mlp.router.weight"))
+    before = {name: plain(p).clone() for name, p in model.named_parameters()}
+    run = Trainer(model, batches(3), None, TrainConfig(steps=3, warmup_steps=1, eval_every=0), tmp_path / "run")
+    run.run()
+    for name, parameter in model.named_parameters():
+        assert "_proj.weight" not in name or not torch.equal(plain(parameter), before[name]), name
+    if recipe == "delayed":
+        scale = fp8_state(model)["layers.1.mlp.down_proj.scaling_fwd.scale"][1::3]
+        for expert in range(5):
+            weight: Any = model.get_parameter(f"layers.1.mlp.down_proj.weight{expert}")
+            largest = weight.dequantize().abs().max().item()
+            assert 200 < scale[expert].item() * largest <= 448 * 1.1
+        twin, name = copy.deepcopy(model), "layers.1.mlp.down_proj"
+        write_weight(twin.get_parameter(f"{name}.weight3"), torch.full((64, 64), 7.0))
+        expected = fp8_state(model)[f"{name}.scaling_fwd.scale"].clone()
+        expected[3 * 3 + 1] = 448 / 7
+        assert_same_bits("scales of the copy", fp8_state(twin)[f"{name}.scaling_fwd.scale"], expected)
+    model.save_pretrained(tmp_path / "saved")
+    again = CausalLM.from_pretrained(tmp_path / "saved", device="cpu", engine="emulated", fp8_params=True)
+    assert_same_bits("logits", again.eval()(tokens()).logits, model.eval()(tokens()).logits)
+
+
+def test_metrics_have_what_the_routers_did(tmp_path: Path) -> None:
+    """The mean of the step's micro-batches, as one forward of each reports it."""
+    model = build(dtype=torch.float32)
+    expected = []
+    for batch in batches(2):
+        report = model(**batch).routing
+        assert report is not None
+        expected.append([report.balance_loss.item(), report.shares.max().item(), report.shares.mean(0)])
+    settings = TrainConfig(steps=1, warmup_steps=1, eval_every=0, gradient_accumulation=2)
+    Trainer(model, batches(2), None, settings, tmp_path).run()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row["balance_loss"] == pytest.approx((expected[0][0] + expected[1][0]) / 2, rel=1e-5)
+    assert row["fullest_expert"] == pytest.approx((expected[0][1] + expected[1][1]) / 2, rel=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(row["expert_shares"]), (expected[0][2] + expected[1][2]) / 2, atol=1e-5, rtol=0
+    )
+    assert row["z_loss"] > 0

