@@ -170,7 +170,8 @@ def _places(model: CausalLM) -> dict[str, Place]:
     """Return transformers' name of each weight of a linear in a block -> its rows."""
     shapes = {name.replace(".base_layer.", "."): parameter.shape for name, parameter in model.named_parameters()}
     config = model.origin.config
-    linears = {f"{name}.weight": name for name in model.config.linears}
+    # A router is no nn.Linear in transformers, and no adapter of "all-linear".
+    linears = [f"{name}.weight" for name in model.config.linears if not name.endswith(".router")]
     try:
         family = family_for(model.config, family_of(config) if config else None)
     except ConfigError:

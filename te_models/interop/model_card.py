@@ -92,7 +92,7 @@ def _rows(model: Decoder, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "recipe": f"{recipe.scheme}, {recipe.formats}: {', '.join(f'{k}={json.dumps(v)}' for k, v in fields.items())}",
         "engine": f"{model.engine}: {model.engine_reason}",
-        "linears in training": f"{low} of {len(linears)} below BF16, the others in it",
+        "linears in training": f"{low} of {len(linears)} below BF16",
         "architecture": f"{', '.join(config.get('architectures') or [config['model_type']])}, "
         f"attention gate: {model.config.attention_gate}",
         "context": f"{model.config.max_position_embeddings:,} tokens",

@@ -28,7 +28,7 @@ from te_models.saving.pretrained import weights
     [
         ("llama2", dict(model_type="gpt2"), "unknown architecture (model_type) 'gpt2'"),
         ("llama2", dict(model_type="lama"), "did you mean 'llama'"),
-        ("llama2", dict(model_type="mixtral"), "'mixtral'"),
+        ("llama2", dict(model_type="jamba"), "'jamba'"),
         ("llama2", dict(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
         ("llama2", dict(attention_bias=True), "missing: model.layers.0.self_attn.k_proj.bias"),
         ("llama2", dict(mlp_bias=True), "missing: model.layers.0.mlp.down_proj.bias"),
@@ -54,7 +54,6 @@ from te_models.saving.pretrained import weights
         ("headwise", dict(qkv_bias=True), "qkv_bias=True"),
         ("headwise", dict(use_sliding_window=True), "use_sliding_window=True"),
         ("headwise", dict(elementwise_attn_output_gate=True), "together are not supported"),
-        ("qwen3_next", dict(mlp_only_layers=[0, 1, 2]), "num_experts=512 in layer 3"),
         (
             "qwen3_next",
             dict(layer_types=["full_attention"] * 3 + ["sliding_attention"]),
