@@ -22,19 +22,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from te_models.causal_lm import CausalLM
 from te_models.errors import UsageError
 from te_models.files.formats import list_some, parse_size
-from te_models.fp8.extra_state import EXTRA
 from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
 from te_models.huggingface.adapters import Head, place_adapters, show_linears
 from te_models.huggingface.cache import CacheView, refuse_other_states
 from te_models.huggingface.config import TEModelsConfig
-from te_models.huggingface.saving import save_model
+from te_models.huggingface.saving import add_prefix, leave_out_empty, save_model
 from te_models.interop.hf import is_hugging_face
 from te_models.interop.hub import local_folder, split_options
 from te_models.model.inputs import check_inputs, check_tokens
 from te_models.model.rope import context_before_long_angles
 from te_models.model.targets import IGNORED, nan_if, shifted, valid_targets
-from te_models.saving.pretrained import WRAPPED
 
 OUTPUTS = ("use_cache", "output_hidden_states", "return_dict")  # fields of the config that say what forward returns
 # Arguments in which collators of packed documents repeat their boundaries for FlashAttention's kernels.
@@ -71,8 +69,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         self._rows, self.head = show_linears(model), Head(model)
         if model.origin.generation is not None:
             self.generation_config = GenerationConfig.from_dict(dict(model.origin.generation))
-        self.register_state_dict_post_hook(_leave_out_empty)
-        self.register_load_state_dict_pre_hook(_add_prefix)
+        self.register_state_dict_post_hook(leave_out_empty)
+        self.register_load_state_dict_pre_hook(add_prefix)
         self._weights_pass: bool | None = None  # is_first_microbatch of the next forward pass
         self.post_init()
 
@@ -423,24 +421,6 @@ def _changed(config: TEModelsConfig, folder: Path) -> dict[str, Any]:
         return {}
     own = TEModelsConfig.from_pretrained(folder).model_config().to_dict()
     return {name: value for name, value in config.model_config().to_dict().items() if own[name] != value}
-
-
-def _add_prefix(model: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Accept a state_dict with the names of CausalLM too."""
-    for name in [name for name in state if name.startswith(prefix)]:
-        bare = name.removeprefix(prefix)
-        if not bare.startswith(WRAPPED):
-            state[prefix + WRAPPED + bare] = state.pop(name)
-
-
-def _leave_out_empty(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Leave the `_extra_state` of modules without FP8 state out of a state_dict.
-
-    accelerate sets tensors by name and supports only parameters and buffers.
-    """
-    for name in [name for name in state if name.startswith(prefix) and name.endswith(f".{EXTRA}")]:
-        if isinstance(state[name], Tensor) and not state[name].numel():
-            del state[name]
 
 
 @contextlib.contextmanager

@@ -8,12 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
 from te_models.causal_lm import CausalLM
 from te_models.config.model import ModelConfig
 from te_models.errors import CheckpointError, SaveError
 from te_models.files.atomic import first_line, write_file
 from te_models.files.formats import read_json
-from te_models.fp8.extra_state import extra_states
+from te_models.fp8.extra_state import EXTRA, extra_states
 from te_models.fp8.primary_weights import plain
 from te_models.interop.hf import tokenizer_files
 from te_models.saving.folder import MANIFEST, read_listed, save_folder
@@ -83,3 +85,21 @@ def _move_in(new: Path, folder: Path) -> None:
         os.replace(new / name, folder / name)
     for name in old - set(names):
         (folder / Path(name).name).unlink(missing_ok=True)
+
+
+def add_prefix(model: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Accept a state_dict with the names of CausalLM too."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        bare = name.removeprefix(prefix)
+        if not bare.startswith(WRAPPED):
+            state[prefix + WRAPPED + bare] = state.pop(name)
+
+
+def leave_out_empty(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Leave the `_extra_state` of modules without FP8 state out of a state_dict.
+
+    accelerate sets tensors by name and supports only parameters and buffers.
+    """
+    for name in [name for name in state if name.startswith(prefix) and name.endswith(f".{EXTRA}")]:
+        if isinstance(state[name], Tensor) and not state[name].numel():
+            del state[name]
