@@ -1,7 +1,7 @@
 """Tokens that gated-nano writes on a CPU, greedy, by recipe: per second of one thread, and on two threads of a machine
 whose cores another process keeps busy.
 
-    python benchmarks/cpu_generation.py --out benchmarks/results/cpu_generation.json
+    python benchmarks/cpu_generation.py --out benchmarks/results/generation_cpu.json
 
 Recipes take turns within one run; the table gives medians and ratios.
 """
@@ -63,15 +63,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     out = parser.parse_args().out
-    import torch
+    from te_models.inspect.environment import environment
 
     cores = os.cpu_count() or 1
     one, shared = rates(1), rates(2, beside=cores)
     result = dict(
-        cpu=cpu_name(),
-        cores=cores, torch=torch.__version__, tokens=TOKENS, rounds=ROUNDS,
-        tokens_per_cpu_second_one_thread=one, tokens_per_second_two_threads_beside_work=shared,
-        of_bf16={name: round(speed / one["bf16"], 2) for name, speed in one.items()},
+        environment=environment() | {"cpu": cpu_name(), "cores": str(cores)}, tokens=TOKENS, rounds=ROUNDS,
+        alone=one, beside_work=shared,
     )  # fmt: skip
     print(json.dumps(result, indent=1))
     if out:

@@ -27,6 +27,7 @@ from te_models.errors import (
     UsageError,
     needs,
 )
+from te_models.huggingface.registration import OLDEST
 
 ROOT = Path(__file__).parent.parent
 RUN_FAILURES = (Diverged, EngineError, LostPeer, OutOfMemory)
@@ -94,9 +95,11 @@ def test_the_oldest_versions_are_those_of_pyproject() -> None:
         "datasets", "huggingface_hub", "lm-eval", "matplotlib", "peft", "pyarrow", "tensorboard", "tokenizers",
         "torchao", "trackio", "transformers", "wandb",
     }  # fmt: skip
+    assert ("transformers", ".".join(map(str, OLDEST)), "hf") in asked
     for package, oldest, extra in asked:
         (line,) = re.findall(rf"^{extra} = (.*)$", text, re.MULTILINE)
-        assert f'"{package}>={oldest}"' in line
+        (floor,) = re.findall(rf'"{package}>=([0-9.]+)', line)
+        assert [int(part) for part in floor.split(".")] >= [int(part) for part in oldest.split(".")], package
 
 
 def test_every_error_is_a_type_with_an_exit_code(

@@ -182,6 +182,19 @@ def checkpoint_parity() -> str:
 
 
 @table
+def generation_on_a_cpu() -> str:
+    """Tokens per second of gated-nano by recipe."""
+    result = load("generation_cpu")
+    where, alone, beside = result["environment"], result["alone"], result["beside_work"]
+    rows = (
+        [name, f"{speed:.0f}", f"{speed / alone['bf16']:.2f}", f"{beside[name]:.0f}"] for name, speed in alone.items()
+    )
+    about = f"`gated-nano`, greedy, {where['cpu']}, torch {where['torch'].split('+')[0]}, {where['date']}."
+    header = "recipe | tokens per CPU second, one thread | of bf16 | tokens/s, two threads beside work on all cores"
+    return f"{about}\n\n{markdown(header, rows)}"
+
+
+@table
 def save_blocking() -> str:
     """Delay of training by a save."""
     result = load("save_blocking_cpu")

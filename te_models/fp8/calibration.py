@@ -33,7 +33,7 @@ class Probe:
 
     def __init__(self, module: nn.Module, amaxes: Tensor, starts: list[Tensor]) -> None:
         self.amaxes, self.starts = amaxes, starts
-        self.rows: list[int] = []  # of each GEMM
+        self.rows: list[int] | None = None  # of each GEMM; None: there is one, for all rows
         self.hooks = [module.register_forward_pre_hook(self.before), module.register_forward_hook(self.after)]
 
     def note(self, operand: int, tensors: Iterable[Tensor]) -> None:
@@ -45,8 +45,8 @@ class Probe:
     def before(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Note input and weight; return the arguments, of which the input then requires a gradient."""
         x, *others = inputs
-        self.rows = others[0] if others else [len(x)]
-        self.note(INPUT, x.split(self.rows))
+        self.rows = others[0] if others else None
+        self.note(INPUT, _by_gemm(x, self.rows))
         weights = [p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")]
         if not is_quantized(weights[0]):
             self.note(WEIGHT, weights)
@@ -61,7 +61,12 @@ class Probe:
         """Note the gradient of the output, once there is one."""
         if output.requires_grad:
             rows = self.rows
-            output.register_hook(lambda gradient: self.note(GRADIENT, gradient.split(rows)))
+            output.register_hook(lambda gradient: self.note(GRADIENT, _by_gemm(gradient, rows)))
+
+
+def _by_gemm(tensor: Tensor, rows: list[int] | None) -> Sequence[Tensor]:
+    """Return the rows of each GEMM. Under sequence parallelism an output has other rows than its input."""
+    return (tensor,) if rows is None else tensor.split(rows)
 
 
 class Measurement:

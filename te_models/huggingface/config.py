@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.errors import needs
-from te_models.huggingface.registration import OLDEST
 from te_models.model.options import BuildOptions
 
-with needs("TEModelsForCausalLM", "transformers", ".".join(map(str, OLDEST)), "hf"):
+with needs("TEModelsForCausalLM", "transformers", "5.14", "hf"):
     from transformers.configuration_utils import PreTrainedConfig
 
 MODEL_TYPE = "te_models"

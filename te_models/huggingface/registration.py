@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 TABLE = "transformers.models.auto.configuration_auto"
-OLDEST = (5, 14)  # transformers that TEModelsForCausalLM runs in
+OLDEST = (5, 14)  # transformers that TEModelsForCausalLM runs in, as te_models.huggingface.config says
 
 
 def register_with_transformers() -> None:

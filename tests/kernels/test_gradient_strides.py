@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import te_models
 from te_models.engine import emulated
 from te_models.kernels import early_save, elementwise, gated_attention, handover, lm_head, softcap_attention
+from te_models.kernels.from_inputs import from_inputs
+from te_models.model import router
 
 ROOT = Path(te_models.__file__).parent
 Operation = Callable[[Tensor], Tensor]
@@ -31,6 +33,23 @@ def _linear(recipe: bool) -> Operation:
             return module(x)
 
     return run
+
+
+def _grouped(recipe: bool) -> Operation:
+    torch.manual_seed(0)
+    module = emulated.GroupedLinear(3, 64, 32, params_dtype=torch.float32)
+
+    def run(x: Tensor) -> Tensor:
+        with emulated.autocast(enabled=recipe, recipe=emulated.recipe.Float8CurrentScaling()):
+            return module(x, [0, 16, 0] if recipe else [3, 0, 13])
+
+    return run
+
+
+def _routed(x: Tensor) -> Tensor:
+    chosen = torch.arange(32).view(16, 2) % 3
+    places = router.places(chosen, 3, 8)
+    return router.combine(router.dispatch(x, places), torch.linspace(0, 1, 32).view(16, 2), places)
 
 
 def _norm() -> Operation:
@@ -66,6 +85,8 @@ def _loss(x: Tensor) -> Tensor:
 OPERATIONS: dict[str, Operation] = {
     "engine/emulated/linear.py": _linear(True),
     "engine/emulated/linear.py, unquantized": _linear(False),
+    "engine/emulated/grouped.py": _grouped(True),
+    "engine/emulated/grouped.py, unquantized": _grouped(False),
     "engine/emulated/rmsnorm.py": _norm(),
     "engine/emulated/tensors.py": _quantized,
     "kernels/gated_attention.py": _attention,
@@ -73,6 +94,8 @@ OPERATIONS: dict[str, Operation] = {
     "kernels/handover.py": _swiglu,
     "kernels/early_save.py": early_save.save_early,
     "kernels/lm_head.py": _loss,
+    "kernels/from_inputs.py": lambda x: from_inputs(elementwise.silu_gate)(x, x * 0.5),
+    "model/router.py": _routed,
 }
 # Tested by the file named, in Triton's interpreter, by several processes or on a GPU.
 ELSEWHERE = {

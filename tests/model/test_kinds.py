@@ -103,7 +103,10 @@ WHERE = [
 Where = tuple[dict[str, Any], float]
 
 
-@pytest.fixture(params=KINDS)
+RARER = ("headwise gate", "no gate", "no attention", "shared expert")  # in slow tests; random pairs draw such gates too
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] if name in RARER else []) for name in KINDS])
 def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
     with KINDS[request.param].known():
         yield KINDS[request.param]
