@@ -110,11 +110,13 @@ class TrainConfig(NamedFields):
                 place = float(at)
             except ValueError:
                 place = 0.0
-            if name not in list_recipes() or not 0 < place < MOST:
+            if not name or not 0 < place < MOST:
                 raise ConfigError(
                     f"recipe_schedule={self.recipe_schedule!r}: write RECIPE@PLACE, a name and a share of the steps or "
                     'a number of them, such as "bf16@0.9"'
                 )
+            if name not in list_recipes():
+                raise unknown(f"recipe of recipe_schedule={self.recipe_schedule!r}", name, list_recipes())
             found.append((self._count(place), name))
         if [done for done, _ in found] != sorted({done for done, _ in found}):
             raise ConfigError(f"recipe_schedule={self.recipe_schedule!r}: give the changes in the order of their steps")

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.errors import needs
+from te_models.interop.hf import CONFIG_KEYS
+from te_models.interop.hf_families import family_of
 from te_models.model.options import BuildOptions
 
 with needs("TEModelsForCausalLM", "transformers", "5.14", "hf"):
@@ -45,6 +47,18 @@ class TEModelsConfig(PreTrainedConfig):
             setattr(self, name, value)
         for call in self.on_first_use:
             call()
+
+    @classmethod
+    def get_config_dict(cls, *place: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the values of a config.json, and `options` without its own.
+
+        That of a family of Hugging Face is translated: peft reads the config of the base model of adapters.
+        """
+        values, options = super().get_config_dict(*place, **options)
+        if values.get("model_type", MODEL_TYPE) != MODEL_TYPE:
+            document = {name: value for name, value in values.items() if name not in CONFIG_KEYS}
+            values = {"model_type": MODEL_TYPE, **family_of(document).read(document).to_dict()}
+        return values, options
 
     @classmethod
     def of(cls, config: ModelConfig, **values: Any) -> TEModelsConfig:

@@ -152,8 +152,8 @@ def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = 
         model: changed in place. A TEModelsForCausalLM gets peft's own adapters on the linears of transformers, also
             where ours are named: give it to trainers of transformers and TRL, or give those the LoraConfig.
         config: peft's LoraConfig; None: one with `fields`.
-        fields: fields of LoraConfig, such as r=8, lora_alpha=16, target_modules=["o_proj"]. Without target_modules, all
-            four projections of every block get adapters.
+        fields: fields of LoraConfig, such as r=8, lora_alpha=16, target_modules=["o_proj"]. Without target_modules,
+            every linear of every block gets an adapter, but no expert of a mixture.
 
     Raises:
         UsageError: a field that is not supported (DoRA and other kinds), or a target that matches nothing.
@@ -166,11 +166,16 @@ def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = 
             if name == "rank":
                 raise UsageError("unknown field 'rank' of LoraConfig: write r, as peft does")
             raise unknown("field of LoraConfig", name, known, "help(peft.LoraConfig)")
-        fields.setdefault("target_modules", list(PROJECTIONS))
         config = LoraConfig(**fields)
-    elif isinstance(config, LoraConfig) and config.target_modules is None:
-        config = dataclasses.replace(config, target_modules=list(PROJECTIONS))
+    if isinstance(config, LoraConfig) and config.target_modules is None:
+        config = dataclasses.replace(config, target_modules=_linears_of_blocks(model))
     return AdaptedModel(model, config) if isinstance(model, CausalLM) else _add_to_linears(model, config)
+
+
+def _linears_of_blocks(model: CausalLM | TEModelsForCausalLM) -> list[str]:
+    """Return our names of the linears in blocks without the experts: PROJECTIONS if there is one kind."""
+    names = adaptable_modules(model if isinstance(model, CausalLM) else model.model).ours
+    return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in names if name != "lm_head"))
 
 
 def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel:

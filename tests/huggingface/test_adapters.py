@@ -215,6 +215,30 @@ def test_add_lora_takes_the_model_of_transformers(targets: Any, pair: Callable[.
     assert not named or ours.peft_config["default"].target_modules == named
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen3_moe"])
+def test_adapters_of_hybrids_and_experts_are_saved(kind: str, tmp_path: Path) -> None:
+    """peft reads the config of the base model, whose config.json lacks fields of ours."""
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
+    sizes |= dict(head_dim=16) if kind == "qwen3_5_moe_text" else dict(head_dim=16, intermediate_size=48)
+    if kind != "qwen3_moe":
+        sizes |= dict(linear_num_key_heads=2, linear_num_value_heads=2)
+        sizes |= dict(linear_key_head_dim=16, linear_value_head_dim=16)
+    if kind != "qwen3_5_text":
+        sizes |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    if kind in ("qwen3_next", "qwen3_5_moe_text"):
+        sizes |= dict(shared_expert_intermediate_size=16)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes))
+    theirs.save_pretrained(tmp_path / "base")
+    ours = peft.get_peft_model(load(tmp_path / "base"), config("one"))
+    fill(ours)
+    ours.save_pretrained(tmp_path / "adapter")
+    judge = peft.PeftModel.from_pretrained(theirs.eval(), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        expected = judge(input_ids=IDS).logits
+        torch.testing.assert_close(ours.eval()(input_ids=IDS).logits, expected, **CLOSE)
+
+
 def test_what_only_a_causal_lm_takes_is_refused(pair: Callable[..., Any], tmp_path: Path) -> None:
     ours = load(pair("llama").folder)
     for fields in (dict(modules_to_save=["lm_head"]), dict(target_modules=["lm_head"])):

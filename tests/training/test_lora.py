@@ -20,6 +20,7 @@ from te_models.engine import get_engine
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized, plain, saved_weight
 from te_models.fp8.scaling_state import fp8_state, weight_scale
+from te_models.planning.parameter_bytes import trained_parameters
 from te_models.saving.folder import load_folder, save_folder
 
 for package in ("peft", "accelerate", "transformers"):
@@ -82,6 +83,23 @@ def test_adapters_start_at_zero_and_only_they_train(build: Any, recipe: str) -> 
     for name, p in adapted.named_parameters():
         if ".lora_" not in name:
             assert torch.equal(p, frozen[name.removeprefix("base_model.model.").replace("base_layer.", "")]), name
+
+
+@pytest.mark.parametrize("preset", ["gated-hybrid-nano", "gated-moe-nano"])
+def test_every_linear_of_a_block_gets_an_adapter_but_no_expert(preset: str) -> None:
+    torch.manual_seed(1)
+    model = CausalLM.from_preset(preset, recipe="current", device="cpu")
+    adapted = add_lora(model, r=2)
+    layers = [name for name, module in adapted.named_modules() if isinstance(module, LoraLinear)]
+    kinds = {name.rsplit(".", 1)[-1] for name in layers}
+    own = {"router", "shared_gate", "shared_gate_up_proj", "shared_down_proj"}
+    if preset == "gated-hybrid-nano":
+        own = {"gate_up_proj", "down_proj", "qkvz_proj", "ba_proj", "out_proj"}
+    assert kinds == {"qkvg_proj", "o_proj"} | own
+    trainable = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert trainable == sum(parameter.numel for parameter in trained_parameters(model.config, 2))
+    losses = train(adapted, tokens())
+    assert min(losses) < losses[0] - 0.1
 
 
 def test_dropout_is_applied_to_the_input_of_the_adapter_in_training(build: Any) -> None:

@@ -124,13 +124,16 @@ def test_the_command_and_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [row["loss"] for row in again[:2]] == [row["loss"] for row in first[:2]]
 
 
-@pytest.mark.parametrize(
-    "schedule", ["bf16", "bf16@", "bf16@x", "bf16@0", "bf16@-1", "bf17@0.5", "bf16@inf", "@0.5", "bf16@nan"]
-)
+@pytest.mark.parametrize("schedule", ["bf16", "bf16@", "bf16@x", "bf16@0", "bf16@-1", "bf16@inf", "@0.5", "bf16@nan"])
 def test_a_schedule_that_is_none_is_refused(schedule: str) -> None:
     with pytest.raises(ConfigError, match="write RECIPE@PLACE, a name and a share of the steps") as error:
         TrainConfig(recipe_schedule=schedule)
     assert "\n" not in str(error.value)
+
+
+def test_a_misspelled_recipe_of_a_schedule_names_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"unknown recipe 'curent' of recipe_schedule='curent@0.9': did you mean 'cur"):
+        TrainConfig(recipe_schedule="curent@0.9")
 
 
 @pytest.mark.parametrize("schedule", ["bf16@0.9,current@0.5", "bf16@0.5,current@0.5"])
