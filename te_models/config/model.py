@@ -121,6 +121,9 @@ class ModelConfig(NamedFields):
                 object.__setattr__(self, name, tuple(values[name]))
         for name, group in GROUPS.items():
             if isinstance(values[name], Mapping):
+                needed = [f.name for f in fields(group) if f.default is MISSING]
+                if missing := [field for field in needed if field not in values[name]]:
+                    raise ConfigError(f"{name} lacks {', '.join(missing)}: give all that has no default")
                 object.__setattr__(self, name, group(**values[name]))
         _check_types(self)
         _check_layers(self)
@@ -289,6 +292,8 @@ def _check_types(config: ModelConfig) -> None:
         else:
             good = isinstance(value, tuple if kind.startswith("tuple") else str)
         if not good:
+            if f.name in GROUPS:
+                raise ConfigError(f"{f.name}={value!r} is no group of fields: give a {kind.split(' ')[0]} or a dict")
             raise ConfigError(f"{f.name}={value!r} is not a valid {kind.split(' ')[0]}: give a positive {kind}")
 
 

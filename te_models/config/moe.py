@@ -58,7 +58,8 @@ class MoEConfig(NamedFields):
             may_be_zero = f.default == 0 or f.name.endswith("_coef")
             number = value if isinstance(value, (int, float)) else 1
             if not (0 < number < 2**40 or (number == 0 and (may_be_zero or kind == "bool"))):
-                raise ConfigError(f"moe.{f.name}={value!r} is out of range: give a positive {kind}")
+                least = "0 or a positive" if may_be_zero else "a positive"
+                raise ConfigError(f"moe.{f.name}={value!r} is out of range: give {least} {kind}")
         if self.router_scores not in SCORES:
             raise unknown("moe.router_scores", self.router_scores, SCORES)
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
@@ -67,7 +68,9 @@ class MoEConfig(NamedFields):
             raise ConfigError(f"moe.n_group={self.n_group}: the score of a group is that of its best two experts")
         choice = self.num_experts // self.n_group * self.topk_group
         if self.num_experts_per_tok > choice:
-            raise ConfigError(f"moe.num_experts_per_tok={self.num_experts_per_tok} of {choice} experts to choose from")
+            raise ConfigError(
+                f"moe.num_experts_per_tok={self.num_experts_per_tok} is more than the {choice} experts to choose from"
+            )
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
             raise ConfigError("moe.shared_expert_gate needs a shared expert: give shared_expert_intermediate_size")
 

@@ -146,8 +146,9 @@ class Verification(Printable):
         before, after = (sum(column) for column in zip(*seconds, strict=True))
         each, rows = before / sum(gemm.in_fp8 for gemm in fp8), fp8[0].rows
         if each < LAUNCH_BOUND:
+            took = f"{each * 1e3:.1g}" if each >= 1e-6 else "less than 0.001"
             return [f"On an H200 do not expect FP8 to pay at this size: with {rows:,} rows a linear takes "
-                    f"{each * 1e3:.1g} ms forward and backward in BF16, and below {LAUNCH_BOUND * 1e3:.0f} ms launches "
+                    f"{took} ms forward and backward in BF16, and below {LAUNCH_BOUND * 1e3:.0f} ms launches "
                     f"cancel the gain. {ADVICE}"]  # fmt: skip
         return [f"On an H200 expect these linears to be at best {before / after:.2f}x as fast as in BF16 (estimated)."]
 

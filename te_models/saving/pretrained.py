@@ -471,6 +471,7 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
     check_finite(saved.tensors["model"], folder)
     recipe = read_recipe(saved)
     changes = {key: value for key, value in model.recipe.to_dict().items() if recipe.to_dict().get(key) != value}
+    changes |= {"precision": {}} if recipe.precision and not model.recipe.precision else {}
     changes |= {"fp8_params": model.fp8_params} if model.fp8_params != ("fp8_weights" in saved.tensors) else {}
     state = training_document(saved)
     check_restore(model, saved, recipe)

@@ -175,7 +175,10 @@ def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = 
 def _linears_of_blocks(model: CausalLM | TEModelsForCausalLM) -> list[str]:
     """Return our names of the linears in blocks without the experts: PROJECTIONS if there is one kind."""
     names = adaptable_modules(model if isinstance(model, CausalLM) else model.model).ours
-    return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in names if name != "lm_head"))
+    leaves = dict.fromkeys(name.rsplit(".", 1)[-1] for name in names if name != "lm_head")
+    if not isinstance(model, CausalLM):  # it does not show peft those beside experts
+        leaves = dict.fromkeys(leaf for leaf in leaves if leaf != "router" and not leaf.startswith("shared_"))
+    return list(leaves)
 
 
 def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel:

@@ -81,6 +81,11 @@ def check_memory(
         options |= dict.fromkeys(OFFLOADS, False)
 
     used = [recipe, *(recipe.followed_by(name) for _, name in config.recipe_changes)]
+    if options.get("fp8_params") and recipe.quantized and not all(one.quantized for one in used):
+        raise UsageError(
+            f"recipe_schedule={config.recipe_schedule!r}: FP8 weights have the format of one recipe: leave out "
+            "recipe_schedule, or fp8_params"
+        )
     recipe = max(used, key=lambda one: plan_memory(shape, one, **options).peak.total)
     host = available_memory(torch.device("cpu")) // max(1, number("LOCAL_WORLD_SIZE", 1))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import Recipe
 from te_models.config.training import TrainConfig
+from te_models.errors import UsageError
 from te_models.training.resume import saved_choices
 
 
@@ -21,7 +22,10 @@ class RecipeSchedule:
         self.model = model
         self.recipes = [(0, first), *((done, first.followed_by(name)) for done, name in config.recipe_changes)]
         for _, recipe in self.recipes[1:]:
-            model.check_change(recipe)
+            try:
+                model.check_change(recipe)
+            except UsageError as error:
+                raise type(error)(f"recipe_schedule={config.recipe_schedule!r}: {error}") from None
 
     def at(self, step: int) -> Recipe:
         """Return the recipe of `step`, counted from 1."""

@@ -8,6 +8,7 @@ import pytest
 
 from te_models import CausalLM, ModelConfig, get_preset, list_presets
 from te_models.config.presets import PRESETS
+from te_models.errors import ConfigError
 from te_models.planning.parameter_bytes import model_parameters
 
 SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
@@ -193,3 +194,16 @@ def test_a_config_survives_json(name: str) -> None:
     config.use_cache = False  # as transformers.Trainer does, every time one is made
     config.use_cache = True
     assert ModelConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(("moe", "message"), [
+    (dict(router_aux_loss_coef=0.0), "moe lacks num_experts, num_experts_per_tok, moe_intermediate_size: give all"),
+    (3, "moe=3 is no group of fields: give a MoEConfig or a dict"),
+    (dict(num_experts=4, num_experts_per_tok=5, moe_intermediate_size=16), "is more than the 4 experts to choose from"),
+    (dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, router_aux_loss_coef=-1.0),
+     "moe.router_aux_loss_coef=-1.0 is out of range: give 0 or a positive float"),
+])  # fmt: skip
+def test_a_group_of_experts_is_checked(moe: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ModelConfig(**SMALL, moe=moe)
+    assert message in str(error.value)

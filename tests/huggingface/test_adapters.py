@@ -215,8 +215,9 @@ def test_add_lora_takes_the_model_of_transformers(targets: Any, pair: Callable[.
     assert not named or ours.peft_config["default"].target_modules == named
 
 
+@pytest.mark.parametrize("default", [True, False])
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen3_moe"])
-def test_adapters_of_hybrids_and_experts_are_saved(kind: str, tmp_path: Path) -> None:
+def test_adapters_of_hybrids_and_experts_are_saved(kind: str, default: bool, tmp_path: Path) -> None:
     """peft reads the config of the base model, whose config.json lacks fields of ours."""
     transformers = pytest.importorskip("transformers", minversion="5.23")
     sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
@@ -230,7 +231,8 @@ def test_adapters_of_hybrids_and_experts_are_saved(kind: str, tmp_path: Path) ->
         sizes |= dict(shared_expert_intermediate_size=16)
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes))
     theirs.save_pretrained(tmp_path / "base")
-    ours = peft.get_peft_model(load(tmp_path / "base"), config("one"))
+    ours = load(tmp_path / "base")
+    ours = lora.add_lora(ours) if default else peft.get_peft_model(ours, config("one"))
     fill(ours)
     ours.save_pretrained(tmp_path / "adapter")
     judge = peft.PeftModel.from_pretrained(theirs.eval(), tmp_path / "adapter").eval()

@@ -157,6 +157,7 @@ def test_the_verdict_names_the_speedup() -> None:
     """Seed 004: small batches do not. By the measured time where there is one, else by the size."""
     small_batch, large = found_with(2048, 1024), found_with(16384, 4096)
     assert "do not expect FP8 to pay at this size: with 2,048 rows" in str(small_batch)
+    assert "a linear takes less than 0.001 ms forward" in str(found_with(64, 64))
     assert "at best 1.56x" in str(large)
     bf16, fp8 = large.gemms[0].h200_seconds()
     assert bf16 == pytest.approx(6 * 16384 * 4096**2 / 720e12)

@@ -354,6 +354,14 @@ def test_resuming_under_another_recipe_says_so_and_goes_on(tmp_path: Path) -> No
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+def test_resuming_without_the_table_says_so(tmp_path: Path) -> None:
+    table = {"*.down_proj": "bf16"}
+    trainer(tmp_path, "delayed", shape={**TINY, "precision": table}, steps=2, seq_len=16).run()
+    with pytest.warns(UserWarning) as said:
+        trainer(tmp_path, "current", shape=TINY, steps=4, seq_len=16).run(resume=True)
+    assert "precision={}" in str(said[0].message)
+
+
 def test_resuming_another_shape_or_nothing_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path, "bf16", shape=TINY, steps=1, seq_len=16).run()
     with pytest.raises(ValueError, match="was trained with intermediate_size=32, not 64"):
