@@ -159,7 +159,7 @@ class Tokenizer(ABC):
             if source is None:
                 raise DataError(
                     f"{self.folder} has no chat template, so it is no chat model: give --chat-template FILE, or use "
-                    "generate without --chat"
+                    "te-models generate without --chat"
                 )
             self._template = ChatTemplate(source, self._template_tokens())
         return self._template

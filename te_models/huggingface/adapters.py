@@ -9,7 +9,8 @@ Nothing runs through them until peft has adapted one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -181,6 +182,26 @@ def _places(model: CausalLM) -> dict[str, Place]:
     return {name: place for name, place in places.items() if place.name in linears}
 
 
+def _not_shown(model: CausalLM) -> list[str]:
+    """Return the linears of transformers that `show_linears` does not make: those of the expert of all tokens.
+
+    Experts of a mixture are parameters of transformers too, which no target of linears names.
+    """
+    found = []
+    for theirs, place in _places(model).items():
+        ours, name = place.name.removesuffix(".weight"), theirs.removesuffix(".weight").removeprefix("model.")
+        if name != ours and name.rpartition(".")[0] != ours.rpartition(".")[0] and ".experts." not in name:
+            found.append(name)
+    return found
+
+
+def _names(targets: str | Iterable[str] | None, name: str) -> bool:
+    """Return whether peft's `target_modules` name a module: by an expression, or by the end of its name."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(name == target or name.endswith(f".{target}") for target in targets or ())
+
+
 def place_adapters(model: CausalLM, rows: Mapping[str, tuple[str, ...]], configs: Mapping[str, Any]) -> None:
     """Send each te.Linear that has `rows`, as from `show_linears`, through them, also where adapters may come later.
 
@@ -192,6 +213,9 @@ def place_adapters(model: CausalLM, rows: Mapping[str, tuple[str, ...]], configs
     biases = any(name.endswith(".bias") for name, p in model.named_parameters() if p.numel())
     if biases and any(getattr(config, "bias", "none") != "none" for config in configs.values()):
         raise UsageError("peft cannot train the biases of fused linears: leave out bias=")
+    for name in _not_shown(model):
+        if any(_names(config.target_modules, name) for config in configs.values()):
+            raise UsageError(f"peft cannot adapt {name} here: give add_lora the CausalLM inside (`.model`)")
     for ours, names in rows.items():
         parent, _, leaf = ours.rpartition(".")
         part = model.get_submodule(parent)

@@ -241,6 +241,20 @@ def test_adapters_of_hybrids_and_experts_are_saved(kind: str, default: bool, tmp
         torch.testing.assert_close(ours.eval()(input_ids=IDS).logits, expected, **CLOSE)
 
 
+@pytest.mark.parametrize("leaf", ["gate_proj", "up_proj"])
+def test_linears_beside_experts_are_refused_by_name(leaf: str, tmp_path: Path) -> None:
+    """An adapter that transformers would place there would be missing in the file."""
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    sizes |= dict(intermediate_size=48, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    sizes |= dict(shared_expert_intermediate_size=16)
+    config = transformers.AutoConfig.for_model("qwen2_moe", **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    with pytest.raises(UsageError, match=rf"peft cannot adapt layers\.0\.mlp\.shared_expert\.{leaf} here"):
+        peft.get_peft_model(load(tmp_path / "base"), peft.LoraConfig(target_modules=["q_proj", leaf]))
+    peft.get_peft_model(load(tmp_path / "base"), peft.LoraConfig(target_modules=["q_proj", "up"]))
+
+
 def test_what_only_a_causal_lm_takes_is_refused(pair: Callable[..., Any], tmp_path: Path) -> None:
     ours = load(pair("llama").folder)
     for fields in (dict(modules_to_save=["lm_head"]), dict(target_modules=["lm_head"])):
