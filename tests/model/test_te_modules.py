@@ -95,7 +95,11 @@ def tokens(model: CausalLM) -> Tensor:
 def test_parameters_belong_to_te_modules_and_the_embedding(preset: str) -> None:
     """At full size, without memory. Nothing else has values: no buffers, and no tensors among attributes."""
     model = CausalLM.from_preset(preset, device="meta", engine="emulated")
-    allowed = {model.te.Linear: "proj lm_head router", model.te.RMSNorm: "norm layernorm", nn.Embedding: "embed_tokens"}
+    allowed = {
+        model.te.Linear: "proj lm_head router shared_gate",
+        model.te.RMSNorm: "norm layernorm",
+        nn.Embedding: "embed_tokens",
+    }
     allowed |= {model.te.GroupedLinear: "proj"} if model.config.moe is not None else {}
     found = owners(model)
     assert {type(module) for module in found.values()} == set(allowed)
