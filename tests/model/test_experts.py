@@ -305,7 +305,7 @@ def test_parameters_and_their_roles() -> None:
     "fields, message",
     [
         (dict(num_experts=0), "num_experts=0 is out of range"),
-        (dict(num_experts_per_tok=6), "num_experts_per_tok=6 of 5 experts"),
+        (dict(num_experts_per_tok=6), "num_experts_per_tok=6 is more than the 5 experts"),
         (dict(router_scores="tanh"), "router_scores"),
         (dict(num_experts=6, n_group=4), "n_group=4 must divide"),
         (dict(shared_expert_gate=True), "needs a shared expert"),
