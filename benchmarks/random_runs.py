@@ -49,12 +49,12 @@ class Run:
 
     @property
     def refused(self) -> bool:
-        """Whether it ended with one line on what to do."""
+        """True if the run was refused: it ended with one line that says what to do."""
         return self.code in (1, 2) and "te-models" in self.said and "Traceback" not in self.said
 
     @property
     def good(self) -> bool:
-        """Whether it did what a plain run does."""
+        """True if the run succeeded with losses within the bound of the plain run."""
         return self.code == 0 and max(self.off, self.export_off) <= BOUNDS[self.recipe]
 
 

@@ -19,7 +19,7 @@ HEAD = "lm_head"
 
 
 class Precision(NamedTuple):
-    """What one te.Linear runs in.
+    """The precision of one te.Linear.
 
     recipe: the recipe, the model's own or another; None: BF16, or whatever dtype the model has.
     reason: why, in a few words.

@@ -21,7 +21,7 @@ from te_models.model.te_modules import Factory, pad_rows
 
 
 class Routed(NamedTuple):
-    """What is between the halves: the input of down_proj, and what the combination needs."""
+    """The result of `Experts.hidden`: the input of down_proj, and the weights and places for the sum after it."""
 
     hidden: Tensor  # [R, F]
     weights: Tensor  # FP32 [T, k]

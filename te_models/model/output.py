@@ -1,4 +1,4 @@
-"""What a forward pass returns."""
+"""The result of a forward pass."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from te_models.engine.emulated.tensors import QuantizedTensorStorage, as_matrix
 
 
 class _Expert:
-    """What the forward of one expert leaves for its backward, in place of autograd's context."""
+    """The state that one expert's forward saves for its backward, in place of autograd's context."""
 
     def __init__(self, call: Call, bias: bool, wgrad: bool, dgrad: bool) -> None:
         self.call, self.bias, self.needs_input_grad = call, bias, (wgrad, dgrad)
