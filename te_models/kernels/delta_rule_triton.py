@@ -1,9 +1,9 @@
 """One kernel of the gated delta rule's backward, for flash-linear-attention on Hopper under Triton 3.4.0 to 3.7.0.
 
-Those versions compile the package's own kernel to wrong code there: a product of registers that are transposed
-(fla-org/flash-linear-attention, issues 640 and 826), and it refuses to run. This one computes the transposed scores
-from their factors instead. `register` makes it the package's backend, so that every user of the package in this
-process trains on such a machine, transformers' hybrids among them.
+Those versions compile the package's own kernel to wrong code there, warp-group products of transposed tiles
+(fla-org/flash-linear-attention, issues 640 and 984), and it refuses to run. This one computes `ROWS` tokens per
+program, too few for warp-group instructions. `register` makes it the package's backend, so that every user of the
+package in this process trains on such a machine, transformers' hybrids among them.
 
 A chunk has T tokens, and g [T] is the sum of its gates so far, times log2(e). With the state h [d_k, d_v] before the
 chunk, the gradient dh of the one after it, the values v that were written and their gradients dv, and the gradients do
@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WARPS = 4
+ROWS = 32  # below 64, from which on Triton takes warp-group instructions
+BLOCK_K, BLOCK_V, WARPS, STAGES = 128, 64, 8, 2  # channels at most; compiled so, no register is spilled
 
 
 @triton.jit
@@ -41,73 +42,79 @@ def _store_tile(base, row, row_stride, column, rows, columns, value):
 
 @triton.jit
 def _gradients_kernel(
-    q, k, v, g, h, do, dh, dv, dq, dk, dw, dg, scale, seq, chunks, batch, key_heads, heads,
-    d_k: tl.constexpr, d_v: tl.constexpr, size: tl.constexpr, block_k: tl.constexpr, block_v: tl.constexpr,
+    q, k, v, g, h, do, dh, dv, dq, dk, dw, dg, ends, scale, seq, chunks, batch, key_heads, heads,
+    d_k: tl.constexpr, d_v: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
+    block_k: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one chunk of one head, for `block_k` channels of its queries and keys."""
+    """Compute the gradients of `rows` tokens of a chunk of one head, for `block_k` channels of queries and keys."""
     blocks: tl.constexpr = (d_k + block_k - 1) // block_k
-    block = tl.program_id(0) % blocks
-    chunk = (tl.program_id(0) // blocks).to(tl.int64)
+    parts: tl.constexpr = size // rows
+    piece = tl.program_id(0) % (blocks * parts)
+    block, part = piece % blocks, piece // blocks
+    chunk = (tl.program_id(0) // (blocks * parts)).to(tl.int64)
     row = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     first = row * seq + chunk * size
     count = tl.minimum(size, seq - chunk * size).to(tl.int32)
     of_keys = first * key_heads + head // (heads // key_heads)
     of_values = first * heads + head
+    of_state = (row * chunks + chunk) * heads + head
     q += of_keys * d_k
     k += of_keys * d_k
     v += of_values * d_v
     do += of_values * d_v
     dv += of_values * d_v
-    h += ((row * chunks + chunk) * heads + head) * d_k * d_v
-    dh += ((row * chunks + chunk) * heads + head) * d_k * d_v
+    h += of_state * d_k * d_v
+    dh += of_state * d_k * d_v
     dq += of_values * d_k
     dk += of_values * d_k
     dw += of_values * d_k
 
-    token, channel = tl.arange(0, size), block * block_k + tl.arange(0, block_k)
-    gate = tl.load(g + of_values + token * heads, token < count, 0.0)
-    last = tl.load(g + of_values + (count - 1) * heads)
-    scores = tl.zeros([size, size], tl.float32)
-    transposed = tl.zeros([size, size], tl.float32)
-    from_state = tl.zeros([size, block_k], tl.float32)
-    for start in range(0, d_v, block_v):
-        value = start + tl.arange(0, block_v)
-        rows_v = _tile(v, token, heads * d_v, value, count, d_v)
-        rows_do = _tile(do, token, heads * d_v, value, count, d_v)
-        scores += tl.dot(rows_do, tl.trans(rows_v))
-        transposed += tl.dot(rows_v, tl.trans(rows_do))
-        state = _tile(h, channel, d_v, value, d_k, d_v)
-        from_state += tl.dot(rows_do, tl.trans(state))
-
-    between = tl.exp2(gate[:, None] - gate[None, :])
-    scores = tl.where(token[:, None] >= token[None, :], scores * between * scale, 0.0)
-    between = tl.exp2(gate[None, :] - gate[:, None])
-    transposed = tl.where(token[:, None] <= token[None, :], transposed * between * scale, 0.0)
-    rows_q = _tile(q, token, key_heads * d_k, channel, count, d_k)
-    rows_k = _tile(k, token, key_heads * d_k, channel, count, d_k)
-    made = from_state * (tl.exp2(gate) * scale)[:, None] + tl.dot(scores.to(rows_k.dtype), rows_k)
-    _store_tile(dq, token, heads * d_k, channel, count, d_k, made)
-    of_gate = tl.sum(made * rows_q, 1)
-
-    of_state = tl.zeros([size, block_k], tl.float32)
-    written = tl.zeros([size, block_k], tl.float32)
+    token, own = tl.arange(0, size), part * rows + tl.arange(0, rows)
+    channel = block * block_k + tl.arange(0, block_k)
+    scores = tl.zeros([rows, size], tl.float32)  # of own outputs and all values
+    transposed = tl.zeros([rows, size], tl.float32)  # of own values and all outputs
+    from_state = tl.zeros([rows, block_k], tl.float32)
+    to_state = tl.zeros([rows, block_k], tl.float32)
+    written = tl.zeros([rows, block_k], tl.float32)
     at_end = 0.0
     for start in range(0, d_v, block_v):
         value = start + tl.arange(0, block_v)
+        own_v = _tile(v, own, heads * d_v, value, count, d_v)
+        own_do = _tile(do, own, heads * d_v, value, count, d_v)
+        scores += tl.dot(own_do, tl.trans(_tile(v, token, heads * d_v, value, count, d_v)))
+        transposed += tl.dot(own_v, tl.trans(_tile(do, token, heads * d_v, value, count, d_v)))
         state = _tile(h, channel, d_v, value, d_k, d_v)
         slope = _tile(dh, channel, d_v, value, d_k, d_v)
-        of_state += tl.dot(_tile(v, token, heads * d_v, value, count, d_v), tl.trans(slope))
-        written += tl.dot(_tile(dv, token, heads * d_v, value, count, d_v), tl.trans(state))
-        at_end += tl.sum(state.to(tl.float32) * slope.to(tl.float32))
-    _store_tile(dw, token, heads * d_k, channel, count, d_k, -written)
-    of_state *= tl.where(token < count, tl.exp2(last - gate), 0.0)[:, None]
-    at_end = at_end * tl.exp2(last) + tl.sum(of_state * rows_k)
-    made = of_state + tl.dot(transposed.to(rows_q.dtype), rows_q)
-    _store_tile(dk, token, heads * d_k, channel, count, d_k, made)
-    of_gate -= tl.sum(made * rows_k, 1)
-    of_gate = tl.where(token == count - 1, of_gate + at_end, of_gate)
-    tl.store(dg + block * batch * seq * heads + of_values + token * heads, of_gate, token < count)
+        from_state += tl.dot(own_do, tl.trans(state))
+        to_state += tl.dot(own_v, tl.trans(slope))
+        written += tl.dot(_tile(dv, own, heads * d_v, value, count, d_v), tl.trans(state))
+        if part == 0:
+            at_end += tl.sum(state.to(tl.float32) * slope.to(tl.float32))
+    _store_tile(dw, own, heads * d_k, channel, count, d_k, -written)
+
+    gate = tl.load(g + of_values + token * heads, token < count, 0.0)
+    own_gate = tl.load(g + of_values + own * heads, own < count, 0.0)
+    last = tl.load(g + of_values + (count - 1) * heads)
+    seen = token[None, :] <= own[:, None]
+    scores = tl.where(seen, scores * tl.exp2(own_gate[:, None] - gate[None, :]) * scale, 0.0)
+    seen = token[None, :] >= own[:, None]
+    transposed = tl.where(seen, transposed * tl.exp2(gate[None, :] - own_gate[:, None]) * scale, 0.0)
+
+    keys = _tile(k, token, key_heads * d_k, channel, count, d_k)
+    made = from_state * (tl.exp2(own_gate) * scale)[:, None] + tl.dot(scores.to(keys.dtype), keys)
+    _store_tile(dq, own, heads * d_k, channel, count, d_k, made)
+    of_gate = tl.sum(made * _tile(q, own, key_heads * d_k, channel, count, d_k), 1)
+
+    own_keys = _tile(k, own, key_heads * d_k, channel, count, d_k)
+    queries = _tile(q, token, key_heads * d_k, channel, count, d_k)
+    to_state *= tl.where(own < count, tl.exp2(last - own_gate), 0.0)[:, None]
+    made = to_state + tl.dot(transposed.to(queries.dtype), queries)
+    _store_tile(dk, own, heads * d_k, channel, count, d_k, made)
+    of_gate -= tl.sum(made * own_keys, 1)
+    tl.store(dg + block * batch * seq * heads + of_values + own * heads, of_gate, own < count)
+    at_end = at_end * tl.exp2(last) + tl.sum(to_state * own_keys)
+    tl.store(ends + piece * batch * chunks * heads + of_state, at_end)
 
 
 def gradients(
@@ -127,18 +134,23 @@ def gradients(
     """
     batch, seq, key_heads, d_k = k.shape
     heads, d_v = v.shape[2:]
-    block_k, block_v = (max(16, min(128, triton.next_power_of_2(width))) for width in (d_k, d_v))
-    blocks, chunks = triton.cdiv(d_k, block_k), triton.cdiv(seq, chunk_size)
+    most = ((d_k, BLOCK_K), (d_v, BLOCK_V))
+    block_k, block_v = (max(16, min(block, triton.next_power_of_2(width))) for width, block in most)
+    rows, chunks = min(ROWS, chunk_size), triton.cdiv(seq, chunk_size)
+    blocks, parts = triton.cdiv(d_k, block_k), chunk_size // rows
     dq, dk = (x.new_empty(batch, seq, heads, d_k) for x in (q, k))
     dw = torch.empty_like(w)
     dg = g.new_empty(blocks, *g.shape)
-    _gradients_kernel[(chunks * blocks, batch * heads)](
-        *(x.contiguous() for x in (q, k, v, g, h, do, dh, dv)), dq, dk, dw, dg,
-        scale, seq, chunks, batch, key_heads, heads, d_k, d_v, chunk_size, block_k, block_v, num_warps=WARPS,
+    ends = g.new_empty(blocks * parts, batch, chunks, heads)  # what the gates of a chunk's last token get besides
+    _gradients_kernel[(chunks * blocks * parts, batch * heads)](
+        *(x.contiguous() for x in (q, k, v, g, h, do, dh, dv)), dq, dk, dw, dg, ends,
+        scale, seq, chunks, batch, key_heads, heads, d_k, d_v, chunk_size, rows, block_k, block_v,
+        num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if heads != key_heads:
         dq, dk = (x.unflatten(2, (key_heads, -1)).sum(3) for x in (dq, dk))
-    return dq, dk, dw, dg.sum(0)
+    last = torch.arange(1, chunks + 1, device=g.device).mul_(chunk_size).clamp_(max=seq) - 1
+    return dq, dk, dw, dg.sum(0).index_add_(1, last, ends.sum(0))
 
 
 def register() -> None:
