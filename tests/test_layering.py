@@ -48,6 +48,7 @@ ONLY_IN = {
         "engine.emulated.triton_kernels",
         "kernels.delta_rule_triton",
         "kernels.embedding_triton",
+        "kernels.expert_rows_triton",
         "kernels.fp8_triton",
         "kernels.gated_attention_triton",
         "kernels.handover_triton",
