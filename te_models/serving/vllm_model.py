@@ -276,7 +276,7 @@ class TEModelsDecoderForCausalLM(nn.Module):
         parameters = dict(self.named_parameters())
         loaded: set[str] = set()
         for theirs, tensor in weights:
-            if theirs.startswith("lm_head.") and self.shape.tie_word_embeddings:
+            if theirs.startswith(f"{self.family.head}.") and self.shape.tie_word_embeddings:
                 continue
             for name, shard, values in self._parts(theirs, tensor):
                 load = getattr(parameters[name], "weight_loader", default_weight_loader)
@@ -289,8 +289,8 @@ class TEModelsDecoderForCausalLM(nn.Module):
         path, _, kind = theirs.rpartition(".")
         found = re.fullmatch(rf"{re.escape(self.family.root)}layers\.(\d+)\.(.+)", path)
         if found is None:
-            top = {name.replace("model.", self.family.root): ours for name, ours in TOP.items()}
-            yield f"{'' if top[path] == 'lm_head' else 'model.'}{top[path]}.{kind}", None, tensor
+            top = {name.replace("model.", self.family.root): f"model.{ours}" for name, ours in TOP.items()}
+            yield f"{ {**top, self.family.head: 'lm_head'}[path] }.{kind}", None, tensor
             return
         depth, rows = int(found[1]), self.family.layer[found[2]]
         if not rows.blocks:
