@@ -24,7 +24,9 @@ ONLY_IN = {
         "huggingface.config",
         "huggingface.modeling",
         "inspect.harness",
+        "serving.vllm_plugin",
     },
+    "vllm": {"serving.vllm_model", "serving.vllm_plugin"},
     "safetensors": set(),
     "matplotlib": {"training.plots"},
     "rich": {
