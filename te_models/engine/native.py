@@ -47,6 +47,7 @@ from transformer_engine.pytorch.quantization import (
 )
 
 import te_models.kernels.handover_triton as handover_triton
+from te_models.device.autograd import Context
 from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.handover_triton import FP8Data
 
@@ -199,7 +200,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, module: Any, quantizer: Any
+        ctx: Context, x: Tensor, delta: Tensor | None, weight: Tensor, module: Any, quantizer: Any
     ) -> tuple[Tensor, Tensor]:
         """Return (y [N, D], x + delta), from x and delta [N, D]."""
         ctx.zero_centered, ctx.both = module.zero_centered_gamma, delta is not None
@@ -215,7 +216,7 @@ class _Norm(torch.autograd.Function):
         return y, total.view_as(total) if delta is None else total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and delta, which are one tensor, and of the weight."""
         dy, dtotal = grads
         total, weight, inverse = ctx.saved_tensors
@@ -228,7 +229,7 @@ class _SwiGLU(torch.autograd.Function):
     """SwiGLU that writes FP8, and whose backward does."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, gradient: Target | None, quantizer: Any) -> Tensor:
+    def forward(ctx: Context, gate_up: Tensor, gradient: Target | None, quantizer: Any) -> Tensor:
         """Return [N, F], from gate_up [N, 2F]."""
         ctx.gradient = gradient
         save_input(ctx, gate_up, recompute=lambda: _swiglu_for_backward(quantizer))
@@ -237,7 +238,7 @@ class _SwiGLU(torch.autograd.Function):
         return tex.swiglu(gate_up, quantizer)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of gate_up."""
         (dy,) = grads
         gate_up, dy = saved_input(ctx), dy.contiguous()

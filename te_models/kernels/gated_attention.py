@@ -19,6 +19,7 @@ from torch import Tensor
 
 from te_models.config.attention import AttentionSpec, Heads
 from te_models.config.layer import first_rows
+from te_models.device.autograd import Context
 from te_models.kernels.sdpa import suits_cudnn
 
 
@@ -108,7 +109,7 @@ class _AttentionCore(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         qkvg: Tensor,
         cos: Tensor | None,
         sin: Tensor | None,
@@ -144,7 +145,7 @@ class _AttentionCore(torch.autograd.Function):
         return (mixed if logits is None else ops.gate(mixed, logits)).reshape(rows, -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of qkvg, made in one buffer."""
         dy = grads[0].contiguous()  # that of a sum, for example, is one number with strides of 0
         batch, rows, heads, ops, target, spans = ctx.setting

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_models.device.autograd import Context
 from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.elementwise import swiglu as silu_times_up
 from te_models.kernels.elementwise import swiglu_backward
@@ -40,13 +41,15 @@ class _SwiGLU(torch.autograd.Function):
     """SwiGLU from two functions, whose input is saved early (te_models/kernels/early_save.py)."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+    def forward(
+        ctx: Context, gate_up: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
+    ) -> Tensor:
         save_input(ctx, gate_up, recompute=partial(_itself, forward))
         ctx.make_gradient = backward
         return forward(gate_up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         return ctx.make_gradient(dy, saved_input(ctx)), None, None
 

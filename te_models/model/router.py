@@ -7,12 +7,13 @@ sums have a fixed order, that of Transformer Engine's permutation kernels (from 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from te_models.config.moe import MoEConfig
+from te_models.device.autograd import Context
 
 
 class LayerRouting(NamedTuple):
@@ -138,12 +139,12 @@ class _Dispatch(torch.autograd.Function):
     """x [T, D] -> the rows of all experts [R, D], zeros where they are padding."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, row: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, token: Tensor, row: Tensor) -> Tensor:
         ctx.save_for_backward(row)
         return _with_zeros(x).index_select(0, token)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         (row,) = ctx.saved_tensors
         return _sum_of_rows(dy, row, None).to(dy.dtype), None, None
@@ -153,12 +154,12 @@ class _Combine(torch.autograd.Function):
     """The experts' rows [R, D] -> the sum of each token's by their weights [T, D], in FP32 and rounded once."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, token: Tensor, row: Tensor) -> Tensor:
+    def forward(ctx: Context, rows: Tensor, weights: Tensor, token: Tensor, row: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, token, row)
         return _sum_of_rows(rows, row, weights).to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         rows, weights, token, row = ctx.saved_tensors
         factor = weights.new_zeros(len(rows) + 1).scatter(0, row.flatten(), weights.flatten())[:-1]

@@ -162,16 +162,15 @@ class NVFP4TensorStorage(BlockStorage):
     `_amax_rowwise` and `_amax_columnwise` FP32 `[1]`.
     """
 
-    _tensors = (
-        "_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise",
-        "_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise",
-    )  # fmt: skip
+    _copies = (
+        ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"),
+        ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"),
+    )
+    _tensors = _copies[0] + _copies[1]
+    _facts = ("shape", "dtype", "quantizer", "fp4_dtype")
     _amax_rowwise: Tensor | None = None
     _amax_columnwise: Tensor | None = None
     _fp4_dtype: DType
-
-    def _metadata(self) -> dict[str, Any]:
-        return super()._metadata() | {"fp4_dtype": self._fp4_dtype}
 
     def operand(self, columnwise: bool) -> Operand:
         """Return values times block scales, and the tensor's scale. A columnwise copy may be Hadamard-transformed."""
