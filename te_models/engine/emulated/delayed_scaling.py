@@ -6,8 +6,6 @@ amax in row 0 of the history; the update after a pass moves that amax to the las
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -43,7 +41,7 @@ class DelayedScalingRecipeState:
         """Update under `recipe` from now on."""
         self.recipe, self.key = recipe, (repr(recipe), recipe.amax_compute_algo)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return what a copy or a pickle holds: a copy belongs to no registry until it first runs."""
         return self.__dict__ | {"registry": None, "group": None}
 
