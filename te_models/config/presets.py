@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from te_models.config.model import ModelConfig, config_fields
+from te_models.config.model import ModelConfig, check_names
 from te_models.errors import unknown
 
 
@@ -335,8 +335,5 @@ def get_preset(name: str, **overrides: Any) -> ModelConfig:
     """
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS, "`te-models list`")
-    known = config_fields()
-    for field in overrides:
-        if field not in known:
-            raise unknown("config field", field, known, "help(te_models.ModelConfig)")
+    check_names(overrides)
     return ModelConfig(**{**PRESETS[name], **overrides})
