@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 # First word of a field's type -> the types of its values; fields of other types are checked elsewhere.
-TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "tuple": tuple, "Mapping": Mapping}
+TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "tuple": tuple, "Scaling": Mapping}
 
 
 def refuse(mistakes: Iterable[str | Exception]) -> None:

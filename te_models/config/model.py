@@ -16,7 +16,7 @@ from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.layer import LayerSpec, LinearSpec, PartSpec, Section, distinct, named_linears
 from te_models.config.layers import MIXERS, MLPS, describe_layers
 from te_models.config.moe import MoEConfig
-from te_models.config.rope import Rope, checked_scaling, checked_sliding_rope, frozen, rotary_mistakes
+from te_models.config.rope import Rope, Scaling, checked_scaling, checked_sliding_rope, frozen, rotary_mistakes
 from te_models.errors import NamedFields, documented, field_values, unknown
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class ModelConfig(NamedFields):
     max_position_embeddings: int = documented(4096, "Longest sequence.")
     rms_norm_eps: float = documented(1e-5, "Epsilon of every RMSNorm.")
     rope_theta: float = documented(10000.0, "Base of the RoPE frequencies.")
-    rope_scaling: Mapping[str, Any] | None = documented(None, "Scaling of RoPE beyond the trained length.", hash=False)
-    sliding_rope: Mapping[str, Any] | None = documented(
+    rope_scaling: Scaling | None = documented(None, "Scaling of RoPE beyond the trained length.", hash=False)
+    sliding_rope: Scaling | None = documented(
         None, "RoPE of the layers with a window, where it differs (Gemma 3, OLMo 3).", hash=False
     )
     rope_interleaved: bool = documented(False, "RoPE rotates neighboring channels instead of the two halves (GLM-4).")
@@ -145,7 +145,7 @@ class ModelConfig(NamedFields):
                 refuse(_missing(group, values[name], f"{name} lacks {{}}: give all that has no default"))
                 object.__setattr__(self, name, group(**values[name]))
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set a field once. Other names are allowed: transformers.Trainer sets `use_cache` on any model's config."""
         if name in self.__dataclass_fields__ and name in self.__dict__:
             raise FrozenInstanceError(f"cannot assign to field {name!r}: make another config with dataclasses.replace")
@@ -246,7 +246,7 @@ class ModelConfig(NamedFields):
 
 
 @functools.cache
-def config_fields() -> Mapping[str, Any]:
+def config_fields() -> Mapping[str, object]:
     """Return name -> type of every field of ModelConfig, in order."""
     hints = get_type_hints(ModelConfig)
     return MappingProxyType({f.name: hints[f.name] for f in fields(ModelConfig)})
@@ -258,7 +258,7 @@ def check_names(names: Iterable[str]) -> None:
     refuse(unknown("config field", n, known, "help(te_models.ModelConfig)") for n in names if n not in known)
 
 
-def _missing(kind: type[DataclassInstance], values: Mapping[str, Any], line: str) -> Iterator[str]:
+def _missing(kind: type[DataclassInstance], values: Mapping[str, object], line: str) -> Iterator[str]:
     """Yield `line` with the fields of `kind` that have no default and are not given."""
     if missing := [f.name for f in fields(kind) if f.default is MISSING and f.name not in values]:
         yield line.format(", ".join(missing))

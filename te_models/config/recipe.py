@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from te_models.config.checks import refuse
 from te_models.config.toml import read_toml
@@ -266,7 +266,7 @@ class Recipe:
         fields = ({"fp8_format": default} if default else {}) | dict(self.fields)
         return {"name": self.name, "scheme": self.scheme, **fields, **self.edges}
 
-    def build(self, te: ModuleType) -> Any:
+    def build(self, te: ModuleType) -> EngineRecipe | None:
         """Return the engine's recipe object, an instance of Transformer Engine's class; None for BF16."""
         if self.scheme == "none":
             return None
@@ -284,13 +284,24 @@ class Recipe:
         return built
 
 
+class EngineRecipe(Protocol):
+    """A recipe object of either engine: Transformer Engine's, or the emulated one's."""
+
+    def delayed(self) -> bool:
+        """Return whether it has scales and amax histories that persist over steps."""
+        ...
+
+
+RecipeLike = str | Path | Recipe | EngineRecipe  # a name, the path of a TOML file, or an object
+
+
 def list_recipes() -> list[str]:
     """Return the names of the recipes that come with the package."""
     order = list(SCHEMES)
     return sorted(_shipped(), key=lambda name: order.index(get_recipe(name).scheme))
 
 
-def get_recipe(recipe: str | Path | Recipe | Any, **overrides: Any) -> Recipe:
+def get_recipe(recipe: RecipeLike, **overrides: Any) -> Recipe:
     """Return the Recipe for a name, the path of a TOML file, a Recipe or a Transformer Engine recipe object.
 
     Args:
@@ -358,7 +369,7 @@ def _from_file(path: Path) -> Recipe:
     return recipe_from_dict({"name": path.stem, **read_toml(path)})
 
 
-def _from_object(recipe: Any) -> Recipe:
+def _from_object(recipe: EngineRecipe) -> Recipe:
     """Read a Transformer Engine recipe object of either engine."""
     scheme = type(recipe).__name__
     if scheme not in SCHEMES:

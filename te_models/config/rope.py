@@ -8,6 +8,9 @@ from typing import Any
 
 from te_models.config.checks import is_positive, refuse
 
+Scaling = Mapping[str, Any]  # fields of `rope_scaling` or `sliding_rope`
+Items = tuple[tuple[str, Any], ...]
+
 # Kind of RoPE scaling -> (required, optional) fields beside `rope_type`; te_models.model.rope computes them.
 ROPE_SCALINGS = {
     "linear": (("factor",), ()),
@@ -40,10 +43,10 @@ class Rope:
     share: float
     context: int
     interleaved: bool = False
-    stretching: tuple[tuple[str, Any], ...] = ()
+    stretching: Items = ()
 
     @property
-    def scaling(self) -> dict[str, Any] | None:
+    def scaling(self) -> Scaling | None:
         """None, or a row of ROPE_SCALINGS with its `rope_type`."""
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in self.stretching}
         return values or None
@@ -71,7 +74,7 @@ class Rope:
         return max(self.context, int(self.original_context * scaling.get("factor", 1)))
 
 
-def frozen(scaling: Mapping[str, Any] | None) -> tuple[tuple[str, Any], ...]:
+def frozen(scaling: Scaling | None) -> Items:
     """Return the items of `rope_scaling`, hashable."""
     return tuple((name, tuple(v) if isinstance(v, list) else v) for name, v in (scaling or {}).items())
 
@@ -86,7 +89,7 @@ def rotary_mistakes(head_dim: int, factor: float) -> Iterator[str]:
         )
 
 
-def checked_sliding_rope(rope: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+def checked_sliding_rope(rope: Scaling, head_dim: int) -> Scaling:
     """Return `sliding_rope` with a base, if needed a share of rotated channels, and a row of ROPE_SCALINGS or none."""
     scaling = dict(rope)
     own = {name: scaling.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in scaling}
@@ -101,7 +104,7 @@ def checked_sliding_rope(rope: Mapping[str, Any], head_dim: int) -> dict[str, An
     return {**own, **(checked_scaling(scaling, int(head_dim * share) // 2) if scaling else {})}
 
 
-def checked_scaling(scaling: Mapping[str, Any], pairs: int) -> dict[str, Any]:
+def checked_scaling(scaling: Scaling, pairs: int) -> Scaling:
     """Return `rope_scaling` with exactly the fields of its type; a ConfigError names a field that is not supported."""
     given = {name: value for name, value in scaling.items() if name not in KIND and value is not None}
     given = {name: value for name, value in given.items() if not (name.startswith("mscale") and value == 0)}  # as None
@@ -114,11 +117,11 @@ def checked_scaling(scaling: Mapping[str, Any], pairs: int) -> dict[str, Any]:
 KIND = ("rope_type", "type")  # names of the field that says which scaling it is
 
 
-def _kind(scaling: Mapping[str, Any]) -> Any:
+def _kind(scaling: Scaling) -> Any:
     return scaling.get("rope_type", scaling.get("type"))
 
 
-def _scaling_mistakes(kind: object, given: Mapping[str, Any], pairs: int) -> Iterator[str]:
+def _scaling_mistakes(kind: object, given: Scaling, pairs: int) -> Iterator[str]:
     """Yield a line for fields that the kind of scaling lacks or does not take, and for values of a wrong form."""
     if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
         yield f"rope_scaling of type {kind!r} is not supported: choose from {', '.join(ROPE_SCALINGS)}"

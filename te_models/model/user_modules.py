@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from te_models.config.recipe import Recipe, get_recipe
+from te_models.config.recipe import RecipeLike, get_recipe
 from te_models.engine import engine_module
 from te_models.errors import UsageError, unknown
 from te_models.fp8 import scaling_state
@@ -26,7 +25,7 @@ def checkpoint(
     function: Callable[..., Any],
     *args: Any,
     mode: Literal["none", "full"] = "full",
-    recipe: str | Path | Recipe | Any = None,
+    recipe: RecipeLike | None = None,
     modules: Iterable[nn.Module] = (),
     **kwargs: Any,
 ) -> Any:
@@ -82,9 +81,7 @@ def fp8_state(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in scaling_state.fp8_state(module).items()}
 
 
-def load_fp8_state(
-    module: nn.Module, tensors: Mapping[str, Tensor], recipe: str | Path | Recipe | Any = "delayed"
-) -> None:
+def load_fp8_state(module: nn.Module, tensors: Mapping[str, Tensor], recipe: RecipeLike = "delayed") -> None:
     """Write scales and amax histories, as from `fp8_state`, into `module`, which need not have run yet.
 
     Args:

@@ -17,6 +17,10 @@ from te_models.distributed.dtensor import local
 from te_models.errors import CheckpointError
 from te_models.files.formats import all_finite
 
+Group = dict[str, Any]  # of parameters, under "params", and the options of their updates
+State = dict[str, Any]  # of one tensor, or of a whole optimizer: tensors, numbers, and dicts of these
+Options = dict[str, Any]  # of an optimizer
+
 # Values under these names, or in dicts under them, are counts, squares or scales.
 _NOT_NEGATIVE = frozenset({"step", "exp_avg_sq", "scale", "scales", "scale_inv"})
 
@@ -29,7 +33,7 @@ def pack(value: Any) -> Any:
     return value
 
 
-def unpack(value: Any, name: str, parameter: Tensor, group: dict[str, Any]) -> Any:
+def unpack(value: Any, name: str, parameter: Tensor, group: Group) -> Any:
     """Undo `pack` for the state `name` of `parameter`; the result is on the parameter's device.
 
     The step count stays on the CPU unless the optimizer is fused, as in torch.optim.
@@ -53,7 +57,7 @@ def scalar() -> Tensor:
     return torch.empty((), dtype=torch.float32, device="meta")
 
 
-def check_values(saved: Any, expected: Any, place: str) -> None:
+def check_values(saved: object, expected: Any, place: str) -> None:
     """Compare one value of saved state with a template, before anything live is written.
 
     Args:
