@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from te_models.errors import ConfigError
+from te_models.errors import ConfigError, TeModelsError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "tuple": tuple, "Scaling": Mapping}
 
 
-def refuse(mistakes: Iterable[str | Exception]) -> None:
-    """Raise the first of the mistakes: the line of a ConfigError, or the error itself."""
+def refuse(mistakes: Iterable[str | Exception], error: type[TeModelsError] = ConfigError) -> None:
+    """Raise the first of the mistakes: an `error` of that line, or the mistake itself if it is an error."""
     for mistake in mistakes:
-        raise mistake if isinstance(mistake, Exception) else ConfigError(mistake)
+        raise mistake if isinstance(mistake, Exception) else error(mistake)
 
 
 def wrong_values(owner: DataclassInstance, kind: type[DataclassInstance], prefix: str = "") -> Iterator[str]:

@@ -83,7 +83,7 @@ def discarding(y: Tensor) -> Iterator[None]:
         yield
 
 
-def _identity(tensor: Tensor) -> tuple[Any, ...]:
+def _identity(tensor: Tensor) -> tuple[int, torch.dtype, torch.Size]:
     """Return a key that identifies a tensor; a quantized tensor has no address of its own."""
     place = id(tensor) if hasattr(tensor, "quantize_") else tensor.data_ptr()
     return place, tensor.dtype, tensor.shape

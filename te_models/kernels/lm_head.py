@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """Multiply both gradients by that of the loss, an FP32 scalar: the weight of the micro-batch in the step."""
         (grad,) = grads
         saved = ctx.saved_tensors
-        slopes: Any = [slope for slope in saved if slope is not None]
+        slopes = [slope for slope in saved if slope is not None]
         # With retain_graph, another backward reads them again.
         if ctx.multiply is None or torch._C._autograd._get_current_graph_task_keep_graph():
             # A factor of one dimension takes part in type promotion: the product is FP32, rounded once. As a scalar it

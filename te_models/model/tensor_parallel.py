@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_models.config.layer import LayerSpec, LinearSpec, Section
@@ -65,7 +66,7 @@ class TensorParallel:
         if self.mesh is not None and self.mesh.ndim != 1:
             raise UsageError(f"tp_mesh has {self.mesh.ndim} dimensions: give that of tensor parallelism, mesh['tp']")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
+    def __deepcopy__(self, memo: object) -> TensorParallel:
         return self
 
     @property
@@ -79,7 +80,7 @@ class TensorParallel:
         return 0 if self.mesh is None else self.mesh.get_local_rank()
 
     @property
-    def group(self) -> Any:
+    def group(self) -> ProcessGroup | None:
         """Their process group."""
         return None if self.mesh is None else self.mesh.get_group()
 
@@ -171,7 +172,9 @@ class TensorParallel:
             }
 
     @contextmanager
-    def filling(self, name: str, target: Tensor, config: ModelConfig, device: Any = None) -> Iterator[Tensor]:
+    def filling(
+        self, name: str, target: Tensor, config: ModelConfig, device: torch.device | str | None = None
+    ) -> Iterator[Tensor]:
         """Yield a tensor to write all values of the whole parameter into; this rank's part of it goes to `target`.
 
         Every rank draws all random numbers, so that a model starts with the same values on any number of ranks. An FP8

@@ -318,8 +318,8 @@ def check_kind(kind: Options, saved: object, /, **counts: int) -> None:
         raise UsageError("the optimizer's state was saved by an older version: start a new run from it with --model")
     for name in (name for name in kind if then.get(name) != kind[name]):
         raise UsageError(
-            f"the optimizer's state was saved with {name}={then.get(name)!r}, not {kind[name]!r}: resume with the same, "
-            "or start a new run from the checkpoint with --model"
+            f"the optimizer's state was saved with {name}={then.get(name)!r}, not {kind[name]!r}: resume with the "
+            "same, or start a new run from the checkpoint with --model"
         )
     for name, count in counts.items():
         if not isinstance(saved.get(name), list) or len(saved[name]) != count:
