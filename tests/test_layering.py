@@ -46,7 +46,9 @@ ONLY_IN = {
     "triton": {
         "engine.emulated.nvfp4_triton",
         "engine.emulated.triton_kernels",
+        "kernels.delta_rule_triton",
         "kernels.embedding_triton",
+        "kernels.expert_rows_triton",
         "kernels.fp8_triton",
         "kernels.gated_attention_triton",
         "kernels.handover_triton",
