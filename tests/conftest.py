@@ -12,6 +12,7 @@ import pytest
 import ranks  # noqa: F401  sets what the server of processes imports
 import seeds
 import torch
+from small_model import small  # noqa: F401  a fixture
 
 import te_models.engine.emulated as emulated
 
