@@ -1,6 +1,7 @@
 """Imports point down, between packages and within them, and heavy libraries are imported only where they are named."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ FILES = {_name(path): path for path in sorted(ROOT.rglob("*.py")) if path.parent
 PACKAGES = {name: path for name, path in FILES.items() if path.name == "__init__.py" and name != "__init__"}
 
 
+@functools.cache
 def _imports(path: Path, at_run_time: bool = False) -> set[str]:
     """Return the modules that a file imports, inside functions too; `at_run_time`: not those for type checkers."""
     found: set[str] = set()
