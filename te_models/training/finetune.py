@@ -154,23 +154,20 @@ def _tokenizer(settings: RunSettings, newest: Path | None) -> str | Path | None:
     """Return the source of the tokenizer: the one requested, else the checkpoint to resume from, else the model."""
     if newest is not None and "tokenizer" not in settings.given:
         return newest
-    return settings.data.get("tokenizer") or settings.model
+    return settings.tokenizer or settings.model
 
 
 def _open_data(
     settings: RunSettings, config: TrainConfig, words: Tokenizer, shared: Parallel, newest: Path | None
 ) -> tuple[TokenDataset | StreamingDataset, list[Batch]]:
     """Return this process's share of the training data, and its evaluation batches."""
-    others = {"data", "tokenizer", "data_workers"}
+    data = settings.data
     if newest is not None and "chat_template" not in settings.given:
-        others.add("chat_template")  # the checkpoint's tokenizer has it
-    options = {name: value for name, value in settings.data.items() if name not in others}
+        data = dataclasses.replace(data, chat_template=None)  # the checkpoint's tokenizer has it
     return open_data(
-        settings.data.get("data"),
+        data,
         words,
         dataclasses.replace(config, batch_size=shared.rows(config.batch_size)),
-        **options,
-        num_workers=settings.data["data_workers"],
         rank=shared.data_rank,
         world_size=shared.data_world,
         ranks=shared.ranks,
@@ -221,9 +218,8 @@ def _notes(settings: RunSettings, folder: Path, newest: Path | None, model: Caus
         lines = [f"changed: the engine is {model.engine} ({model.engine_reason}), was {before}"]
     if not (folder / RUN_FILE).is_file():
         return lines
-    now = {**settings.build, **settings.data, **dataclasses.asdict(settings.train)}
-    now |= {"log": settings.log, "sample_tokens": settings.sample_tokens}
-    given = {name: now[name] for name in settings.given & now.keys() - recipe_fields().keys()}
+    now = {name: value for table in settings.tables().values() for name, value in table.items()}
+    given = {name: now[name] for name in settings.given & now.keys()}
     changed = changed_settings(read_run_file(folder / RUN_FILE), given)
     return [*lines, *(f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in sorted(changed.items()))]
 

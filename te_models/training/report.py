@@ -236,8 +236,7 @@ def draw_run(result: Result, settings: RunSettings, folder: Path, model: CausalL
     path, rows = folder / "loss.png", read_metrics(folder / "metrics.jsonl")
     if not rows:
         return "not drawn: no step was taken"
-    data = settings.data.get("data") or "Python's documentation and sources"
-    names = [data] if isinstance(data, str) else [str(name) for name in data]
+    names = settings.data.data or ("Python's documentation and sources",)
     title = f"{settings.label} · {model.recipe.name} · {', '.join(Path(name).name or name for name in names)}"
     losses = f"evaluation loss {result.first_eval_loss:.4f} before, {result.eval_loss:.4f} after; "
     subtitle = f"{losses}{plural(result.step, 'step')} of {tokens_per_step:,} tokens; {settings.command}"
