@@ -83,15 +83,15 @@ class Setting:
 
     def check(self, value: Value) -> None:
         """Raise a ConfigError for a value of a wrong type or out of range."""
-        label = self.name if self.name == self.field else f"{self.field} ({self.flag})"
+        given = f"{self.name}={value!r}" if self.name == self.field else f"{self.flag} {value!r}"
         if wanted := self.wrong_type(value):
-            raise ConfigError(f"{label}={value!r} is of a wrong type: give {wanted}")
+            raise ConfigError(f"{given} is of a wrong type: give {wanted}")
         if self.choices and value not in (*self.choices, None):
-            raise unknown(label, value, self.choices)
+            raise unknown(self.name, value, self.choices)
         if isinstance(value, (int, float)):
             enough = value > self.least if self.above else value >= self.least
             if not (enough and value < self.below):
-                raise ConfigError(f"{label}={value} is out of range: give {self._range(enough)}")
+                raise ConfigError(f"{given} is out of range: give {self._range(enough)}")
 
     def _range(self, enough: bool) -> str:
         """Return the range of a number in words; of one that has no limit above, only the limit that it broke."""
@@ -149,6 +149,6 @@ def by_name(owner: DataclassInstance) -> dict[str, Value]:
     for one in settings_of(type(owner)):
         value = field_values(owner)[one.field]
         if isinstance(value, tuple):
-            value = None if not value else value if one.several else ",".join(value)
+            value = (value or None) if one.several else ",".join(value)
         found[one.name] = value
     return found
