@@ -15,7 +15,7 @@ from rich.console import Console
 from te_models.causal_lm import CausalLM
 from te_models.config.model import config_fields
 from te_models.config.presets import get_preset
-from te_models.config.recipe import AUTO, Recipe, get_recipe, recipe_fields
+from te_models.config.recipe import AUTO, Recipe, recipe_fields
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.streaming import StreamingDataset
@@ -34,7 +34,7 @@ from te_models.training.loggers import Run, check_loggers, open_loggers
 from te_models.training.parallel import Parallel
 from te_models.training.preflight import check_memory
 from te_models.training.report import draw_run, print_next, print_outcome, progress, summary
-from te_models.training.resume import resumed_options, run_folder, saved_choices, starting_step
+from te_models.training.resume import resumed_options, run_folder, saved_choices, scheduled_recipes, starting_step
 from te_models.training.run_file import read_record, run_document, run_id
 from te_models.training.samples import SHARE, Prompt, Sampler, held_out_prompts
 from te_models.training.settings import RUN_FILE, RunSettings, changed_settings, read_run_file, resolved_path
@@ -77,7 +77,8 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         _check_model(model, words, config)
         adapters = _adapters(settings, model)
         start = starting_step(folder, resume, settings)
-        about = summary(model, dataset, config, start, shared.describe(), settings.command, memory)
+        first = _first_recipe(settings, model)
+        about = summary(model, dataset, config, start, shared.describe(), settings.command, memory, first)
         for part in (*_notes(settings, folder, newest, model), about):
             console.print(part, highlight=False)
         sampler = _sampler(settings, model, words, eval_batches, shared)
@@ -89,7 +90,6 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
                 sampler.note_before()
         record = {**(read_record(folder) if resume else {})}
         record["id"] = shared.ranks.from_first(lambda: run_id(record))
-        first = _first_recipe(settings, model)
         run_file = run_document(settings, model, dataset, eval_batches, shared, record, first)
         logged = dataclasses.asdict(config) | {"model": settings.label, **model.recipe.to_dict()}
         parts: dict[str, Any] = dict(run_file=run_file, parallel=shared, saved=adapters, recipe=first)
@@ -192,8 +192,7 @@ def _first_recipe(settings: RunSettings, model: CausalLM) -> Recipe:
     """Return the recipe of the run's first step, which a resumed model may have left (--recipe-schedule)."""
     if not (settings.train.recipe_schedule and settings.recipe != AUTO):
         return model.recipe
-    fields = {name: value for name, value in settings.build.items() if name in recipe_fields()}
-    return get_recipe(settings.recipe, **fields)
+    return scheduled_recipes(settings)[0]
 
 
 def _adapters(settings: RunSettings, model: CausalLM) -> LoraRun | None:
@@ -220,8 +219,23 @@ def _notes(settings: RunSettings, folder: Path, newest: Path | None, model: Caus
         return lines
     now = {name: value for table in settings.tables().values() for name, value in table.items()}
     given = {name: now[name] for name in settings.given & now.keys()}
-    changed = changed_settings(read_run_file(folder / RUN_FILE), given)
-    return [*lines, *(f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in sorted(changed.items()))]
+    then = read_run_file(folder / RUN_FILE)
+    changed = changed_settings(then, given)
+    lines += [f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in sorted(changed.items())]
+    same = then.get("recipe_schedule") == settings.train.recipe_schedule
+    return lines + (_moved_changes(settings.train, then.get("steps", settings.train.steps)) if same else [])
+
+
+def _moved_changes(config: TrainConfig, steps: int) -> list[str]:
+    """Return what is said of changes of the recipe at shares of the steps, which more steps than before move."""
+    before = dataclasses.replace(config, steps=steps).recipe_changes
+    moved = [
+        (old, new, name) for (old, name), (new, _) in zip(before, config.recipe_changes, strict=True) if old != new
+    ]
+    return [
+        f"changed: recipe {name!r} follows after step {new}, was {old}: a share of the steps"
+        for old, new, name in moved
+    ]
 
 
 def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None:

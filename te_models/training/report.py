@@ -17,6 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from te_models.causal_lm import CausalLM
+from te_models.config.recipe import Recipe
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
@@ -42,16 +43,23 @@ def summary(
     processes: str = "",
     command: str = "finetune",
     memory: MemoryCheck | None = None,
+    first: Recipe | None = None,
 ) -> Table:
-    """Return the configuration in force as a table; `start` is the number of steps taken before a resume."""
+    """Return the configuration in force as a table; `start` is the number of steps taken before a resume.
+
+    `first` is the recipe of the run's first step; None: the model's.
+    """
     plan = model.plan()
     low = [found.recipe.formats for found in model.precision.linears.values() if found.recipe is not None]
-    later = "".join(f", from step {done + 1} on {name}" for done, name in config.recipe_changes)
+    taken = [(0, (first or model.recipe).name), *config.recipe_changes]
+    now = next(name for done, name in reversed(taken) if done <= start)
+    recipe = _recipe(model) if model.recipe.name == now else now
+    later = "".join(f", from step {done + 1} on {name}" for done, name in taken if done > start)
     rows = {
         "parameters": _parameters(model),
         "device": str(model.device),
         "engine": f"{model.engine} ({model.engine_reason})",
-        "recipe": f"{_recipe(model)}{later}",
+        "recipe": f"{recipe}{later}",
         "linears": f"{plan.count('FP8')} in {' and '.join(dict.fromkeys(low)) or 'FP8'}, {plan.count('BF16')} in BF16",
         "attention": f"{model.attention_kernel()}, {model.config.attention_gate.replace('none', 'no')} gate",
         **speed_rows(model, config),

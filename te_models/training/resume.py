@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from te_models.causal_lm import CausalLM
-from te_models.config.recipe import AUTO, get_recipe, recipe_fields
+from te_models.config.recipe import AUTO, Recipe, get_recipe, recipe_fields
 from te_models.errors import CheckpointError, UsageError, plural
 from te_models.files.atomic import readable
 from te_models.interop.hub import DTYPES
@@ -51,9 +51,18 @@ def resumed_options(settings: RunSettings, saved: Mapping[str, Any]) -> dict[str
     options = {name: value for name, value in settings.build.items() if name not in recipe_fields()}
     options |= {**{name: value for name, value in saved.items() if name != "engine"}, **given}
     if settings.recipe != AUTO and "recipe" in settings.given:
+        if saved["recipe"].to_dict() in [recipe.to_dict() for recipe in scheduled_recipes(settings)[1:]]:
+            return {name: value for name, value in options.items() if name not in recipe_fields()}
         options["recipe"] = settings.recipe
         options["fp8_params"] = settings.build.get("fp8_params", False)  # another recipe may have no such weights
     return options
+
+
+def scheduled_recipes(settings: RunSettings) -> list[Recipe]:
+    """Return the recipe of a run's first step, which is not "auto", and those that follow it in its schedule."""
+    fields = {name: value for name, value in settings.build.items() if name in recipe_fields()}
+    first = get_recipe(settings.recipe, **fields)
+    return [first, *(first.followed_by(name) for _, name in settings.train.recipe_changes)]
 
 
 def run_choices(model: CausalLM) -> dict[str, Any]:
