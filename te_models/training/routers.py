@@ -19,13 +19,16 @@ def weigh_losses(model: CausalLM, config: TrainConfig) -> None:
     Raises:
         UsageError: the model has no experts.
     """
-    factors = {"router_aux_loss_coef": config.balance_loss, "router_z_loss_coef": config.z_loss}
-    given = {name: factor for name, factor in factors.items() if factor is not None}
-    if not given:
+    balance, z, moe = config.balance_loss, config.z_loss, model.config.moe
+    if balance is None and z is None:
         return
-    if model.config.moe is None:
+    if moe is None:
         raise UsageError("balance_loss and z_loss are for experts, which this model does not have: leave them out")
-    model.router_losses = dataclasses.replace(model.config.moe, **given)
+    model.router_losses = dataclasses.replace(
+        moe,
+        router_aux_loss_coef=moe.router_aux_loss_coef if balance is None else balance,
+        router_z_loss_coef=moe.router_z_loss_coef if z is None else z,
+    )
 
 
 def mean_of_routers(routed: Sequence[Tensor], like: Tensor) -> Tensor:
