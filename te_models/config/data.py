@@ -89,11 +89,9 @@ class DataConfig(NamedFields):
 
     def __post_init__(self) -> None:
         for name in ("data", "eval_data"):
-            given = field_values(self)[name]
-            if given is None:
-                given = ()
+            given = field_values(self)[name] or ()
             paths = [given] if isinstance(given, (str, os.PathLike)) else given
-            object.__setattr__(self, name, tuple(map(os.fspath, paths)))
+            object.__setattr__(self, name, tuple(os.fspath(path) for path in paths))
         check_settings(self)
         if self.eval_split is not None and self.eval_data:
             raise ConfigError("eval_split is a share of --data, and eval_data replaces it: give one of the two")

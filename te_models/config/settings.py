@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from te_models.errors import ConfigError, field_values, mistyped, unknown
@@ -111,21 +111,15 @@ def setting(default: Value, text: str, **about: Any) -> Any:
 @functools.cache
 def settings_of(owner: type[DataclassInstance]) -> tuple[Setting, ...]:
     """Return the settings that a dataclass declares, in its order."""
-    hints = get_type_hints(owner)
-    found = []
+    hints, found = get_type_hints(owner), []
     for one in fields(owner):
         if "about" in one.metadata:
-            default = None if one.default is MISSING else one.default
-            about = {"name": one.name, **one.metadata["about"]}
-            found.append(
-                Setting(
-                    field=one.name, help=one.metadata["help"], kinds=kinds_of(hints[one.name]), default=default, **about
-                )
-            )
+            about: dict[str, Any] = {"name": one.name, "default": one.default, **one.metadata["about"]}
+            found.append(Setting(field=one.name, help=one.metadata["help"], kinds=kinds_of(hints[one.name]), **about))
     return tuple(found)
 
 
-def kinds_of(hint: object) -> tuple[type, ...]:
+def kinds_of(hint: Any) -> tuple[type, ...]:
     """Return the types in an annotation such as `int | None` or `tuple[str, ...]`, None left out."""
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     return tuple(get_origin(member) or member for member in members if member is not types.NoneType)
