@@ -42,4 +42,4 @@ def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: 
         result = run(config, *variants, device=device, progress=lambda line: status.update(Text(line)), **given)
     terminal.print(bench_table(result))
     if out is not None:
-        terminal.print(f"plot: {write_bench(result, out, preset)}", soft_wrap=True, markup=False, highlight=False)
+        terminal.print(f"plot: {write_bench(result, out, preset)}", soft_wrap=True)

@@ -277,4 +277,4 @@ def show(result: Printable, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=1))
     else:
-        console().print(result, highlight=False)
+        console().print(result)
