@@ -177,16 +177,21 @@ def compare(name: str, kinds: Iterable[tuple[str, str]] = KINDS) -> list[dict[st
     with tempfile.TemporaryDirectory() as temp:
         model = build(name)  # before vLLM changes classes of transformers that it serves in place
         folders = {format: write_export(model, format, Path(temp) / format) for format, _ in kinds}
-        return [{"model": name, **_compare(name, folders[format], format, dtype)} for format, dtype in kinds]
+        overrides = PLUGIN if name == "qwen3_next" else {}
+        return [
+            {"model": name, "format": format, **compare_folder(name, folders[format], dtype, overrides)}
+            for format, dtype in kinds
+        ]
 
 
-def _compare(name: str, folder: Path, format: str, dtype: str) -> dict[str, Any]:
+def compare_folder(name: str, folder: Path, dtype: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return how the model in `folder` differs as vLLM serves it, with these `hf_overrides`, from ours."""
     ours, exact = read_served(folder, "cpu"), read_served(folder, "cpu").float()
     model = exact if dtype == "float32" else ours
     vocabulary = ours.config.vocab_size
     prompts = prompts_for(name, vocabulary)
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    made, scores = served_by_vllm(folder, prompts, vocabulary, dtype, PLUGIN if name == "qwen3_next" else {})
+    made, scores = served_by_vllm(folder, prompts, vocabulary, dtype, overrides)
     same, gaps, kls, floors, largest = 0, [0.0], [], [], 0.0
     for prompt, new, served in zip(prompts, made, scores, strict=True):
         p = log_probabilities(model, prompt + new[:-1])
@@ -199,7 +204,7 @@ def _compare(name: str, folder: Path, format: str, dtype: str) -> dict[str, Any]
             floors.append(divergence(log_probabilities(exact, prompt[:-1]), log_probabilities(ours, prompt[:-1])))
             largest = max(largest, (p - served).abs().max().item())
     return {
-        "architecture": architecture, "format": format, "dtype": dtype, "tokens": len(prompts) * NEW, "same": same,
+        "architecture": architecture, "dtype": dtype, "tokens": len(prompts) * NEW, "same": same,
         "gap": max(gaps), "kl": torch.cat(kls).mean().item(), "floor": torch.cat(floors).mean().item(),
         "largest": largest,
     }  # fmt: skip

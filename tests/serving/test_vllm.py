@@ -10,6 +10,9 @@ import pytest
 import torch
 
 pytest.importorskip("vllm", reason="a server: run `make test-vllm`")
+import transformers
+from hf_models import save_gated
+
 from benchmarks import vllm_parity
 from te_models import CausalLM
 from te_models.errors import UsageError
@@ -46,6 +49,21 @@ def test_tokens_are_those_of_our_generate(tmp_path: Path) -> None:
             torch.tensor([prompt]), max_new_tokens=vllm_parity.NEW, do_sample=False, eos_token_id=None
         )
         assert found[0, len(prompt) :].tolist() == new
+
+
+@pytest.mark.parametrize("flag", ["headwise_attn_output_gate", "elementwise_attn_output_gate"])
+def test_the_gates_of_the_published_release(flag: str, tmp_path: Path) -> None:
+    """Whose rows are inside q_proj, after the queries of each group of heads, in a folder that says Qwen3."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("qwen3", **vllm_parity.SIZES)
+    save_gated(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "theirs", **{flag: True})
+    model = CausalLM.from_pretrained(tmp_path / "theirs", device="cpu", recipe="bf16", dtype=torch.bfloat16)
+    folder = vllm_parity.write_export(model, "fp8-channel", tmp_path / "export")
+    row = vllm_parity.compare_folder("published", folder, "bfloat16", vllm_parity.PLUGIN)
+    assert row["architecture"] == "Qwen3ForCausalLM" and row["kl"] <= 4 * row["floor"]
+    folder = vllm_parity.write_export(model, "bf16", tmp_path / "plain")
+    row = vllm_parity.compare_folder("published", folder, "float32", vllm_parity.PLUGIN)
+    assert row["same"] == row["tokens"]
 
 
 @pytest.mark.parametrize(
