@@ -130,6 +130,11 @@ _GEMMA3: dict[str, Any] = dict(
               "sliding_window_pattern": 6},
     only={**NO_DROPOUT, **_CAUSAL, "attn_logit_softcapping": (None,)}, ignored=frozenset(("hidden_act",)),
 )  # fmt: skip
+_GEMMA3_IMAGES: dict[str, Any] = {
+    **_GEMMA3,
+    "defaults": {**_GEMMA3["defaults"], "vocab_size": 262208, "num_attention_heads": 8},
+    "only": {**_GEMMA3["only"], "final_logit_softcapping": (None,)},  # which transformers leaves out here
+}
 _GATED_NEXT = {"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True}
 _QWEN3_5: dict[str, Any] = dict(
     layer=QWEN3_5_LAYER, parts=(MROPE, HYBRID, ACT), constants=_GATED_NEXT,
@@ -352,11 +357,7 @@ FAMILIES = (
     ),
     Family(
         model_type="gemma3", architecture="Gemma3ForConditionalGeneration", models="Gemma 3 4B, 12B, 27B",
-        **{
-            **_GEMMA3,
-            "defaults": {**_GEMMA3["defaults"], "vocab_size": 262208, "num_attention_heads": 8},
-            "only": {**_GEMMA3["only"], "final_logit_softcapping": (None,)},  # which transformers leaves out here
-        },
+        **_GEMMA3_IMAGES,
         inner="text_config", root="language_model.model.", head="language_model.lm_head",
         aside=("vision_tower.", "multi_modal_projector."), accepts=lambda config: False,
         note="the text model of a folder whose other tensors are kept aside and written back",
