@@ -47,12 +47,6 @@ class Linear(Protocol):
     def __call__(self, module: nn.Module, x: Tensor, *, is_first_microbatch: bool | None = None) -> Tensor: ...
 
 
-class Targets(Protocol):
-    """Where attention may write FP8: the gradient for `producer` and the input of `consumer`; None where it may not."""
-
-    def __call__(self, producer: nn.Module | None, consumer: nn.Module | None) -> tuple[Any, Any]: ...
-
-
 @dataclass(frozen=True)
 class Kernels:
     """One implementation of every operation that is not a GEMM; the defaults are the plain ones.
@@ -76,7 +70,8 @@ class Kernels:
     silu_gate: Callable[[Tensor, Tensor], Tensor] = from_inputs(elementwise.silu_gate)
     expert_rows: expert_rows.RowKernels = expert_rows.PLAIN
     linear: Linear = handover.linear
-    targets: Targets = handover.targets
+    grouped: Callable[..., Tensor] = handover.grouped
+    targets: Callable[[nn.Module | None, nn.Module | None], handover.Targets] = handover.targets
     attention: gated_attention.Operations | None = None  # None: attention is composed of the operations above
 
 

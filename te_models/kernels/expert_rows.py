@@ -8,10 +8,12 @@ padding. Sums run over j = 0 to k - 1 in FP32, without fused multiply-add, and a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from te_models.device.autograd import Context
 
 
 class RowKernels(NamedTuple):
@@ -53,13 +55,13 @@ PLAIN = RowKernels(gather, total)
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, row: Tensor, kernels: RowKernels) -> Tensor:
+    def forward(ctx: Context, x: Tensor, token: Tensor, row: Tensor, kernels: RowKernels) -> Tensor:
         ctx.kernels = kernels
         ctx.save_for_backward(row)
         return kernels.gather(x.contiguous(), token, None, None)[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         (row,) = ctx.saved_tensors
         return ctx.kernels.total(dy.contiguous(), row, None), None, None, None
@@ -67,13 +69,13 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, token: Tensor, row: Tensor, kernels: RowKernels) -> Tensor:
+    def forward(ctx: Context, rows: Tensor, weights: Tensor, token: Tensor, row: Tensor, kernels: RowKernels) -> Tensor:
         ctx.kernels = kernels
         ctx.save_for_backward(rows, weights, token, row)
         return kernels.total(rows.contiguous(), row, weights)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         rows, weights, token, row = ctx.saved_tensors
         factor = weights.new_zeros(len(rows) + 1).scatter(0, row.flatten(), weights.flatten())[:-1]
