@@ -46,6 +46,7 @@ def test_every_table_is_on_a_page() -> None:
     assert shown == set(make_tables.TABLES)
 
 
+@pytest.mark.slow
 def test_plots_are_drawn(tmp_path: Path) -> None:
     make_tables.draw_plots(tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == {
