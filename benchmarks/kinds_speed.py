@@ -150,8 +150,14 @@ def tokens(config: ModelConfig, batch: int, seq: int, device: torch.device) -> T
 
 
 def measured(step: Callable[[], Any], device: torch.device, before: int) -> dict[str, Any]:
-    """Return the median milliseconds of a step, and the peak of memory above `before`, warm-up and capture included."""
-    torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
+    """Return the median milliseconds of a step, and the peak of memory above `before`, capture included.
+
+    Of the first step it is not: libraries that try their kernels then allocate buffers of their own.
+    """
+    if device.type == "cuda":
+        step()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     for _ in range(WARM_UP if device.type == "cuda" else 1):
         step()
     if device.type == "cpu":

@@ -277,9 +277,11 @@ def _write_model(model: Decoder, saved: Folder, recipe: Recipe) -> None:
     taken = model.take_fp8_state(state, recipe)
     if taken < len(state):
         lost = f"{len(state) - taken} of its {len(state)}" if taken else "its"
+        new = model.recipe.name
+        what = f"recipe {new!r}" if new != recipe.name else "with other linears in BF16 the model"
         warnings.warn(
-            f"{saved.path} was saved under recipe {recipe.name!r}; recipe {model.recipe.name!r} has no use for {lost} "
-            "scales and amax histories, which are left out",
+            f"{saved.path} was saved under recipe {recipe.name!r}; {what} has no use for {lost} scales and amax "
+            "histories, which are left out",
             stacklevel=5,
         )
 
