@@ -126,7 +126,7 @@ def open_folder(build: Callable[..., Decoder], folder: Path) -> OpenFolder:
         raise CheckpointError(f"{folder}/config.json: {first_line(error)}") from None
     places = tensor_places(family, config, {name: p.shape for name, p in sketch.named_parameters()})
     own = {name: tensor for name, tensor in stored.tensors.items() if not name.startswith(family.aside)}
-    check_tensors(folder, own, places, optional={"lm_head.weight"} if config.tie_word_embeddings else set())
+    check_tensors(folder, own, places, optional={f"{family.head}.weight"} if config.tie_word_embeddings else set())
     if others := len(stored.tensors) - len(own):
         log.warning(
             "%s: the text model is read; %s tensors of other parts (%s) are not, and save_pretrained(format='hf') "

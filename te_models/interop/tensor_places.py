@@ -60,8 +60,10 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
                 found[f"{theirs}{kind}"] = Place(ours, tuple((at, n // groups) for at, n in ranges), groups, shape)
 
     for theirs, module in TOP.items():
-        if theirs != "lm_head" or not config.tie_word_embeddings:
+        if theirs != "lm_head":
             place(theirs.replace("model.", family.root), module, [], 1)
+        elif not config.tie_word_embeddings:
+            place(family.head, module, [], 1)
     for depth, layer in enumerate(config.layers):
         counts = {name: count for part in layer.parts for name, count in part.divided.items()}
         for name, rows in family.layer.items():

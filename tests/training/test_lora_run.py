@@ -61,9 +61,9 @@ def losses(out: Path) -> list[float]:
 @pytest.mark.parametrize(
     "recipe, lora, fields",
     [
-        ("delayed", {}, {}),
+        pytest.param("delayed", {}, {}, marks=pytest.mark.slow),
         ("delayed", {}, dict(fp8_params=True, gradient_accumulation=2)),
-        ("delayed", {"dropout": 0.3}, dict(activation_checkpointing="full")),
+        pytest.param("delayed", {"dropout": 0.3}, dict(activation_checkpointing="full"), marks=pytest.mark.slow),
         ("current", {"targets": ("o_proj", "down_proj")}, dict(fp8_params=True, activation_checkpointing="selective")),
         ("bf16", {"dropout": 0.5}, {}),
     ],
@@ -257,11 +257,10 @@ def test_merged_adapters_have_the_recipe_that_they_were_trained_under(tmp_path: 
 @pytest.mark.parametrize(
     "recipe, lora, fields",
     [
-        ("bf16", {}, {}),
         ("bf16", {"targets": ("q_proj", "down_proj")}, {}),
-        ("delayed", {}, {}),
+        pytest.param("delayed", {}, {}, marks=pytest.mark.slow),
         ("delayed", {}, dict(fp8_params=True)),
-        ("current", {}, dict(fp8_params=True)),
+        pytest.param("current", {}, dict(fp8_params=True), marks=pytest.mark.slow),
     ],
 )
 def test_a_run_has_one_loss(recipe: str, lora: Any, fields: dict[str, Any], tmp_path: Path) -> None:

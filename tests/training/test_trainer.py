@@ -178,7 +178,7 @@ def test_a_run_in_python_replaces_no_other(tmp_path: Path) -> None:
 
 
 TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
-EXACT = every(4, list_recipes(), ("none", "selective", "full", 2), (False,))
+EXACT = every(8, list_recipes(), ("none", "selective", "full", 2), (False,))
 EXACT += some(2, zip(PRIMARY, ("none", "selective", "full", 2), itertools.repeat(True)))
 
 
