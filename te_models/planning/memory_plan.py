@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from rich.console import Group
 from rich.table import Column, Table
@@ -102,7 +101,7 @@ class MemoryPlan(Printable):
             for name, optimizer in OPTIMIZERS.items()
         }
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the content of the tables as plain JSON values, in bytes."""
         modes = dict(self.by_mode())
         return {
@@ -126,7 +125,7 @@ class MemoryPlan(Printable):
             f"{t.seq_len:,} tokens{each}, {t.optimizer or 'no optimizer'}, activation "
             f"checkpointing {t.activation_checkpointing}, {t.gpus} GPU{'s (FSDP)' if each else ''}{host}"
         )
-        lines: list[Any] = [about, ""]
+        lines: list[object] = [about, ""]
         for title, table in (
             (f"memory of a training step{each}, GiB", self._parts_table()),
             (f"largest batch per GPU, in sequences of {t.seq_len:,} tokens", self._fit_table()),

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,7 +60,7 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
         # torchrun (2.13) has one store for all restarts, in which a restart would find the old addresses.
         store = dist.PrefixStore(f"start-{restarts()}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-        control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        control: object = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         yield Parallel(config.parallel, Ranks(control), own, *meshes(config, own), config)
     except RuntimeError as error:
         if lost_peer(error):

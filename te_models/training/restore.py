@@ -15,7 +15,7 @@ COUNT_LIMIT = 2**62
 LATER = {"best_eval_loss", "best_step", "evaluations_since_best", "stopped_early", "signal"}
 
 
-def check_random_state(state: Any, rank: int, generator: torch.Generator, name: str) -> Tensor:
+def check_random_state(state: object, rank: int, generator: torch.Generator, name: str) -> Tensor:
     """Return the random state of `rank` in `state`, uint8 [bytes] of one process or [ranks, bytes] of any number.
 
     It is a copy: PyTorch's setters read from the start of the storage, whatever the tensor's offset. `generator` is
@@ -35,7 +35,7 @@ def check_random_state(state: Any, rank: int, generator: torch.Generator, name: 
 
 
 def read_random_states(
-    state: Mapping[str, Any], folder: Path, rank: int, device: torch.device
+    state: Mapping[str, object], folder: Path, rank: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Return the random states of `rank` on the CPU and on its CUDA device, if any, from a saved training state."""
     random = check_random_state(state["rng"], rank, torch.Generator(), f"{folder}: rng")

@@ -211,7 +211,7 @@ class RunSettings(NamedFields):
         """The model's part of the default folder's name."""
         return self.preset or Path(self.model or "model").name
 
-    def tables(self) -> dict[str, dict[str, Any]]:
+    def tables(self) -> dict[str, dict[str, object]]:
         """Return table of run.toml -> name -> value, of all settings but those of recipe and shape."""
         flat = dict(self.build)
         for part in (self, self.data, self.train, self.lora):
@@ -261,7 +261,7 @@ TABLES: dict[str, dict[str, Setting]] = {
 SETTINGS = {name: one for table in TABLES.values() for name, one in table.items()}
 
 
-def run_settings(command: str, given: Mapping[str, Any], file: Path | None = None) -> RunSettings:
+def run_settings(command: str, given: Mapping[str, object], file: Path | None = None) -> RunSettings:
     """Return the settings of a run: those `given`, over those of `file`, over the defaults of `command`.
 
     Raises:
@@ -351,7 +351,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or has an unknown table or setting, or a value of a wrong type.
     """
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for title, values in read_toml(path).items():
         if title == RECORD:
             continue
@@ -371,14 +371,14 @@ def read_run_file(path: Path) -> dict[str, Any]:
     return flat
 
 
-def changed_settings(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def changed_settings(saved: Mapping[str, object], given: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """Return name -> (value then, value now) of the settings that a resumed run changes.
 
     Raises:
         UsageError: one of them would make it another run; the message names it.
     """
     then = {**saved, **_recipe_values(saved)}
-    changed: dict[str, tuple[Any, Any]] = {}
+    changed: dict[str, tuple[object, object]] = {}
     for name in given.keys() - {"out"}:
         one = SETTINGS[name]
         before, now = then.get(name, one.default), resolved_path(given[name]) if one.path else given[name]
@@ -424,7 +424,7 @@ def _keeps_fp8_weights(recipe: Any) -> bool:
     return recipe == "auto" or get_recipe(recipe).scheme in FP8_WEIGHTS  # of auto, the engine says so
 
 
-def _lora(command: str, flat: Mapping[str, Any]) -> LoraSettings | None:
+def _lora(command: str, flat: Mapping[str, object]) -> LoraSettings | None:
     """Return the adapters that the settings ask for."""
     given = as_fields(LoraSettings, flat)
     if given.get("rank") is None:
