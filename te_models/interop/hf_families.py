@@ -51,6 +51,7 @@ from te_models.interop.hf_parts import (
     WINDOW,
     WINDOW_BY_FLAG,
     WINDOW_WITHOUT_ROPE,
+    Fields,
     Values,
     activation,
     biases,
@@ -97,13 +98,13 @@ _GEMMA = {
 _NO_BIAS = {"attention_bias": (False,)}
 _CAUSAL = {"use_bidirectional_attention": (None, False)}
 _GATED_NEXT = {"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True}
-_QWEN3_5: dict[str, Any] = dict(
+_QWEN3_5: Fields = dict(
     layer=QWEN3_5_LAYER, parts=(MROPE, HYBRID, ACT), constants=_GATED_NEXT,
     defaults={**LENGTHS, "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
     only={**NO_DROPOUT, **_NO_BIAS, "attn_output_gate": (True,)},
     ignored=frozenset(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers")),
 )  # fmt: skip
-_QWEN3_5_MOE: dict[str, Any] = {
+_QWEN3_5_MOE: Fields = {
     **_QWEN3_5,
     "layer": {**QWEN3_5_LAYER, **places.QWEN2_EXPERTS},
     "parts": (MROPE, HYBRID, ACT, QWEN3_5_EXPERTS, NO_WIDTH),
@@ -350,11 +351,13 @@ def family_of(config: Values) -> Family:
     raise unknown("architecture (model_type)", kind, {f.model_type for f in FAMILIES})
 
 
-def text_part(config: Any) -> tuple[Any, str]:
+def text_part(config: object) -> tuple[Any, str]:
     """Return the part of a config.json that describes the text model, and the prefix of its tensors' names."""
-    kind = config.get("model_type") if isinstance(config, Mapping) else None
-    nested = (family for family in FAMILIES if family.inner and family.model_type == kind)
-    return next(((config.get(family.inner), family.root) for family in nested), (config, "model."))
+    if isinstance(config, Mapping):
+        for family in FAMILIES:
+            if family.inner and family.model_type == config.get("model_type"):
+                return config.get(family.inner), family.root
+    return config, "model."
 
 
 def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
