@@ -25,7 +25,7 @@ ONLY_IN = {
         "huggingface.modeling",
         "inspect.harness",
     },
-    "safetensors": set(),
+    "safetensors": {"files.tensors"},
     "matplotlib": {"training.plots"},
     "rich": {
         "cli.bench",

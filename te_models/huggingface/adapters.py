@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from te_models.causal_lm import CausalLM
 from te_models.errors import ConfigError, UsageError
 from te_models.fp8.primary_weights import plain, write_weight
+from te_models.interop.hf import Place, tensor_places
 from te_models.interop.hf_families import family_for, family_of
-from te_models.interop.tensor_places import Place, tensor_places
 
 
 class Rows(nn.Linear):

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.errors import needs
-from te_models.interop.hf import CONFIG_KEYS
 from te_models.interop.hf_families import family_of
+from te_models.interop.quantized import CONFIG_KEYS
 from te_models.model.options import BuildOptions
 
 with needs("TEModelsForCausalLM", "transformers", "5.14", "hf"):

@@ -28,7 +28,7 @@ from te_models.huggingface.adapters import Head, place_adapters, show_linears
 from te_models.huggingface.cache import CacheView, refuse_other_states
 from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.saving import add_prefix, leave_out_empty, save_model
-from te_models.interop.hf import is_hugging_face
+from te_models.interop.hf import hugging_face_documents
 from te_models.interop.hub import local_folder, split_options
 from te_models.model.inputs import check_inputs, check_tokens
 from te_models.model.rope import context_before_long_angles
@@ -417,7 +417,7 @@ def _refuse_unknown(options: dict[str, Any]) -> None:
 
 def _changed(config: TEModelsConfig, folder: Path) -> dict[str, Any]:
     """Return the fields of the shape in which `config` differs from that of the folder; none if that is not ours."""
-    if is_hugging_face(folder, config.model_type):
+    if hugging_face_documents(folder) is not None:
         return {}
     own = TEModelsConfig.from_pretrained(folder).model_config().to_dict()
     return {name: value for name, value in config.model_config().to_dict().items() if own[name] != value}

@@ -17,9 +17,10 @@ from te_models.files.atomic import first_line, write_file
 from te_models.files.formats import read_json
 from te_models.fp8.extra_state import EXTRA, extra_states
 from te_models.fp8.primary_weights import plain
-from te_models.interop.hf import tokenizer_files
+from te_models.interop.hf_writing import tokenizer_files
 from te_models.saving.folder import MANIFEST, read_listed, save_folder
-from te_models.saving.pretrained import WRAPPED, model_content
+from te_models.saving.pretrained import model_content
+from te_models.saving.restore import WRAPPED
 
 
 def save_model(
@@ -67,7 +68,7 @@ def save_model(
         for name, content in tokenizer.items():
             if not (folder / name).exists():
                 (folder / name).parent.mkdir(exist_ok=True)
-                write_file(folder / name, [content])
+                write_file(folder / name, content)
     except OSError as error:
         raise SaveError(f"{folder} could not be written: {first_line(error)}") from None
 

@@ -10,10 +10,10 @@ import torch
 
 from te_models.config.recipe import unknown_option
 from te_models.config.shipped import list_shipped, shipped_folder
-from te_models.errors import CheckpointError, UsageError, needs
+from te_models.errors import UsageError, needs
 from te_models.files.atomic import first_line, readable
-from te_models.files.formats import list_some
 from te_models.interop.model_card import CARD, user_card
+from te_models.interop.origin import DTYPES
 from te_models.model.options import HubOptions, LoadOptions
 
 # The files of a repository that a model needs. Mistral's and Meta's releases contain the same weights a second time, in
@@ -58,7 +58,6 @@ WITHOUT_EFFECT = frozenset((
     "trust_remote_code", "code_revision", "use_safetensors", "weights_only", "low_cpu_mem_usage", "resume_download",
     "disable_mmap", "tqdm_class", "allow_all_kernels", "commit_hash", "_commit_hash", "mirror", "use_cache",
 ))  # fmt: skip
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def local_folder(name: str | Path, **hub: Any) -> Path:
@@ -152,13 +151,6 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
             "('sdpa'), with cuDNN's or FlashAttention's kernel on a GPU; leave it out"
         )
     return {name: value for name, value in hub.items() if value is not None}, rest
-
-
-def saved_dtype(file: str | Path, name: Any) -> torch.dtype:
-    """Return the dtype called `name` in a config.json, `file`; a CheckpointError for any other than these three."""
-    if name not in tuple(DTYPES):  # a list or a dict is no key
-        raise CheckpointError(f"{file}: dtype {list_some([repr(name)])} is not bfloat16, float16 or float32")
-    return DTYPES[name]
 
 
 def _dtype(value: Any) -> torch.dtype | None:

@@ -21,7 +21,8 @@ from torch import Tensor
 from te_models.config.recipe import SCHEMES, Recipe, get_recipe
 from te_models.errors import CheckpointError
 from te_models.files.atomic import CHUNK_BYTES, first_line
-from te_models.files.formats import SafetensorsFile, check_finite, list_some, open_regular, read_safetensors
+from te_models.files.formats import list_some, open_regular
+from te_models.files.tensors import SafetensorsFile, check_finite, read_safetensors
 from te_models.fp8.extra_state import EXTRA, read_extra_tensor
 from te_models.interop.te_extra_state import read_extra_state
 

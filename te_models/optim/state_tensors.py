@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_models.distributed.dtensor import local
 from te_models.errors import CheckpointError
-from te_models.files.formats import all_finite
+from te_models.files.tensors import all_finite
 
 # Values under these names, or in dicts under them, are counts, squares or scales.
 _NOT_NEGATIVE = frozenset({"step", "exp_avg_sq", "scale", "scales", "scale_inv"})

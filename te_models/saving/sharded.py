@@ -26,11 +26,11 @@ from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local, shard_like, whole
 from te_models.errors import CheckpointError, SaveError, UsageError
 from te_models.files.atomic import first_line, replacing_folder
-from te_models.files.formats import render_safetensors
+from te_models.files.tensors import write_safetensors
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state, shard
-from te_models.saving.folder import Content, finish_folder, prepare, record, refuse_strangers, write_index
+from te_models.saving.folder import Content, entry, finish_folder, prepare, refuse_strangers, write_index
 from te_models.saving.run_folder import MAX_FAILED_SAVES, Checkpoints
 
 _OPTIMIZER = re.compile(r"optimizer\.(masters|state)\.(\d+)")
@@ -162,7 +162,7 @@ class ShardedCheckpoints(Checkpoints):
             try:
                 for number, members in mine.items():
                     file = _file(group, number, files)
-                    written[file] = record(folder / file, render_safetensors(members))
+                    written[file] = entry(*write_safetensors(folder / file, members))
             except OSError as error:
                 failure = f"rank {self.ranks.rank}: {first_line(error)}"
             failures = []

@@ -22,11 +22,11 @@ from te_models.files.formats import list_some
 from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import WIDTHS
-from te_models.interop.hf import tokenizer_files, write_hugging_face
-from te_models.interop.origin import Origin
+from te_models.interop.hf import Place
+from te_models.interop.hf_writing import tokenizer_files, write_hugging_face
+from te_models.interop.origin import Document, Origin
 from te_models.interop.quantized import BLOCK, E4M3
 from te_models.interop.stored_weights import collapse, spread
-from te_models.interop.tensor_places import Place
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.folder import read_listed
@@ -111,7 +111,7 @@ class _Writer:
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def quantize(
-        self, places: Mapping[str, Place], parameters: Mapping[str, Tensor], config: Mapping[str, Any]
+        self, places: Mapping[str, Place], parameters: Mapping[str, Tensor], config: Document
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors of the folder by name, and its config.json."""
         groups: dict[str, list[str]] = {}
@@ -135,7 +135,7 @@ class _Writer:
         """Return a tensor that is not quantized, in the dtype to write."""
         return tensor.to(torch.bfloat16) if self.format.scheme is None else tensor
 
-    def _config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _config(self, config: Document) -> dict[str, Any]:
         if self.format.scheme is None:
             return {key: "bfloat16" if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
         if "lm_head" not in self.ignored:  # tied: it has no tensor, and servers have the module

@@ -9,7 +9,7 @@ quantizers. All others have, in every bit, the numbers of the library that defin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from te_models.engine.emulated.numerics import FLT_MAX, FP8_MAX, DType
 from te_models.engine.emulated.nvfp4 import FP4_MAX, TOP, NVFP4Quantizer, encode_e2m1, pack
 from te_models.engine.emulated.quantizers import MXFP8Quantizer
 from te_models.errors import UsageError
+from te_models.interop.origin import Document
 from te_models.interop.quantized import BLOCK, CHANNEL, E4M3, GLOBAL_SCALE, MXFP8, NVFP4, TENSOR, Scheme
 
 E4M3_MAX = FP8_MAX[DType.kFloat8E4M3]
@@ -184,7 +185,7 @@ def _tensor_config(ignored: list[str]) -> dict[str, Any]:
     return {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ignored}
 
 
-def _compressed_config(format: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Any:
+def _compressed_config(format: str, weights: Document, inputs: Document) -> Any:
     """Return a function that makes the config of a format of compressed-tensors."""
 
     def make(ignored: list[str]) -> dict[str, Any]:

@@ -38,7 +38,8 @@ from te_models.model.inputs import invalid_token
 from te_models.model.targets import invalid_label
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
-from te_models.saving.pretrained import TrainingState, model_content, read_training_state
+from te_models.saving.pretrained import model_content
+from te_models.saving.restore import TrainingState, read_training_state
 from te_models.saving.run_folder import Checkpoints
 from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
 from te_models.training.cuda_graph import GraphedStep, step_obstacle

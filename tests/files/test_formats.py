@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from te_models.errors import CheckpointError
-from te_models.files.formats import all_finite, flatten_state, read_bytes, read_safetensors, unflatten_state
+from te_models.files.formats import flatten_state, read_bytes, unflatten_state
+from te_models.files.tensors import all_finite, read_safetensors
 from te_models.saving.folder import load_folder, match, save_folder
 
 WANTED = {"a": torch.empty(2, 3, device="meta"), "b": torch.empty(4, dtype=torch.bfloat16, device="meta")}
