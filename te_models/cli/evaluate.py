@@ -65,7 +65,7 @@ def evaluate(
     if recipes is not None and recipe is not None:
         raise click.UsageError("give --recipe NAME, or several as --recipes NAMES, not both")
     names = [recipe] if recipes is None else split_names(recipes)
-    for name in {*names} - {None, AUTO}:
+    for name in {name for name in names if name is not None} - {AUTO}:
         get_recipe(name)  # an unknown name is an error before anything is loaded
     DataConfig(columns=columns, truncate=truncate)  # checks both
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415  imports torch

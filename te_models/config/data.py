@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from typing_extensions import TypedDict
 
+from te_models.config.checks import refuse
 from te_models.errors import ConfigError, NamedFields, documented, field_values, mistyped, unknown
 
 PACKINGS = ("stream", "documents", "none")
@@ -53,23 +54,24 @@ class DataConfig(NamedFields):
     num_workers: int = documented(2, "Processes that encode streamed data ahead.")
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+        parse_columns(self.columns)
+
+    def _mistakes(self) -> Iterator[str | Exception]:
         kinds = dict(eval_split=float, columns=str, chat_template=str, streaming=bool, num_workers=int)
         for name, value in field_values(self).items():
             if name in kinds and value is not None and (wanted := mistyped(value, kinds[name])):
-                raise ConfigError(f"{name}={value!r} is of a wrong type: give {wanted}")
+                yield f"{name}={value!r} is of a wrong type: give {wanted}"
         if self.packing is not None and self.packing not in PACKINGS:
-            raise unknown("packing", self.packing, PACKINGS)
+            yield unknown("packing", self.packing, PACKINGS)
         if self.truncate not in TRUNCATIONS:
-            raise unknown("truncate", self.truncate, TRUNCATIONS)
+            yield unknown("truncate", self.truncate, TRUNCATIONS)
         if self.eval_split is not None and not 0 < self.eval_split < 1:
-            raise ConfigError(
-                f"eval_split={self.eval_split} is out of range: give a share between 0 and 1, such as 0.05"
-            )
+            yield f"eval_split={self.eval_split} is out of range: give a share between 0 and 1, such as 0.05"
         if self.eval_split is not None and self.eval_data:
-            raise ConfigError("eval_split is a share of --data, and eval_data replaces it: give one of the two")
+            yield "eval_split is a share of --data, and eval_data replaces it: give one of the two"
         if self.num_workers < 0:
-            raise ConfigError(f"num_workers={self.num_workers} is out of range: give 0 or more")
-        parse_columns(self.columns)
+            yield f"num_workers={self.num_workers} is out of range: give 0 or more"
 
 
 DATA_HELP = {field.name: field.metadata["help"] for field in fields(DataConfig)}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
+from te_models.config.checks import refuse, wrong_values
 from te_models.config.chunk_sizes import FP32
 from te_models.config.layer import LinearSpec, MixerSpec, Section, Step, Tape
 from te_models.errors import ConfigError, NamedFields, documented
@@ -41,9 +42,7 @@ class DeltaNetConfig(NamedFields):
     conv_kernel_dim: int = documented(4, "Tokens that the causal convolution sees.")
 
     def __post_init__(self) -> None:
-        for name, size in vars(self).items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ConfigError(f"linear_attention.{name}={size!r} is not a size: give a positive whole number")
+        refuse(wrong_values(self, DeltaNetConfig, "linear_attention."))
         if self.num_value_heads % self.num_key_heads:
             raise ConfigError(
                 f"linear_attention.num_value_heads={self.num_value_heads} is not a multiple of "

@@ -6,17 +6,21 @@ import copy
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, FrozenInstanceError, dataclass, fields
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
+from te_models.config.checks import refuse, wrong_values
 from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.layer import LayerSpec, LinearSpec, PartSpec, Section, distinct, named_linears
 from te_models.config.layers import MIXERS, MLPS, describe_layers
 from te_models.config.moe import MoEConfig
-from te_models.config.rope import Rope, check_rotary_size, checked_scaling, checked_sliding_rope, frozen
-from te_models.errors import ConfigError, NamedFields, documented, field_values, unknown
+from te_models.config.rope import Rope, Scaling, checked_scaling, checked_sliding_rope, frozen, rotary_mistakes
+from te_models.errors import NamedFields, documented, field_values, unknown
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 # Field -> its values.
 CHOICES = {
@@ -61,8 +65,8 @@ class ModelConfig(NamedFields):
     max_position_embeddings: int = documented(4096, "Longest sequence.")
     rms_norm_eps: float = documented(1e-5, "Epsilon of every RMSNorm.")
     rope_theta: float = documented(10000.0, "Base of the RoPE frequencies.")
-    rope_scaling: Mapping[str, Any] | None = documented(None, "Scaling of RoPE beyond the trained length.", hash=False)
-    sliding_rope: Mapping[str, Any] | None = documented(
+    rope_scaling: Scaling | None = documented(None, "Scaling of RoPE beyond the trained length.", hash=False)
+    sliding_rope: Scaling | None = documented(
         None, "RoPE of the layers with a window, where it differs (Gemma 3, OLMo 3).", hash=False
     )
     rope_interleaved: bool = documented(False, "RoPE rotates neighboring channels instead of the two halves (GLM-4).")
@@ -115,50 +119,33 @@ class ModelConfig(NamedFields):
     pad_token_id: int | None = documented(None, "Token id of padding.")
 
     def __post_init__(self) -> None:
+        self._take_groups()
+        refuse(wrong_values(self, ModelConfig))  # those of a subclass are its own to check
+        refuse(_layer_mistakes(self))
+        if self.num_key_value_heads is None:
+            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        if self.head_dim is None:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        refuse(_mistakes(self))
+        if self.rope_scaling is not None:
+            pairs = int(self.head_dim * self.partial_rotary_factor) // 2
+            object.__setattr__(self, "rope_scaling", checked_scaling(self.rope_scaling, pairs))
+        if self.sliding_rope is not None:
+            object.__setattr__(self, "sliding_rope", checked_sliding_rope(self.sliding_rope, self.head_dim))
+        refuse(_mistakes_in_size(self))
+
+    def _take_groups(self) -> None:
+        """Make tuples of lists, and groups of the dicts that stand for them."""
         values = field_values(self)
         for name in (*PER_LAYER, "eos_token_id"):
             if isinstance(values[name], list):
                 object.__setattr__(self, name, tuple(values[name]))
         for name, group in GROUPS.items():
             if isinstance(values[name], Mapping):
-                needed = [f.name for f in fields(group) if f.default is MISSING]
-                if missing := [field for field in needed if field not in values[name]]:
-                    raise ConfigError(f"{name} lacks {', '.join(missing)}: give all that has no default")
+                refuse(_missing(group, values[name], f"{name} lacks {{}}: give all that has no default"))
                 object.__setattr__(self, name, group(**values[name]))
-        _check_types(self)
-        _check_layers(self)
-        if self.num_key_value_heads is None:
-            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
-        if self.head_dim is None:
-            if self.hidden_size % self.num_attention_heads:
-                raise ConfigError(
-                    f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
-                    f"{self.num_attention_heads}: change one of them or give head_dim"
-                )
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        for name, choices in CHOICES.items():
-            if values[name] not in choices:
-                raise unknown(name, values[name], choices)
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim={self.head_dim} is odd: rotary embeddings rotate pairs of channels")
-        check_rotary_size(self.head_dim, self.partial_rotary_factor)
-        if self.rope_scaling is not None:
-            pairs = int(self.head_dim * self.partial_rotary_factor) // 2
-            object.__setattr__(self, "rope_scaling", checked_scaling(self.rope_scaling, pairs))
-        if self.sliding_rope is not None:
-            if self.sliding_window is None:
-                raise ConfigError("sliding_rope is the RoPE of layers with a window: give sliding_window")
-            object.__setattr__(self, "sliding_rope", checked_sliding_rope(self.sliding_rope, self.head_dim))
-        _check_pairs(self)
-        if self.num_parameters > MAX_PARAMETERS:
-            raise ConfigError("these sizes make more than 2**60 parameters: choose smaller ones")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set a field once. Other names are allowed: transformers.Trainer sets `use_cache` on any model's config."""
         if name in self.__dataclass_fields__ and name in self.__dict__:
             raise FrozenInstanceError(f"cannot assign to field {name!r}: make another config with dataclasses.replace")
@@ -253,84 +240,83 @@ class ModelConfig(NamedFields):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
         """Return the config with these fields; an unknown or missing one is a ConfigError."""
-        known = config_fields()
-        for name in values:
-            if name not in known:
-                raise unknown("config field", name, known, "help(te_models.ModelConfig)")
-        required = [f.name for f in fields(cls) if f.default is MISSING]
-        if missing := [name for name in required if name not in values]:
-            raise ConfigError(f"the config lacks {', '.join(missing)}")
+        check_names(values)
+        refuse(_missing(cls, values, "the config lacks {}"))
         return cls(**values)
 
 
 @functools.cache
-def config_fields() -> Mapping[str, Any]:
+def config_fields() -> Mapping[str, object]:
     """Return name -> type of every field of ModelConfig, in order."""
     hints = get_type_hints(ModelConfig)
     return MappingProxyType({f.name: hints[f.name] for f in fields(ModelConfig)})
 
 
-def _check_types(config: ModelConfig) -> None:
-    """Require positive ints for sizes, positive floats for rates and bools for flags, also from a hand-written file."""
+def check_names(names: Iterable[str]) -> None:
+    """Raise a UsageError, which names the nearest, for a name that is no field of ModelConfig."""
+    known = config_fields()
+    refuse(unknown("config field", n, known, "help(te_models.ModelConfig)") for n in names if n not in known)
+
+
+def _missing(kind: type[DataclassInstance], values: Mapping[str, object], line: str) -> Iterator[str]:
+    """Yield `line` with the fields of `kind` that have no default and are not given."""
+    if missing := [f.name for f in fields(kind) if f.default is MISSING and f.name not in values]:
+        yield line.format(", ".join(missing))
+
+
+def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
+    """Yield lines about groups and fields per layer: too many layers to plan, or an unknown kind of layer."""
     values = field_values(config)
-    for f in fields(ModelConfig):  # those of a subclass are its own to check
-        value, kind = values[f.name], str(f.type)
-        if value is None and (f.default is None):
-            continue
-        if kind.startswith("bool"):
-            good = isinstance(value, bool)
-        elif kind.startswith("int"):
-            smallest = 0 if f.name.endswith("_token_id") else 1
-            several = value if isinstance(value, tuple) and "tuple" in kind else (value,)
-            good = all(isinstance(v, int) and not isinstance(v, bool) and v >= smallest for v in several)
-        elif kind.startswith("float"):
-            good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
-        elif kind.startswith("Mapping"):
-            good = isinstance(value, Mapping)
-        elif f.name in GROUPS:
-            good = isinstance(value, GROUPS[f.name])
-        else:
-            good = isinstance(value, tuple if kind.startswith("tuple") else str)
-        if not good:
-            if f.name in GROUPS:
-                raise ConfigError(f"{f.name}={value!r} is no group of fields: give a {kind.split(' ')[0]} or a dict")
-            raise ConfigError(f"{f.name}={value!r} is not a valid {kind.split(' ')[0]}: give a positive {kind}")
-
-
-def _check_layers(config: ModelConfig) -> None:
-    """Require a number of layers that can be planned, and a known kind for each in fields that name one."""
-    if config.num_hidden_layers > MAX_LAYERS:
-        raise ConfigError(f"num_hidden_layers={config.num_hidden_layers} is too large: give {MAX_LAYERS} or fewer")
-    per_layer = {
-        "no_rope_layers": (config.no_rope_layers, (0, 1)),
-        "layer_types": (config.layer_types, tuple(MIXERS)),
-        "mlp_layer_types": (config.mlp_layer_types, tuple(MLPS)),
-    }
-    for name, (values, allowed) in per_layer.items():
-        if values is None:
-            continue
-        if len(values) != config.num_hidden_layers:
-            raise ConfigError(f"{name} has {len(values)} entries for num_hidden_layers={config.num_hidden_layers}")
-        for value in values:
-            if value not in allowed:
-                raise ConfigError(f"{name} holds {value!r}, which is not supported: choose from {allowed}")
+    for name, group in GROUPS.items():
+        if values[name] is not None and not isinstance(values[name], group):
+            yield f"{name}={values[name]!r} is no group of fields: give a {group.__name__} or a dict"
+    count = config.num_hidden_layers
+    if count > MAX_LAYERS:
+        yield f"num_hidden_layers={count} is too large: give {MAX_LAYERS} or fewer"
+    allowed = {"no_rope_layers": (0, 1), "layer_types": tuple(MIXERS), "mlp_layer_types": tuple(MLPS)}
+    for name in PER_LAYER:
+        own = values[name] or ()
+        if values[name] is not None and len(own) != count:
+            yield f"{name} has {len(own)} entries for num_hidden_layers={count}"
+        for value in own:
+            if value not in allowed[name]:
+                yield f"{name} holds {value!r}, which is not supported: choose from {allowed[name]}"
     needs = {"sliding_attention": "sliding_window", "linear_attention": "linear_attention"}
     for kind, field in needs.items():
-        if kind in (config.layer_types or ()) and field_values(config)[field] is None:
-            raise ConfigError(f"layer_types asks for {kind}: give {field}")
+        if kind in (config.layer_types or ()) and values[field] is None:
+            yield f"layer_types asks for {kind}: give {field}"
     if "sparse" in (config.mlp_layer_types or ()) and config.moe is None:
-        raise ConfigError("mlp_layer_types asks for sparse layers: give moe, their experts")
+        yield "mlp_layer_types asks for sparse layers: give moe, their experts"
     if config.moe is not None and (config.mlp_bias or not config.mlp_gate):
-        raise ConfigError("experts have a gate and no bias: leave out mlp_bias and mlp_gate")
-
-
-def _check_pairs(config: ModelConfig) -> None:
-    """Require both of any two fields that only work together."""
-    if (config.query_scale_beta is None) != (config.query_scale_length is None):
-        raise ConfigError("query_scale_beta and query_scale_length belong together: give both or neither")
-    if config.qk_norm_scope != "head" and not config.qk_norm:
-        raise ConfigError(f"qk_norm_scope={config.qk_norm_scope!r} norms nothing without qk_norm=True")
-    if config.attention_gate_activation != "sigmoid" and config.attention_gate == "none":
-        raise ConfigError(
-            f"attention_gate_activation={config.attention_gate_activation!r} without a gate: give attention_gate"
+        yield "experts have a gate and no bias: leave out mlp_bias and mlp_gate"
+    if config.head_dim is None and config.hidden_size % config.num_attention_heads:
+        yield (
+            f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads={config.num_attention_heads}: "
+            "change one of them or give head_dim"
         )
+
+
+def _mistakes(config: ModelConfig) -> Iterator[str | Exception]:
+    """Yield lines about values that are not allowed, alone or together."""
+    for name, choices in CHOICES.items():
+        if field_values(config)[name] not in choices:
+            yield unknown(name, field_values(config)[name], choices)
+    heads, shared, gate = config.num_attention_heads, config.num_key_value_heads, config.attention_gate_activation
+    if heads % shared:
+        yield f"num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}"
+    if config.head_dim % 2:
+        yield f"head_dim={config.head_dim} is odd: rotary embeddings rotate pairs of channels"
+    yield from rotary_mistakes(config.head_dim, config.partial_rotary_factor)
+    if config.sliding_rope is not None and config.sliding_window is None:
+        yield "sliding_rope is the RoPE of layers with a window: give sliding_window"
+    if (config.query_scale_beta is None) != (config.query_scale_length is None):
+        yield "query_scale_beta and query_scale_length belong together: give both or neither"
+    if config.qk_norm_scope != "head" and not config.qk_norm:
+        yield f"qk_norm_scope={config.qk_norm_scope!r} norms nothing without qk_norm=True"
+    if gate != "sigmoid" and config.attention_gate == "none":
+        yield f"attention_gate_activation={gate!r} without a gate: give attention_gate"
+
+
+def _mistakes_in_size(config: ModelConfig) -> Iterator[str]:
+    if config.num_parameters > MAX_PARAMETERS:
+        yield "these sizes make more than 2**60 parameters: choose smaller ones"

@@ -6,12 +6,13 @@ gate_up_proj.weight<e>  [gate: F | up: F]    of expert e; F moe_intermediate_siz
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from te_models.config.checks import refuse, wrong_values
 from te_models.config.layer import FeedforwardSpec, LinearSpec, Section, Step, Tape
-from te_models.errors import ConfigError, NamedFields, documented, field_values, unknown
+from te_models.errors import NamedFields, documented, unknown
 
 if TYPE_CHECKING:
     from te_models.config.model import ModelConfig
@@ -50,29 +51,21 @@ class MoEConfig(NamedFields):
     router_jitter_noise: float = documented(0.0, "Training multiplies the MLP's input by up to 1 +- this.")
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            value, kind = field_values(self)[f.name], str(f.type)
-            good = isinstance(value, {"int": int, "float": (int, float), "bool": bool, "str": str}[kind])
-            if not good or (kind != "bool" and isinstance(value, bool)):
-                raise ConfigError(f"moe.{f.name}={value!r} is not a valid {kind}")
-            may_be_zero = f.default == 0 or f.name.endswith("_coef")
-            number = value if isinstance(value, (int, float)) else 1
-            if not (0 < number < 2**40 or (number == 0 and (may_be_zero or kind == "bool"))):
-                least = "0 or a positive" if may_be_zero else "a positive"
-                raise ConfigError(f"moe.{f.name}={value!r} is out of range: give {least} {kind}")
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str | Exception]:
+        yield from wrong_values(self, MoEConfig, "moe.")
         if self.router_scores not in SCORES:
-            raise unknown("moe.router_scores", self.router_scores, SCORES)
+            yield unknown("moe.router_scores", self.router_scores, SCORES)
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
-            raise ConfigError(f"moe.n_group={self.n_group} must divide num_experts and be at least topk_group")
+            yield f"moe.n_group={self.n_group} must divide num_experts and be at least topk_group"
         if self.n_group > 1 and self.num_experts < 2 * self.n_group:
-            raise ConfigError(f"moe.n_group={self.n_group}: the score of a group is that of its best two experts")
+            yield f"moe.n_group={self.n_group}: the score of a group is that of its best two experts"
         choice = self.num_experts // self.n_group * self.topk_group
         if self.num_experts_per_tok > choice:
-            raise ConfigError(
-                f"moe.num_experts_per_tok={self.num_experts_per_tok} is more than the {choice} experts to choose from"
-            )
+            yield f"moe.num_experts_per_tok={self.num_experts_per_tok} is more than the {choice} experts to choose from"
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
-            raise ConfigError("moe.shared_expert_gate needs a shared expert: give shared_expert_intermediate_size")
+            yield "moe.shared_expert_gate needs a shared expert: give shared_expert_intermediate_size"
 
 
 @dataclass(frozen=True)

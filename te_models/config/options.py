@@ -6,12 +6,13 @@ A test compares each class with the fields that are checked at run time (ModelCo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from typing_extensions import TypedDict
 
 from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.moe import MoEConfig
+from te_models.config.rope import Scaling
 
 
 class RecipeOptions(TypedDict, total=False):
@@ -59,8 +60,8 @@ class ConfigOptions(TypedDict, total=False):
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: Mapping[str, Any] | None
-    sliding_rope: Mapping[str, Any] | None
+    rope_scaling: Scaling | None
+    sliding_rope: Scaling | None
     rope_interleaved: bool
     partial_rotary_factor: float
     no_rope_layers: tuple[int, ...] | None
@@ -82,7 +83,7 @@ class ConfigOptions(TypedDict, total=False):
     hidden_act: str
     mlp_gate: bool
     mlp_bias: bool
-    moe: MoEConfig | Mapping[str, Any] | None
+    moe: MoEConfig | Mapping[str, float | str] | None
     mlp_layer_types: tuple[str, ...] | None
     embedding_multiplier: float
     residual_multiplier: float

@@ -4,73 +4,75 @@ from __future__ import annotations
 
 from typing import Any
 
-from te_models.config.model import ModelConfig, config_fields
+from te_models.config.model import ModelConfig, check_names
 from te_models.errors import unknown
 
+Shape = dict[str, Any]  # fields of ModelConfig
 
-def _llama3_scaling(factor: float) -> dict[str, Any]:
+
+def _llama3_scaling(factor: float) -> Shape:
     """Return the RoPE scaling of Llama 3.1 and 3.2, which differ in the factor."""
     original = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
     return dict(rope_type="llama3", factor=factor, **original)
 
 
-_LLAMA3: dict[str, Any] = dict(
+_LLAMA3: Shape = dict(
     vocab_size=128256, num_key_value_heads=8, max_position_embeddings=131072, rope_theta=500000.0,
     attention_gate="none", bos_token_id=128000, eos_token_id=128001,
 )  # fmt: skip
-_QWEN3: dict[str, Any] = dict(
+_QWEN3: Shape = dict(
     vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1000000.0,
     rms_norm_eps=1e-6, attention_gate="none", qk_norm=True, bos_token_id=151643, eos_token_id=151645,
 )  # fmt: skip
-_MISTRAL: dict[str, Any] = dict(
+_MISTRAL: Shape = dict(
     vocab_size=131072, num_attention_heads=32, num_key_value_heads=8, head_dim=128, attention_gate="none",
     bos_token_id=1, eos_token_id=2, pad_token_id=11,
 )  # fmt: skip
-_MINISTRAL3: dict[str, Any] = dict(
+_MINISTRAL3: Shape = dict(
     **_MISTRAL, max_position_embeddings=262144, rope_theta=1000000.0, query_scale_beta=0.1, query_scale_length=16384,
     rope_scaling=dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
                       beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
 )  # fmt: skip
-_GRANITE: dict[str, Any] = dict(
+_GRANITE: Shape = dict(
     vocab_size=49155, num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=8, attention_gate="none",
     max_position_embeddings=131072, embedding_multiplier=12.0, residual_multiplier=0.22, tie_word_embeddings=True,
     bos_token_id=0, eos_token_id=0, pad_token_id=0,
 )  # fmt: skip
-_OLMO: dict[str, Any] = dict(
+_OLMO: Shape = dict(
     rms_norm_eps=1e-6, rope_theta=500000.0, attention_gate="none", norm_position="post", qk_norm=True,
     qk_norm_scope="all_heads", eos_token_id=100257, pad_token_id=100277,
 )  # fmt: skip
-_OLMO2: dict[str, Any] = dict(**_OLMO, vocab_size=100352, max_position_embeddings=4096)
-_OLMO3: dict[str, Any] = dict(
+_OLMO2: Shape = dict(**_OLMO, vocab_size=100352, max_position_embeddings=4096)
+_OLMO3: Shape = dict(
     **_OLMO, vocab_size=100278, max_position_embeddings=65536, sliding_window=4096,
     rope_scaling=dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=8192,
                       attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0),
     sliding_rope=dict(rope_theta=500000.0),
 )  # fmt: skip
-_EXAONE4: dict[str, Any] = dict(
+_EXAONE4: Shape = dict(
     vocab_size=102400, num_key_value_heads=8, rope_theta=1000000.0, rope_scaling=_llama3_scaling(16.0),
     attention_gate="none", norm_position="post", qk_norm=True, bos_token_id=1, eos_token_id=361, pad_token_id=0,
 )  # fmt: skip
-_GEMMA: dict[str, Any] = dict(
+_GEMMA: Shape = dict(
     rms_norm_eps=1e-6, attention_gate="none", norm_position="both", zero_centered_norm=True,
     hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True, bos_token_id=2, eos_token_id=1, pad_token_id=0,
 )  # fmt: skip
 
 
-def _layers(count: int, period: int, first: int = 0) -> dict[str, Any]:
+def _layers(count: int, period: int, first: int = 0) -> Shape:
     """Return the kinds of `count` layers: every `period`-th, starting with number `first`, sees all keys."""
     kinds = ("full_attention" if layer % period == first else "sliding_attention" for layer in range(count))
     return dict(num_hidden_layers=count, layer_types=tuple(kinds))
 
 
-def _gemma2(hidden: int, layers: int, **fields: Any) -> dict[str, Any]:
+def _gemma2(hidden: int, layers: int, **fields: Any) -> Shape:
     """Return the shape of a Gemma 2: every second layer sees all keys, and logits are capped."""
     caps = dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096)
     sizes = dict(vocab_size=256000, hidden_size=hidden, embedding_multiplier=hidden**0.5, max_position_embeddings=8192)
     return {**_GEMMA, **_layers(layers, 2, 1), **caps, **sizes, "head_dim": 256, **fields}
 
 
-def _gemma3(hidden: int, layers: int, window: int = 1024, factor: float | None = 8.0, **fields: Any) -> dict[str, Any]:
+def _gemma3(hidden: int, layers: int, window: int = 1024, factor: float | None = 8.0, **fields: Any) -> Shape:
     """Return the shape of a Gemma 3's text model: every sixth layer sees all keys, with its own RoPE."""
     stretched = None if factor is None else dict(rope_type="linear", factor=factor)
     rope = dict(rope_theta=1000000.0, rope_scaling=stretched, sliding_rope=dict(rope_theta=10000.0))
@@ -81,7 +83,7 @@ def _gemma3(hidden: int, layers: int, window: int = 1024, factor: float | None =
     return {**_GEMMA, **_layers(layers, 6, 5), **rope, **sizes, **own, **fields}
 
 
-def _hybrid(hidden: int, layers: int, value_heads: int = 16, **fields: Any) -> dict[str, Any]:
+def _hybrid(hidden: int, layers: int, value_heads: int = 16, **fields: Any) -> Shape:
     """Return the shape of a Qwen3.5's text model: three layers of linear attention, then one of gated attention."""
     sizes = dict(vocab_size=248320, hidden_size=hidden, num_hidden_layers=layers, max_position_embeddings=262144)
     own = dict(
@@ -91,7 +93,7 @@ def _hybrid(hidden: int, layers: int, value_heads: int = 16, **fields: Any) -> d
     return {**_hybrid_layers(layers), **sizes, **own, **fields}
 
 
-def _hybrid_layers(layers: int) -> dict[str, Any]:
+def _hybrid_layers(layers: int) -> Shape:
     """Return the fields that all hybrids share, whatever their sizes."""
     kinds = ("linear_attention",) * 3 + ("full_attention",)
     return dict(
@@ -100,13 +102,13 @@ def _hybrid_layers(layers: int) -> dict[str, Any]:
 
 
 # QwQZh/gated_attention; the elementwise model pays for its gate with a narrower MLP.
-_QWEN_GATED: dict[str, Any] = dict(
+_QWEN_GATED: Shape = dict(
     vocab_size=152064, hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
     head_dim=128, rms_norm_eps=1e-6, qk_norm=True, tie_word_embeddings=True, bos_token_id=151643, eos_token_id=151645,
 )  # fmt: skip
 
 # One row per model; fields left out have ModelConfig's defaults (elementwise gate, one KV head per query head).
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, Shape] = {
     # Bytes as tokens (256 and three special ones, padded to the FP8 alignment): trains on two CPU cores in minutes.
     "gated-nano": dict(
         vocab_size=288, hidden_size=192, intermediate_size=512, num_hidden_layers=6, num_attention_heads=6,
@@ -335,8 +337,5 @@ def get_preset(name: str, **overrides: Any) -> ModelConfig:
     """
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS, "`te-models list`")
-    known = config_fields()
-    for field in overrides:
-        if field not in known:
-            raise unknown("config field", field, known, "help(te_models.ModelConfig)")
+    check_names(overrides)
     return ModelConfig(**{**PRESETS[name], **overrides})

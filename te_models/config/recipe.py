@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import Any, Protocol
 
+from te_models.config.checks import refuse
 from te_models.config.toml import read_toml
 from te_models.errors import ConfigError, UsageError, unknown
 
-Check = type | tuple[Any, ...]  # bool, int (any), dict (a table of names), or the allowed values
+Check = type | tuple[object, ...]  # bool, int (any), dict (a table of names), or the allowed values
 
 HYBRID_OR_E4M3 = ("HYBRID", "E4M3")
 OVERRIDE = ("none", "high_precision", "dequantized")
@@ -33,9 +34,7 @@ class Scheme:
     fields: Mapping[str, Check] = field(default_factory=dict)
     rows: int = 16
     features: int = 16
-    scattered_rows: int = (
-        0  # the same of each rank under sequence parallelism, where quantized rows are sent; 0: `rows`
-    )
+    scattered_rows: int = 0  # of each rank under sequence parallelism, where quantized rows are sent; 0: `rows`
     available: str = "is_fp8_available"  # the engine's function that returns whether it runs here, else the reason
     stateful: bool = False  # scales and amax histories persist over steps and belong in a checkpoint
     forward: str = "E4M3"
@@ -154,34 +153,39 @@ class Recipe:
     in_use: tuple[Recipe, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for text in (self.name, self.scheme, self.description, self.hardware):
-            if not isinstance(text, str):
-                raise ConfigError(f"a recipe's name, scheme, description and hardware are text, not {text!r}")
-        if self.scheme not in SCHEMES:
-            raise unknown("scheme", self.scheme, SCHEMES)
         fields = dict(self.fields)
-        if "fp8_format" in fields:
-            fields["fp8_format"] = _format(fields["fp8_format"])
-        checks = {**SCHEMES[self.scheme].fields, **EDGES}
-        _check("precision", self.precision, dict)
-        for name, value in {**fields, **self.edges}.items():
-            if name not in checks:
-                raise unknown_option(f"field of recipe {self.name!r}", name, checks)
-            _check(name, value, checks[name])
-        for pattern, value in self.precision.items():
-            if not isinstance(value, str) or value not in (self.name, *_shipped()):
-                choices = dict.fromkeys((*_shipped(), self.name))
-                raise unknown(f"recipe of precision[{pattern!r:.40}]", f"{value}"[:40], choices)
+        if isinstance(given := fields.get("fp8_format"), str):
+            fields["fp8_format"] = given.upper()  # as Transformer Engine spells it
+        refuse(self._mistakes(fields))
         object.__setattr__(self, "fields", MappingProxyType(fields))
         object.__setattr__(self, "precision", MappingProxyType(dict(self.precision)))
         used = [self.called(name) for name in dict.fromkeys((self.name, *self.precision.values()))]
         object.__setattr__(self, "in_use", tuple(recipe for recipe in used if recipe is not None))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def _mistakes(self, fields: Mapping[str, object]) -> Iterator[str | Exception]:
+        for text in (self.name, self.scheme, self.description, self.hardware):
+            if not isinstance(text, str):
+                yield f"a recipe's name, scheme, description and hardware are text, not {text!r}"
+        if self.scheme not in SCHEMES:
+            yield unknown("scheme", self.scheme, SCHEMES)
+        if (given := f"{fields.get('fp8_format')}".lower()) in _shipped():
+            yield f"fp8_format={given!r} is a recipe, not a format: use recipe={given!r}"
+        checks = {**SCHEMES[self.scheme].fields, **EDGES}
+        yield from _mistakes("precision", self.precision, dict)
+        for name, value in {**fields, **self.edges}.items():
+            if name not in checks:
+                yield unknown_option(f"field of recipe {self.name!r}", name, checks)
+            yield from _mistakes(name, value, checks[name])
+        for pattern, value in self.precision.items():
+            if not isinstance(value, str) or value not in (self.name, *_shipped()):
+                choices = dict.fromkeys((*_shipped(), self.name))
+                yield unknown(f"recipe of precision[{pattern!r:.40}]", f"{value}"[:40], choices)
+
+    def __reduce__(self) -> tuple[Callable[..., Recipe], tuple[dict[str, Any]]]:
         about = {"description": self.description, "hardware": self.hardware}
         return recipe_from_dict, (self.to_dict() | about,)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
+    def __deepcopy__(self, memo: object) -> Recipe:
         return self  # immutable
 
     @property
@@ -262,7 +266,7 @@ class Recipe:
         fields = ({"fp8_format": default} if default else {}) | dict(self.fields)
         return {"name": self.name, "scheme": self.scheme, **fields, **self.edges}
 
-    def build(self, te: Any) -> Any:
+    def build(self, te: ModuleType) -> EngineRecipe | None:
         """Return the engine's recipe object, an instance of Transformer Engine's class; None for BF16."""
         if self.scheme == "none":
             return None
@@ -280,13 +284,24 @@ class Recipe:
         return built
 
 
+class EngineRecipe(Protocol):
+    """A recipe object of either engine: Transformer Engine's, or the emulated one's."""
+
+    def delayed(self) -> bool:
+        """Return whether it has scales and amax histories that persist over steps."""
+        ...
+
+
+RecipeLike = str | Path | Recipe | EngineRecipe  # a name, the path of a TOML file, or an object
+
+
 def list_recipes() -> list[str]:
     """Return the names of the recipes that come with the package."""
     order = list(SCHEMES)
     return sorted(_shipped(), key=lambda name: order.index(get_recipe(name).scheme))
 
 
-def get_recipe(recipe: str | Path | Recipe | Any, **overrides: Any) -> Recipe:
+def get_recipe(recipe: RecipeLike, **overrides: Any) -> Recipe:
     """Return the Recipe for a name, the path of a TOML file, a Recipe or a Transformer Engine recipe object.
 
     Args:
@@ -354,15 +369,14 @@ def _from_file(path: Path) -> Recipe:
     return recipe_from_dict({"name": path.stem, **read_toml(path)})
 
 
-def _from_object(recipe: Any) -> Recipe:
+def _from_object(recipe: EngineRecipe) -> Recipe:
     """Read a Transformer Engine recipe object of either engine."""
     scheme = type(recipe).__name__
     if scheme not in SCHEMES:
-        raise ConfigError(
-            f"recipe={recipe!r}: give a name ({', '.join(_shipped())}), a .toml file or a TE recipe object"
-        )
+        names = ", ".join(_shipped())
+        raise ConfigError(f"recipe={recipe!r}: give a name ({names}), a .toml file or a TE recipe object")
     values = {name: getattr(recipe, name) for name in SCHEMES[scheme].fields}
-    _refuse_other_fields(recipe, values)
+    refuse(_other_fields(recipe, values))
     if "fp8_format" in values:
         values["fp8_format"] = values["fp8_format"].name
     if "backward_override" in values:
@@ -370,8 +384,8 @@ def _from_object(recipe: Any) -> Recipe:
     return Recipe(name=scheme, scheme=scheme, fields=values)
 
 
-def _refuse_other_fields(recipe: Any, taken: dict[str, Any]) -> None:
-    """Raise a ConfigError for a field of Transformer Engine's object that is not `taken` and not at its default."""
+def _other_fields(recipe: object, taken: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each field of Transformer Engine's object that is not `taken` and not at its default."""
     plain = type(recipe)(**taken)
     power_of_two = taken.get("use_power_2_scales", not taken.get("use_f32_scales", True))
     for name, value in vars(recipe).items():
@@ -382,34 +396,28 @@ def _refuse_other_fields(recipe: Any, taken: dict[str, Any]) -> None:
         if name.startswith("fp8_quant_") and default is not None:  # as `build` sets it
             allowed.append(dataclasses.replace(default, power_2_scale=power_of_two))
         if value not in allowed:
-            raise ConfigError(f"{type(recipe).__name__}.{name}={value!r} is not supported: leave it at {default!r}")
+            yield f"{type(recipe).__name__}.{name}={value!r} is not supported: leave it at {default!r}"
 
 
-def _format(value: Any) -> Any:
-    """Return the name of an FP8 format as Transformer Engine spells it; a recipe in its place is a ConfigError."""
-    if isinstance(value, str) and value.lower() in _shipped():
-        raise ConfigError(f"fp8_format={value!r} is a recipe, not a format: use recipe={value.lower()!r}")
-    return value.upper() if isinstance(value, str) else value
-
-
-def _check(name: str, value: Any, check: Check) -> None:
+def _mistakes(name: str, value: object, check: Check) -> Iterator[str]:
+    """Yield a line if the value of a field does not pass its check."""
     if isinstance(check, tuple):
         if value not in check or isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r}: choose one of {', '.join(map(repr, check))}")
+            yield f"{name}={value!r}: choose one of {', '.join(map(repr, check))}"
     elif check is bool:
         if not isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r}: give true or false")
+            yield f"{name}={value!r}: give true or false"
     elif check is dict:
         patterns = list(value) if isinstance(value, Mapping) else [None]
         if len(patterns) > MOST_PATTERNS or not all(
             isinstance(pattern, str) and 0 < len(pattern) <= LONGEST_PATTERN for pattern in patterns
         ):
-            raise ConfigError(f'{name}={value!r:.60}: give a table of patterns, such as {{"*.down_proj": "bf16"}}')
+            yield f'{name}={value!r:.60}: give a table of patterns, such as {{"*.down_proj": "bf16"}}'
     elif not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r}: give a whole number")
+        yield f"{name}={value!r}: give a whole number"
     else:
         least, most = 1 if name == "amax_history_len" else 0, LARGEST.get(name, 2**20)
         if value < least:
-            raise ConfigError(f"{name}={value!r} is too small: give {least} or more")
+            yield f"{name}={value!r} is too small: give {least} or more"
         if value > most:
-            raise ConfigError(f"{name}={value!r} is too large: give {most} or less")
+            yield f"{name}={value!r} is too large: give {most} or less"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from te_models.errors import ConfigError
+from te_models.config.checks import is_positive, refuse
+
+Scaling = Mapping[str, Any]  # fields of `rope_scaling` or `sliding_rope`
+Items = tuple[tuple[str, Any], ...]
 
 # Kind of RoPE scaling -> (required, optional) fields beside `rope_type`; te_models.model.rope computes them.
 ROPE_SCALINGS = {
@@ -40,10 +43,10 @@ class Rope:
     share: float
     context: int
     interleaved: bool = False
-    stretching: tuple[tuple[str, Any], ...] = ()
+    stretching: Items = ()
 
     @property
-    def scaling(self) -> dict[str, Any] | None:
+    def scaling(self) -> Scaling | None:
         """None, or a row of ROPE_SCALINGS with its `rope_type`."""
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in self.stretching}
         return values or None
@@ -71,69 +74,72 @@ class Rope:
         return max(self.context, int(self.original_context * scaling.get("factor", 1)))
 
 
-def frozen(scaling: Mapping[str, Any] | None) -> tuple[tuple[str, Any], ...]:
+def frozen(scaling: Scaling | None) -> Items:
     """Return the items of `rope_scaling`, hashable."""
     return tuple((name, tuple(v) if isinstance(v, list) else v) for name, v in (scaling or {}).items())
 
 
-def check_rotary_size(head_dim: int, factor: float) -> None:
-    """Require RoPE to rotate pairs of channels."""
+def rotary_mistakes(head_dim: int, factor: float) -> Iterator[str]:
+    """Yield a line if RoPE would not rotate pairs of channels."""
     size = int(head_dim * factor)
     if size < 2 or size % 2 or size > head_dim:
-        raise ConfigError(
+        yield (
             f"partial_rotary_factor={factor} rotates {size} of head_dim={head_dim} channels: it must be an even number "
             "from 2 to head_dim"
         )
 
 
-def checked_sliding_rope(rope: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+def checked_sliding_rope(rope: Scaling, head_dim: int) -> Scaling:
     """Return `sliding_rope` with a base, if needed a share of rotated channels, and a row of ROPE_SCALINGS or none."""
     scaling = dict(rope)
     own = {name: scaling.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in scaling}
-    if "rope_theta" not in own:
-        raise ConfigError("sliding_rope lacks rope_theta")
-    for name, value in own.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise ConfigError(f"sliding_rope: {name}={value!r} is not a positive number")
+    refuse(() if "rope_theta" in own else ["sliding_rope lacks rope_theta"])
+    refuse(f"sliding_rope: {name}={v!r} is not a positive number" for name, v in own.items() if not is_positive(v))
     if own.get("partial_rotary_factor") == 1.0:
         del own["partial_rotary_factor"]
-    if scaling.get("rope_type", scaling.get("type")) == "default":
-        scaling = {name: value for name, value in scaling.items() if name not in ("rope_type", "type")}
+    if _kind(scaling) == "default":
+        scaling = {name: value for name, value in scaling.items() if name not in KIND}
     share = own.get("partial_rotary_factor", 1.0)
-    check_rotary_size(head_dim, share)
-    pairs = int(head_dim * share) // 2
-    return {**own, **(checked_scaling(scaling, pairs) if scaling else {})}
+    refuse(rotary_mistakes(head_dim, share))
+    return {**own, **(checked_scaling(scaling, int(head_dim * share) // 2) if scaling else {})}
 
 
-def checked_scaling(scaling: Mapping[str, Any], pairs: int) -> dict[str, Any]:
+def checked_scaling(scaling: Scaling, pairs: int) -> Scaling:
     """Return `rope_scaling` with exactly the fields of its type; a ConfigError names a field that is not supported."""
-    kind = scaling.get("rope_type", scaling.get("type"))
+    given = {name: value for name, value in scaling.items() if name not in KIND and value is not None}
+    given = {name: value for name, value in given.items() if not (name.startswith("mscale") and value == 0)}  # as None
+    kind = _kind(scaling)
+    refuse(_scaling_mistakes(kind, given, pairs))
+    required, optional = ROPE_SCALINGS[kind]
+    return {"rope_type": kind, **{name: given[name] for name in required + optional if name in given}}
+
+
+KIND = ("rope_type", "type")  # names of the field that says which scaling it is
+
+
+def _kind(scaling: Scaling) -> Any:
+    return scaling.get("rope_type", scaling.get("type"))
+
+
+def _scaling_mistakes(kind: object, given: Scaling, pairs: int) -> Iterator[str]:
+    """Yield a line for fields that the kind of scaling lacks or does not take, and for values of a wrong form."""
     if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
-        raise ConfigError(f"rope_scaling of type {kind!r} is not supported: choose from {', '.join(ROPE_SCALINGS)}")
+        yield f"rope_scaling of type {kind!r} is not supported: choose from {', '.join(ROPE_SCALINGS)}"
+        return
     required, optional = ROPE_SCALINGS[kind]
     known = required + optional
-    given = {name: scaling[name] for name in scaling if name not in ("rope_type", "type") and scaling[name] is not None}
-    given = {name: value for name, value in given.items() if not (name.startswith("mscale") and value == 0)}  # as None
     for name, value in given.items():
         if name not in known:
-            raise ConfigError(f"rope_scaling of type {kind!r} with {name}={value!r} is not supported: it takes {known}")
-        _check_scaling_field(name, value, pairs)
+            yield f"rope_scaling of type {kind!r} with {name}={value!r} is not supported: it takes {known}"
+        several = name in ("short_factor", "long_factor")
+        if several and (not isinstance(value, (list, tuple)) or len(value) != pairs):
+            yield f"rope_scaling: {name} is not a list of {pairs} numbers, one for each pair of rotated channels"
+        if name == "truncate":
+            if not isinstance(value, bool):
+                yield f"rope_scaling: truncate={value!r} is not true or false"
+            continue
+        for number in value if several else (value,):
+            if not is_positive(number):
+                yield f"rope_scaling: {name}={number!r} is not a positive number"
     if missing := [name for name in required if name not in given]:
-        raise ConfigError(f"rope_scaling of type {kind!r} lacks {', '.join(missing)}")
-    return {"rope_type": kind, **{name: given[name] for name in known if name in given}}
-
-
-def _check_scaling_field(name: str, value: Any, pairs: int) -> None:
-    """Require a positive number, a flag for `truncate`, or a list with one number per pair of rotated channels."""
-    if name == "truncate":
-        if not isinstance(value, bool):
-            raise ConfigError(f"rope_scaling: truncate={value!r} is not true or false")
-        return
-    several = name in ("short_factor", "long_factor")
-    if several and (not isinstance(value, (list, tuple)) or len(value) != pairs):
-        raise ConfigError(
-            f"rope_scaling: {name} is not a list of {pairs} numbers, one for each pair of rotated channels"
-        )
-    for number in value if several else (value,):
-        if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < float("inf"):
-            raise ConfigError(f"rope_scaling: {name}={number!r} is not a positive number")
+        yield f"rope_scaling of type {kind!r} lacks {', '.join(missing)}"

@@ -11,12 +11,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import transformer_engine.pytorch as _te
 import transformer_engine_torch as tex
 from torch import Tensor
+from torch.nn import Module
 from transformer_engine.common import recipe
 from transformer_engine.pytorch import (
     DType,
@@ -47,6 +48,7 @@ from transformer_engine.pytorch.quantization import (
 )
 
 import te_models.kernels.handover_triton as handover_triton
+from te_models.device.autograd import Context
 from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.handover_triton import FP8Data
 
@@ -71,7 +73,7 @@ __all__ = [
 
 
 @contextlib.contextmanager
-def outside_autocast() -> Iterator[Any]:
+def outside_autocast() -> Iterator[recipe.Recipe | None]:
     """Leave all autocasts around the caller, and yield the recipe of the enabled one, if there is one.
 
     An autocast inside behaves as if nested in a disabled one: its exit updates no scale (section 2.5).
@@ -89,6 +91,9 @@ def outside_autocast() -> Iterator[Any]:
         state.autocast_depth = depth
 
 
+Quantizer = (
+    Float8Quantizer | Float8CurrentScalingQuantizer
+)  # those of one scale per tensor, for which FP8 is handed over
 _LOCK = threading.RLock()  # Transformer Engine's FP8 state belongs to the process
 
 
@@ -97,7 +102,7 @@ def region_lock(model: torch.nn.Module, quantized: bool) -> threading.RLock:
     return _LOCK
 
 
-def reset_fp8_state(module: Any) -> None:
+def reset_fp8_state(module: Linear) -> None:
     """Drop a te.Linear's FP8 state, so that its next forward starts afresh under any recipe.
 
     Otherwise Transformer Engine keeps the old quantizers within one recipe class, and after a change of class and back
@@ -125,7 +130,7 @@ def reset_fp8_state(module: Any) -> None:
     module._fp8_workspaces.clear()
 
 
-def separate_copy(module: Any) -> None:
+def separate_copy(module: Linear) -> None:
     """Give a copied te.Linear scales of its own to update.
 
     A copy looks registered to Transformer Engine, which then never updates its scales (section 2.8).
@@ -138,7 +143,7 @@ def separate_copy(module: Any) -> None:
             module.quantizers[direction] = state.make_quantizers()
 
 
-def drop_cached_weights(module: Any) -> None:
+def drop_cached_weights(module: Linear) -> None:
     """Drop the FP8 weight that a te.Linear caches for is_first_microbatch=False."""
     module._fp8_workspaces.clear()
 
@@ -146,7 +151,7 @@ def drop_cached_weights(module: Any) -> None:
 class Target(NamedTuple):
     """The destination of a kernel that writes FP8 for a te.Linear, as its own quantizer would."""
 
-    quantizer: Any
+    quantizer: Float8Quantizer
 
     @property
     def place(self) -> tuple[Tensor, Tensor, bool]:
@@ -162,7 +167,7 @@ class Target(NamedTuple):
         )  # fmt: skip
 
 
-def _quantizer(linear: Any, direction: str, operand: int = 0) -> Any:
+def _quantizer(linear: Module | None, direction: str, operand: int = 0) -> Quantizer | None:
     """Return a te.Linear's quantizer of the input ("scaling_fwd"; operand 1: the weight) or of dy ("scaling_bwd").
 
     It shares the module's scale and amax. None where the module takes BF16, and for block scaling, which gains nothing.
@@ -179,17 +184,17 @@ def _quantizer(linear: Any, direction: str, operand: int = 0) -> Any:
     return quantizer
 
 
-def _target(quantizer: Any) -> Target | None:
+def _target(quantizer: Quantizer | None) -> Target | None:
     """Return the target of our own kernels: only for delayed scaling, whose scale is known before the values."""
     return Target(quantizer) if isinstance(quantizer, Float8Quantizer) and quantizer.columnwise_usage else None
 
 
-def _targets(producer: Any, consumer: Any) -> tuple[Target | None, Target | None]:
+def _targets(producer: Module | None, consumer: Module | None) -> tuple[Target | None, Target | None]:
     """See te_models.kernels.handover.targets."""
     if not torch.is_grad_enabled():
         return None, None
     gradient = _target(_quantizer(producer, "scaling_bwd"))
-    if gradient is not None and producer.use_bias:  # the bias gradient is summed from BF16
+    if isinstance(producer, Linear) and producer.use_bias:  # the bias gradient is summed from BF16
         gradient = None
     return gradient, _target(_quantizer(consumer, "scaling_fwd"))
 
@@ -199,7 +204,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, module: Any, quantizer: Any
+        ctx: Context, x: Tensor, delta: Tensor | None, weight: Tensor, module: RMSNorm, quantizer: Quantizer | None
     ) -> tuple[Tensor, Tensor]:
         """Return (y [N, D], x + delta), from x and delta [N, D]."""
         ctx.zero_centered, ctx.both = module.zero_centered_gamma, delta is not None
@@ -215,7 +220,7 @@ class _Norm(torch.autograd.Function):
         return y, total.view_as(total) if delta is None else total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and delta, which are one tensor, and of the weight."""
         dy, dtotal = grads
         total, weight, inverse = ctx.saved_tensors
@@ -228,7 +233,7 @@ class _SwiGLU(torch.autograd.Function):
     """SwiGLU that writes FP8, and whose backward does."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, gradient: Target | None, quantizer: Any) -> Tensor:
+    def forward(ctx: Context, gate_up: Tensor, gradient: Target | None, quantizer: Quantizer | None) -> Tensor:
         """Return [N, F], from gate_up [N, 2F]."""
         ctx.gradient = gradient
         save_input(ctx, gate_up, recompute=lambda: _swiglu_for_backward(quantizer))
@@ -237,7 +242,7 @@ class _SwiGLU(torch.autograd.Function):
         return tex.swiglu(gate_up, quantizer)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of gate_up."""
         (dy,) = grads
         gate_up, dy = saved_input(ctx), dy.contiguous()
@@ -247,21 +252,21 @@ class _SwiGLU(torch.autograd.Function):
         return tex.dswiglu(dy, gate_up, None), None, None
 
 
-def _swiglu_for_backward(quantizer: Any) -> Callable[[Tensor], Any]:
+def _swiglu_for_backward(quantizer: Quantizer | None) -> Callable[[Tensor], Tensor]:
     """Return a function that recomputes SwiGLU for te.Linear's backward: with the present scale, recording no amax."""
     target = _target(quantizer)
     if target is None:
         return lambda gate_up: tex.swiglu(gate_up, quantizer)
     scale, unread = target.place[0].clone(), torch.empty_like(target.place[1])
 
-    def again(gate_up: Tensor) -> Any:
+    def again(gate_up: Tensor) -> Tensor:
         fp8 = handover_triton.swiglu(gate_up, scale, unread, target.place[2], rowwise=False)
         return target.tensor(fp8, gate_up.dtype)
 
     return again
 
 
-def _norm(module: Any, x: Tensor, delta: Tensor | None, consumer: Any) -> tuple[Tensor, Tensor]:
+def _norm(module: RMSNorm, x: Tensor, delta: Tensor | None, consumer: Module | None) -> tuple[Tensor, Tensor]:
     """See te_models.kernels.handover.norm."""
     if torch.is_grad_enabled():
         return _Norm.apply(x, delta, module.weight, module, _quantizer(consumer, "scaling_fwd"))
@@ -269,7 +274,7 @@ def _norm(module: Any, x: Tensor, delta: Tensor | None, consumer: Any) -> tuple[
     return module(total), total
 
 
-def _swiglu(gate_up: Tensor, producer: Any, consumer: Any) -> Tensor:
+def _swiglu(gate_up: Tensor, producer: Module | None, consumer: Module | None) -> Tensor:
     """See te_models.kernels.handover.swiglu."""
     if not torch.is_grad_enabled():
         return tex.swiglu(gate_up, None)
@@ -278,7 +283,7 @@ def _swiglu(gate_up: Tensor, producer: Any, consumer: Any) -> Tensor:
     return _SwiGLU.apply(gate_up, gradient, _quantizer(consumer, "scaling_fwd"))
 
 
-def _linear(module: Any, x: Tensor, **options: Any) -> Tensor:
+def _linear(module: Linear, x: Tensor, **options: bool | None) -> Tensor:
     """See te_models.kernels.handover.linear."""
     weight = _cast_weight(module) if options.get("is_first_microbatch") is None else None
     if weight is None:
@@ -295,7 +300,7 @@ def _linear(module: Any, x: Tensor, **options: Any) -> Tensor:
     return y
 
 
-def _cast_weight(module: Any) -> Any:
+def _cast_weight(module: Linear) -> Float8Tensor | None:
     """Return a te.Linear's weight in FP8; None where the module casts it, or where it is FP8 already."""
     if not (torch.is_grad_enabled() and isinstance(module, Linear)) or isinstance(module.weight, QuantizedTensor):
         return None

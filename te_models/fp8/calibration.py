@@ -17,11 +17,15 @@ from torch import Tensor, nn
 
 from te_models.config.recipe import Recipe
 from te_models.engine.emulated.delayed_scaling import updated
+from te_models.engine.emulated.recipe import DelayedScaling
 from te_models.fp8.primary_weights import is_quantized
 from te_models.fp8.scaling_state import WIDTHS, delayed_states, fp8_max, gemms_of, make_state
 
 # Of the amaxes of a module, forward and then backward, those that are measured; results of its GEMMs are not quantized.
 INPUT, WEIGHT, GRADIENT = 0, 1, WIDTHS["scaling_fwd"]
+
+
+Inputs = tuple[Any, ...]  # x, and the rows of each GEMM where there are several
 
 
 class Probe:
@@ -42,7 +46,7 @@ class Probe:
             if tensor.numel():
                 amaxes[operand].clamp_(min=torch.linalg.vector_norm(tensor.detach(), torch.inf))
 
-    def before(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def before(self, module: nn.Module, inputs: Inputs) -> Inputs:
         """Note input and weight; return the arguments, of which the input then requires a gradient."""
         x, *others = inputs
         self.rows = others[0] if others else None
@@ -57,7 +61,7 @@ class Probe:
             self.starts.append(x)
         return (x, *others)
 
-    def after(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def after(self, module: nn.Module, inputs: Inputs, output: Tensor) -> None:
         """Note the gradient of the output, once there is one."""
         if output.requires_grad:
             rows = self.rows
@@ -95,7 +99,7 @@ class Measurement:
         self.starts.clear()
 
     @torch.no_grad()
-    def set_scales(self, recipes: Sequence[tuple[Recipe, Any]], group: Any) -> None:
+    def set_scales(self, recipes: Sequence[tuple[Recipe, DelayedScaling]], group: dist.ProcessGroup | None) -> None:
         """Give the modules the scales and histories that they would have after a step with these amaxes.
 
         Args:
@@ -124,9 +128,9 @@ class Measurement:
                 state.scale.copy_(scale)
 
 
-def unmeasured(modules: Sequence[Any]) -> list[nn.Module]:
+def unmeasured(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the te modules, under DelayedScaling, whose input has had no amax so far, with any expert."""
-    states = [module.fp8_meta.get("scaling_fwd") for module in modules]
+    states = [vars(module)["fp8_meta"].get("scaling_fwd") for module in modules]
     inputs = slice(INPUT, None, WIDTHS["scaling_fwd"])
     seen = [(s.amax_history[:, inputs] != 0).any() | (s.scale[inputs] != 1).any() for s in states if s is not None]
     flags = iter(torch.stack(seen).tolist() if seen else [])

@@ -11,11 +11,14 @@ that of the amax over the ranks that share the weight (te_models.fp8.primary_wei
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
+
+from te_models.engine.emulated.tensors import Float8Tensor, Keywords
 
 
 class FP8Shard(torch.Tensor):
@@ -25,22 +28,21 @@ class FP8Shard(torch.Tensor):
     them.
     """
 
-    fp8: Any
+    fp8: Float8Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[override]  # as in torch's docs
 
     @staticmethod
-    def __new__(cls, fp8: Any, shape: Any = None) -> FP8Shard:
+    def __new__(cls, fp8: Float8Tensor, shape: torch.Size | None = None) -> FP8Shard:
         """Wrap `fp8` [rows, I]; `shape` is the wrapper's, if it is to look flat."""
-        place: dict[str, Any] = dict(dtype=fp8.dtype, device=fp8.device)
-        return torch.Tensor._make_wrapper_subclass(cls, shape or fp8.shape, **place)
+        return torch.Tensor._make_wrapper_subclass(cls, shape or fp8.shape, dtype=fp8.dtype, device=fp8.device)
 
-    def __init__(self, fp8: Any, shape: Any = None) -> None:
+    def __init__(self, fp8: Float8Tensor, shape: torch.Size | None = None) -> None:
         self.fp8 = fp8
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's is written in C
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: torch._ops.OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: Keywords | None = None
+    ) -> object:
         aten = torch.ops.aten
         if func is aten.as_strided.default:  # FSDP2's last step, which reshapes the gathered tensor to its own shape
             return args[0].fp8
@@ -54,20 +56,27 @@ class FP8Shard(torch.Tensor):
             )
         return func(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"FP8Shard({self.fp8!r})"
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the storage of the FP8 data; a wrapper has no memory of its own."""
-        return self.fp8._data.untyped_storage()
+        return self._codes.untyped_storage()
 
-    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[Any, Any]:
+    @property
+    def _codes(self) -> Tensor:
+        assert self.fp8._data is not None
+        return self.fp8._data
+
+    def fsdp_pre_all_gather(  # FSDP2 counts the parameters
+        self, mesh: object, size: object, stride: object, module: object, policy: object
+    ) -> tuple[tuple[Tensor], Tensor]:
         """Return the tensors to gather, FP8 data uint8 [rows / ranks, I], and the inverse scale of all ranks."""
-        return (self.fp8._data,), self.fp8._scale_inv
+        return (self._codes,), self.fp8._scale_inv
 
     def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], scale_inv: Tensor, dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
+        self, gathered: tuple[Tensor, ...], scale_inv: Tensor, dtype: torch.dtype, *, out: Float8Tensor | None = None
+    ) -> tuple[FP8Shard, tuple[()]] | None:
         """Return the engine's quantized tensor of all rows; with `out`, write the gathered data into that one.
 
         te.Linear makes the transposed copy that some GPUs need in backward, and drops it under FSDP2.
@@ -82,11 +91,11 @@ def _plain(value: Any) -> Any:
     return value.fp8.dequantize().view(value.shape) if isinstance(value, FP8Shard) else value
 
 
-def _empty(shard: Any, gathered: Tensor, dtype: torch.dtype) -> Any:
+def _empty(shard: Float8Tensor, gathered: Tensor, dtype: torch.dtype) -> Float8Tensor:
     """Return an empty quantized tensor like `shard` for all rows, whose quantizer reduces no amax."""
     quantizer = shard._quantizer.copy()
     reduce_amax_over(quantizer, None)
-    return quantizer.make_empty(gathered.shape, dtype=dtype, device=gathered.device)
+    return cast(Float8Tensor, quantizer.make_empty(gathered.shape, dtype=dtype, device=gathered.device))
 
 
 @runtime_checkable
@@ -94,10 +103,10 @@ class _ReducesAmax(Protocol):
     """A quantizer of either engine that can take its amax over several processes; some formats have none."""
 
     with_amax_reduction: bool
-    amax_reduction_group: Any
+    amax_reduction_group: ProcessGroup | None
 
 
-def reduce_amax_over(quantizer: object, group: Any) -> None:
+def reduce_amax_over(quantizer: object, group: ProcessGroup | None) -> None:
     """Make a quantizer of either engine take its amax over the processes of `group` (None: of the tensor only).
 
     Quantizers of delayed scaling, which have a scale already, stay as they are.
@@ -106,7 +115,7 @@ def reduce_amax_over(quantizer: object, group: Any) -> None:
         quantizer.with_amax_reduction, quantizer.amax_reduction_group = group is not None, group
 
 
-def amax_group(quantizer: object) -> Any:
+def amax_group(quantizer: object) -> ProcessGroup | None:
     """Return the processes over which a quantizer takes its amax (None: of the tensor only)."""
     if isinstance(quantizer, _ReducesAmax) and quantizer.with_amax_reduction:
         return quantizer.amax_reduction_group

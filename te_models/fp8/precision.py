@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 from torch import Tensor, nn
 
 from te_models.config.layer import LayerSpec
 from te_models.config.precision import HEAD, Precision, precisions
-from te_models.config.recipe import SCHEMES, Recipe
+from te_models.config.recipe import SCHEMES, EngineRecipe, Recipe
 from te_models.fp8.primary_weights import quantize_weights_alike
 from te_models.fp8.scaling_state import convert_scales, load_fp8_state
 
@@ -30,9 +29,9 @@ class ModelPrecision:
     """
 
     recipe: Recipe
-    te_recipe: Any
+    te_recipe: EngineRecipe | None
     linears: Mapping[str, Precision]
-    te_recipes: Mapping[str, Any]
+    te_recipes: Mapping[str, EngineRecipe | None]
     layers: range
     others: tuple[str, ...]
 
@@ -52,7 +51,7 @@ class ModelPrecision:
         known = self.known(name)
         return self.linears[known].recipe if known else None
 
-    def te_recipe_of(self, name: str) -> Any:
+    def te_recipe_of(self, name: str) -> EngineRecipe | None:
         """Return the engine's object of that recipe."""
         return self.te_recipes.get(self.known(name))
 
@@ -93,7 +92,7 @@ def model_precision(te: ModuleType, recipe: Recipe, layers: tuple[LayerSpec, ...
     te_recipe = built.get(recipe.name)
     inside = recipe.fp8_layers(len(layers))
 
-    def around(name: str) -> Any:
+    def around(name: str) -> EngineRecipe | None:
         within = recipe.head_in_fp8 if name == HEAD else int(name.split(".")[1]) in inside
         return te_recipe if within else None
 

@@ -11,14 +11,17 @@ Under FSDP2 a parameter is a DTensor whose local tensor is an FP8Shard (te_model
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from te_models.config.recipe import FP8_WEIGHTS, Recipe
+from te_models.config.recipe import FP8_WEIGHTS, EngineRecipe, Recipe
 from te_models.distributed.dtensor import from_shard, local, shard_of, write_shard
 from te_models.engine.emulated.numerics import FLT_MAX, scale_from_amax
+from te_models.engine.emulated.quantizers import Float8Quantizer, Quantizer
+from te_models.engine.emulated.tensors import Float8Tensor, QuantizedTensor
 from te_models.errors import UsageError
 from te_models.fp8.fsdp_gather import FP8Shard, amax_group, reduce_amax_over
 from te_models.fp8.scaling_state import WIDTHS, delayed_states, make_state
@@ -51,14 +54,15 @@ def quantize_weights_alike(one: Recipe | None, other: Recipe | None) -> bool:
     return one.scheme == other.scheme and all(one.fields.get(f) == other.fields.get(f) for f in WEIGHT_FIELDS)
 
 
-def quantized(parameter: Any) -> Any:
+def quantized(parameter: Tensor) -> QuantizedTensor | None:
     """Return the engine's quantized tensor in an FP8 weight (this rank's rows of it); None for another tensor."""
     own = local(parameter)
     own = own.fp8 if isinstance(own, FP8Shard) else own
-    return own if hasattr(own, "quantize_") else None  # the method that quantized tensors of both engines have
+    # The method that quantized tensors of both engines have.
+    return cast(QuantizedTensor, own) if hasattr(own, "quantize_") else None
 
 
-def is_quantized(tensor: Any) -> bool:
+def is_quantized(tensor: Tensor) -> bool:
     """Return True if a parameter is an FP8 primary weight, of either engine."""
     return quantized(tensor) is not None
 
@@ -82,17 +86,15 @@ def drop_transposed(model: nn.Module) -> None:
 
     Transformer Engine does so where FSDP2 gathers weights; for weights with one scale it can be done anywhere.
     """
-    for _, module, _, weight in _owners(model):
-        fp8 = quantized(weight)
-        if "data" not in _parts(fp8):  # blocks have scales
-            continue
-        module._is_fsdp2 = True
-        fp8._quantizer.set_usage(columnwise=False)
-        fp8.update_usage(columnwise_usage=False)
+    for _, module, _, fp8 in _owners(model):
+        if "data" in _parts(fp8):  # else blocks have scales
+            module._is_fsdp2 = True
+            fp8._quantizer.set_usage(columnwise=False)
+            fp8.update_usage(columnwise_usage=False)
 
 
 @torch.no_grad()
-def write_weight(parameter: Any, value: Tensor, for_master: bool = True) -> None:
+def write_weight(parameter: Tensor, value: Tensor, for_master: bool = True) -> None:
     """Write `value`, of the whole parameter, into a parameter or this rank's rows of it.
 
     With `for_master` an FP8 weight also stores the values on the CPU, until an optimizer makes its master from them.
@@ -120,7 +122,7 @@ def write_weight(parameter: Any, value: Tensor, for_master: bool = True) -> None
 
 
 @torch.no_grad()
-def saved_weight(parameter: Any) -> dict[str, Tensor]:
+def saved_weight(parameter: Tensor) -> dict[str, Tensor]:
     """Return a copy of a parameter's values for `restore_weight`; of an FP8 weight its FP8 data and scales."""
     fp8 = quantized(parameter)
     if fp8 is None:
@@ -132,46 +134,43 @@ def saved_weight(parameter: Any) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def restore_weight(parameter: Any, saved: Mapping[str, Tensor]) -> None:
+def restore_weight(parameter: Tensor, saved: Mapping[str, Tensor]) -> None:
     """Write back what `saved_weight` returned, to the bit."""
     fp8 = quantized(parameter)
     if fp8 is None:
         parameter.copy_(saved[""])
         return
-    parts = _parts(fp8)
-    for part, tensor in saved.items():
-        if part == "scale":
-            fp8._quantizer.scale.copy_(tensor)
-            fp8._quantizer.amax.zero_()
-        else:
-            parts[part].copy_(tensor)
+    for part, tensor in _parts(fp8).items():
+        tensor.copy_(saved[part])
+    if _delayed(quantizer := fp8._quantizer):
+        quantizer.scale.copy_(saved["scale"])
+        quantizer.amax.zero_()
     _transpose_again(fp8)
 
 
 @torch.no_grad()
-def take_master(parameter: Any, master: Tensor) -> None:
+def take_master(parameter: Tensor, master: Tensor) -> None:
     """Quantize an FP8 weight from its master after a step."""
-    fp8 = quantized(parameter)
+    fp8 = _fp8_of(parameter)
     fp8.quantize_(local(master).to(fp8.device))
 
 
-def keep_initial_value(parameter: Any, value: Tensor) -> None:
+def keep_initial_value(parameter: Tensor, value: Tensor) -> None:
     """Store the values that an FP8 weight was made from, where Transformer Engine's optimizers look for them too."""
     own = shard_of(value, parameter).detach()
-    vars(quantized(parameter))[_INITIAL_VALUE] = own.to("cpu", parameter.dtype, copy=own is not value)
+    vars(_fp8_of(parameter))[_INITIAL_VALUE] = own.to("cpu", parameter.dtype, copy=own is not value)
 
 
 def drop_initial_values(model: nn.Module) -> None:
     """Free the values that FP8 weights were made from, once an optimizer has their masters."""
-    for parameter in model.parameters():
-        if is_quantized(parameter):
-            vars(quantized(parameter)).pop(_INITIAL_VALUE, None)
+    for _, _, _, fp8 in _owners(model):
+        vars(fp8).pop(_INITIAL_VALUE, None)
 
 
 @torch.no_grad()
-def new_master(parameter: Any) -> Tensor:
+def new_master(parameter: Tensor) -> Tensor:
     """Return the FP32 master of an FP8 weight: the stored values it was made from, else the dequantized ones."""
-    fp8 = quantized(parameter)
+    fp8 = _fp8_of(parameter)
     value = vars(fp8).pop(_INITIAL_VALUE, None)
     if value is None:
         return plain(parameter).float()
@@ -199,22 +198,22 @@ def load_quantized_weights(model: nn.Module, saved: Mapping[str, Tensor]) -> Non
         write_shard(live[name], tensor)
     for name, parameter in model.named_parameters():
         fp8 = quantized(parameter)
-        if f"{name}.data" in saved:
+        if fp8 is not None and f"{name}.data" in saved:
             _transpose_again(fp8)
-        if f"{name}.rowwise_scale_inv" in saved:
+        if fp8 is not None and f"{name}.rowwise_scale_inv" in saved:
             _keep_kind_of_scales(fp8)
 
 
 @torch.no_grad()
-def set_scale(parameter: Any, inverse: Tensor) -> None:
+def set_scale(parameter: Tensor, inverse: Tensor) -> None:
     """Make `inverse`, a positive FP32 number, the inverse scale of an FP8 weight's next cast under delayed scaling."""
-    quantizer = quantized(parameter)._quantizer
+    quantizer = _fp8_of(parameter)._quantizer
     if _delayed(quantizer):
         quantizer.scale.copy_(inverse.reciprocal().clamp(max=FLT_MAX))
         quantizer.amax.zero_()
 
 
-def _keep_kind_of_scales(fp8: Any) -> None:
+def _keep_kind_of_scales(fp8: QuantizedTensor) -> None:
     """Keep FP32 scales when a weight that has them, from a checkpoint of another library, is quantized again.
 
     They also tell the emulated engine that products of data and scale are not BF16 numbers.
@@ -224,10 +223,10 @@ def _keep_kind_of_scales(fp8: Any) -> None:
         return
     mantissas = scales[scales > 0].frexp().mantissa
     if not bool((mantissas == 0.5).all()):
-        fp8._quantizer.force_pow_2_scales = False
+        vars(fp8._quantizer)["force_pow_2_scales"] = False
 
 
-def _transpose_again(fp8: Any) -> None:
+def _transpose_again(fp8: QuantizedTensor) -> None:
     """Make the transposed copy of a weight with one scale again, after its data changed."""
     usages = fp8.get_usages()
     if "data" in _parts(fp8) and usages["columnwise"]:
@@ -236,13 +235,13 @@ def _transpose_again(fp8: Any) -> None:
 
 
 @torch.no_grad()
-def relink(model: nn.Module, built: Callable[[str], Any]) -> None:
+def relink(model: nn.Module, built: Callable[[str], EngineRecipe | None]) -> None:
     """Connect FP8 weights to the new FP8 state of their modules after the old one was dropped.
 
     `built` returns the engine's recipe object of a module, given its name. The caller copies delayed scales.
     """
-    for name, module, gemm, weight in _owners(model):
-        fp8, quantizer = quantized(weight), _weight_quantizer(module, gemm, built(name))
+    for name, module, gemm, fp8 in _owners(model):
+        quantizer = _weight_quantizer(module, gemm, built(name))
         quantizer.set_usage(columnwise=fp8._quantizer.columnwise_usage)
         reduce_amax_over(quantizer, amax_group(fp8._quantizer))
         fp8._quantizer = quantizer
@@ -251,7 +250,11 @@ def relink(model: nn.Module, built: Callable[[str], Any]) -> None:
 
 @torch.no_grad()
 def make_shards(
-    model: nn.Module, linears: tuple[type[nn.Module], ...], recipe: Recipe, built: Callable[[str], Any], group: Any
+    model: nn.Module,
+    linears: tuple[type[nn.Module], ...],
+    recipe: Recipe,
+    built: Callable[[str], EngineRecipe | None],
+    group: ProcessGroup | None,
 ) -> None:
     """Replace this rank's rows of the FP8 layers' weights by empty FP8 ones, for `write_weight` to fill.
 
@@ -283,10 +286,10 @@ def make_shards(
         quantizer.set_usage(rowwise=True, columnwise=False)
         fp8 = quantizer.make_empty(own.shape, dtype=own.dtype, device=own.device)
         reduce_amax_over(fp8._quantizer, group)
-        weight._local_tensor = FP8Shard(fp8)  # FSDP2 looks for it before the first forward
+        weight._local_tensor = FP8Shard(cast(Float8Tensor, fp8))  # FSDP2 looks for it before the first forward
 
 
-def _weight_quantizer(module: Any, gemm: int, built: Any) -> Any:
+def _weight_quantizer(module: Any, gemm: int, built: EngineRecipe | None) -> Quantizer:
     """Return a quantizer for the FP8 weight of a GEMM, with the module's scale and amax under delayed scaling."""
     make_state(module, built)
     quantizer = module.quantizers["scaling_fwd"][WIDTHS["scaling_fwd"] * gemm + 1].copy()
@@ -303,16 +306,24 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any, int, Any]]:
                 yield name, module, int(number or 0), parameter
 
 
-def _owners(model: nn.Module) -> list[tuple[str, Any, int, Any]]:
-    """Return the FP8 weights with their modules, as `_weights` does."""
-    return [found for found in _weights(model) if is_quantized(found[3])]
+def _owners(model: nn.Module) -> list[tuple[str, Any, int, QuantizedTensor]]:
+    """Return the quantized tensors of the FP8 weights with their modules, as `_weights` does."""
+    found = [(name, module, gemm, quantized(weight)) for name, module, gemm, weight in _weights(model)]
+    return [(name, module, gemm, fp8) for name, module, gemm, fp8 in found if fp8 is not None]
 
 
-def _parts(fp8: Any) -> dict[str, Tensor]:
+def _fp8_of(parameter: Tensor) -> QuantizedTensor:
+    """Return the engine's quantized tensor of a parameter that is an FP8 weight."""
+    fp8 = quantized(parameter)
+    assert fp8 is not None
+    return fp8
+
+
+def _parts(fp8: QuantizedTensor | None) -> dict[str, Tensor]:
     """Return the FP8 data and the inverse scales of a quantized tensor, by name; a format lacks some of them."""
     return {part: tensor for part in _PARTS if (tensor := getattr(fp8, f"_{part}", None)) is not None}
 
 
-def _delayed(quantizer: Any) -> bool:
+def _delayed(quantizer: Quantizer) -> TypeGuard[Float8Quantizer]:
     recipe = quantizer._get_compatible_recipe()
     return not isinstance(recipe, tuple) and recipe.delayed()

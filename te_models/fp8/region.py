@@ -12,19 +12,19 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from te_models.config.recipe import Recipe
+from te_models.config.recipe import EngineRecipe, Recipe
 from te_models.errors import EngineError
 from te_models.fp8.primary_weights import is_quantized
-from te_models.fp8.scaling_state import delayed_states, fp8_state, frozen_fp8_state, overwrite
+from te_models.fp8.scaling_state import WIDTHS, delayed_states, fp8_state, frozen_fp8_state, overwrite
 
 
 @contextlib.contextmanager
-def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: Any) -> Iterator[None]:
+def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: EngineRecipe | None) -> Iterator[None]:
     """Run a forward pass of `model` in high precision, except inside `Autocasts`.
 
     Threads that run the same model take turns; on the native engine, whose FP8 state belongs to the process, threads
@@ -139,6 +139,9 @@ def _note_training(model: nn.Module) -> None:
         _TRAINERS[model] = own
 
 
+Others = Mapping[nn.Module, EngineRecipe | None]
+
+
 class Autocasts:
     """The autocasts of one pass: one around the layers that run under the model's recipe, and one around each te.Linear
     that runs in something else than its surroundings.
@@ -154,7 +157,9 @@ class Autocasts:
         others: te.Linear, or a module in its place -> the engine's object of its recipe, None for BF16.
     """
 
-    def __init__(self, te: ModuleType, te_recipe: Any, group: Any, others: Mapping[nn.Module, Any]) -> None:
+    def __init__(
+        self, te: ModuleType, te_recipe: EngineRecipe | None, group: ProcessGroup | None, others: Others
+    ) -> None:
         self.te, self.te_recipe, self.group, self.others = te, te_recipe, group, others
         self.first = True  # whether the flag is still to be taken
 
@@ -180,7 +185,7 @@ class Autocasts:
         return self.te.FP8GlobalStateManager.is_fp8_enabled()
 
     @contextlib.contextmanager
-    def _autocast(self, te_recipe: Any) -> Iterator[None]:
+    def _autocast(self, te_recipe: EngineRecipe | None) -> Iterator[None]:
         state = self.te.FP8GlobalStateManager.quantization_state
         if state.fp8_enabled:
             self.first = state.is_first_fp8_module
@@ -206,11 +211,12 @@ def _discarding_amaxes_of_a_failure(model: nn.Module) -> Iterator[None]:
     except BaseException:
         with torch.no_grad():
             for name, state in delayed_states(model, ("scaling_fwd",)).items():
-                step = state.amax_history[0]
-                weight = step[1].clone()
+                step, weights = state.amax_history[0], slice(1, None, WIDTHS["scaling_fwd"])
+                before = step[weights].clone()
                 step.zero_()
-                if is_quantized(model.get_submodule(name.rpartition(".")[0]).weight):
-                    step[1] = weight
+                own = dict(model.get_submodule(name.rpartition(".")[0]).named_parameters(recurse=False))
+                if any(is_quantized(parameter) for name, parameter in own.items() if name.startswith("weight")):
+                    step[weights] = before
         raise
 
 

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_models.config.recipe import Recipe
+from te_models.config.checks import refuse
+from te_models.config.recipe import EngineRecipe, Recipe
+from te_models.engine.emulated.delayed_scaling import DelayedScalingRecipeState
 from te_models.engine.emulated.numerics import FLT_MAX
 from te_models.errors import CheckpointError
 
@@ -24,14 +26,14 @@ DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 WIDTHS = {"scaling_fwd": 3, "scaling_bwd": 2}  # per GEMM: input, weight, output; gradients of output and input
 
 
-def delayed_states(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS) -> dict[str, Any]:
+def delayed_states(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS) -> dict[str, DelayedScalingRecipeState]:
     """Return "<module>.<direction>" -> the engine's state object, with `scale` and `amax_history`.
 
     Modules without FP8 state, and those under recipes without scales to store, are left out.
     """
     found = {}
     for name, module in model.named_modules():
-        meta: dict[str, Any] = getattr(module, "fp8_meta", {})  # only the te modules of either engine have one
+        meta = vars(module).get("fp8_meta", {})  # only the te modules of either engine have one
         for direction in directions:
             state = meta.get(direction)
             if getattr(state, "amax_history", None) is not None:  # Transformer Engine's other states lack it
@@ -62,27 +64,30 @@ def check_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Every tensor must be of an FP8 module of the model, FP32, of its width, and finite; scales are positive, amaxes are
     not negative. Nothing is written.
     """
-    modules = dict(model.named_modules())
+    refuse(_mistakes(dict(model.named_modules()), tensors), CheckpointError)
+
+
+def _mistakes(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[str]:
     if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()):
-        raise CheckpointError("the FP8 state is no dict of names and tensors: give what fp8_state returned")
+        yield "the FP8 state is no dict of names and tensors: give what fp8_state returned"
     for name, value in tensors.items():
         owner, direction, part = (name.rsplit(".", 2) + ["", ""])[:3]
         if not hasattr(modules.get(owner), "fp8_meta"):
-            raise CheckpointError(f"the FP8 state is of another model: this one has no FP8 module {owner[:80]!r}")
+            yield f"the FP8 state is of another model: this one has no FP8 module {owner[:80]!r}"
         width, dims = WIDTHS.get(direction), {"scale": 1, "amax_history": 2}.get(part)
         partner = f"{owner}.{direction}.{'scale' if dims == 2 else 'amax_history'}"
         if width is None or dims is None or partner not in tensors:
-            raise CheckpointError(f"the FP8 state does not fit the model at {name!r}: it is no scale with its history")
-        if value.dtype != torch.float32 or value.dim() != dims or value.shape[-1] % width or not value.numel():
-            raise CheckpointError(
-                f"the FP8 state does not fit the model at {name!r} ({value.dtype} {list(value.shape)})"
-            )
+            yield f"the FP8 state does not fit the model at {name!r}: it is no scale with its history"
+        elif value.dtype != torch.float32 or value.dim() != dims or value.shape[-1] % width or not value.numel():
+            yield f"the FP8 state does not fit the model at {name!r} ({value.dtype} {list(value.shape)})"
         if not bool((value.isfinite() & ((value > 0) if dims == 1 else (value >= 0))).all()):
-            raise CheckpointError(f"the FP8 state at {name!r} has a value that no scale or amax can have")
+            yield f"the FP8 state at {name!r} has a value that no scale or amax can have"
 
 
 @torch.no_grad()
-def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Callable[[str], Any]) -> None:
+def load_fp8_state(
+    model: nn.Module, tensors: Mapping[str, Tensor], built: Callable[[str], EngineRecipe | None]
+) -> None:
     """Copy `tensors` (as from `fp8_state`) into the model, which need not have run yet.
 
     `built` returns the engine's DelayedScaling object that a module, given its name, will run under. A history of
@@ -92,13 +97,12 @@ def load_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor], built: Calla
         CheckpointError: a tensor does not fit the model; nothing was written.
     """
     check_fp8_state(model, tensors)
-    modules: dict[str, Any] = dict(model.named_modules())
+    modules = dict(model.named_modules())
     for owner in sorted({name.rsplit(".", 2)[0] for name in tensors}):
         make_state(modules[owner], built(owner))
     live = fp8_state(model)
-    for name, value in tensors.items():
-        if live[name].shape[-1] != value.shape[-1]:
-            raise CheckpointError(f"the FP8 state does not fit the model at {name!r} ({list(value.shape)})")
+    odd = [(name, list(value.shape)) for name, value in tensors.items() if live[name].shape[-1] != value.shape[-1]]
+    refuse((f"the FP8 state does not fit the model at {name!r} ({shape})" for name, shape in odd), CheckpointError)
     for name, value in tensors.items():
         live[name].copy_(_resized(value, len(live[name])) if name.endswith("amax_history") else value)
 
@@ -108,7 +112,7 @@ def gemms_of(module: nn.Module) -> int:
     return vars(module).get("num_gemms", 1)
 
 
-def make_state(module: Any, built: Any) -> None:
+def make_state(module: Any, built: EngineRecipe | None) -> None:
     """Give a te module the state for the engine's recipe `built`, if it has none (section 7.11)."""
     if "scaling_fwd" not in module.fp8_meta:
         module.fp8_meta.update(recipe=built, num_gemms=gemms_of(module))

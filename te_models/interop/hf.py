@@ -105,7 +105,7 @@ class HuggingFaceFolder(Opened):
         self.places.update(tensor_places(self.family, self.config, shapes))
         own = {name: tensor for name, tensor in self.stored.tensors.items() if not name.startswith(self.family.aside)}
         # A tied head may be there too.
-        optional = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
+        optional = {f"{self.family.head}.weight"} if self.config.tie_word_embeddings else set()
         unread = {name for name in own if name in optional or name.endswith("rotary_emb.inv_freq")}
         known = {name: tensor for name, tensor in own.items() if name in self.places}
         different = [
@@ -246,8 +246,10 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
                 found[f"{theirs}{kind}"] = Place(ours, tuple((at, n // groups) for at, n in ranges), groups, shape)
 
     for theirs, module in TOP.items():
-        if theirs != "lm_head" or not config.tie_word_embeddings:
+        if theirs != "lm_head":
             place(theirs.replace("model.", family.root), module, [], 1)
+        elif not config.tie_word_embeddings:
+            place(family.head, module, [], 1)
     for depth, layer in enumerate(config.layers):
         counts = layer.divided
         for name, rows in family.layer.items():

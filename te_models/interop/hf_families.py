@@ -26,6 +26,7 @@ from te_models.interop.hf_experts import (
 )
 from te_models.interop.hf_family import COPIED, LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
 from te_models.interop.hf_hybrid_parts import HYBRID, MROPE
+from te_models.interop.hf_obstacles import obstacle, text_type
 from te_models.interop.hf_parts import (
     AFMOE_WINDOW,
     ALL_SLIDE,
@@ -35,6 +36,7 @@ from te_models.interop.hf_parts import (
     FIRST_OF_FOUR_IS_FULL,
     GATE,
     GEMMA3_ROPE,
+    GEMMA_ACT,
     INTERNLM_BIASES,
     LAGUNA,
     LAGUNA_ROPE,
@@ -59,6 +61,7 @@ from te_models.interop.hf_parts import (
 )
 from te_models.interop.hf_places import (
     AFMOE_LAYER,
+    FUSED_MLP_LAYER,
     GATED_BY_GROUP,
     GEMMA_NORMS,
     GLM_LAYER,
@@ -96,7 +99,43 @@ _GEMMA = {
     "sliding_window": 4096,
 }  # fmt: skip
 _NO_BIAS = {"attention_bias": (False,)}
+_GLM: Fields = dict(
+    parts=(PARTIAL_ROPE, ACT, biases(out=None)), only=NO_DROPOUT,
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
+              "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "pad_token_id": 151329,
+              "eos_token_id": [151329, 151336, 151338], "attention_bias": True},
+)  # fmt: skip
+_MISTRAL: Fields = dict(
+    layer=LAYER, parts=(ROPE, WINDOW, ACT), constants=UNGATED, only=NO_DROPOUT,
+    defaults={**LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
+              "eos_token_id": 2, "sliding_window": 4096},
+)  # fmt: skip
+_MINISTRAL3: Fields = dict(
+    layer=LAYER, parts=(QUERY_SCALE_ROPE, WINDOW, ACT), constants=UNGATED, only=NO_DROPOUT,
+    defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+              "pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2},
+)  # fmt: skip
+# The text model of Mistral 3, of one of two types, in a folder with images.
+_MISTRAL3: Fields = dict(
+    model_type="mistral3", architecture="Mistral3ForConditionalGeneration", inner="text_config",
+    root="language_model.model.", head="language_model.lm_head", aside=("vision_tower.", "multi_modal_projector."),
+    accepts=lambda config: False,
+    note="the text model of a folder whose other tensors are kept aside and written back",
+)  # fmt: skip
 _CAUSAL = {"use_bidirectional_attention": (None, False)}
+_GEMMA3: Fields = dict(
+    layer=both_normed(NORMED_LAYER, GEMMA_NORMS),
+    parts=(GEMMA3_ROPE, GELU, biases(), QUERY_SCALAR, EMBEDDING_ROOT, same("final_logit_softcapping")),
+    constants={**GEMMA, "qk_norm": True},
+    defaults={**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+              "sliding_window_pattern": 6},
+    only={**NO_DROPOUT, **_CAUSAL, "attn_logit_softcapping": (None,)}, ignored=frozenset(("hidden_act",)),
+)  # fmt: skip
+_GEMMA3_IMAGES: Fields = {
+    **_GEMMA3,
+    "defaults": {**_GEMMA3["defaults"], "vocab_size": 262208, "num_attention_heads": 8},
+    "only": {**_GEMMA3["only"], "final_logit_softcapping": (None,)},  # which transformers leaves out here
+}
 _GATED_NEXT = {"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True}
 _QWEN3_5: Fields = dict(
     layer=QWEN3_5_LAYER, parts=(MROPE, HYBRID, ACT), constants=_GATED_NEXT,
@@ -120,11 +159,8 @@ FAMILIES = (
         parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED, defaults=_LLAMA, accepts=whole_heads, only=NO_DROPOUT,
     ),
     Family(
-        model_type="mistral", architecture="MistralForCausalLM", models="Mistral, Ministral 8B of 2024", layer=LAYER,
-        parts=(ROPE, WINDOW, ACT), constants=UNGATED,
-        defaults={**LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
-                  "eos_token_id": 2, "sliding_window": 4096},
-        only=NO_DROPOUT, note="sliding window in all layers",
+        model_type="mistral", architecture="MistralForCausalLM", models="Mistral, Ministral 8B of 2024", **_MISTRAL,
+        note="sliding window in all layers",
     ),
     Family(
         model_type="qwen2", architecture="Qwen2ForCausalLM", models="Qwen2, Qwen2.5", layer=LAYER,
@@ -197,11 +233,10 @@ FAMILIES = (
     ),
     Family(
         model_type="ministral3", architecture="Ministral3ForCausalLM", models="Ministral 3, Devstral 2 (text)",
-        layer=LAYER, parts=(QUERY_SCALE_ROPE, WINDOW, ACT), constants=UNGATED,
-        defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
-                  "pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2},
-        only=NO_DROPOUT, note="queries scaled by their position",
+        **_MINISTRAL3, note="queries scaled by their position",
     ),
+    Family(models="Mistral Small 3.1 and 3.2", text_type="mistral", **_MISTRAL, **_MISTRAL3),
+    Family(models="Ministral 3 and Devstral 2, with images", text_type="ministral3", **_MINISTRAL3, **_MISTRAL3),
     Family(
         model_type="cwm", architecture="CwmForCausalLM", models="CWM", layer=LAYER,
         parts=(ROPE, FIRST_OF_FOUR_IS_FULL, ACT), constants=UNGATED,
@@ -278,13 +313,32 @@ FAMILIES = (
         only=NO_DROPOUT, note="norms after attention and MLP; RoPE in layers with a sliding window only",
     ),
     Family(
+        model_type="glm", architecture="GlmForCausalLM", models="GLM-4 9B of 2024, GLM-Edge", layer=FUSED_MLP_LAYER,
+        constants={**UNGATED, "rope_interleaved": True}, **_GLM,
+        note="RoPE on neighboring channels of half of each head",
+    ),
+    Family(
         model_type="glm4", architecture="Glm4ForCausalLM", models="GLM-4-0414", layer=GLM_LAYER,
-        parts=(PARTIAL_ROPE, ACT, biases(out=None)),
-        constants={**UNGATED, "norm_position": "both", "rope_interleaved": True},
-        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
-                  "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "pad_token_id": 151329,
-                  "eos_token_id": [151329, 151336, 151338], "attention_bias": True},
-        only=NO_DROPOUT, note="four norms per layer, RoPE on neighboring channels of half of each head",
+        constants={**UNGATED, "norm_position": "both", "rope_interleaved": True}, **_GLM,
+        note="four norms per layer, RoPE on neighboring channels of half of each head",
+    ),
+    Family(
+        model_type="ernie4_5", architecture="Ernie4_5ForCausalLM", models="ERNIE 4.5, dense", layer=LAYER,
+        parts=(ROPE, ACT, biases("use_bias", mlp="use_bias", qkv="use_bias")),
+        constants={**UNGATED, "rope_interleaved": True},
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5,
+                  "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 500000.0,
+                  "tie_word_embeddings": True},
+        note="RoPE on neighboring channels",
+    ),
+    Family(
+        model_type="gemma", architecture="GemmaForCausalLM", models="Gemma 1", layer=LAYER,
+        parts=(ROPE, GEMMA_ACT, biases(), EMBEDDING_ROOT), constants={**UNGATED, "zero_centered_norm": True},
+        defaults={"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
+                  "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+                  "hidden_act": "gelu_pytorch_tanh"},
+        accepts=whole_heads, only={**NO_DROPOUT, **_CAUSAL}, ignored=frozenset(("hidden_activation",)),
+        note="GELU, norms that store gamma - 1, scaled embeddings",
     ),
     Family(
         model_type="gemma2", architecture="Gemma2ForCausalLM", models="Gemma 2",
@@ -299,14 +353,15 @@ FAMILIES = (
     ),
     Family(
         model_type="gemma3_text", architecture="Gemma3ForCausalLM", models="Gemma 3 270M, 1B, and the text of others",
-        layer=both_normed(NORMED_LAYER, GEMMA_NORMS),
-        parts=(GEMMA3_ROPE, GELU, biases(), QUERY_SCALAR, EMBEDDING_ROOT, same("final_logit_softcapping")),
-        constants={**GEMMA, "qk_norm": True},
-        defaults={**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
-                  "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
-        accepts=whole_heads, only={**NO_DROPOUT, **_CAUSAL, "attn_logit_softcapping": (None,)},
-        ignored=frozenset(("hidden_act",)),
+        **_GEMMA3, accepts=whole_heads,
         note="as Gemma 2, with norms of q and k instead of caps; layers with a sliding window have a RoPE of their own",
+    ),
+    Family(
+        model_type="gemma3", architecture="Gemma3ForConditionalGeneration", models="Gemma 3 4B, 12B, 27B",
+        **_GEMMA3_IMAGES,
+        inner="text_config", root="language_model.model.", head="language_model.lm_head",
+        aside=("vision_tower.", "multi_modal_projector."), accepts=lambda config: False,
+        note="the text model of a folder whose other tensors are kept aside and written back",
     ),
     Family(
         model_type="afmoe", architecture="AfmoeForCausalLM", models="Trinity (AFMoE)",
@@ -345,10 +400,15 @@ def family_of(config: Values) -> Family:
     """Return the family that a config.json belongs to; raise UsageError for an unsupported architecture."""
     kind = config.get("model_type")
     marked = [f for f in FAMILIES if f.marks and kind in ("qwen2", "qwen3") and any(mark in config for mark in f.marks)]
-    plain = [f for f in FAMILIES if not f.marks and f.model_type == kind]
+    plain = [
+        f
+        for f in FAMILIES
+        if not f.marks and f.model_type == kind and (not f.text_type or text_type(config) in ("", f.text_type))
+    ]
     for family in (*marked, *plain):
         return family
-    raise unknown("architecture (model_type)", kind, {f.model_type for f in FAMILIES})
+    types = {f.model_type for f in FAMILIES}
+    raise unknown("architecture (model_type)", kind, types, advice=obstacle(config, types))
 
 
 def text_part(config: object) -> tuple[Any, str]:

@@ -28,7 +28,9 @@ class Family:
         written: False if only models read as this family are written as it, since transformers has no code for it.
         accepts: whether transformers accepts a config that the keys can express, for models not read as this family.
         inner: the key of config.json below which the text model is described; "": it is not nested.
+        text_type: the model_type below that key, where families of one outer model_type differ in it.
         root: the prefix of their names of embedding, layers and last norm.
+        head: their name of the head.
         aside: prefixes of tensors of other models in the folder, which are written back unchanged.
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
         sign: these marks, for people.
@@ -48,7 +50,9 @@ class Family:
     written: bool = True
     accepts: Callable[[ModelConfig], bool] = lambda config: True
     inner: str = ""
+    text_type: str = ""
     root: str = "model."
+    head: str = "lm_head"
     aside: tuple[str, ...] = ()
     code: bool = False
     sign: str = ""

@@ -322,9 +322,9 @@ def same(*names: str) -> Part:
     )
 
 
-def biases(out: str | None = "attention_bias", mlp: str | None = None) -> Part:
+def biases(out: str | None = "attention_bias", mlp: str | None = None, qkv: str = "attention_bias") -> Part:
     """Return the part of the keys that say which projections have a bias; None: there is none on those."""
-    fields = {"attention_bias": "attention_bias", "attention_output_bias": out, "mlp_bias": mlp}
+    fields = {"attention_bias": qkv, "attention_output_bias": out, "mlp_bias": mlp}
     named = {ours: key for ours, key in fields.items() if key is not None}
     return Part(
         tuple(dict.fromkeys(named.values())),
@@ -343,12 +343,12 @@ def _read_internlm_biases(theirs: Values) -> Fields:
 ALIASES = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}  # other names of transformers for the same function
 
 
-def activation(key: str = "hidden_act") -> Part:
+def activation(key: str = "hidden_act", aliases: Mapping[str, str] = ALIASES) -> Part:
     """Return the part of the key that names the MLP's activation."""
 
     def read(theirs: Values) -> Fields:
         name = theirs.get(key, "silu")
-        name = ALIASES.get(name, name)
+        name = aliases.get(name, name)
         if name not in CHOICES["hidden_act"]:
             wanted = " or ".join(map(repr, CHOICES["hidden_act"]))
             raise ConfigError(f"{key}={name!r} is not supported: te-models computes {wanted}")
@@ -386,6 +386,7 @@ def _write_laguna(config: ModelConfig) -> Fields:
     return {"gating": gates.get(config.attention_gate, False), "num_attention_heads_per_layer": heads}
 
 
+GEMMA_ACT = activation(aliases={**ALIASES, "gelu": "gelu_pytorch_tanh"})  # which Gemma 1 calls "gelu"
 ROPE = Part(("rope_theta", "rope_scaling", "rope_parameters"), _read_whole_rope, _write_rope)
 PARTIAL_ROPE = Part((*ROPE.keys, "partial_rotary_factor"), read_rope, _write_partial_rope)
 SU_ROPE = Part((*PARTIAL_ROPE.keys, "original_max_position_embeddings"), _read_su_rope, _write_su_rope)

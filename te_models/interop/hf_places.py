@@ -65,7 +65,8 @@ def _fused_layer(*fused: str) -> dict[str, Rows]:
 
 
 PHI_LAYER = _fused_layer("self_attn.qkv_proj", "mlp.gate_up_proj")
-GLM_LAYER = both_normed(_fused_layer("mlp.gate_up_proj"), GLM_NORMS)
+FUSED_MLP_LAYER = _fused_layer("mlp.gate_up_proj")
+GLM_LAYER = both_normed(FUSED_MLP_LAYER, GLM_NORMS)
 # A gate from a projection of its own.
 AFMOE_LAYER = {**both_normed(NORMED_LAYER, AFMOE_NORMS), "self_attn.gate_proj": Rows("self_attn.qkvg_proj", ("g",))}
 LAGUNA_LAYER = {**NORMED_LAYER, "self_attn.g_proj": Rows("self_attn.qkvg_proj", ("g",))}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import importlib.util
 import logging
 import warnings
 from collections.abc import Callable
@@ -159,38 +158,19 @@ def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
                 chunk_gated_delta_rule,
                 fused_recurrent_gated_delta_rule,
             )
+
+            from te_models.kernels import delta_rule_triton  # noqa: PLC0415  needs Triton
+
+            delta_rule_triton.register()
     except ImportError:
         log.warning(HINT)
         return None
     return chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 
-@functools.cache
-def _backward_obstacle() -> str:
-    """Return why the package's backward cannot run here, "" if it can.
-
-    Triton 3.4.0 to 3.7.0 compiles one of its kernels to wrong code on Hopper, where it raises unless TileLang is there
-    (fla-org/flash-linear-attention, issue 640).
-    """
-    from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1  # noqa: PLC0415  as above
-
-    broken = IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1
-    if not broken or importlib.util.find_spec("tilelang") is not None:
-        return ""
-    found = f"Triton {importlib.metadata.version('triton')} miscompiles its backward on Hopper"
-    log.warning(
-        f"{found}: linear attention trains in plain PyTorch, many times slower; install Triton 3.7.1 or TileLang"
-    )
-    return found
-
-
 def runs_on_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether flash-linear-attention's kernels run: on a GPU, in 16 bits, where it is installed.
-
-    In a pass with a backward, that must run too.
-    """
-    usable = device.type == "cuda" and dtype.itemsize == 2 and _kernels() is not None
-    return usable and not (torch.is_grad_enabled() and _backward_obstacle())
+    """Return whether flash-linear-attention's kernels run: on a GPU, in 16 bits, where it is installed."""
+    return device.type == "cuda" and dtype.itemsize == 2 and _kernels() is not None
 
 
 def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> str:
@@ -199,7 +179,7 @@ def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> str:
         return f"flash-linear-attention {importlib.metadata.version('fla-core')}"
     if device.type != "cuda" or dtype.itemsize != 2:
         return "plain PyTorch"
-    return f"plain PyTorch, many times slower: {_backward_obstacle() if _kernels() else 'te-models[hybrid] is missing'}"
+    return "plain PyTorch, many times slower: te-models[hybrid] is missing"
 
 
 def _by_kernels(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.errors import unknown
-from te_models.kernels import elementwise, gated_attention, handover, lm_head
+from te_models.kernels import elementwise, expert_rows, gated_attention, handover, lm_head
 from te_models.kernels.from_inputs import from_inputs
 
 
@@ -47,12 +47,6 @@ class Linear(Protocol):
     def __call__(self, module: nn.Module, x: Tensor, *, is_first_microbatch: bool | None = None) -> Tensor: ...
 
 
-class Targets(Protocol):
-    """Where attention may write FP8: the gradient for `producer` and the input of `consumer`; None where it may not."""
-
-    def __call__(self, producer: nn.Module | None, consumer: nn.Module | None) -> tuple[Any, Any]: ...
-
-
 @dataclass(frozen=True)
 class Kernels:
     """One implementation of every operation that is not a GEMM; the defaults are the plain ones.
@@ -74,8 +68,9 @@ class Kernels:
     mixed_parts: Callable[..., tuple[Tensor, ...]] = from_inputs(elementwise.mixed_parts)
     delta_gates: Callable[..., tuple[Tensor, Tensor]] = from_inputs(elementwise.delta_gates)
     silu_gate: Callable[[Tensor, Tensor], Tensor] = from_inputs(elementwise.silu_gate)
+    expert_rows: expert_rows.RowKernels = expert_rows.PLAIN
     linear: Linear = handover.linear
-    targets: Targets = handover.targets
+    targets: Callable[[nn.Module | None, nn.Module | None], handover.Targets] = handover.targets
     attention: gated_attention.Operations | None = None  # None: attention is composed of the operations above
 
 
@@ -131,7 +126,8 @@ def fused_operations(device: torch.device) -> dict[str, Any]:
         return {"attention": gated_attention.PLAIN}
     if torch.cuda.get_device_capability(device) < (8, 0):
         return {}
-    names = ("gated_attention", "lm_head", "embedding")  # imported here: only CUDA builds of PyTorch come with Triton
-    attention, loss, embedding = (importlib.import_module(f"te_models.kernels.{name}_triton") for name in names)
-    found = dict(loss_and_gradient=loss.loss_and_gradient, multiply=loss.multiply)
+    # Imported here: only CUDA builds of PyTorch come with Triton.
+    names = ("gated_attention", "lm_head", "embedding", "expert_rows")
+    attention, loss, embedding, rows = (importlib.import_module(f"te_models.kernels.{name}_triton") for name in names)
+    found = dict(loss_and_gradient=loss.loss_and_gradient, multiply=loss.multiply, expert_rows=rows.TRITON)
     return dict(attention=attention.TRITON, embedding=embedding.embedding, **found)

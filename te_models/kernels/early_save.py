@@ -16,18 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.device.autograd import Context
+
 
 class _EarlySave(torch.autograd.Function):
     """The identity, which saves its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.read = None
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Context, *grads: Tensor) -> Tensor:
         (dx,) = grads
         return dx
 
@@ -37,7 +39,7 @@ def save_early(x: Tensor) -> Tensor:
     return _EarlySave.apply(x)
 
 
-def save_input(ctx: Any, x: Tensor, recompute: Callable[[], Callable[[Tensor], Tensor]]) -> None:
+def save_input(ctx: Context, x: Tensor, recompute: Callable[[], Callable[[Tensor], Tensor]]) -> None:
     """Call in the forward of an autograd Function of x to make x available in its backward.
 
     `recompute()`, called before the forward pass ends, returns the function that computes the output from x in
@@ -49,7 +51,7 @@ def save_input(ctx: Any, x: Tensor, recompute: Callable[[], Callable[[Tensor], T
         ctx.save_for_backward(x)
 
 
-def saved_input(ctx: Any) -> Tensor:
+def saved_input(ctx: Context) -> Tensor:
     """Return x in the backward of that Function."""
     if ctx.source is None:
         return ctx.saved_tensors[0]
@@ -81,7 +83,7 @@ def discarding(y: Tensor) -> Iterator[None]:
         yield
 
 
-def _identity(tensor: Tensor) -> tuple[Any, ...]:
+def _identity(tensor: Tensor) -> tuple[int, torch.dtype, torch.Size]:
     """Return a key that identifies a tensor; a quantized tensor has no address of its own."""
     place = id(tensor) if hasattr(tensor, "quantize_") else tensor.data_ptr()
     return place, tensor.dtype, tensor.shape

@@ -6,13 +6,13 @@ takes 0.03. Tokens are sorted; the program at a token's first place sums all its
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor, nn
+
+from te_models.device.autograd import Context
 
 ROWS, COLUMNS = 4, 2048  # read at a time: mostly one row, and then all of it
 
@@ -49,13 +49,13 @@ def gradient(dy: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Context, ids: Tensor, weight: Tensor) -> Tensor:
         ctx.vocabulary = len(weight)
         ctx.save_for_backward(ids)
         return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[None, Tensor]:
         (ids,) = ctx.saved_tensors
         return None, gradient(dy.flatten(0, -2), ids.flatten(), ctx.vocabulary)
 

@@ -9,18 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.device.autograd import Context
+
 Result = Tensor | tuple[Tensor, ...]
 
 
 class _FromInputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Result], *inputs: Tensor | None) -> Result:
+    def forward(ctx: Context, function: Callable[..., Result], *inputs: Tensor | None) -> Result:
         ctx.function = function
         ctx.save_for_backward(*inputs)
         return function(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
         inputs = [x if x is None else x.detach() for x in ctx.saved_tensors]
         leaves = [x.requires_grad_() for x, need in zip(inputs, needed, strict=True) if x is not None and need]

@@ -12,14 +12,19 @@ model/attention.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from te_models.config.attention import AttentionSpec, Heads
 from te_models.config.layer import first_rows
+from te_models.device.autograd import Context
+from te_models.kernels.handover import Place, Targets
 from te_models.kernels.sdpa import suits_cudnn
+
+if TYPE_CHECKING:
+    from te_models.kernels.handover_triton import FP8Data
 
 
 def can_fuse(spec: AttentionSpec, tokens: int, device: torch.device, dtype: torch.dtype, spans: bool = False) -> bool:
@@ -45,6 +50,16 @@ def split_heads(heads: Heads, qkvg: Tensor, batch: int) -> tuple[Tensor, Tensor,
     return q, k, v, rest[..., : heads.query, None]  # one column per head, and padding
 
 
+class Spans(Protocol):
+    """Attention of q [B, N, S, H] over one span of keys per query (te_models.kernels.span_attention_triton.Spans)."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor
+    ) -> tuple[Tensor, ...]: ...
+
+
 class Operations(NamedTuple):
     """The elementwise parts; tensors are [B, S, heads, H] with contiguous channels and any other strides.
 
@@ -56,7 +71,7 @@ class Operations(NamedTuple):
     gate: Callable[[Tensor, Tensor], Tensor]
     gate_backward: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     fp8: FP8Operations | None = None
-    spans: Callable[[int, int | None, Tensor | None, torch.device], Any] | None = None
+    spans: Callable[[int, int | None, Tensor | None, torch.device], Spans] | None = None
 
 
 class FP8Operations(NamedTuple):
@@ -65,7 +80,7 @@ class FP8Operations(NamedTuple):
     Tensors as above; `place` is a target's (engine.native.Target). `new` makes the FP8Data to write to.
     """
 
-    new: Callable[[int, int, torch.device], Any]
+    new: Callable[[int, int, torch.device], FP8Data]
     gate: Callable[..., None]  # (out, place, first, x, logits or None)
     rotate: Callable[..., None]  # (out, place, first, x, cos, sin, inverse)
     gate_backward: Callable[..., Tensor]  # (out, place, first, dy, x, logits): the gradient for x
@@ -108,7 +123,7 @@ class _AttentionCore(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         qkvg: Tensor,
         cos: Tensor | None,
         sin: Tensor | None,
@@ -116,8 +131,8 @@ class _AttentionCore(torch.autograd.Function):
         rows: int,
         heads: Heads,
         ops: Operations,
-        targets: tuple[Any, Any],
-        spans: Any,
+        targets: Targets,
+        spans: Spans | None,
     ) -> Tensor:
         """Return [B*S, A*H] of qkvg [N, Q]; rotates q and k in place."""
         # The operations need contiguous channels. Detached: autograd refuses in-place changes to a view that another
@@ -144,7 +159,7 @@ class _AttentionCore(torch.autograd.Function):
         return (mixed if logits is None else ops.gate(mixed, logits)).reshape(rows, -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of qkvg, made in one buffer."""
         dy = grads[0].contiguous()  # that of a sum, for example, is one number with strides of 0
         batch, rows, heads, ops, target, spans = ctx.setting
@@ -175,7 +190,7 @@ class _AttentionCore(torch.autograd.Function):
 
 
 def _write_fp8(
-    out: Any, place: Any, heads: Heads, ops: FP8Operations, dy: Tensor, mixed: Tensor, logits: Tensor | None,
+    out: FP8Data, place: Place, heads: Heads, ops: FP8Operations, dy: Tensor, mixed: Tensor, logits: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, slopes: Callable[[Tensor], list[Tensor]],
 ) -> None:  # fmt: skip
     """Write the backward's gradient [q | k | v | gate] as FP8; `slopes` is attention's own backward."""
@@ -195,7 +210,7 @@ def _has_filling(qkvg: Tensor, rows: int, heads: Heads) -> bool:
     return len(qkvg) != rows or any(section.used != section.stored for section in heads.sections)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, spans: Any) -> tuple[Any, ...]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans | None) -> tuple[Any, ...]:
     """Return the output of attention of [B, heads, S, H], in `spans` or causal, and what its backward needs."""
     if spans is not None:
         return spans.forward(q, k, v)
@@ -208,7 +223,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, spans: Any) -> tuple[Any, ...]:
 
 
 def _attention_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: list[Any], spans: Any
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: list[Any], spans: Spans | None
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v."""
     if spans is not None:
@@ -228,7 +243,7 @@ def _attention_backward(
 
 def attention_core(
     qkvg: Tensor, cos: Tensor | None, sin: Tensor | None, batch: int, seq: int, heads: Heads, ops: Operations = PLAIN,
-    targets: tuple[Any, Any] = (None, None), spans: Any = None,
+    targets: Targets = (None, None), spans: Spans | None = None,
 ) -> Tensor:  # fmt: skip
     """Return gate(attention(rope(q), rope(k), v)) [B*S, A*H] of the projection qkvg [N, Q], N >= B*S.
 

@@ -13,14 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from te_models.device.autograd import Context
 from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.elementwise import swiglu as silu_times_up
 from te_models.kernels.elementwise import swiglu_backward
+
+if TYPE_CHECKING:
+    from te_models.kernels.handover_triton import FP8Data
 
 
 def norm(module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module | None) -> tuple[Tensor, Tensor]:
@@ -32,7 +36,10 @@ def norm(module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module
     return module(total), total
 
 
-def _itself(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+Operation = Callable[..., Tensor]
+
+
+def _itself(function: Operation) -> Operation:
     return function
 
 
@@ -40,13 +47,13 @@ class _SwiGLU(torch.autograd.Function):
     """SwiGLU from two functions, whose input is saved early (te_models/kernels/early_save.py)."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+    def forward(ctx: Context, gate_up: Tensor, forward: Operation, backward: Operation) -> Tensor:
         save_input(ctx, gate_up, recompute=partial(_itself, forward))
         ctx.make_gradient = backward
         return forward(gate_up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         return ctx.make_gradient(dy, saved_input(ctx)), None, None
 
@@ -55,8 +62,8 @@ def swiglu(
     gate_up: Tensor,
     producer: nn.Module | None,
     consumer: nn.Module | None,
-    forward: Callable[..., Tensor] = silu_times_up,
-    backward: Callable[..., Tensor] = swiglu_backward,
+    forward: Operation = silu_times_up,
+    backward: Operation = swiglu_backward,
 ) -> Tensor:
     """Return silu(gate) * up of gate_up [N, 2F] = [gate | up], which is saved for backward first.
 
@@ -67,11 +74,25 @@ def swiglu(
     return _SwiGLU.apply(save_early(gate_up), forward, backward)
 
 
-def linear(module: nn.Module, x: Tensor, **options: Any) -> Tensor:
+def linear(module: nn.Module, x: Tensor, **options: bool | None) -> Tensor:
     """Return module(x), for an x that nothing else uses: a twin may free the parts that backward does not need."""
     return module(x, **options)
 
 
-def targets(producer: nn.Module | None, consumer: nn.Module | None) -> tuple[Any, Any]:
+Place = tuple[Tensor, Tensor, bool]  # a delayed scale and the amax to raise, FP32 [1] each; whether it is E5M2
+
+
+class Target(Protocol):
+    """Where a kernel may write FP8 for a te.Linear (te_models.engine.native.Target)."""
+
+    @property
+    def place(self) -> Place: ...
+    def tensor(self, fp8: FP8Data, dtype: torch.dtype) -> Tensor: ...
+
+
+Targets = tuple[Target | None, Target | None]
+
+
+def targets(producer: nn.Module | None, consumer: nn.Module | None) -> Targets:
     """Return where attention may write FP8: the gradient for `producer` and the input for `consumer`, or None."""
     return None, None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_models.config.chunk_sizes import head_rows
+from te_models.device.autograd import Context
 from te_models.device.cpu_matmul import add_product, matmul
 from te_models.kernels.elementwise import scaled_logits
 
@@ -22,7 +22,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, kernel: Kernel, multiply: Multiply | None
+        ctx: Context, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, kernel: Kernel, multiply: Multiply | None
     ) -> Tensor:
         """See linear_cross_entropy."""
         ctx.multiply = multiply
@@ -49,11 +49,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Multiply both gradients by that of the loss, an FP32 scalar: the weight of the micro-batch in the step."""
         (grad,) = grads
         saved = ctx.saved_tensors
-        slopes: Any = [slope for slope in saved if slope is not None]
+        slopes = [slope for slope in saved if slope is not None]
         # With retain_graph, another backward reads them again.
         if ctx.multiply is None or torch._C._autograd._get_current_graph_task_keep_graph():
             # A factor of one dimension takes part in type promotion: the product is FP32, rounded once. As a scalar it

@@ -6,10 +6,10 @@ batch at a time, in forward and backward, and backward recomputes them, so that 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from te_models.device.autograd import Context
 
 
 def _attend(
@@ -43,7 +43,7 @@ class _SoftcapAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float
+        ctx: Context, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float
     ) -> Tensor:  # fmt: skip
         """Return [B, N, S, H]."""
         ctx.save_for_backward(q, k, v)
@@ -55,7 +55,7 @@ class _SoftcapAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k and v."""
         (dy,) = grads
         q, k, v = ctx.saved_tensors

@@ -9,13 +9,15 @@ CPU (TRITON_INTERPRET=1).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from te_models.device.autograd import Context
 
 LOG2E = 1.4426950408889634
 Block = tuple[int, int, int, int]  # queries, keys, warps, stages
@@ -233,7 +235,9 @@ class _SpanAttention(torch.autograd.Function):
     """See Spans.__call__."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float | None) -> Tensor:
+    def forward(
+        ctx: Context, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float | None
+    ) -> Tensor:
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         out, log_sum = Spans(first, last).forward(q, k, v, scale)
         ctx.save_for_backward(q, k, v, out, log_sum, first, last)
@@ -241,7 +245,7 @@ class _SpanAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, first, last = ctx.saved_tensors
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
         return *Spans(first, last).backward(dy, *tensors, ctx.scale), None, None, None

@@ -61,6 +61,7 @@ class GatedAttention(Mixer[AttentionSpec]):
         cos, sin = (None, None) if self.spec.rope is None else context.rotary[self.spec.rope]
         targets = context.kernels.targets(context.neighbour(self.qkvg_proj), context.neighbour(self.o_proj))
         spans = context.masks[self.spec.window]
+        assert not isinstance(spans, Tensor)
         return attention_core(qkvg, cos, sin, context.batch, context.seq, self.spec.heads, operations, targets, spans)
 
     def _composed(self, qkvg: Tensor, context: ForwardContext) -> Tensor:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from te_models.config.recipe import SCHEMES, Recipe, get_recipe
+from te_models.engine.emulated.recipe import DelayedScaling
 from te_models.errors import UsageError
 from te_models.fp8.calibration import Measurement, unmeasured
 from te_models.fp8.precision import model_precision
@@ -32,9 +33,8 @@ def calibrate(
         raise UsageError("calibration has no batches: give those of the first step, with labels")
     weights = [1 / len(batches)] * len(batches) if weights is None else weights
     found, device = Measurement(modules, model.device), model.device
-    whole = (
-        model.precision.head.recipe is not None
-    )  # else the head and its loss run in chunks, which only a head in BF16 does
+    # Else the head and its loss run in chunks, which only a head in BF16 does.
+    whole = model.precision.head.recipe is not None
     random = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with _in_bf16(model), found.running(), random, torch.enable_grad():
         for batch, weight in zip(batches, weights, strict=True):
@@ -45,13 +45,13 @@ def calibrate(
     found.set_scales([delayed[module] for module in modules], model.amax_group)
 
 
-def _delayed(model: Decoder) -> dict[nn.Module, tuple[Recipe, Any]]:
+def _delayed(model: Decoder) -> dict[nn.Module, tuple[Recipe, DelayedScaling]]:
     """Return the te.Linear modules under delayed scaling -> their recipe, and the engine's object of it."""
-    found: dict[nn.Module, tuple[Recipe, Any]] = {}
+    found: dict[nn.Module, tuple[Recipe, DelayedScaling]] = {}
     for name, module in model.named_modules():
         recipe = model.precision.recipe_of(name) if isinstance(module, model.te.LINEARS) else None
         if recipe is not None and SCHEMES[recipe.scheme].stateful:
-            found[module] = recipe, model.precision.te_recipe_of(name)
+            found[module] = recipe, cast(DelayedScaling, model.precision.te_recipe_of(name))
     return found
 
 

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +23,7 @@ from typing_extensions import Unpack
 from te_models.config.model import ModelConfig
 from te_models.config.options import RecipeOptions
 from te_models.config.precision import precisions
-from te_models.config.recipe import AUTO, Recipe
+from te_models.config.recipe import AUTO, EngineRecipe, Recipe, RecipeLike
 from te_models.config.recompute_modes import check_mode, offload_allows_fused
 from te_models.device.choice import choose_device
 from te_models.device.cpu_threads import TOO_SMALL_TO_SHARE, one_thread
@@ -87,7 +86,7 @@ class Decoder(nn.Module):
         self,
         config: ModelConfig,
         *,
-        recipe: str | Path | Recipe | Any = AUTO,
+        recipe: RecipeLike = AUTO,
         engine: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -171,7 +170,7 @@ class Decoder(nn.Module):
                     values.normal_(0.0, std)
         self.tp.mark(self, self.config)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copy or a pickle, which trains its own scales."""
         super().__setstate__(state)
         for module in self.modules():
@@ -199,7 +198,7 @@ class Decoder(nn.Module):
         return self.precision.recipe
 
     @property
-    def te_recipe(self) -> Any:
+    def te_recipe(self) -> EngineRecipe | None:
         """The engine's object of the recipe; None for BF16."""
         return self.precision.te_recipe
 
@@ -332,7 +331,7 @@ class Decoder(nn.Module):
         x = self._run(range(fp8.stop, len(self.layers)), x, context)
         return self._output(x, context, *wanted)
 
-    def _others(self) -> dict[nn.Module, Any]:
+    def _others(self) -> dict[nn.Module, EngineRecipe | None]:
         """Return the te.Linears, or what stands in their place, that run in something else than what is around them."""
         te_recipes = self.precision.te_recipes
         return {self.get_submodule(name): te_recipes[name] for name in self.precision.others}
@@ -444,7 +443,7 @@ class Decoder(nn.Module):
         finally:
             self.kernels = before
 
-    def set_recipe(self, recipe: str | Path | Recipe | Any, **recipe_options: Unpack[RecipeOptions]) -> None:
+    def set_recipe(self, recipe: RecipeLike, **recipe_options: Unpack[RecipeOptions]) -> None:
         """Change the recipe of the live model. Weights and gradients stay; the next forward runs under the new recipe.
 
         Between two stateful recipes the scales and histories are converted; otherwise they start afresh. FP8 primary

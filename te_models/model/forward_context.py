@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,19 +13,13 @@ from te_models.config.layer import LayerSpec, distinct
 from te_models.config.rope import Rope
 from te_models.fp8.region import Autocasts
 from te_models.kernels.dispatch import Kernels
+from te_models.kernels.gated_attention import Spans
 from te_models.kernels.sdpa import attention_mask, masks_nothing
 from te_models.model.kv_cache import Cache
 from te_models.model.recompute import Recompute
 from te_models.model.rope import rotary_tables
 from te_models.model.router import Routing
 from te_models.model.te_modules import pad_rows
-
-
-class Spans(Protocol):
-    """Attention of q [B, N, S, H] over one span of keys per query (te_models.kernels.span_attention_triton.Spans)."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor: ...
-
 
 # Which keys are seen: those of kernels.sdpa.attention_mask, of a span, or all before the query.
 Visible = Tensor | Spans | None

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from te_models.config.moe import MoESpec
 from te_models.kernels import handover
+from te_models.kernels.expert_rows import combine, dispatch
 from te_models.model.forward_context import ForwardContext
 from te_models.model.part import Feedforward
-from te_models.model.router import Places, choose, combine, describe, dispatch, places, weights_of
+from te_models.model.router import Places, choose, describe, places, weights_of
 from te_models.model.te_modules import Factory, pad_rows
 
 
@@ -72,7 +73,8 @@ class Experts(Feedforward[MoESpec]):
         routing = describe(logits, chosen, context.real)  # a recompute has to save what the first pass did
         if first:
             context.routing.layers.append(routing)
-        gate_up = context.grouped(self.get_submodule("gate_up_proj"), dispatch(tokens, where), where.rows)  # [R, 2F]
+        rows = dispatch(tokens, where.token, where.row, context.kernels.expert_rows)  # [R, D]
+        gate_up = context.grouped(self.get_submodule("gate_up_proj"), rows, where.rows)  # [R, 2F]
         hidden = self._activated(gate_up, "", context)
         return Routed(hidden, weights_of(logits, chosen, moe), where, len(x), *self._shared(x, context))
 
@@ -82,7 +84,7 @@ class Experts(Feedforward[MoESpec]):
         down = self.get_submodule("down_proj")
         with context.recompute.discarding(rows, context.autocasts.in_fp8(down)):
             out = context.grouped(down, rows, where.rows)  # [R, D]
-        out = pad_rows(combine(out, weights, where), count)
+        out = pad_rows(combine(out, weights, where.token, where.row, context.kernels.expert_rows), count)
         if shared is None:
             return out
         own = context.linear(self.get_submodule("shared_down_proj"), shared)

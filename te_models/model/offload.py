@@ -54,7 +54,7 @@ class HostMemory:
         self.free: list[Tensor] = []
         self.pages = 0
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[HostMemory], tuple[()]]:
         return HostMemory, ()
 
     def serve(self, device: torch.device) -> None:
@@ -92,7 +92,7 @@ class HostMemory:
             with torch.cuda.stream(self.stream):
                 yield
 
-    def mark(self) -> Any:
+    def mark(self) -> torch.Event | None:
         """Return an event after all copies so far; None: they have finished."""
         return None if self.stream is None else self.stream.record_event()
 
@@ -153,7 +153,7 @@ class _Block:
         self.below = None if below is None else weakref.ref(below)
         self.storages: list[weakref.ref[_Storage]] = []
         self.pages: list[Tensor] = []
-        self.event: torch.cuda.Event | None = None
+        self.event: torch.Event | None = None
 
     def __del__(self) -> None:
         self.memory.take_back(self.pages, self.device)
@@ -228,7 +228,7 @@ class Offload:
         self.below: _Block | None = None
 
     @contextlib.contextmanager
-    def block(self, layer: int, module: nn.Module, shared: Any) -> Iterator[None]:
+    def block(self, layer: int, module: nn.Module, shared: object) -> Iterator[None]:
         """Offload what block number `layer` saves inside; all blocks use the tensors in its arguments `shared`."""
         block, kept = _Block(self.memory, self.below), []
 
@@ -249,7 +249,7 @@ class Offload:
 
 
 @torch.no_grad()
-def _addresses(module: nn.Module, shared: Any) -> set[int]:
+def _addresses(module: nn.Module, shared: object) -> set[int]:
     """Return the addresses of storages that outlive the block's: parameters, FP8 weights kept between micro-batches."""
     tensors: list[Any] = [*module.parameters(), *module.buffers()]
     tensors += [leaf for leaf in tree_leaves(shared) if isinstance(leaf, Tensor)]

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import TypedDict
 
 from te_models.config.options import ConfigOptions, RecipeOptions
-from te_models.config.recipe import Recipe
+from te_models.config.recipe import RecipeLike
 
 
 class BuildOptions(RecipeOptions, total=False):
     """How a model of a given shape is built; Decoder documents each."""
 
-    recipe: str | Path | Recipe | Any
+    recipe: RecipeLike
     engine: Literal["auto", "native", "emulated"]
     device: torch.device | str | None
     dtype: torch.dtype

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from te_models.config.layer import LayerSpec
 from te_models.config.model import ModelConfig
 from te_models.config.precision import HEAD, precisions
-from te_models.config.recipe import AUTO, SCHEMES, Recipe, get_recipe
+from te_models.config.recipe import AUTO, SCHEMES, Recipe, RecipeLike, get_recipe
 from te_models.engine import get_engine
 from te_models.errors import ConfigError
 
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def choose_recipe(
-    recipe: str | Path | Recipe | Any, fields: Mapping[str, Any], config: ModelConfig, **place: Any
+    recipe: RecipeLike, fields: Mapping[str, Any], config: ModelConfig, **place: Any
 ) -> tuple[Recipe, str]:
     """Return the recipe that is asked for, and for "auto" the reason for the choice, which is logged; else "".
 

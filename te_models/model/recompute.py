@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from te_models.config.recipe import EngineRecipe
 from te_models.config.recompute_modes import recomputes_block, recomputes_mlp, recomputes_product
+from te_models.engine.emulated.delayed_scaling import DelayedScalingRecipeState
 from te_models.errors import EngineError
 from te_models.fp8.scaling_state import delayed_states, overwrite
 from te_models.kernels.early_save import discarding
@@ -32,6 +35,10 @@ from te_models.model.offload import Offload
 
 # Libraries whose modules and hooks draw no random numbers except in dropout; the last has an adapter's buffers.
 DRAW_NOTHING = ("torch.", "transformer_engine.", "te_models.", "peft.tuners._buffer_dict")
+
+
+T = TypeVar("T")
+Caches = list[tuple[dict[str, Any], dict[str, object]]]  # the attributes of a te module, and the weights it caches
 
 
 class Recompute:
@@ -56,12 +63,12 @@ class Recompute:
         self,
         mode: str | int,
         te: ModuleType,
-        te_recipe: Any,
+        te_recipe: EngineRecipe | None,
         layers: int,
         first_microbatch: bool | None = None,
         offload: Offload | None = None,
         fp8_weights: bool = False,
-        lock: contextlib.AbstractContextManager[Any] | None = None,
+        lock: AbstractContextManager[object] | None = None,
         mixed: bool = False,
     ) -> None:
         self.mode, self.te, self.te_recipe = mode if torch.is_grad_enabled() else "none", te, te_recipe
@@ -71,24 +78,24 @@ class Recompute:
         self.offload = offload if torch.is_grad_enabled() else None
         self.layer, self.layers = 0, layers  # the block that runs, and their number
         self.recomputing = False
-        self.decisions: dict[int, Any] = {}  # torch.compile cannot trace dict[int, Any]()
+        self.decisions: dict[int, Any] = {}  # torch.compile cannot trace dict[int, object]()
 
-    def run_block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
+    def run_block(self, block: nn.Module, layer: int, x: Tensor, *args: object) -> Tensor:
         """Return block(x, *args), which backward recomputes if the mode asks for it in block number `layer`."""
         if self.offload is None:
             return self._run_block(block, layer, x, *args)
         with self.offload.block(layer, block, args):
             return self._run_block(block, layer, x, *args)
 
-    def _run_block(self, block: nn.Module, layer: int, x: Tensor, *args: Any) -> Tensor:
+    def _run_block(self, block: nn.Module, layer: int, x: Tensor, *args: object) -> Tensor:
         self.layer = layer
         if recomputes_block(self.mode, layer):
             return self.recomputed(block, block, x, *args, restore_random=may_draw(block))
         return block(x, *args)
 
     def run_mlp(
-        self, block: nn.Module, mlp: nn.Module, function: Callable[..., Any], x: Tensor, delta: Tensor, *args: Any
-    ) -> Any:
+        self, block: nn.Module, mlp: nn.Module, function: Callable[..., T], x: Tensor, delta: Tensor, *args: object
+    ) -> T:
         """Return function(x, delta, *args): the MLP of the current block, up to the output of SwiGLU.
 
         If the mode asks for it, backward recomputes it from x + delta, from which the function computes the same.
@@ -98,7 +105,7 @@ class Recompute:
             return self.recomputed(mlp, function, x + delta, None, *args, restore_random=may_draw(block))
         return function(x, delta, *args)
 
-    def discarding(self, hidden: Tensor, fp8: bool) -> contextlib.AbstractContextManager[None]:
+    def discarding(self, hidden: Tensor, fp8: bool) -> AbstractContextManager[None]:
         """Inside, the te.Linear whose input is `hidden` from kernels.swiglu does not save it, if the mode says so.
 
         `fp8` says whether that te.Linear runs in FP8.
@@ -107,7 +114,7 @@ class Recompute:
             return discarding(hidden)
         return contextlib.nullcontext()
 
-    def kept(self, layer: int, decide: Callable[[], Any]) -> tuple[Any, bool]:
+    def kept(self, layer: int, decide: Callable[[], T]) -> tuple[T, bool]:
         """Return what block number `layer` decides, and whether this is its first pass: a recompute decides the same.
 
         A router's choice would otherwise be made again, from logits that may differ in the last bit.
@@ -143,7 +150,7 @@ class Recompute:
         with self.te.restored_recompute(), self.te.autocast(enabled=True, recipe=self.te_recipe):
             yield
 
-    def check_restored(self, te_recipe: Any) -> None:
+    def check_restored(self, te_recipe: EngineRecipe | None) -> None:
         """Raise an EngineError if a third party recomputes, in backward, what runs under a recipe with state."""
         if te_recipe is None or not te_recipe.delayed() or self.restored or torch._C._current_graph_task_id() == -1:
             return
@@ -158,14 +165,14 @@ class Recompute:
         return self.te.FP8GlobalStateManager.is_fp8_enabled()
 
     def recomputed(
-        self, owner: nn.Module, function: Callable[..., Any], *args: Any, restore_random: bool, **kwargs: Any
-    ) -> Any:
+        self, owner: nn.Module, function: Callable[..., T], *args: object, restore_random: bool, **kwargs: Any
+    ) -> T:
         """Return function(*args, **kwargs), which backward recomputes; `owner` contains the te modules it runs."""
 
-        def contexts() -> tuple[Any, Any]:
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             if not (self._fp8 or self.mixed):
                 return contextlib.nullcontext(), self._in_high_precision()
-            caches: list[tuple[Any, dict[str, Any]]] = []
+            caches: Caches = []
             first_pass = self._as_in_first_pass(owner, forward_scales(owner), caches, self._fp8)
             return self._noting_caches(owner, caches), first_pass
 
@@ -174,12 +181,12 @@ class Recompute:
         )
 
     @contextlib.contextmanager
-    def _noting_caches(self, owner: nn.Module, caches: list[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
+    def _noting_caches(self, owner: nn.Module, caches: Caches) -> Iterator[None]:
         """Note the quantized weights that the first pass used, if micro-batches share them."""
         yield
         if self.first_microbatch is not None:
-            modules: list[Any] = [m for m in owner.modules() if hasattr(m, "_fp8_workspaces")]
-            caches += [(module, dict(module._fp8_workspaces)) for module in modules]
+            modules = [vars(module) for module in owner.modules() if "_fp8_workspaces" in vars(module)]
+            caches += [(own, dict(own["_fp8_workspaces"])) for own in modules]
 
     @contextlib.contextmanager
     def _in_high_precision(self) -> Iterator[None]:
@@ -189,7 +196,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def _as_in_first_pass(
-        self, owner: nn.Module, scales: dict[str, Tensor], caches: list[tuple[Any, dict[str, Any]]], fp8: bool
+        self, owner: nn.Module, scales: dict[str, Tensor], caches: Caches, fp8: bool
     ) -> Iterator[None]:
         """Recompute under the recipe, scales and cached quantized weights of the first pass, and leave no trace.
 
@@ -197,10 +204,10 @@ class Recompute:
         """
         with self.lock:
             states = forward_states(owner)
-            first, kept = self.first_microbatch, [(module, module._fp8_workspaces) for module, _ in caches]
+            first, kept = self.first_microbatch, [(own, own["_fp8_workspaces"]) for own, _ in caches]
             self.first_microbatch = None if first is None else False
-            for module, cache in caches:
-                module._fp8_workspaces = cache
+            for own, cache in caches:
+                own["_fp8_workspaces"] = cache
             now = [tensor for state in states.values() for tensor in (state.scale, state.amax_history[0])]
             with torch.no_grad():
                 before = copies(now)
@@ -220,8 +227,8 @@ class Recompute:
             finally:
                 self.restored = False
                 self.first_microbatch = first
-                for module, cache in kept:
-                    module._fp8_workspaces = cache
+                for own, cache in kept:
+                    own["_fp8_workspaces"] = cache
                 overwrite(now, before)
 
 
@@ -240,13 +247,13 @@ def may_draw(owner: nn.Module) -> bool:
     )
 
 
-def _draws_nothing(source: Any) -> bool:
+def _draws_nothing(source: object) -> bool:
     """Return whether a class or a hook comes from a library known to draw no random numbers, such as FSDP2's hooks."""
     # Callables of C extensions may have no module.
     return str(getattr(source, "__module__", "")).startswith(DRAW_NOTHING)
 
 
-def forward_states(owner: nn.Module) -> dict[str, Any]:
+def forward_states(owner: nn.Module) -> dict[str, DelayedScalingRecipeState]:
     """Return module name -> forward scaling state, of the modules in `owner` that have scales and amax histories."""
     return delayed_states(owner, ("scaling_fwd",))
 

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from te_models.config.rope import Rope
-
-Scaling = Mapping[str, Any]
+from te_models.config.rope import Rope, Scaling
 
 
 def rotary_tables(rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ sums have a fixed order, that of Transformer Engine's permutation kernels (from 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,62 +132,3 @@ def places(chosen: Tensor, experts: int, alignment: int) -> Places:
     token = torch.full((sum(rows),), tokens, device=flat.device).index_copy(0, row, order // k)
     own = torch.full_like(flat, sum(rows)).index_copy(0, order, row)
     return Places(token, own.view(tokens, k), rows)
-
-
-class _Dispatch(torch.autograd.Function):
-    """x [T, D] -> the rows of all experts [R, D], zeros where they are padding."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, row: Tensor) -> Tensor:
-        ctx.save_for_backward(row)
-        return _with_zeros(x).index_select(0, token)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,) = grads
-        (row,) = ctx.saved_tensors
-        return _sum_of_rows(dy, row, None).to(dy.dtype), None, None
-
-
-class _Combine(torch.autograd.Function):
-    """The experts' rows [R, D] -> the sum of each token's by their weights [T, D], in FP32 and rounded once."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, token: Tensor, row: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, token, row)
-        return _sum_of_rows(rows, row, weights).to(rows.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,) = grads
-        rows, weights, token, row = ctx.saved_tensors
-        factor = weights.new_zeros(len(rows) + 1).scatter(0, row.flatten(), weights.flatten())[:-1]
-        drows = (_with_zeros(dy).index_select(0, token).float() * factor[:, None]).to(rows.dtype)
-        padded, wide = _with_zeros(rows), dy.float()
-        dweights = [(padded.index_select(0, row[:, j]).float() * wide).sum(1) for j in range(row.shape[1])]
-        return drows, torch.stack(dweights, 1), None, None
-
-
-def dispatch(x: Tensor, places: Places) -> Tensor:
-    """Return the rows of all experts [R, D] of tokens x [T, D]; rows of padding are zeros."""
-    return _Dispatch.apply(x, places.token, places.row)
-
-
-def combine(rows: Tensor, weights: Tensor, places: Places) -> Tensor:
-    """Return the sum of each token's rows [R, D] by its weights [T, k]: [T, D], zeros for padding."""
-    return _Combine.apply(rows, weights, places.token, places.row)
-
-
-def _with_zeros(x: Tensor) -> Tensor:
-    """Return x [n, D] with a row of zeros, to which the places of padding point."""
-    return torch.cat((x, x.new_zeros(1, x.shape[1])))
-
-
-def _sum_of_rows(rows: Tensor, row: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the sum of each token's rows, by `weights` [T, k] if there are any: FP32 [T, D]."""
-    padded = _with_zeros(rows)
-    total = torch.zeros(len(row), rows.shape[1], device=rows.device)
-    for j in range(row.shape[1]):
-        part = padded.index_select(0, row[:, j]).float()
-        total += part if weights is None else part * weights[:, j, None]
-    return total

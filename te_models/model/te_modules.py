@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.config.layer import LinearSpec
+from te_models.config.recipe import EngineRecipe
 from te_models.model.tensor_parallel import TensorParallel
 
 
@@ -35,7 +35,7 @@ class Factory:
     zero_centered: bool
     device: torch.device
     dtype: torch.dtype
-    fp8_weights: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fp8_weights: Mapping[str, EngineRecipe | None] = dataclasses.field(default_factory=dict)
     prefix: str = ""
 
     def inside(self, prefix: str) -> Factory:
@@ -56,8 +56,8 @@ class Factory:
         recipe = self.fp8_weights.get(self.prefix + spec.name) if fp8_weight else None
         if recipe is None:
             return self._linear(spec)
-        options: dict[str, Any] = dict(enabled=True, recipe=recipe, preserve_high_precision_init_val=True)
-        with torch.enable_grad(), self.te.quantized_model_init(**options):  # both copies, also under no_grad
+        quantized = self.te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True)
+        with torch.enable_grad(), quantized:  # both copies, also under no_grad
             return self._linear(spec)
 
     def _linear(self, spec: LinearSpec) -> nn.Module:

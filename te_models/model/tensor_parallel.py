@@ -24,11 +24,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_models.config.layer import LayerSpec, LinearSpec, Section
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
+from te_models.device.autograd import Context
 from te_models.distributed.collectives import all_gather, all_reduce
 from te_models.distributed.dtensor import filling, whole
 from te_models.errors import UsageError
@@ -64,7 +66,7 @@ class TensorParallel:
         if self.mesh is not None and self.mesh.ndim != 1:
             raise UsageError(f"tp_mesh has {self.mesh.ndim} dimensions: give that of tensor parallelism, mesh['tp']")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
+    def __deepcopy__(self, memo: object) -> TensorParallel:
         return self
 
     @property
@@ -78,7 +80,7 @@ class TensorParallel:
         return 0 if self.mesh is None else self.mesh.get_local_rank()
 
     @property
-    def group(self) -> Any:
+    def group(self) -> ProcessGroup | None:
         """Their process group."""
         return None if self.mesh is None else self.mesh.get_group()
 
@@ -170,7 +172,9 @@ class TensorParallel:
             }
 
     @contextmanager
-    def filling(self, name: str, target: Tensor, config: ModelConfig, device: Any = None) -> Iterator[Tensor]:
+    def filling(
+        self, name: str, target: Tensor, config: ModelConfig, device: torch.device | str | None = None
+    ) -> Iterator[Tensor]:
         """Yield a tensor to write all values of the whole parameter into; this rank's part of it goes to `target`.
 
         Every rank draws all random numbers, so that a model starts with the same values on any number of ranks. An FP8
@@ -275,12 +279,12 @@ class _Scatter(torch.autograd.Function):
     """Forward: own rows; backward: all rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+    def forward(ctx: Context, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
         return x.chunk(tp.size)[tp.rank].clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         return all_gather(grad, ctx.tp.group), None
 
@@ -289,12 +293,12 @@ class _Gather(torch.autograd.Function):
     """Forward: all rows; backward: own rows, since all ranks compute the same gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+    def forward(ctx: Context, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
         return all_gather(x, tp.group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         return grad.chunk(ctx.tp.size)[ctx.tp.rank].contiguous(), None
 
@@ -303,12 +307,12 @@ class _Summed(torch.autograd.Function):
     """Forward: the identity; backward: the sum over the ranks, in FP32."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, tp: TensorParallel) -> Tensor:
+    def forward(ctx: Context, weight: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         # A copy even in FP32: autograd may give `grad`, which the collective would overwrite, to other nodes too.
         return all_reduce(grad.to(torch.float32, copy=True), ctx.tp.group).to(grad.dtype), None

@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from types import MethodType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from te_models.config.recipe import Recipe, get_recipe
+from te_models.config.recipe import RecipeLike, get_recipe
 from te_models.engine import engine_module
 from te_models.errors import UsageError, unknown
 from te_models.fp8 import scaling_state
 from te_models.model.recompute import Recompute
 
+T = TypeVar("T")
+
 
 def checkpoint(
-    function: Callable[..., Any],
-    *args: Any,
+    function: Callable[..., T],
+    *args: object,
     mode: Literal["none", "full"] = "full",
-    recipe: str | Path | Recipe | Any = None,
+    recipe: RecipeLike | None = None,
     modules: Iterable[nn.Module] = (),
     **kwargs: Any,
-) -> Any:
+) -> T:
     """Return function(*args, **kwargs) and recompute it in backward, under any FP8 recipe.
 
     The recompute runs under the recipe, the scales and the random state of the first pass, and records no amax. Calls
@@ -82,9 +83,7 @@ def fp8_state(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in scaling_state.fp8_state(module).items()}
 
 
-def load_fp8_state(
-    module: nn.Module, tensors: Mapping[str, Tensor], recipe: str | Path | Recipe | Any = "delayed"
-) -> None:
+def load_fp8_state(module: nn.Module, tensors: Mapping[str, Tensor], recipe: RecipeLike = "delayed") -> None:
     """Write scales and amax histories, as from `fp8_state`, into `module`, which need not have run yet.
 
     Args:
@@ -108,14 +107,14 @@ def load_fp8_state(
     scaling_state.load_fp8_state(module, tensors, lambda name: built)
 
 
-def _refusing_others(function: Callable[..., Any], owner: nn.Module, te: ModuleType) -> Callable[..., Any]:
+def _refusing_others(function: Callable[..., T], owner: nn.Module, te: ModuleType) -> Callable[..., T]:
     """Return `function` with an error if an FP8 layer outside `owner` runs in it: nothing would restore its scales."""
     known = {id(module) for module in owner.modules()}
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args: object, **kwargs: object) -> T:
         thread = threading.get_ident()  # hooks see the modules of all threads
 
-        def check(module: nn.Module, args: Any) -> None:
+        def check(module: nn.Module, args: object) -> None:
             mine = threading.get_ident() == thread and hasattr(module, "fp8_meta")
             if mine and id(module) not in known and te.FP8GlobalStateManager.is_fp8_enabled():
                 raise UsageError(
@@ -133,7 +132,7 @@ def _refusing_others(function: Callable[..., Any], owner: nn.Module, te: ModuleT
     return watched
 
 
-def _owner(function: Callable[..., Any], modules: Iterable[nn.Module]) -> nn.Module:
+def _owner(function: Callable[..., object], modules: Iterable[nn.Module]) -> nn.Module:
     """Return one module that contains all te layers which the function is known to use."""
     bound = function.__self__ if isinstance(function, MethodType) else function
     return nn.ModuleList([*modules, *([bound] if isinstance(bound, nn.Module) else [])])

@@ -25,38 +25,40 @@ from te_models.optim.groups import groups
 from te_models.optim.master import MasterWeights
 from te_models.optim.muon8bit import Muon8bit
 from te_models.optim.parameter_owners import Owners
+from te_models.optim.state_tensors import Group, Options
 from te_models.optim.te_adam import MOMENTS, TEAdam
 
 Optimizer = MasterWeights | TEAdam
-Groups = list[dict[str, Any]]
+Groups = list[Group]
 Built = list[torch.optim.Optimizer]
+Build = Callable[[float, Options, Groups], Built]  # of a learning rate, options and groups of parameters
 
 # Options and their defaults; a tuple lists the choices, the default first. The betas are the usual ones for language
 # models (Touvron et al. 2023, arXiv 2307.09288).
-ADAM: dict[str, Any] = dict(beta1=0.9, beta2=0.95, eps=1e-8)
-LOWBIT: dict[str, Any] = dict(**ADAM, stochastic_rounding=False)
-REST: dict[str, Any] = dict(rest=("adamw", "adamw8bit", "adamwfp8"), rest_lr=1.0, **ADAM)
+ADAM: Options = dict(beta1=0.9, beta2=0.95, eps=1e-8)
+LOWBIT: Options = dict(**ADAM, stochastic_rounding=False)
+REST: Options = dict(rest=("adamw", "adamw8bit", "adamwfp8"), rest_lr=1.0, **ADAM)
 ADJUST = ("match_rms_adamw", "original")
-MUON: dict[str, Any] = dict(momentum=0.95, nesterov=True, ns_steps=5, adjust_lr=ADJUST, **REST)
-GALORE: dict[str, Any] = dict(rank=128, refresh=200, scale=1.0, **REST)
+MUON: Options = dict(momentum=0.95, nesterov=True, ns_steps=5, adjust_lr=ADJUST, **REST)
+GALORE: Options = dict(rank=128, refresh=200, scale=1.0, **REST)
 
 
-def adamw(lr: float, options: dict[str, Any], parameters: Groups) -> Built:
+def adamw(lr: float, options: Options, parameters: Groups) -> Built:
     """Return PyTorch's fused AdamW: two FP32 moments, 8 bytes per parameter."""
     betas = (options["beta1"], options["beta2"])
     return [torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=options["eps"], fused=True)]
 
 
-def _lowbit(name: str, lr: float, options: dict[str, Any], parameters: Groups) -> Built:
+def _lowbit(name: str, lr: float, options: Options, parameters: Groups) -> Built:
     with needs(f"optimizer {name!r}", "torchao", "0.17", "optim"):
         lowbit = importlib.import_module("te_models.optim.lowbit")  # torchao takes two seconds to import
     return lowbit.lowbit_adamw(name, parameters, lr, {"stochastic_rounding": False, **options})
 
 
-def _with_rest(build: Callable[[float, dict[str, Any], Groups], torch.optim.Optimizer]) -> Any:
+def _with_rest(build: Callable[[float, Options, Groups], torch.optim.Optimizer]) -> Build:
     """Use `build` for hidden matrices and the optimizer that option `rest` names for everything else."""
 
-    def both(lr: float, options: dict[str, Any], parameters: Groups) -> Built:
+    def both(lr: float, options: Options, parameters: Groups) -> Built:
         hidden = [group for group in parameters if group["matrices"]]
         rest = [{**group, "lr_scale": options["rest_lr"]} for group in parameters if not group["matrices"]]
         made = [build(lr, options, hidden)] if hidden else []
@@ -65,12 +67,14 @@ def _with_rest(build: Callable[[float, dict[str, Any], Groups], torch.optim.Opti
     return both
 
 
-def _muon(kind: Any, lr: float, options: dict[str, Any], hidden: Groups) -> torch.optim.Optimizer:
+def _muon(
+    kind: type[torch.optim.Muon] | type[Muon8bit], lr: float, options: Options, hidden: Groups
+) -> torch.optim.Optimizer:
     fields = {name: options[name] for name in ("momentum", "nesterov", "ns_steps")}
     return kind(hidden, lr=lr, adjust_lr_fn=options["adjust_lr"], **fields)
 
 
-def _galore(lr: float, options: dict[str, Any], hidden: Groups) -> torch.optim.Optimizer:
+def _galore(lr: float, options: Options, hidden: Groups) -> torch.optim.Optimizer:
     fields = {name: options[name] for name in ("rank", "refresh", "scale", "eps")}
     return GaLore(hidden, lr=lr, betas=(options["beta1"], options["beta2"]), **fields)
 
@@ -85,12 +89,12 @@ class Choice:
         matrices: whether it updates each hidden matrix as a whole (te_models.optim.groups).
     """
 
-    build: Callable[[float, dict[str, Any], Groups], Built]
-    options: dict[str, Any] = field(default_factory=dict)
+    build: Build
+    options: Options = field(default_factory=dict)
     matrices: bool = False
 
 
-def _only_native(lr: float, options: dict[str, Any], parameters: Groups) -> Built:
+def _only_native(lr: float, options: Options, parameters: Groups) -> Built:
     raise UsageError(
         "optimizer 'te-adam' is Transformer Engine's and runs only on the native engine: use 'adamw8bit' or 'adamwfp8'"
     )
@@ -112,7 +116,7 @@ def build_optimizer(
     model: nn.Module,
     lr: float,
     weight_decay: float,
-    options: str | Mapping[str, Any] = "",
+    options: str | Mapping[str, object] = "",
     offload: bool = False,
     owners: Callable[[list[nn.Parameter]], Owners] | None = None,
     gradients: Gradients | None = None,
@@ -149,7 +153,7 @@ def build_optimizer(
     )  # fmt: skip
 
 
-def resolve_options(name: str, options: str | Mapping[str, Any]) -> dict[str, Any]:
+def resolve_options(name: str, options: str | Mapping[str, object]) -> Options:
     """Return all options of the optimizer `name`: the defaults updated with `options`, in the types of the defaults.
 
     Raises:
@@ -177,7 +181,7 @@ def _pairs(text: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def _checked(key: str, value: Any, default: Any) -> Any:
+def _checked(key: str, value: Any, default: object) -> object:
     """Return `value`, which may be text, in the type of `default` or as one of its choices."""
     if isinstance(default, tuple):
         if value not in default:

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_models.errors import UsageError
-from te_models.optim.state_tensors import like
+from te_models.optim.state_tensors import Group, State, like
 
 OVERSAMPLING = 8
 POWER_ITERATIONS = 2
@@ -45,7 +44,7 @@ class GaLore(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[Tensor] | Iterable[Group],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -69,7 +68,7 @@ class GaLore(torch.optim.Optimizer):
                     update = self._update(p.grad, self.state[p], group)
                     p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
-    def expected_state(self, view: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def expected_state(self, view: Tensor, group: Group) -> State:
         """Return the state of one matrix after a step, as a template for te_models.optim.state_tensors.check_values."""
         rank, short, long = group["rank"], min(view.shape), max(view.shape)
         if short <= rank:
@@ -77,7 +76,7 @@ class GaLore(torch.optim.Optimizer):
         moment = like(view, rank, long)
         return dict(step=int, exp_avg=moment, exp_avg_sq=moment, projector=like(view, short, rank))
 
-    def _update(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    def _update(self, gradient: Tensor, state: State, group: Group) -> Tensor:
         """Return the update direction, of the gradient's shape; the step subtracts it times the learning rate."""
         if min(gradient.shape) <= group["rank"]:
             return _adam(gradient, state, group)
@@ -89,7 +88,7 @@ class GaLore(torch.optim.Optimizer):
         return update.mT if gradient.shape[0] > gradient.shape[1] else update
 
 
-def _adam(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+def _adam(gradient: Tensor, state: State, group: Group) -> Tensor:
     """Return Adam's direction for this gradient and update the moments and step count in `state`."""
     beta1, beta2 = group["betas"]
     if "exp_avg" not in state:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,7 @@ class GradientSums(Gradients):
         self._used: set[int] = set()
         self._waiting: list[int] = []  # per bucket, parameters whose last gradient is still to come
         self._full = 0  # the first bucket that waits
-        self._works: list[Any] = []  # the reductions under way, of the first len(_works) buckets
+        self._works: list[dist.Work] = []  # the reductions under way, of the first len(_works) buckets
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the parameter's sum, FP32 of its shape; None if the step did not use the parameter."""

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 from torch import Tensor, nn
 
 from te_models.config.layer import Role
 from te_models.errors import UsageError
 from te_models.model.part import BlockPart
+from te_models.optim.state_tensors import Group
 
 DECAYING: tuple[Role, ...] = ("hidden", "gate", "head")
 
@@ -51,7 +51,7 @@ def parts(model: nn.Module) -> list[Part]:
     return found
 
 
-def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[dict[str, Any]]:
+def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[Group]:
     """Return parameter groups with parts as "params". Only matrices decay, except tables, whose use is sparse.
 
     With `matrices`, the hidden matrices are a separate group with one part per logical matrix; without, each
@@ -71,7 +71,7 @@ def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[dict[s
     return [group for group in made if group["params"]]
 
 
-def _structure(module: nn.Module) -> Iterator[tuple[Any, list[tuple[Role, int]]]]:
+def _structure(module: nn.Module) -> Iterator[tuple[Tensor, list[tuple[Role, int]]]]:
     """Yield the weights of this module as (weight, [(role, rows), ...] from its first row to its last)."""
     if isinstance(module, nn.Embedding):
         yield module.weight, [("embedding", module.num_embeddings)]

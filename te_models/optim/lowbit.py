@@ -11,7 +11,6 @@ import functools
 import importlib
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +19,13 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
 from te_models.distributed.dtensor import local
-from te_models.optim.state_tensors import like
+from te_models.optim.state_tensors import Group, Options, like
 
-CLASSES: dict[str, Any] = {"adamw8bit": AdamW8bit, "adamwfp8": AdamWFp8}
+LowBit = AdamW8bit | AdamWFp8
+CLASSES = {"adamw8bit": AdamW8bit, "adamwfp8": AdamWFp8}
 
 
-def lowbit_adamw(
-    name: str, groups: list[dict[str, Any]], lr: float, options: dict[str, Any]
-) -> list[torch.optim.Optimizer]:
+def lowbit_adamw(name: str, groups: list[Group], lr: float, options: Options) -> list[torch.optim.Optimizer]:
     """Return torchao's optimizer called `name`.
 
     With `stochastic_rounding` it updates BF16 parameters directly and rounds each update up or down at random, with
@@ -42,7 +40,7 @@ def lowbit_adamw(
     return [optimizer]
 
 
-def _update_on_gpu(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _update_on_gpu(optimizer: LowBit, *arguments: object) -> None:
     """Update the parameters on a GPU and drop their gradients, so that torchao's step passes over them."""
     for place, (parameter, group) in enumerate(_parameters(optimizer)):
         if parameter.grad is not None and parameter.is_contiguous() and has_kernel(parameter.device):
@@ -50,14 +48,14 @@ def _update_on_gpu(optimizer: Any, args: Any, kwargs: Any) -> None:
             parameter.grad = None
 
 
-def _parameters(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+def _parameters(optimizer: LowBit) -> Iterator[tuple[Tensor, Group]]:
     """Yield each parameter with its group."""
     for group in optimizer.param_groups:
         yield from ((parameter, group) for parameter in group["params"])
 
 
 @torch.no_grad()
-def _update(optimizer: Any, parameter: Tensor, group: dict[str, Any], place: int) -> None:
+def _update(optimizer: LowBit, parameter: Tensor, group: Group, place: int) -> None:
     kernel = importlib.import_module("te_models.optim.lowbit_triton")
     state = optimizer.state[parameter]
     if not state:
@@ -68,7 +66,8 @@ def _update(optimizer: Any, parameter: Tensor, group: dict[str, Any], place: int
     step = kernel.Step(
         number, _seed(number, place), float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]
     )
-    tensors: Any = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+    assert parameter.grad is not None
+    tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
     kernel.update(*map(local, tensors), step, optimizer.bf16_stochastic_round)
 
 
@@ -77,7 +76,7 @@ def _seed(step: int, place: int) -> int:
     return (step * 0x9E3779B1 + place * 0x85EBCA77) % 2**31
 
 
-def _round_alike(optimizer: torch.optim.Optimizer) -> None:
+def _round_alike(optimizer: LowBit) -> None:
     """Let torchao's step draw the same numbers on all processes, whose replicas would drift apart otherwise.
 
     The generator is seeded with the number of the step. Further calls of `step` with the same number, for other
@@ -86,7 +85,7 @@ def _round_alike(optimizer: torch.optim.Optimizer) -> None:
     number, own = -1, torch.get_rng_state()
     callers: list[Tensor] = []
 
-    def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def begin(optimizer: LowBit, *arguments: object) -> None:
         nonlocal number, own
         steps = [optimizer.state[p].get("step", 0) for p, _ in _parameters(optimizer) if p.grad is not None]
         if not steps:  # all parameters are on a GPU
@@ -96,7 +95,7 @@ def _round_alike(optimizer: torch.optim.Optimizer) -> None:
             number, own = now, torch.default_generator.manual_seed(_seed(now, 0)).get_state()
         torch.set_rng_state(own)
 
-    def end(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def end(optimizer: LowBit, *arguments: object) -> None:
         nonlocal own
         if callers:
             own = torch.get_rng_state()
@@ -112,7 +111,7 @@ def has_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def expected_moment(optimizer: AdamW8bit | AdamWFp8, view: Tensor) -> Any:
+def expected_moment(optimizer: LowBit, view: Tensor) -> Tensor | dict[str, Tensor]:
     """Return a moment of one tensor as a template for te_models.optim.state_tensors.check_values."""
     block: int = optimizer.block_size
     if view.numel() < 4096 or view.numel() % block:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torchao.optim.quant_utils import create_dynamic_map
+from torchao.optim.subclass_8bit import OptimState8bit
+from torchao.optim.subclass_fp8 import OptimStateFp8
 
 from te_models.kernels.fp8_triton import decode_fp8, encode_fp8
 
+Moment = Tensor | OptimState8bit | OptimStateFp8
 BLOCK = 256  # elements that share a scale, as in torchao
 ROWS, WARPS = 4, 4  # blocks that a program updates: the fastest of seven choices on an H200
 E4M3_MAX = tl.constexpr(448.0)
@@ -135,7 +137,7 @@ class Step:
     weight_decay: float
 
 
-def update(parameter: Tensor, gradient: Tensor, first: Any, second: Any, step: Step, stochastic: bool) -> None:
+def update(parameter: Tensor, gradient: Tensor, first: Moment, second: Moment, step: Step, stochastic: bool) -> None:
     """Update a contiguous parameter and its moments in place, from a gradient of the same shape.
 
     Args:

@@ -26,9 +26,10 @@ from te_models.optim.gradients import Gradients, Norm, chunks, clip_factor, grad
 from te_models.optim.groups import Part
 from te_models.optim.muon8bit import Muon8bit
 from te_models.optim.parameter_owners import Owners, placeholder
-from te_models.optim.state_tensors import check_values, like, pack, scalar, unpack
+from te_models.optim.state_tensors import Group, Options, State, check_values, like, pack, scalar, unpack
 
 Live = TypeVar("Live")
+Saved = TypeVar("Saved")
 
 
 class MasterWeights:
@@ -54,9 +55,9 @@ class MasterWeights:
 
     def __init__(
         self,
-        kind: dict[str, Any],
-        groups: list[dict[str, Any]],
-        build: Callable[[list[dict[str, Any]]], list[torch.optim.Optimizer]],
+        kind: Options,
+        groups: list[Group],
+        build: Callable[[list[Group]], list[torch.optim.Optimizer]],
         *,
         keep: bool = True,
         offload: bool = False,
@@ -84,7 +85,7 @@ class MasterWeights:
         self.can_skip = fused and owners is None and not offload  # whether `skip_if` works
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[Group]:
         """The groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
@@ -166,7 +167,7 @@ class MasterWeights:
         dtypes = [torch.float32 if is_quantized(p) else p.dtype for p in parameters]
         return list(zip(parameters, self.owners.distribute(parameters, [m for _, m in chunk], dtypes), strict=True))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the optimizers' state as plain tensors and the masters that are copies, in the order of the groups.
 
         Tensors that another rank owns are placeholders: `fetch` brings their values.
@@ -196,7 +197,7 @@ class MasterWeights:
         return [self.owners.of(found[id(view)]) for _, _, view in self._stateful()]
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Load what `state_dict` returned.
 
         Raises:
@@ -215,20 +216,15 @@ class MasterWeights:
 
         Names, shapes and dtypes of all tensors are compared, and all values are finite.
         """
-        check_kind(self.kind, state.get("kind") if isinstance(state, dict) else None)
         copies, stateful = list(compress(self.masters, self._copied)), list(self._stateful())
-        for name, count in (("masters", len(copies)), ("state", len(stateful))):
-            if not isinstance(state.get(name), list) or len(state[name]) != count:
-                raise CheckpointError(
-                    f"the optimizer's state is of another model: {name} does not have {count} entries"
-                )
+        check_kind(self.kind, state, masters=len(copies), state=len(stateful))
         for number, (master, saved) in enumerate(self._own(copies, state["masters"], "masters")):
             check_values(saved, master, f"masters.{number}")
         for number, ((optimizer, group, view), saved) in enumerate(self._own(stateful, state["state"], "state")):
             if not isinstance(saved, dict) or saved:  # empty: of a parameter that never had a gradient
                 check_values(saved, _expected_state(optimizer, group, view), f"state.{number}")
 
-    def _own(self, live: Iterable[Live], saved: Iterable[Any], kind: str) -> Iterator[tuple[Live, Any]]:
+    def _own(self, live: Iterable[Live], saved: Iterable[Saved], kind: str) -> Iterator[tuple[Live, Saved]]:
         """Pair live with saved entries of `state_dict()[kind]`; only those that this rank updates."""
         pairs = zip(live, saved, strict=True)
         if self.owners is None:
@@ -255,14 +251,14 @@ class MasterWeights:
         own = self.owners.distribute(parameters, [m for _, m in fp8], [p.dtype for p in parameters])
         return {id(p): from_shard(values, p) for p, values in zip(parameters, own, strict=True)}
 
-    def _stateful(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], Tensor]]:
+    def _stateful(self) -> Iterator[tuple[torch.optim.Optimizer, Group, Tensor]]:
         """Yield every tensor that an optimizer updates, with the optimizer and its group."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 yield from ((optimizer, group, view) for view in group["params"])
 
 
-def _expected_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], view: Tensor) -> dict[str, Any]:
+def _expected_state(optimizer: torch.optim.Optimizer, group: Group, view: Tensor) -> State:
     """Return the state of one tensor after a step, as a template for `check_values`."""
     if isinstance(optimizer, (GaLore, Muon8bit)):
         return optimizer.expected_state(view, group)
@@ -303,7 +299,7 @@ def _owned_master(parameter: nn.Parameter, keep: bool, owners: Owners) -> Tensor
     return placeholder(parameter.shape, dtype, own.device) if found is None else found
 
 
-def set_group_rate(group: dict[str, Any], rate: float) -> None:
+def set_group_rate(group: Group, rate: float) -> None:
     """Set a group's learning rate, in place if it is a tensor, as torchao's compiled step needs."""
     rate *= group.get("lr_scale", 1.0)
     if isinstance(group["lr"], Tensor):
@@ -312,13 +308,19 @@ def set_group_rate(group: dict[str, Any], rate: float) -> None:
         group["lr"] = rate
 
 
-def check_kind(now: dict[str, Any], then: Any) -> None:
-    """Raise a ValueError if saved state is of an optimizer with another name or other options."""
-    if not isinstance(then, dict):
+def check_kind(kind: Options, saved: object, /, **counts: int) -> None:
+    """Raise a ValueError if saved state is of an optimizer with another name or other options, or of another model.
+
+    `counts` are the numbers of entries of its lists.
+    """
+    then = saved.get("kind") if isinstance(saved, dict) else None
+    if not isinstance(saved, dict) or not isinstance(then, dict):
         raise UsageError("the optimizer's state was saved by an older version: start a new run from it with --model")
-    for name in now:
-        if then.get(name) != now[name]:
-            raise UsageError(
-                f"the optimizer's state was saved with {name}={then.get(name)!r}, not {now[name]!r}: resume with the "
-                "same, or start a new run from the checkpoint with --model"
-            )
+    for name in (name for name in kind if then.get(name) != kind[name]):
+        raise UsageError(
+            f"the optimizer's state was saved with {name}={then.get(name)!r}, not {kind[name]!r}: resume with the "
+            "same, or start a new run from the checkpoint with --model"
+        )
+    for name, count in counts.items():
+        if not isinstance(saved.get(name), list) or len(saved[name]) != count:
+            raise CheckpointError(f"the optimizer's state is of another model: {name} does not have {count} entries")

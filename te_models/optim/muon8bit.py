@@ -13,14 +13,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.errors import UsageError
-from te_models.optim.state_tensors import like
+from te_models.optim.state_tensors import Group, State, like
 
 BLOCK = 128
 BATCH = 2**26  # elements orthogonalized at a time: 128 MiB in BF16, and three times that inside the iteration
@@ -41,7 +40,7 @@ class Muon8bit(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[Tensor] | Iterable[Group],
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -66,12 +65,12 @@ class Muon8bit(torch.optim.Optimizer):
                 torch._foreach_mul_(batch, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(batch, list(updates.to(batch[0].dtype)), alpha=-rate)
 
-    def expected_state(self, view: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def expected_state(self, view: Tensor, group: Group) -> State:
         """Return the state of one matrix after a step, as a template for te_models.optim.state_tensors.check_values."""
         blocks = math.ceil(view.numel() / BLOCK)
         return dict(codes=like(view, blocks, BLOCK, dtype=torch.int8), scales=like(view, blocks, 1))
 
-    def _momentum(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+    def _momentum(self, p: Tensor, group: Group) -> Tensor:
         """Update the momentum of matrix `p` [A, B]; return the direction to orthogonalize, BF16 [A, B]."""
         state = self.state[p]
         if not state:

@@ -98,7 +98,7 @@ class Owners:
         self._exchange(transfers)
         return shards
 
-    def completed(self, entries: Sequence[Any], owners: Sequence[int]) -> list[Any]:
+    def completed(self, entries: Sequence[object], owners: Sequence[int]) -> list[Any]:
         """Return `entries` (nested dicts of tensors and numbers) with the structure of the owners' on every rank.
 
         Tensors that another rank owns become placeholders of their shape and dtype; `fetch` brings the values.
@@ -191,7 +191,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-def _describe(entry: Any) -> Any:
+def _describe(entry: object) -> dict[str, Any]:
     """Return an entry of an optimizer's state as JSON: tensors by shape, dtype and type of device."""
     if isinstance(entry, dict):
         return {"members": {name: _describe(value) for name, value in entry.items()}}

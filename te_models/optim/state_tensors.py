@@ -17,6 +17,10 @@ from te_models.distributed.dtensor import local
 from te_models.errors import CheckpointError
 from te_models.files.tensors import all_finite
 
+Group = dict[str, Any]  # of parameters, under "params", and the options of their updates
+State = dict[str, Any]  # of one tensor, or of a whole optimizer: tensors, numbers, and dicts of these
+Options = dict[str, Any]  # of an optimizer
+
 # Values under these names, or in dicts under them, are counts, squares or scales.
 _NOT_NEGATIVE = frozenset({"step", "exp_avg_sq", "scale", "scales", "scale_inv"})
 
@@ -29,7 +33,7 @@ def pack(value: Any) -> Any:
     return value
 
 
-def unpack(value: Any, name: str, parameter: Tensor, group: dict[str, Any]) -> Any:
+def unpack(value: Any, name: str, parameter: Tensor, group: Group) -> Any:
     """Undo `pack` for the state `name` of `parameter`; the result is on the parameter's device.
 
     The step count stays on the CPU unless the optimizer is fused, as in torch.optim.
@@ -53,7 +57,7 @@ def scalar() -> Tensor:
     return torch.empty((), dtype=torch.float32, device="meta")
 
 
-def check_values(saved: Any, expected: Any, place: str) -> None:
+def check_values(saved: object, expected: Any, place: str) -> None:
     """Compare one value of saved state with a template, before anything live is written.
 
     Args:
@@ -64,28 +68,26 @@ def check_values(saved: Any, expected: Any, place: str) -> None:
     Raises:
         CheckpointError: another type, name, shape or dtype, a number that is not finite, or a negative count or square.
     """
-    if isinstance(expected, dict):
-        if not isinstance(saved, dict) or saved.keys() != expected.keys():
-            raise CheckpointError(
-                f"the optimizer's state at {place} must have {', '.join(map(str, expected)) or 'no values'}"
-            )
+    if isinstance(expected, dict) and isinstance(saved, dict) and saved.keys() == expected.keys():
         for name, value in expected.items():
             check_values(saved[name], value, f"{place}.{name}")
-        return
+    elif mistake := _mistake(saved, expected, _NOT_NEGATIVE.isdisjoint(place.split("."))):
+        raise CheckpointError(f"the optimizer's state at {place} {mistake}")
+
+
+def _mistake(saved: object, expected: Any, negative: bool) -> str:
+    """Return what is wrong with a value, "" if nothing is; with `negative` it may be below zero."""
+    if isinstance(expected, dict):
+        return f"must have {', '.join(map(str, expected)) or 'no values'}"
     if expected is int:
-        if type(saved) is not int or not 0 <= saved < 2**62:
-            raise CheckpointError(f"the optimizer's state at {place} is not a count")
-        return
+        return "" if type(saved) is int and 0 <= saved < 2**62 else "is not a count"
     if not isinstance(saved, Tensor) or saved.shape != expected.shape or saved.dtype != expected.dtype:
         found = f"{saved.dtype} {list(saved.shape)}" if isinstance(saved, Tensor) else type(saved).__name__
-        raise CheckpointError(
-            f"the optimizer's state at {place} is {found} where {expected.dtype} {list(expected.shape)} belongs"
-        )
+        return f"is {found} where {expected.dtype} {list(expected.shape)} belongs"
     values = local(saved)
-    if not all_finite(values) or (_NOT_NEGATIVE.intersection(place.split(".")) and _has_negative(values)):
-        raise CheckpointError(
-            f"the optimizer's state at {place} has values that are not finite, or negative squares or scales"
-        )
+    if all_finite(values) and (negative or not _has_negative(values)):
+        return ""
+    return "has values that are not finite, or negative squares or scales"
 
 
 def _has_negative(values: Tensor) -> bool:

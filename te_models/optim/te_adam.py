@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_models.errors import CheckpointError, UsageError
+from te_models.errors import UsageError
 from te_models.fp8.primary_weights import is_quantized
 from te_models.optim.gradients import Gradients, chunks, clip_factor, gradient_norm, scale
 from te_models.optim.master import check_kind, set_group_rate
-from te_models.optim.state_tensors import check_values, like
+from te_models.optim.state_tensors import Group, Options, State, check_values, like
 
 MOMENTS = {
     "bf16": (torch.bfloat16, torch.bfloat16),
@@ -39,10 +39,10 @@ class TEAdam:
     def __init__(
         self,
         te: ModuleType,
-        kind: dict[str, Any],
-        groups: list[dict[str, Any]],
+        kind: Options,
+        groups: list[Group],
         lr: float,
-        options: dict[str, Any],
+        options: Options,
         gradients: Gradients | None = None,
     ) -> None:
         self.kind, self.gradients = kind, gradients or Gradients()
@@ -67,7 +67,7 @@ class TEAdam:
                 _drop_transpose(self.inner.state[parameter]["exp_avg"])
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[Group]:
         """FusedAdam's groups."""
         return self.inner.param_groups
 
@@ -107,13 +107,13 @@ class TEAdam:
         """Return the tensor: every rank has all of the state."""
         return tensor
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return moments, the masters' lower halves and the step counts, as they are in memory."""
         state = [{name: _bits(value) for name, value in self.inner.state[p].items()} for p in self.parameters]
         return {"kind": self.kind, "state": state, "steps": [group.get("step", 0) for group in self.param_groups]}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Load what `state_dict` returned.
 
         Raises:
@@ -129,20 +129,13 @@ class TEAdam:
 
     def check_state_dict(self, state: Any) -> None:
         """Raise ValueError unless `load_state_dict` can load `state`; nothing is written."""
-        check_kind(self.kind, state.get("kind") if isinstance(state, dict) else None)
-        expected = {"kind": None, "state": len(self.parameters), "steps": len(self.param_groups)}
-        for name, count in expected.items():
-            if count is not None and (not isinstance(state.get(name), list) or len(state[name]) != count):
-                raise CheckpointError(
-                    f"the optimizer's state is of another model: {name} does not have {count} entries"
-                )
+        check_kind(self.kind, state, state=len(self.parameters), steps=len(self.param_groups))
         for number, (parameter, saved) in enumerate(zip(self.parameters, state["state"], strict=True)):
             live = {name: _bits(value) for name, value in self.inner.state[parameter].items()}
             check_values(saved, live, f"state.{number}")
             for name in (name for name, parts in live.items() if "scale_inv" in parts):
-                check_values(
-                    saved[name]["data"].view(FP8), like(saved[name]["data"], dtype=FP8), f"state.{number}.{name}"
-                )
+                data = saved[name]["data"]
+                check_values(data.view(FP8), like(data, dtype=FP8), f"state.{number}.{name}")
         for number, step in enumerate(state["steps"]):
             check_values(step, int, f"steps.{number}")
 
@@ -158,5 +151,5 @@ def _drop_transpose(moment: Any) -> None:
     moment._transpose = None
 
 
-def _parameters(group: dict[str, Any]) -> list[nn.Parameter]:
+def _parameters(group: Group) -> list[nn.Parameter]:
     return [part.parameter for part in group["params"]]

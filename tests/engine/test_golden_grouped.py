@@ -19,7 +19,8 @@ from torch import Tensor
 
 import te_models.engine.emulated as te
 from te_models.config.moe import MoEConfig
-from te_models.model.router import choose, combine, dispatch, places, weights_of
+from te_models.kernels.expert_rows import combine, dispatch
+from te_models.model.router import choose, places, weights_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PACKED = lzma.decompress((GOLDEN / "te_2.20.2_h200_grouped.safetensors.xz").read_bytes())
@@ -129,7 +130,7 @@ def test_rows_go_as_by_the_permutation_kernels(name: str, k: int) -> None:
     chosen = chosen.sort(dim=1, descending=True).values
     where = places(chosen, 16, 1)
     weights = probs.gather(1, chosen).float().requires_grad_()
-    rows, y = dispatch(x, where), combine(h, weights, where)
+    rows, y = dispatch(x, where.token, where.row), combine(h, weights, where.token, where.row)
     rows.backward(drows)
     y.backward(g)
     found = dict(rows=rows, y=y, dh=h.grad, dx=x.grad)

@@ -202,6 +202,25 @@ def test_a_training_pass_that_raises_moves_no_scale(where: str, engine: str, che
     assert any(not torch.equal(before[name], tensor) for name, tensor in fp8_state(model).items())
 
 
+@pytest.mark.parametrize("fp8_params", [False, True])
+def test_a_training_pass_that_raises_keeps_the_amaxes_of_experts(fp8_params: bool) -> None:
+    """Those of FP8 weights, one per expert, are of the optimizer's step and not of the pass."""
+    sizes = dict(num_hidden_layers=3, amax_history_len=4)
+    torch.manual_seed(0)
+    model = CausalLM.from_preset(
+        "gated-moe-nano", recipe="delayed", engine="emulated", device="cpu", fp8_params=fp8_params, **sizes
+    )
+    ids = tokens(model)
+    train(model, ids)
+    before = state(model)
+    recorded = [tensor[0, 1::3] for name, tensor in before.items() if name.endswith("scaling_fwd.amax_history")]
+    assert all((amaxes > 0).all() == fp8_params for amaxes in recorded)
+    model.lm_head.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(ids, labels=ids)
+    assert_same_state("after the failure", model, before)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_the_backward_of_an_evaluation_changes_nothing(engine: str, checkpointing: str) -> None:

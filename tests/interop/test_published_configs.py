@@ -177,7 +177,8 @@ def test_phi_35_wrote_longrope_under_other_names() -> None:
         ("olmo2-32b", dict(clip_qkv=8.0), "clip_qkv=8.0"),
         ("phi-4", dict(model_type="olmoe", clip_qkv=8.0), "clip_qkv=8.0"),
         ("phi-4", dict(model_type="laguna", moe_router_logit_softcapping=3.0), "moe_router_logit_softcapping=3.0"),
-        ("phi-4", dict(model_type="gemma3"), "unknown architecture (model_type) 'gemma3'"),
+        ("phi-4", dict(model_type="gemma3"), "it lacks text_config"),
+        ("phi-4", dict(model_type="mistral3"), "it lacks text_config"),
         ("phi-4", dict(model_type="muse_glimmer"), "unknown architecture (model_type) 'muse_glimmer'"),
     ],
 )

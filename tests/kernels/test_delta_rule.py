@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,29 +200,6 @@ def test_kernels_get_each_argument_at_its_place(monkeypatch: pytest.MonkeyPatch)
                 torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("flags", "trains"), [((True, True, False), False), ((True, True, True), True), ((False, True, False), True)]
-)
-def test_a_triton_that_breaks_the_backward_leaves_it_to_pytorch(
-    flags: tuple[bool, ...], trains: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    names = ("IS_NVIDIA_HOPPER", "TRITON_ABOVE_3_4_0", "TRITON_ABOVE_3_7_1")
-    monkeypatch.setitem(sys.modules, "fla.utils", SimpleNamespace(**dict(zip(names, flags, strict=True))))
-    monkeypatch.setattr(kernels, "_kernels", stand_ins)
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "3.6.0")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
-    kernels._backward_obstacle.cache_clear()
-    try:
-        place = torch.device("cuda"), torch.bfloat16
-        assert kernels.runs_on_kernels(*place) == trains
-        with torch.no_grad():
-            assert kernels.runs_on_kernels(*place)
-        assert len(caplog.records) == (not trains)
-        assert ("Triton 3.6.0" in kernels.delta_rule_kernel(*place)) != trains
-    finally:
-        kernels._backward_obstacle.cache_clear()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("heads", [(2, 4, 128, 128), (4, 4, 64, 128), (1, 4, 128, 64)])
@@ -240,8 +214,6 @@ def test_kernels_compute_the_same(heads: tuple[int, ...], packed: bool) -> None:
     given = [x.bfloat16() for x in given[:3]] + given[3:]
     leaves, others = ([x.clone().requires_grad_() for x in given] for _ in range(2))
     slope = torch.randn(2, length, heads[1], heads[3], device=DEVICE)
-    if kernels._backward_obstacle():
-        pytest.skip(kernels._backward_obstacle())
     out, wanted = delta_rule(*leaves, documents=documents)[0], chunked(*others, documents=documents)[0]
     near(out, wanted)
     for made in (out, wanted):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import te_models
 from te_models.engine import emulated
 from te_models.kernels import early_save, elementwise, gated_attention, handover, lm_head, softcap_attention
+from te_models.kernels.expert_rows import combine, dispatch
 from te_models.kernels.from_inputs import from_inputs
 from te_models.model import router
 
@@ -49,7 +50,8 @@ def _grouped(recipe: bool) -> Operation:
 def _routed(x: Tensor) -> Tensor:
     chosen = torch.arange(32).view(16, 2) % 3
     places = router.places(chosen, 3, 8)
-    return router.combine(router.dispatch(x, places), torch.linspace(0, 1, 32).view(16, 2), places)
+    rows = dispatch(x, places.token, places.row)
+    return combine(rows, torch.linspace(0, 1, 32).view(16, 2), places.token, places.row)
 
 
 def _norm() -> Operation:
@@ -95,7 +97,7 @@ OPERATIONS: dict[str, Operation] = {
     "kernels/early_save.py": early_save.save_early,
     "kernels/lm_head.py": _loss,
     "kernels/from_inputs.py": lambda x: from_inputs(elementwise.silu_gate)(x, x * 0.5),
-    "model/router.py": _routed,
+    "kernels/expert_rows.py": _routed,
 }
 # Tested by the file named, in Triton's interpreter, by several processes or on a GPU.
 ELSEWHERE = {

@@ -19,7 +19,8 @@ from te_models.config.training import TrainConfig
 from te_models.errors import ConfigError
 from te_models.fp8.primary_weights import is_quantized, plain, write_weight
 from te_models.fp8.scaling_state import fp8_state
-from te_models.model.router import Routing, choose, combine, describe, dispatch, places, weights_of
+from te_models.kernels.expert_rows import combine, dispatch
+from te_models.model.router import Routing, choose, describe, places, weights_of
 from te_models.optim.groups import parts
 from te_models.planning.memory_estimate import saved_bytes
 from te_models.planning.operations import Tape, Training
@@ -128,14 +129,14 @@ def test_rows_go_to_their_experts_and_back(alignment: int, dtype: torch.dtype) -
     where = places(chosen, 7, alignment)
     x = torch.randn(count, 8, dtype=dtype, requires_grad=True)
     weights = weights_of(logits, chosen, moe).requires_grad_()
-    rows = dispatch(x, where)
+    rows = dispatch(x, where.token, where.row)
     assert where.rows[4] == 0 and not any(n % alignment for n in where.rows) and len(rows) == sum(where.rows)
     for expert, part in enumerate(rows.split(where.rows)):
         own = [t for t in range(count) if expert in chosen[t].tolist()]
         assert_same_bits(f"rows of expert {expert}", part[: len(own)], x[own])
         assert not part[len(own) :].any()
     factor = torch.arange(1.0, 8.0).repeat_interleave(torch.tensor(where.rows))[:, None]
-    y = combine((rows * factor).to(dtype), weights, where)
+    y = combine((rows * factor).to(dtype), weights, where.token, where.row)
     one, other = x.detach().float().requires_grad_(), weights.detach().requires_grad_()
     expected = sum((other[:, j] * (chosen[:, j] + 1))[:, None] * one for j in range(3))
     assert isinstance(expected, Tensor)

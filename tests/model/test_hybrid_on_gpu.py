@@ -64,13 +64,13 @@ def difference(one: Tensor, other: Tensor) -> float:
     return ((one.double() - other.double()).norm() / other.double().norm()).item()
 
 
-def exact(weights: CausalLM, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients in FP32, from the same weights."""
+def widened(weights: CausalLM) -> CausalLM:
+    """A model in FP32, of separate modules, with the same weights."""
     model = build("bf16", fused=False, compile=False, dtype=torch.float32)
     with torch.no_grad():
         for own, other in zip(model.parameters(), weights.parameters(), strict=True):
             own.copy_(other)
-    return gradients(model, given)[1]
+    return model
 
 
 def test_the_kernels_of_the_package_run() -> None:
@@ -92,7 +92,7 @@ def test_the_default_path_is_the_plain_one(recipe: str, packed: bool) -> None:
     loss, found = gradients(fast, given)
     with plain_rule():
         expected, wanted = gradients(plain, given)
-        reference = exact(plain, given)
+        reference = gradients(widened(plain), given)[1]
     assert loss.item() == pytest.approx(expected.item(), rel=2e-2)
     assert found.keys() == wanted.keys() == reference.keys()
     errors = {n: (difference(found[n], reference[n]), difference(wanted[n], reference[n])) for n in reference}
@@ -103,11 +103,14 @@ def test_the_default_path_is_the_plain_one(recipe: str, packed: bool) -> None:
 def test_packed_documents_are_those_alone(recipe: str) -> None:
     model = build(recipe).eval()
     given = batch(model, packed=True)
+    wide = widened(model).eval()
     with torch.no_grad():
         together = model(given["input_ids"], document_ids=given["document_ids"]).logits
         for start in range(0, 700, 93):
-            alone = model(given["input_ids"][:, start : start + 93]).logits
-            assert difference(together[:, start : start + 93], alone) <= BOUND[recipe]
+            row = given["input_ids"][:, start : start + 93]
+            alone = model(row).logits
+            # Both differ from FP32 by their roundings, in chunks that begin elsewhere.
+            assert difference(together[:, start : start + 93], alone) <= 3 * difference(alone, wide(row).logits)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])

@@ -48,9 +48,9 @@ class Kind(NamedTuple):
     chooses: bool = False  # whether a rounding may send a token elsewhere, as routers do
 
     def at(self, where: Where) -> Where:
-        """Return the place, and the bound of this kind there."""
+        """Return the place, and the bound of this kind there: where a rounding of BF16 could choose, FP32."""
         place, bound = where
-        return place, 4 * bound if self.chooses and bound > 1e-5 else bound
+        return (place | dict(dtype=torch.float32) if self.chooses else place), bound
 
     @property
     def config(self) -> ModelConfig:

@@ -9,7 +9,8 @@ Lives here: te.Linear, te.GroupedLinear, te.RMSNorm, te.checkpoint, recipes and 
 Not here: Transformer Engine itself (te_models.engine.native) and Triton helpers that others share (te_models.kernels).
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import NoReturn
 
 from te_models.engine.emulated import recipe
 from te_models.engine.emulated.autocast import (
@@ -55,7 +56,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> NoReturn:
     """Raise an AttributeError that says which layers both engines have."""
     raise AttributeError(
         f"the emulated engine has no te.{name}: both engines have te.Linear, te.GroupedLinear and te.RMSNorm; other "
@@ -66,4 +67,4 @@ def __getattr__(name: str) -> Any:
 # The layers that quantize: each has `fp8_meta` and quantizers.
 LINEARS = (Linear, GroupedLinear)
 # No twins of te_models.kernels.handover: each module casts by itself, as Transformer Engine's modules do.
-handover: dict[str, Any] = {}
+handover: dict[str, Callable[..., object]] = {}

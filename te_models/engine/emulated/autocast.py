@@ -13,12 +13,17 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import ProcessGroup
 
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 from te_models.engine.emulated.recipe import MXFP8BlockScaling, Recipe
+
+if TYPE_CHECKING:
+    from te_models.engine.emulated.recompute import Frame
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
@@ -47,13 +52,13 @@ class FP8GlobalState(threading.local):
     def __init__(self) -> None:
         self.fp8_enabled = False
         self.fp8_recipe: Recipe | None = None
-        self.fp8_distributed_group: Any = None
+        self.fp8_distributed_group: ProcessGroup | None = None
         self.is_first_fp8_module = False
         self.autocast_depth = 0
         self.fp8_parameters = False
         self.high_precision_init_val = False
         # The te.checkpoint whose first pass (recompute_phase False) or recompute (True) is running.
-        self.recompute_frame: Any = None
+        self.recompute_frame: Frame | None = None
         self.recompute_phase = False
         # Above 0, recomputes in the backward pass are allowed: their caller restores autocast and scales.
         self.restored_recomputes = 0
@@ -111,7 +116,7 @@ class autocast:
         enabled: bool = True,
         calibrating: bool = False,
         recipe: Recipe | None = None,
-        amax_reduction_group: Any = None,
+        amax_reduction_group: ProcessGroup | None = None,
     ) -> None:
         """Reduce the amaxes of DelayedScaling over the processes of `amax_reduction_group` (None: all)."""
         if calibrating:
@@ -119,7 +124,7 @@ class autocast:
         self._enabled = enabled
         self._recipe = recipe
         self._amax_reduction_group = amax_reduction_group
-        self._saved: tuple[Any, ...] | None = None
+        self._saved: Fields | None = None
 
     def __enter__(self) -> autocast:
         if self._saved is not None:
@@ -140,10 +145,13 @@ class autocast:
         state.autocast_depth += 1
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         state = FP8GlobalStateManager.quantization_state
-        saved, self._saved = self._saved, None
-        _set_autocast_fields(state, saved or ())
+        assert self._saved is not None
+        _set_autocast_fields(state, self._saved)
+        self._saved = None
         state.autocast_depth -= 1
         if self._enabled and state.autocast_depth == 0 and torch.is_grad_enabled():
             if kind is None:
@@ -152,11 +160,14 @@ class autocast:
                 state.scales.discard_amaxes()
 
 
-def _autocast_fields(state: FP8GlobalState) -> tuple[Any, ...]:
+Fields = tuple[bool, Recipe | None, ProcessGroup | None, bool]
+
+
+def _autocast_fields(state: FP8GlobalState) -> Fields:
     return state.fp8_enabled, state.fp8_recipe, state.fp8_distributed_group, state.is_first_fp8_module
 
 
-def _set_autocast_fields(state: FP8GlobalState, values: tuple[Any, ...]) -> None:
+def _set_autocast_fields(state: FP8GlobalState, values: Fields) -> None:
     state.fp8_enabled, state.fp8_recipe, state.fp8_distributed_group, state.is_first_fp8_module = values
 
 
@@ -181,13 +192,16 @@ def outside_autocast() -> Iterator[Recipe | None]:
 _LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
-def region_lock(model: torch.nn.Module, quantized: bool) -> AbstractContextManager[Any]:
+def region_lock(model: torch.nn.Module, quantized: bool) -> AbstractContextManager[object]:
     """Return the lock of a model, for threads that share its quantizers and scales; a model in BF16 has none."""
     return _LOCKS.setdefault(model, threading.RLock()) if quantized else nullcontext()
 
 
 def fp8_autocast(
-    enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | None = None, fp8_group: Any = None
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: ProcessGroup | None = None,
 ) -> autocast:
     """Return an `autocast`; deprecated name."""
     warnings.warn("fp8_autocast is deprecated: use autocast(recipe=...)", DeprecationWarning, stacklevel=2)

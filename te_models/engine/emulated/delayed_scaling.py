@@ -6,10 +6,9 @@ amax in row 0 of the history; the update after a pass moves that amax to the las
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from te_models.engine.emulated import fused
 from te_models.engine.emulated.numerics import FLT_MAX, FP8_MAX
@@ -25,12 +24,12 @@ class DelayedScalingRecipeState:
     """
 
     recipe: DelayedScaling
-    key: tuple[Any, ...]
+    key: tuple[str, str]
 
     def __init__(self, recipe: DelayedScaling, forward: bool, n: int, device: torch.device) -> None:
         """Make the state of `n` tensors on `device`."""
         self.forward = forward
-        self.group: Any = None
+        self.group: ProcessGroup | None = None
         self.registry: ScaleRegistry | None = None
         # A first forward under torch.inference_mode must not make tensors that training cannot update.
         with torch.inference_mode(False):
@@ -42,11 +41,11 @@ class DelayedScalingRecipeState:
         """Update under `recipe` from now on."""
         self.recipe, self.key = recipe, (repr(recipe), recipe.amax_compute_algo)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return what a copy or a pickle holds: a copy belongs to no registry until it first runs."""
         return self.__dict__ | {"registry": None, "group": None}
 
-    def make_quantizers(self) -> list[Any]:
+    def make_quantizers(self) -> list[Float8Quantizer]:
         """Return one quantizer per tensor, which share this state's memory."""
         dtype = fp8_dtype(self.recipe.fp8_format, self.forward)
         return [Float8Quantizer(s, a.view(1), dtype) for s, a in zip(self.scale, self.amax_history[0], strict=True)]
@@ -58,7 +57,7 @@ class ScaleRegistry:
     def __init__(self) -> None:
         self.states: dict[int, DelayedScalingRecipeState] = {}
 
-    def add(self, state: DelayedScalingRecipeState, group: Any) -> None:
+    def add(self, state: DelayedScalingRecipeState, group: ProcessGroup | None) -> None:
         """Update `state` from here on, reducing its amaxes over `group`; another registry gives it up."""
         if state.registry is not None:
             state.registry.remove(state)
@@ -74,7 +73,7 @@ class ScaleRegistry:
 
     def update(self, forward: bool) -> None:
         """Reduce the amaxes of all states of one direction over their groups, then update histories and scales."""
-        batches: dict[Any, list[DelayedScalingRecipeState]] = {}
+        batches: dict[tuple[object, ...], list[DelayedScalingRecipeState]] = {}
         for state in list(self.states.values()):
             if state.forward == forward:
                 batches.setdefault((state.key, id(state.group), state.scale.device), []).append(state)
@@ -88,7 +87,7 @@ class ScaleRegistry:
                 state.amax_history[0].zero_()
 
 
-def _world_size(group: Any) -> int:
+def _world_size(group: ProcessGroup | None) -> int:
     initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size(group) if initialized else 1
 

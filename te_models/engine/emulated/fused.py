@@ -59,7 +59,7 @@ def active(tensor: Tensor) -> bool:
     return device_type(tensor) in DEVICES and _ON.get() and tensor.numel() > 0 and bool(kernels())
 
 
-def _run(name: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *numbers: float, **options: Any) -> None:
+def _run(name: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *numbers: float, **options: float) -> None:
     """Launch a kernel, whose parameters come in this order, on the device of its first tensor."""
     device = tensors[0].get_device()
     if device >= 0 and device != torch.cuda.current_device():
@@ -83,7 +83,7 @@ def _run(name: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *numbers
     return None
 
 
-_VARIANTS: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_VARIANTS: dict[tuple[object, ...], tuple[Any, tuple[float, ...]]] = {}
 
 
 def _blocks(n: int) -> int:
@@ -207,9 +207,10 @@ def decode(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, Tensor | Non
 
 
 def _decode_fp4(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, Tensor]:
-    tensors: list[Any] = []
-    numbers: list[Any] = []
+    tensors: list[Tensor] = []
+    numbers: list[float] = []
     for data, scale, block, _, amax, top in (a, b):
+        assert amax is not None
         data = data if data.is_contiguous() else data.contiguous()
         rows, cols = data.shape
         m, k = (rows * 2, cols) if block[0] > 1 else (rows, cols * 2)
@@ -223,8 +224,8 @@ def _decode_fp4(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _decode_fp8(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, None]:
-    tensors: list[Any] = []
-    numbers: list[Any] = []
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
     for data, scale, *_ in (a, b):
         data = data if data.is_contiguous() else data.contiguous()
         tensors += [data, scale, torch.empty_like(data, dtype=torch.bfloat16)]

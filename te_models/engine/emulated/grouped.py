@@ -7,37 +7,35 @@ scaling keeps its scale; its weight is quantized like all others, and its gradie
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from te_models.device.autograd import Context
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
-from te_models.engine.emulated.linear import Call, fp8_weight, gradients, normal, product, registry_to_update, save
-from te_models.engine.emulated.module import SLOTS, TransformerEngineBaseModule
-from te_models.engine.emulated.parallel import MODES, Parallelism, divide
+from te_models.engine.emulated.linear import Call, fp8_weight, gradients, new_calls, product, save
+from te_models.engine.emulated.module import TransformerEngineBaseModule
+from te_models.engine.emulated.parallel import MODES, Parallelism
+from te_models.engine.emulated.recipe import Recipe
 from te_models.engine.emulated.tensors import QuantizedTensorStorage, as_matrix
 
 
-class _Expert:
+class _Expert(Context):
     """The state that one expert's forward saves for its backward, in place of autograd's context."""
 
     def __init__(self, call: Call, bias: bool, wgrad: bool, dgrad: bool) -> None:
         self.call, self.bias, self.needs_input_grad = call, bias, (wgrad, dgrad)
-        self.saved: list[Any] | None = []
-        self.saved_tensors: tuple[Tensor | None, ...] = ()
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
+        self.saved: list[QuantizedTensorStorage | None] | None = []
 
 
 class _Grouped(torch.autograd.Function):
     """`y_i = x_i W_i^T + b_i` for the rows x_i of each expert."""
 
     @staticmethod
-    def forward(ctx: Any, inp: Tensor, calls: list[Call], rows: list[int], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Context, inp: Tensor, calls: list[Call], rows: list[int], *parameters: Tensor) -> Tensor:
         """Return [M, O] from inp [..., I], whose M rows are divided by `rows`; weights come before biases."""
         weights, biases = parameters[: len(rows)], parameters[len(rows) :] or [None] * len(rows)
         grad = calls[0].grad
@@ -49,8 +47,8 @@ class _Grouped(torch.autograd.Function):
                 out, qx, qw = product(weight, x, bias, call, wgrad, dgrad)
                 save(expert, x, qx, weight, qw, wgrad, dgrad)
                 outputs.append(out)
-            elif call.fp8:
-                fp8_weight(weight, call, dgrad)
+            elif call.fp8 is not None:
+                fp8_weight(weight, call, call.fp8, dgrad)
             ctx.experts.append((expert, len(expert.saved_tensors)))
             tensors += expert.saved_tensors
             expert.saved_tensors = ()
@@ -59,7 +57,7 @@ class _Grouped(torch.autograd.Function):
         return torch.cat(outputs) if outputs else inp.new_empty(0, len(weights[0]), dtype=calls[0].dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the input, the weights and the biases."""
         (grad,) = grads
         if ctx.experts is None:
@@ -71,7 +69,7 @@ class _Grouped(torch.autograd.Function):
         return _backward(ctx, experts, grad)
 
 
-def _backward(ctx: Any, experts: list[tuple[_Expert, int]], grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Context, experts: list[tuple[_Expert, int]], grad: Tensor) -> tuple[Tensor | None, ...]:
     tensors, inputs, weights, biases = ctx.saved_tensors, [], [], []
     for (expert, count), dy in zip(experts, as_matrix(grad).split(ctx.rows), strict=True):
         expert.saved_tensors, tensors = tensors[:count], tensors[count:]
@@ -82,7 +80,7 @@ def _backward(ctx: Any, experts: list[tuple[_Expert, int]], grad: Tensor) -> tup
             wgrad, dgrad = expert.needs_input_grad
             dw = grad.new_zeros(ctx.weight_shape, dtype=call.dtype) if wgrad else None
             dx = grad.new_empty(0, ctx.weight_shape[1], dtype=call.dtype) if dgrad else None
-            summed = expert.bias and (wgrad or (call.fp8 and call.override is None))
+            summed = expert.bias and (wgrad or (call.fp8 is not None and call.override is None))
             db = grad.new_zeros(ctx.weight_shape[0]) if summed else None
         expert.saved_tensors = ()
         inputs.append(dx)
@@ -100,9 +98,9 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def __init__(
         self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None, rng_tracker_name: str | None = None,
-        init_method: Callable[[Tensor], Any] | None = None, bias: bool = True, return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False, tp_group: ProcessGroup | None = None, tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], object] | None = None, rng_tracker_name: str | None = None,
+        init_method: Callable[[Tensor], object] | None = None, bias: bool = True, return_bias: bool = False,
         params_dtype: torch.dtype | None = None, parallel_mode: str | None = None,
         device: torch.device | str | None = None, ub_overlap_rs: bool = False, ub_overlap_ag: bool = False,
         ub_name: str | None = None, delay_wgrad_compute: bool = False, save_original_input: bool = False,
@@ -116,46 +114,27 @@ class GroupedLinear(TransformerEngineBaseModule):
             ValueError: for overlapped communication, and for a bias under tensor parallelism.
         """
         super().__init__(name)
-        refused = dict(fuse_wgrad_accumulation=fuse_wgrad_accumulation, get_rng_state_tracker=get_rng_state_tracker,
-                       rng_tracker_name=rng_tracker_name, delay_wgrad_compute=delay_wgrad_compute,
-                       save_original_input=save_original_input, single_grouped_weight=single_grouped_weight,
-                       single_grouped_bias=single_grouped_bias, use_grouped_tensor=use_grouped_tensor)  # fmt: skip
-        for option, value in refused.items():
-            if value:
-                raise NotImplementedError(f"te.GroupedLinear({option}={value!r}) is not emulated: leave it out")
+        self.refuse(
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation, get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name, delay_wgrad_compute=delay_wgrad_compute,
+            save_original_input=save_original_input, single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_bias, use_grouped_tensor=use_grouped_tensor,
+        )  # fmt: skip
         if ub_overlap_rs or ub_overlap_ag:
             raise ValueError("GroupedLinear doesn't support Userbuffer overlap.")
-        self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
-        if self.tp_size > 1 and bias:
+        ranks = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+        if ranks > 1 and bias:
             raise ValueError(
                 "GroupedLinear doesn't support bias when TP > 1. Because the TP communication is handled outside of "
                 "this module."
             )
         if parallel_mode not in MODES:
             raise ValueError(f"parallel_mode {parallel_mode!r} not supported. Supported modes: {MODES}")
-        self.num_gemms, self.parallel_mode = num_gemms, parallel_mode
-        self.in_features = divide(in_features, self.tp_size) if parallel_mode == "row" else in_features
-        self.out_features = divide(out_features, self.tp_size) if parallel_mode == "column" else out_features
-        self.sequence_parallel = sequence_parallel and self.tp_size > 1
+        self.num_gemms = num_gemms
+        self.weight_names = tuple(f"weight{expert}" for expert in range(num_gemms))
+        self.take_share(in_features, out_features, parallel_mode, tp_size, tp_group, sequence_parallel)
         self.use_bias, self.return_bias = bias, return_bias
-        self.init_method = init_method or normal
-        factory: Any = dict(device=device, dtype=params_dtype or torch.get_default_dtype())
-        for i in range(num_gemms):
-            weight = torch.empty(self.out_features, self.in_features, **factory)
-            self.register_parameter(f"weight{i}", nn.Parameter(weight))
-            if bias:
-                self.register_parameter(f"bias{i}", nn.Parameter(torch.empty(self.out_features, **factory)))
-            else:
-                setattr(self, f"bias{i}", torch.empty(0, **factory))
-        if self.primary_weights_in_fp8:
-            self.init_fp8_metadata()
-        if self.weights[0].device.type != "meta":
-            self.reset_parameters()
-
-    @property
-    def weights(self) -> list[nn.Parameter]:
-        """The weight [O, I] of each expert."""
-        return [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        self.make_parameters(init_method, params_dtype or torch.get_default_dtype(), device)
 
     @property
     def biases(self) -> list[nn.Parameter]:
@@ -188,54 +167,37 @@ class GroupedLinear(TransformerEngineBaseModule):
                     f"Input tensor (shape={tuple(inp.shape)}) is not compatible with weight tensor "
                     f"(shape={(self.out_features, self.in_features)})"
                 )
-            calls = self._calls(inp, biases, rows, is_first_microbatch)
+            tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (inp, self.weights[0], *biases[:1]))
+            if self.fp8:
+                self._check_fp8(rows, tracked)
+            calls = new_calls(self, Parallelism(), is_first_microbatch, tracked)
             result = _Grouped.apply(inp, calls, rows, *self.weights, *biases)
         finally:
             self.end_forward()
         result = result if inp.ndim == 2 else result.view(-1, *inp.shape[1:-1], self.out_features)
         return (result, [bias.to(self.activation_dtype) for bias in self.biases]) if self.return_bias else result
 
-    def _calls(self, inp: Tensor, biases: list[nn.Parameter], rows: list[int], first: bool | None) -> list[Call]:
-        """Collect the arguments of each expert's pass; takes the "first module" flag."""
-        grad, whole = torch.is_grad_enabled(), Parallelism()
-        assert self.activation_dtype is not None
-        names = [f"weight{i}" for i in range(self.num_gemms)]
-        if not self.fp8:
-            return [Call(self, whole, self.activation_dtype, False, grad, first, None, name) for name in names]
-        recipe = self.fp8_meta["recipe"]
+    def _check_fp8(self, rows: list[int], tracked: bool) -> None:
+        """Check what the FP8 products need, before any of them runs.
+
+        Transformer Engine finds out in backward: "Caller must pad.".
+        """
+        recipe: Recipe = self.fp8_meta["recipe"]
         if self.tp_size > 1 and recipe.float8_current_scaling():
             raise ValueError("GroupedLinear doesn't support TP > 1 with Float8 current scaling.")
-        override = recipe.backward_override
-        tracked = grad and any(t.requires_grad for t in (inp, self.weights[0], *biases[:1]))
-        _check_sizes(rows, self.in_features, self.out_features, 16 if tracked else 8 * recipe.float8_block_scaling())
-        updates = registry_to_update() if tracked and override is None else None
-        context = contextvars.copy_context()
-        forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
-        found = []
-        for i, name in enumerate(names):
-            x, weight, _ = forward[len(SLOTS["scaling_fwd"]) * i :][:3]
-            dy, _ = backward[len(SLOTS["scaling_bwd"]) * i :][:2]
-            for quantizer in (x, weight, dy):
-                quantizer.internal = True
-            found.append(
-                Call(self, whole, self.activation_dtype, True, grad, first, override, name, x, weight, None, dy, None,
-                     updates, recipe.split_accumulators, context)
-            )  # fmt: skip
-        return found
+        sizes = self.in_features, self.out_features
+        if any(size % 16 for size in sizes):
+            raise ValueError(
+                f"FP8 execution requires in_features and out_features in 16s, not {sizes[0]} and {sizes[1]}"
+            )
+        step = 16 if tracked else 8 * recipe.float8_block_scaling()  # 0: any number of rows will do
+        wrong = [f"{i} has {count}" for i, count in enumerate(rows) if step and count % step]
+        if wrong:
+            raise ValueError(
+                f"FP8 execution requires m_splits in {step}s: expert {wrong[0]} rows; pad each expert's rows"
+            )
 
     def extra_repr(self) -> str:
         """Return the sizes."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"num_gemms={self.num_gemms}, {sizes}, bias={self.use_bias}"
-
-
-def _check_sizes(rows: list[int], inputs: int, outputs: int, step: int) -> None:
-    """Check what the FP8 products need, before any of them runs; `step` 0: any number of rows will do.
-
-    Transformer Engine finds out in backward: "Caller must pad.".
-    """
-    if inputs % 16 or outputs % 16:
-        raise ValueError(f"FP8 execution requires in_features and out_features in 16s, not {inputs} and {outputs}")
-    wrong = [f"{i} has {count}" for i, count in enumerate(rows) if step and count % step]
-    if wrong:
-        raise ValueError(f"FP8 execution requires m_splits in {step}s: expert {wrong[0]} rows; pad each expert's rows")

@@ -9,21 +9,35 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from te_models.device.autograd import Context
 from te_models.device.cpu_matmul import matmul
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 from te_models.engine.emulated.gemm import gemm
-from te_models.engine.emulated.module import TransformerEngineBaseModule
+from te_models.engine.emulated.module import SLOTS, TransformerEngineBaseModule
 from te_models.engine.emulated.numerics import device_type
-from te_models.engine.emulated.parallel import MODES, Parallelism, divide
-from te_models.engine.emulated.tensors import QuantizedTensorStorage, as_matrix
+from te_models.engine.emulated.parallel import MODES, Parallelism
+from te_models.engine.emulated.quantizers import Quantizer
+from te_models.engine.emulated.recipe import Recipe
+from te_models.engine.emulated.tensors import QuantizedTensorStorage, Value, as_matrix
+
+
+class Quantizers(NamedTuple):
+    """Those of one GEMM in FP8 and of its gradients, and of the results that are to be quantized."""
+
+    input: Quantizer
+    weight: Quantizer
+    grad_output: Quantizer
+    output: Quantizer | None = None
+    grad_input: Quantizer | None = None
 
 
 @dataclass
@@ -33,16 +47,11 @@ class Call:
     module: TransformerEngineBaseModule
     parallel: Parallelism
     dtype: torch.dtype
-    fp8: bool
     grad: bool
     first_microbatch: bool | None
     override: str | None
     weight_name: str = "weight"
-    input_quantizer: Any = None
-    weight_quantizer: Any = None
-    output_quantizer: Any = None
-    grad_output_quantizer: Any = None
-    grad_input_quantizer: Any = None
+    fp8: Quantizers | None = None
     updates: ScaleRegistry | None = None  # whose backward scales this module's backward updates
     splits: tuple[bool, bool, bool] = (False, True, True)  # split accumulation in fprop, dgrad, wgrad
     context: contextvars.Context | None = None  # of the forward, in which an FP8 backward runs
@@ -52,7 +61,7 @@ class _Linear(torch.autograd.Function):
     """`y = x W^T + b` with quantized operands."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, inp: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    def forward(ctx: Context, weight: Tensor, inp: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         """Return `[..., O]` in the activation dtype, from inp `[..., I]` and weight `[O, I]`."""
         wgrad, dgrad = call.grad and weight.requires_grad, call.grad and inp.requires_grad
         out, x, w = product(weight, inp, bias, call, wgrad, dgrad)
@@ -61,7 +70,7 @@ class _Linear(torch.autograd.Function):
         return _result(out, weight, inp, call)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of weight, input and bias."""
         (grad,) = grads
         if ctx.call is None:
@@ -73,15 +82,15 @@ class _Linear(torch.autograd.Function):
 
 def product(
     weight: Tensor, inp: Tensor, bias: Tensor | None, call: Call, wgrad: bool, dgrad: bool
-) -> tuple[Tensor, Any, Any]:
+) -> tuple[Tensor, Value, Value]:
     """Return this rank's product [T, O], and the input and the weight as they were multiplied."""
     parallel = call.parallel
     with no_autocast(inp):
-        if call.fp8:
-            x, w = _fp8_operands(inp, weight, call, wgrad, dgrad)
+        if call.fp8 is not None:
+            x, w = _fp8_operands(inp, weight, call, call.fp8, wgrad, dgrad)
             if bias is not None:
                 bias = bias.to(torch.bfloat16 if call.dtype == torch.float32 else call.dtype)
-            total = parallel.gather_input(x, call.input_quantizer)
+            total = parallel.gather_input(x, call.fp8.input)
             return gemm(total, w, (False, False), bias, call.dtype, call.splits[0]), x, w
         x, w = _high_precision(inp, call.dtype), _high_precision(weight, call.dtype)
         x = as_matrix(x)
@@ -92,68 +101,69 @@ def _result(out: Tensor, weight: Tensor, inp: Tensor, call: Call) -> Tensor:
     """Return the layer's output, of the shape that follows from the input's."""
     out = call.parallel.reduce_output(out)
     out = out if inp.ndim == 2 else out.view(-1, *inp.shape[1:-1], weight.shape[0])
-    return out if call.output_quantizer is None else call.output_quantizer(out)
+    return out if call.fp8 is None or call.fp8.output is None else call.fp8.output(out)
 
 
-def _backward(ctx: Any, call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:
     dw, dx, db = gradients(ctx, call, grad)
     if dx is not None:
         dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
-        dx = dx if call.grad_input_quantizer is None else call.grad_input_quantizer(dx)
+        dx = dx if call.fp8 is None or call.fp8.grad_input is None else call.fp8.grad_input(dx)
     if call.updates is not None:
         FP8GlobalStateManager.update_backward(call.updates)
     return dw, dx, db, None
 
 
-def gradients(ctx: Any, call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:
+def gradients(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of weight, input [T, I] and bias from that of the output, as `ctx` asks for them."""
     with no_autocast(grad):
-        compute = _fp8_backward if call.fp8 and call.override is None else _plain_backward
-        return compute(ctx, call, grad)
+        if call.fp8 is not None and call.override is None:
+            return _fp8_backward(ctx, call, call.fp8, grad)
+        return _plain_backward(ctx, call, grad)
 
 
-def no_autocast(tensor: Tensor) -> Any:
+def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """Disable torch.autocast for the device of `tensor`, so that it does not narrow FP32 GEMMs."""
     device = device_type(tensor)
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def _high_precision(value: Any, dtype: torch.dtype) -> Tensor:
+def _high_precision(value: Value, dtype: torch.dtype) -> Tensor:
     if isinstance(value, QuantizedTensorStorage):
         return value.dequantize(dtype=dtype)
     return value if value.dtype == dtype else value.to(dtype)
 
 
-def _fp8_operands(inp: Tensor, weight: Tensor, call: Call, wgrad: bool, dgrad: bool) -> tuple[Any, Any]:
+def _fp8_operands(
+    inp: Tensor, weight: Tensor, call: Call, how: Quantizers, wgrad: bool, dgrad: bool
+) -> tuple[QuantizedTensorStorage, QuantizedTensorStorage]:
     """Quantize the input, then the weight."""
-    x: Any = inp
     if isinstance(inp, QuantizedTensorStorage):
         inp.update_usage(rowwise_usage=True)
-    else:
-        columnwise = wgrad and call.override is None and not call.parallel.rowwise_only(call.input_quantizer)
-        call.input_quantizer.set_usage(rowwise=True, columnwise=columnwise)
-        x = call.input_quantizer(as_matrix(inp))
-    return x, fp8_weight(weight, call, dgrad)
+        return inp, fp8_weight(weight, call, how, dgrad)
+    columnwise = wgrad and call.override is None and not call.parallel.rowwise_only(how.input)
+    how.input.set_usage(rowwise=True, columnwise=columnwise)
+    return how.input(as_matrix(inp)), fp8_weight(weight, call, how, dgrad)
 
 
-def fp8_weight(weight: Tensor, call: Call, dgrad: bool) -> Any:
+def fp8_weight(weight: Tensor, call: Call, how: Quantizers, dgrad: bool) -> QuantizedTensorStorage:
     """Return the weight in FP8, with the copy for an input gradient if one follows."""
     state = FP8GlobalStateManager.quantization_state
     columnwise = (dgrad and call.override is None) or (state.recompute_frame is not None and not state.recompute_phase)
     return call.module.quantized_weight(
-        call.weight_name, weight, call.weight_quantizer, call.first_microbatch, call.grad, columnwise
+        call.weight_name, weight, how.weight, call.first_microbatch, call.grad, columnwise
     )
 
 
-def save(ctx: Any, inp: Tensor, x: Any, weight: Tensor, w: Any, wgrad: bool, dgrad: bool) -> None:
+def save(ctx: Context, inp: Tensor, x: Value, weight: Tensor, w: Value, wgrad: bool, dgrad: bool) -> None:
     """Save the operands for backward: FP8 data and scales where they are quantized."""
     call: Call = ctx.call
-    if call.fp8 and call.override == "high_precision":
+    if call.fp8 is not None and call.override == "high_precision":
         x, w = inp, weight
-    elif call.fp8 and call.override is None and call.module._is_fsdp2:
+    elif call.fp8 is not None and call.override is None and call.module._is_fsdp2:
         w = weight  # FSDP2 gathers it again in backward, which quantizes it again
     if wgrad and x is not inp and isinstance(x, QuantizedTensorStorage):
-        rowwise = call.override is not None or call.parallel.rowwise_only(call.input_quantizer)
+        rowwise = call.override is not None or call.parallel.rowwise_only(None if call.fp8 is None else call.fp8.input)
         x.update_usage(rowwise_usage=rowwise, columnwise_usage=not rowwise)
     ctx.saved, tensors = [], []
     for value in (x if wgrad else None, w if dgrad else None):
@@ -164,7 +174,7 @@ def save(ctx: Any, inp: Tensor, x: Any, weight: Tensor, w: Any, wgrad: bool, dgr
     ctx.save_for_backward(*tensors)
 
 
-def _restore(ctx: Any) -> list[Any]:
+def _restore(ctx: Context) -> list[Value]:
     """Return the input and the weight that `_save` saved."""
     tensors, found = ctx.saved_tensors, []
     for storage, count in ctx.saved:
@@ -176,7 +186,7 @@ def _restore(ctx: Any) -> list[Any]:
     return found
 
 
-def _fp8_backward(ctx: Any, call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _fp8_backward(ctx: Context, call: Call, how: Quantizers, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Compute both gradient GEMMs in FP8; the bias gradient comes from the unquantized dy."""
     x, w = _restore(ctx)
     parallel = call.parallel
@@ -185,24 +195,25 @@ def _fp8_backward(ctx: Any, call: Call, grad: Tensor) -> tuple[Tensor | None, ..
     if ctx.bias:
         values = as_matrix(_high_precision(grad, grad.dtype))
         db = values.sum(0, dtype=torch.float32).to(grad.dtype)
-    call.grad_output_quantizer.set_usage(rowwise=True, columnwise=ctx.bias or wgrad)
+    how.grad_output.set_usage(rowwise=True, columnwise=ctx.bias or wgrad)
     flat = grad if isinstance(grad, QuantizedTensorStorage) else as_matrix(grad)
-    dy: Any = parallel.gather_gradient(flat, call.grad_output_quantizer)
+    dy = parallel.gather_gradient(flat, how.grad_output)
     if dgrad:
         if not isinstance(w, QuantizedTensorStorage):
-            call.weight_quantizer.set_usage(rowwise=True, columnwise=True)
-            w = call.weight_quantizer(w)
+            how.weight.set_usage(rowwise=True, columnwise=True)
+            w = how.weight(w)
         w.update_usage(columnwise_usage=True)
         dx = parallel.reduce_input_gradient(gemm(dy, w, (False, True), None, call.dtype, call.splits[1]))
     if wgrad:
-        x = parallel.gather_input(x, call.input_quantizer, columnwise=True)
+        x = parallel.gather_input(x, how.input, columnwise=True)
+        assert isinstance(x, QuantizedTensorStorage)
         for storage in (x, dy):
             storage.update_usage(columnwise_usage=True)
         dw = gemm(dy, x, (True, True), None, call.dtype, call.splits[2])
     return dw, dx, db
 
 
-def _plain_backward(ctx: Any, call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _plain_backward(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Compute the gradients in the activation dtype. A frozen weight's bias gets none (section 7.5)."""
     x, w = _restore(ctx)
     parallel = call.parallel
@@ -222,9 +233,9 @@ class Linear(TransformerEngineBaseModule):
 
     def __init__(
         self, in_features: int, out_features: int, sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None, rng_tracker_name: str | None = None,
-        init_method: Callable[[Tensor], Any] | None = None, bias: bool = True, return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False, tp_group: ProcessGroup | None = None, tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], object] | None = None, rng_tracker_name: str | None = None,
+        init_method: Callable[[Tensor], object] | None = None, bias: bool = True, return_bias: bool = False,
         params_dtype: torch.dtype | None = None, parallel_mode: str | None = None,
         parameters_split: tuple[str, ...] | dict[str, int] | None = None, device: torch.device | str | None = None,
         ub_overlap_ag: bool = False, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False,
@@ -242,35 +253,24 @@ class Linear(TransformerEngineBaseModule):
             NotImplementedError: for an option that is not emulated.
         """
         super().__init__(name)
-        refused = dict(fuse_wgrad_accumulation=fuse_wgrad_accumulation, get_rng_state_tracker=get_rng_state_tracker,
-                       rng_tracker_name=rng_tracker_name, parameters_split=parameters_split,
-                       delay_wgrad_compute=delay_wgrad_compute, save_original_input=save_original_input)  # fmt: skip
-        for option, value in refused.items():
-            if value:
-                raise NotImplementedError(f"te.Linear({option}={value!r}) is not emulated: leave it out")
+        self.refuse(
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation, get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name, parameters_split=parameters_split,
+            delay_wgrad_compute=delay_wgrad_compute, save_original_input=save_original_input,
+        )  # fmt: skip
         if parallel_mode not in MODES:
             raise AssertionError(f"parallel_mode {parallel_mode} not supported")
-        self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+        self.take_share(in_features, out_features, parallel_mode, tp_size, tp_group, sequence_parallel)
         self.tp_group, self.tp_group_initialized = tp_group, tp_group is not None or tp_size == 1
-        self.parallel_mode, self.sequence_parallel = parallel_mode, sequence_parallel and self.tp_size > 1
-        self.in_features = divide(in_features, self.tp_size) if parallel_mode == "row" else in_features
-        self.out_features = divide(out_features, self.tp_size) if parallel_mode == "column" else out_features
         self.use_bias, self.return_bias = bias, return_bias
-        self.init_method = init_method or normal
-        factory: Any = dict(device=device, dtype=params_dtype or torch.get_default_dtype())
-        self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **factory))
-        self.bias = nn.Parameter(torch.empty(self.out_features, **factory)) if bias else torch.empty(0, **factory)
-        if self.primary_weights_in_fp8:
-            self.init_fp8_metadata()
-        if self.weight.device.type != "meta":
-            self.reset_parameters()
+        self.make_parameters(init_method, params_dtype or torch.get_default_dtype(), device)
 
     @property
     def parallelism(self) -> Parallelism:
         """The way the layer is split, and its communication."""
         return Parallelism(self.parallel_mode, self.tp_size, self.tp_group, self.sequence_parallel)
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+    def set_tensor_parallel_group(self, tp_group: ProcessGroup) -> None:
         """Set the process group over which the layer is split; call it before the first forward."""
         self.tp_group, self.tp_group_initialized = tp_group, True
 
@@ -285,7 +285,7 @@ class Linear(TransformerEngineBaseModule):
         parallel = self.parallelism
         parallel.check(self.tp_group_initialized, None)
         self.prepare_forward(inp)
-        bias = self.bias if self.use_bias else None
+        bias: Tensor | None = self.bias if self.use_bias else None
         # A row-parallel bias is added once, after the sum over the ranks.
         fused = not self.return_bias and self.parallel_mode != "row"
         try:
@@ -293,7 +293,7 @@ class Linear(TransformerEngineBaseModule):
                 raise AssertionError(
                     f"GEMM not possible: the input has {inp.shape[-1]} features, not {self.in_features}"
                 )
-            call = self._call(parallel, inp, bias if fused else None, is_first_microbatch, fp8_output, fp8_grad)
+            call = self._call(parallel, inp, bias if fused else None, is_first_microbatch, (fp8_output, fp8_grad))
             if call.grad:
                 out = _Linear.apply(self.weight, inp, bias if fused else None, call)
             else:  # without autograd's share, a tenth of a small layer's time
@@ -306,29 +306,18 @@ class Linear(TransformerEngineBaseModule):
         return out if bias is None or fused else out + bias.to(self.activation_dtype)
 
     def _call(
-        self, parallel: Parallelism, inp: Any, bias: Tensor | None, first: bool | None, fp8_output: bool, fp8_grad: bool
+        self, parallel: Parallelism, inp: Tensor, bias: Tensor | None, first: bool | None, results: tuple[bool, bool]
     ) -> Call:
-        """Collect the arguments of one pass; takes the "first module" flag."""
-        grad = torch.is_grad_enabled()
-        assert self.activation_dtype is not None
-        if not self.fp8:
-            return Call(self, parallel, self.activation_dtype, False, grad, first, None)
-        forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
-        for quantizer in (forward[0], forward[1], backward[0]):
-            quantizer.internal = True
-        recipe = self.fp8_meta["recipe"]
-        parallel.check(True, recipe)
-        parallel.check_quantized_results(fp8_output, fp8_grad)
-        parallel.configure(forward[0], backward[0])
-        override = recipe.backward_override
-        tracked = grad and any(t is not None and t.requires_grad for t in (inp, self.weight, bias))
-        _check_dims(inp.shape, self.weight.shape, tracked)
-        updates = registry_to_update() if tracked and override is None else None
-        return Call(
-            self, parallel, self.activation_dtype, True, grad, first, override, "weight", forward[0], forward[1],
-            forward[2] if fp8_output else None, backward[0], backward[1] if fp8_grad else None, updates,
-            recipe.split_accumulators, contextvars.copy_context(),
-        )  # fmt: skip
+        """Check and collect the arguments of one pass."""
+        trained = any(t is not None and t.requires_grad for t in (inp, self.weight, bias))
+        tracked = torch.is_grad_enabled() and trained
+        if self.fp8:
+            parallel.check(True, self.fp8_meta["recipe"])
+            parallel.check_quantized_results(*results)
+            parallel.configure(self.quantizers["scaling_fwd"][0], self.quantizers["scaling_bwd"][0])
+            _check_dims(inp.shape, self.weight.shape, tracked)
+        (call,) = new_calls(self, parallel, first, tracked, results)
+        return call
 
     def extra_repr(self) -> str:
         """Return the sizes and the split."""
@@ -336,9 +325,32 @@ class Linear(TransformerEngineBaseModule):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}{split}"
 
 
-def normal(weight: Tensor) -> Tensor:
-    """Initialize a weight as Transformer Engine does."""
-    return nn.init.normal_(weight, 0.0, 0.023)
+def new_calls(
+    module: TransformerEngineBaseModule, parallel: Parallelism, first: bool | None, tracked: bool,
+    results: tuple[bool, bool] = (False, False),
+) -> list[Call]:  # fmt: skip
+    """Return the arguments of the pass of each GEMM; takes the "first module" flag.
+
+    `tracked`: autograd records the pass. `results`: whether the output and the gradient of the input are quantized.
+    """
+    dtype, grad = module.activation_dtype, torch.is_grad_enabled()
+    assert dtype is not None
+    if not module.fp8:
+        return [Call(module, parallel, dtype, grad, first, None, name) for name in module.weight_names]
+    recipe: Recipe = module.fp8_meta["recipe"]
+    override, context = recipe.backward_override, contextvars.copy_context()
+    updates = registry_to_update() if tracked and override is None else None
+    forward, backward = (module.quantizers[direction] for direction in SLOTS)
+    found = []
+    for i, name in enumerate(module.weight_names):
+        x, weight, y = forward[3 * i : 3 * i + 3]
+        dy, dx = backward[2 * i : 2 * i + 2]
+        for quantizer in (x, weight, dy):
+            quantizer.internal = True
+        fp8 = Quantizers(x, weight, dy, y if results[0] else None, dx if results[1] else None)
+        how = (recipe.split_accumulators, context)
+        found.append(Call(module, parallel, dtype, grad, first, override, name, fp8, updates, *how))
+    return found
 
 
 def _check_dims(inp: torch.Size, weight: torch.Size, grad: bool) -> None:

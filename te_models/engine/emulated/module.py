@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import DelayedScalingRecipeState
 from te_models.engine.emulated.numerics import device_type
 from te_models.engine.emulated.nvfp4 import NVFP4Quantizer
+from te_models.engine.emulated.parallel import divide
 from te_models.engine.emulated.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -30,7 +32,7 @@ from te_models.engine.emulated.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
-from te_models.engine.emulated.tensors import QuantizedTensor
+from te_models.engine.emulated.tensors import QuantizedTensor, QuantizedTensorStorage
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 # The largest weight, in elements, whose decoded values are kept with its FP8 data: they take 2 to 4 bytes each, and
@@ -61,7 +63,7 @@ def make_quantizer(recipe: Recipe, slot: str, device: torch.device) -> Quantizer
         return Float8CurrentScalingQuantizer(dtype, device, force_pow_2_scales=recipe.use_power_2_scales)
     if isinstance(recipe, (Float8BlockScaling, Float8CurrentScaling)):
         params = recipe.options(operand)
-        scales: Any = dict(force_pow_2_scales=params.power_2_scale, amax_epsilon=params.amax_epsilon)
+        scales: dict[str, Any] = dict(force_pow_2_scales=params.power_2_scale, amax_epsilon=params.amax_epsilon)
         if isinstance(recipe, Float8CurrentScaling):
             return Float8CurrentScalingQuantizer(dtype, device, **scales)
         dims = {"fwd_weight": recipe.w_block_scaling_dim, "bwd_grad": recipe.grad_block_scaling_dim}
@@ -107,8 +109,13 @@ class TransformerEngineBaseModule(EmptyExtraState):
     """
 
     weight: nn.Parameter
-    init_method: Callable[[Tensor], Any]
+    init_method: Callable[[Tensor], object]
     num_gemms = 1  # GEMMs per forward, each with quantizers of its own
+    weight_names: tuple[str, ...] = ("weight",)  # of each GEMM
+    in_features: int
+    out_features: int
+    use_bias: bool
+    bias: Tensor
     _made = 0
 
     def __init__(self, name: str | None = None) -> None:
@@ -116,20 +123,52 @@ class TransformerEngineBaseModule(EmptyExtraState):
         super().__init__()
         TransformerEngineBaseModule._made += 1
         self.name = name or f"Layer_{TransformerEngineBaseModule._made}"
-        self._fp8_workspaces: dict[str, Any] = {}
+        self._fp8_workspaces: dict[str, QuantizedTensorStorage] = {}
         self.activation_dtype: torch.dtype | None = None
         self._is_fsdp2 = False  # set by whoever shards the parameters; Transformer Engine looks for FSDP2 by itself
         state = FP8GlobalStateManager.quantization_state
         self.primary_weights_in_fp8 = state.fp8_parameters
         self.preserve_high_precision_init_val = state.high_precision_init_val
         # Delayed scaling under te.checkpoint: (checkpoint, history, scale) of each first pass, oldest first.
-        self._stash: deque[tuple[Any, Tensor, Tensor]] = deque()
+        self._stash: deque[tuple[object, Tensor, Tensor]] = deque()
         self._tracked = False  # the last forward ran with grad enabled
         self._clear_fp8_state()
 
+    def refuse(self, **options: object) -> None:
+        """Raise a NotImplementedError for an option of Transformer Engine that is given and not emulated."""
+        for option, value in options.items():
+            if value:
+                name = type(self).__name__
+                raise NotImplementedError(f"te.{name}({option}={value!r}) is not emulated: leave it out")
+
+    def take_share(
+        self, inputs: int, outputs: int, mode: str | None, tp_size: int, group: ProcessGroup | None, sequence: bool
+    ) -> None:
+        """Set the sizes of this rank's share of a layer of these sizes."""
+        ranks = self.tp_size = tp_size if group is None else torch.distributed.get_world_size(group)
+        self.parallel_mode, self.sequence_parallel = mode, sequence and ranks > 1
+        self.in_features = divide(inputs, ranks) if mode == "row" else inputs
+        self.out_features = divide(outputs, ranks) if mode == "column" else outputs
+
+    def make_parameters(
+        self, init: Callable[[Tensor], object] | None, dtype: torch.dtype, device: torch.device | str | None
+    ) -> None:
+        """Make the weight and the bias of each GEMM, and initialize them unless they are on meta."""
+        self.init_method = init or normal
+        for name in self.weight_names:
+            bias = name.replace("weight", "bias")
+            weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
+            self.register_parameter(name, nn.Parameter(weight))
+            values = torch.empty(self.out_features if self.use_bias else 0, dtype=dtype, device=device)
+            setattr(self, bias, nn.Parameter(values) if self.use_bias else values)
+        if self.primary_weights_in_fp8:
+            self.init_fp8_metadata()
+        if self.weights[0].device.type != "meta":
+            self.reset_parameters()
+
     def _clear_fp8_state(self) -> None:
         self.fp8_meta: dict[str, Any] = {}
-        self.quantizers: dict[str, list[Any]] = {direction: [] for direction in DIRECTIONS}
+        self.quantizers: dict[str, Sequence[Quantizer]] = {direction: [] for direction in DIRECTIONS}
         self._fp8_workspaces.clear()
         self._stash.clear()
         self._current: tuple[Tensor, Tensor] | None = None
@@ -137,8 +176,8 @@ class TransformerEngineBaseModule(EmptyExtraState):
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        """The weight of each GEMM."""
-        return [self.weight]
+        """The weight [O, I] of each GEMM."""
+        return [getattr(self, name) for name in self.weight_names]
 
     def _states(self) -> list[DelayedScalingRecipeState]:
         """Return the states of delayed scaling, forward first; none under other recipes."""
@@ -198,31 +237,32 @@ class TransformerEngineBaseModule(EmptyExtraState):
         param = nn.Parameter(quantizer(value))
         if self.preserve_high_precision_init_val:
             before = value.detach().cpu().clone()
-            param._high_precision_init_val = before  # type: ignore[attr-defined]  # Transformer Engine's attribute
+            vars(param)["_high_precision_init_val"] = before  # Transformer Engine's attribute
         return param
 
     def quantized_weight(
-        self, name: str, weight: Tensor, quantizer: Any, first_microbatch: bool | None, grad: bool, columnwise: bool
-    ) -> Any:
+        self, name: str, weight: Tensor, quantizer: Quantizer, first_microbatch: bool | None, grad: bool,
+        columnwise: bool,
+    ) -> QuantizedTensorStorage:  # fmt: skip
         """Return the weight `name` in FP8: itself if it is quantized, else quantized now or taken from the cache.
 
         Without grad, what products derive from a cached weight is kept with it.
         """
         reused = first_microbatch is not None and not self._is_fsdp2
-        primary = isinstance(weight, QuantizedTensor)
-        if primary:
-            weight.update_usage(rowwise_usage=True)
-        if primary and (grad or not reused):
-            return weight
+        primary = weight if isinstance(weight, QuantizedTensor) else None
+        if primary is not None:
+            primary.update_usage(rowwise_usage=True)
+            if grad or not reused:
+                return primary
         quantizer.set_usage(rowwise=True, columnwise=columnwise and not self._is_fsdp2)
         if not reused:
             return quantizer(weight)
         cached = self._fp8_workspaces.get(name)
         usable = cached is not None and (cached.get_usages()["columnwise"] or not columnwise)
-        if primary and usable:  # its optimizer replaces the data
-            usable = all(a is b for a, b in zip(cached.get_data_tensors(), weight.get_data_tensors(), strict=True))
-        if first_microbatch or not usable:
-            cached = weight.with_data_tensors(weight.get_data_tensors()) if primary else quantizer(weight)
+        if cached is not None and primary is not None and usable:  # its optimizer replaces the data
+            usable = all(a is b for a, b in zip(cached.get_data_tensors(), primary.get_data_tensors(), strict=True))
+        if first_microbatch or cached is None or not usable:
+            cached = quantizer(weight) if primary is None else primary.with_data_tensors(primary.get_data_tensors())
             if not grad and weight.numel() <= KEPT_VALUES:
                 cached.keep()
             self._fp8_workspaces[name] = cached
@@ -305,7 +345,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
             forward.scale.copy_(self._current[1])
         self._current = None
 
-    def _restore_stash(self, frame: Any) -> None:
+    def _restore_stash(self, frame: object) -> None:
         """Recompute with the scales of the first pass; `end_forward` undoes what the casts record."""
         forward = self.fp8_meta.get("scaling_fwd")
         if forward is None:
@@ -375,7 +415,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
                 state.registry.remove(state)
         self._clear_fp8_state()
 
-    def _apply(self, fn: Any, recurse: bool = True) -> TransformerEngineBaseModule:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TransformerEngineBaseModule:
         """Move the FP8 state along with the parameters."""
         super()._apply(fn, recurse)
         device = self.weights[0].device
@@ -386,12 +426,17 @@ class TransformerEngineBaseModule(EmptyExtraState):
                 self.quantizers[key] = state.make_quantizers()
         return self
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copy or a pickle, whose quantizers must share the memory of its own scales."""
         super().__setstate__(state)
         for key in DIRECTIONS:
             if (own := self.fp8_meta.get(key)) is not None:
                 self.quantizers[key] = own.make_quantizers()
+
+
+def normal(weight: Tensor) -> Tensor:
+    """Initialize a weight as Transformer Engine does."""
+    return nn.init.normal_(weight, 0.0, 0.023)
 
 
 def in_backward() -> bool:

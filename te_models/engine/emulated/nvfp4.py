@@ -13,14 +13,14 @@ one). Row scaling and "4over6" are not emulated.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from te_models.engine.emulated import fused, numerics
 from te_models.engine.emulated.numerics import FLT_MAX, DType, device_type
-from te_models.engine.emulated.quantizers import Quantizer
+from te_models.engine.emulated.quantizers import Fields, Quantizer
 from te_models.engine.emulated.recipe import NVFP4BlockScaling
 from te_models.engine.emulated.tensors import (
     BlockScaled,
@@ -162,16 +162,15 @@ class NVFP4TensorStorage(BlockStorage):
     `_amax_rowwise` and `_amax_columnwise` FP32 `[1]`.
     """
 
-    _tensors = (
-        "_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise",
-        "_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise",
-    )  # fmt: skip
+    _copies = (
+        ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"),
+        ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"),
+    )
+    _tensors = _copies[0] + _copies[1]
+    _facts = ("shape", "dtype", "quantizer", "fp4_dtype")
     _amax_rowwise: Tensor | None = None
     _amax_columnwise: Tensor | None = None
     _fp4_dtype: DType
-
-    def _metadata(self) -> dict[str, Any]:
-        return super()._metadata() | {"fp4_dtype": self._fp4_dtype}
 
     def operand(self, columnwise: bool) -> Operand:
         """Return values times block scales, and the tensor's scale. A columnwise copy may be Hadamard-transformed."""
@@ -214,7 +213,7 @@ class NVFP4Quantizer(Quantizer):
 
     def __init__(
         self, fp4_dtype: DType = DType.kFloat4E2M1, rowwise: bool = True, columnwise: bool = True,
-        with_amax_reduction: bool = False, amax_reduction_group: Any = None, with_rht: bool = False,
+        with_amax_reduction: bool = False, amax_reduction_group: ProcessGroup | None = None, with_rht: bool = False,
         with_post_rht_amax: bool = False, with_2d_quantization: bool = False, stochastic_rounding: bool = False,
         row_scaled_nvfp4: bool = False, nvfp4_use_4over6: bool = False, nvfp4_e4m3_max: int = 448,
         nvfp4_4over6_err_mode: str = "MAE", with_random_sign_mask: bool = True,
@@ -234,14 +233,14 @@ class NVFP4Quantizer(Quantizer):
         self.with_random_sign_mask = with_random_sign_mask
         self.generator = generator
 
-    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
         x, shape = as_matrix(tensor), tensor.shape
         copies = self._fused if fused.active(x) else self._plain
         row, row_scale, row_amax, column, column_scale, column_amax = copies(x, rowwise, columnwise)
         if len(shape) != 2:
             row = row.view(*shape[:-1], shape[-1] // 2) if rowwise else row
             column = column.view(*shape[:-2], shape[-2] // 2, shape[-1]) if columnwise else column
-        fields: dict[str, Any] = {"fp4_dtype": self.dtype}
+        fields: Fields = {"fp4_dtype": self.dtype}
         if rowwise:
             fields |= {"rowwise_data": row, "rowwise_scale_inv": row_scale, "amax_rowwise": row_amax}
         if columnwise:
@@ -249,10 +248,10 @@ class NVFP4Quantizer(Quantizer):
             fields["amax_columnwise"] = column_amax
         return fields
 
-    def _plain(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Any, ...]:
+    def _plain(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
         """Return data, scale bytes and amax of x `[M, K]`, rowwise, data `[M, K/2]`, and columnwise, `[M/2, K]`."""
         shared = BLOCK if self.with_2d_quantization else 1
-        row = column = (None,) * 3
+        row = column = (x,) * 3  # a copy that was not asked for may be anything
         made = self._cast_blocks(x, (shared, BLOCK)) if rowwise else None
         if made is not None:
             data, scale, amax = made
@@ -264,7 +263,7 @@ class NVFP4Quantizer(Quantizer):
             column = pack_rows(data), pad_to(scale.repeat_interleave(shared, 1).t(), 128, 4), amax.clone()
         return *row, *column
 
-    def _fused(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Any, ...]:
+    def _fused(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
         """Return the same from the kernels; a copy that was not asked for is empty."""
         t = self._transformed(x) if columnwise else x
         both = rowwise and t is not x

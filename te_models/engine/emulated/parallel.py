@@ -17,14 +17,21 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from te_models.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from te_models.engine.emulated.nvfp4 import NVFP4Quantizer, NVFP4TensorStorage
-from te_models.engine.emulated.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8Quantizer
+from te_models.engine.emulated.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Quantizer,
+)
+from te_models.engine.emulated.recipe import DelayedScaling, Recipe
 from te_models.engine.emulated.tensors import (
     BLOCK,
     MX_BLOCK,
@@ -32,10 +39,12 @@ from te_models.engine.emulated.tensors import (
     Float8TensorStorage,
     MXFP8TensorStorage,
     QuantizedTensorStorage,
+    Value,
     pad_to,
 )
 
 MODES = (None, "row", "column")
+T = TypeVar("T", bound=Value)
 _PER_TENSOR = (Float8Quantizer, Float8CurrentScalingQuantizer)
 
 
@@ -45,7 +54,7 @@ class Parallelism:
 
     mode: str | None = None
     size: int = 1
-    group: Any = None
+    group: ProcessGroup | None = None
     sequence: bool = False
 
     @property
@@ -58,7 +67,7 @@ class Parallelism:
         """True if a rank receives only its own tokens of the output's gradient."""
         return self.sequence and self.mode == "row"
 
-    def configure(self, input_quantizer: Any, grad_output_quantizer: Any) -> None:
+    def configure(self, input_quantizer: Quantizer, grad_output_quantizer: Quantizer) -> None:
         """Make the quantizers of gathered tensors agree on an amax first."""
         for quantizer, gathers in (
             (input_quantizer, self.gathers_input),
@@ -68,11 +77,11 @@ class Parallelism:
                 quantizer.with_amax_reduction = gathers
                 quantizer.amax_reduction_group = self.group if gathers else None
 
-    def rowwise_only(self, quantizer: Any) -> bool:
+    def rowwise_only(self, quantizer: Quantizer | None) -> bool:
         """Return True if one rowwise gather of the input serves both GEMMs: with one scale, both copies are equal."""
         return self.gathers_input and isinstance(quantizer, _PER_TENSOR)
 
-    def gather_input(self, x: Any, quantizer: Any = None, columnwise: bool = False) -> Any:
+    def gather_input(self, x: T, quantizer: Quantizer | None = None, columnwise: bool = False) -> T:
         """Return the input of all ranks [T, I]: for the forward, or `columnwise` for the weight gradient."""
         if not self.gathers_input:
             return x
@@ -81,7 +90,7 @@ class Parallelism:
             quantizer.set_usage(rowwise=not columnwise, columnwise=columnwise)
         return _gather(x, quantizer, self.group)
 
-    def gather_gradient(self, dy: Any, quantizer: Any = None) -> Any:
+    def gather_gradient(self, dy: Value, quantizer: Quantizer | None = None) -> Any:
         """Return dy of all ranks [T, O], quantized if there is a quantizer."""
         if self.gathers_gradient:
             return _gather(dy, quantizer, self.group)
@@ -100,14 +109,14 @@ class Parallelism:
             return value
         return reduce_scatter(value, self.group) if self.sequence else all_reduce(value, self.group)
 
-    def check(self, initialized: bool, recipe: Any) -> None:
+    def check(self, initialized: bool, recipe: Recipe | None) -> None:
         """Check the group and the recipe before a forward; `recipe` is None without FP8."""
         if self.size > 1 and not initialized:
             raise RuntimeError(
                 "Tensor parallel group not initialized. Call set_tensor_parallel_group() before forward pass when "
                 "tp_size > 1."
             )
-        if self.sequence and recipe is not None and recipe.delayed() and not recipe.reduce_amax:
+        if self.sequence and isinstance(recipe, DelayedScaling) and not recipe.reduce_amax:
             raise AssertionError(
                 "Amax reduction across tensor parallel group is necessary when using sequence parallelism with FP8."
             )
@@ -126,7 +135,7 @@ def divide(size: int, parts: int) -> int:
     return size // parts
 
 
-def _gather(x: Any, quantizer: Any, group: Any) -> Any:
+def _gather(x: Any, quantizer: Quantizer | None, group: ProcessGroup | None) -> Any:
     """Return x of all ranks along the first dimension; with a quantizer, the copies that it is set to make."""
     if quantizer is None:
         return all_gather(x, group)
@@ -142,7 +151,7 @@ def _gather(x: Any, quantizer: Any, group: Any) -> Any:
     return _gather_quantized(x if quantized else quantizer(x), quantizer, group)
 
 
-def _can_gather_quantized(shape: torch.Size, quantizer: Any) -> bool:
+def _can_gather_quantized(shape: torch.Size, quantizer: Quantizer) -> bool:
     """Return True if each rank's data and scales are a part of the whole tensor's."""
     if isinstance(quantizer, Float8BlockQuantizer):
         rows, columns = shape[:-1].numel(), shape[-1]
@@ -150,7 +159,9 @@ def _can_gather_quantized(shape: torch.Size, quantizer: Any) -> bool:
     return quantizer.is_quantizable(torch.empty(shape, device="meta"))
 
 
-def _gather_quantized(x: Any, quantizer: Any, group: Any) -> Any:
+def _gather_quantized(
+    x: QuantizedTensorStorage, quantizer: Quantizer, group: ProcessGroup | None
+) -> QuantizedTensorStorage:
     """Return the storage of all ranks' rows; per-tensor values (a scale, an amax) are this rank's."""
     layout, found = _layout(x), []
     for name, value in zip(x._tensors, x.get_data_tensors(), strict=True):
@@ -169,7 +180,7 @@ def _gather_quantized(x: Any, quantizer: Any, group: Any) -> Any:
     return made
 
 
-def _layout(x: Any) -> dict[str, tuple[int, tuple[int, int] | None, tuple[int, int] | None]]:
+def _layout(x: QuantizedTensorStorage) -> dict[str, tuple[int, tuple[int, int] | None, tuple[int, int] | None]]:
     """Return attribute -> (dimension of its tokens, size of scales without padding, multiples they are padded to)."""
     m, k = x._matrix
     if isinstance(x, Float8TensorStorage):

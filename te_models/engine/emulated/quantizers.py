@@ -7,11 +7,13 @@ returns the plain storage. `rowwise_usage` and `columnwise_usage` choose the cop
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from te_models.engine.emulated import fused, numerics
 from te_models.engine.emulated.numerics import FP8_MAX, DType
@@ -30,12 +32,15 @@ from te_models.engine.emulated.tensors import (
     Float8Tensor,
     MXFP8Tensor,
     QuantizedTensor,
+    QuantizedTensorStorage,
     StraightThrough,
     as_matrix,
     like,
     pad_to,
     rows_last,
 )
+
+Fields = dict[str, Any]  # of a storage, without the leading underscore
 
 
 def fp8_dtype(fp8_format: Format, forward: bool) -> DType:
@@ -48,7 +53,7 @@ class Quantizer:
     """Base of the quantizers. A subclass defines `_tensor_class` and `_encode`."""
 
     _tensor_class: ClassVar[type[QuantizedTensor]]
-    _recipe: ClassVar[type[Recipe] | tuple[type[Recipe], ...]]
+    _recipe: ClassVar[type[Recipe]]
     _multiple: ClassVar[int] = 1  # of which both matrix dimensions have to be multiples
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
@@ -76,7 +81,9 @@ class Quantizer:
         """Quantize a FP32, BF16 or FP16 tensor."""
         return self.quantize(tensor)
 
-    def quantize(self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
+    def quantize(
+        self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
+    ) -> Any:
         """Quantize `tensor`, into `out` if given. `dtype` is the nominal dtype (None: the tensor's)."""
         if out is not None:
             return self.update_quantized(tensor, out)
@@ -84,7 +91,7 @@ class Quantizer:
             return self._build(tensor, dtype)
         return StraightThrough.apply(tensor, lambda t: self._build(t, dtype))
 
-    def update_quantized(self, src: Tensor, dst: Any) -> Any:
+    def update_quantized(self, src: Tensor, dst: QuantizedTensorStorage) -> QuantizedTensorStorage:
         """Quantize `src` into the copies that `dst` has, and return `dst`."""
         usages = dst.get_usages()
         if tuple(src.shape) != tuple(dst._shape):
@@ -100,17 +107,19 @@ class Quantizer:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         requires_grad: bool = False,
-    ) -> Any:
+    ) -> QuantizedTensorStorage:
         """Return a quantized tensor of zeros, whose amax of 0 raises none."""
         made = self._build(torch.zeros(tuple(shape), dtype=dtype, device=device), None)
-        return made.requires_grad_(requires_grad) if isinstance(made, Tensor) else made
+        if isinstance(made, Tensor):
+            made.requires_grad_(requires_grad)
+        return made
 
     def is_quantizable(self, inp: Tensor) -> bool:
         """Return True if both matrix dimensions are multiples of what the format needs."""
         step = self._multiple
         return step == 1 or (inp.ndim >= 2 and inp.shape[-1] % step == 0 and inp.shape[:-1].numel() % step == 0)
 
-    def _get_compatible_recipe(self) -> type[Recipe] | tuple[type[Recipe], ...]:
+    def _get_compatible_recipe(self) -> type[Recipe]:
         return self._recipe
 
     def _build(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
@@ -120,8 +129,8 @@ class Quantizer:
             return self._tensor_class._storage_class()(**fields)
         return self._tensor_class(device=tensor.device, **fields)
 
-    def _fields(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
-        """Return the attributes (without the leading underscore) of the storage for `tensor`."""
+    def _fields(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
+        """Return the attributes of the storage for `tensor`."""
         if not self.is_quantizable(tensor):
             raise RuntimeError(
                 f"{type(self).__name__.removesuffix('Quantizer')} requires tensor dims that are divisible by "
@@ -129,9 +138,9 @@ class Quantizer:
             )
         return self._encode(_bare(tensor), rowwise, columnwise)
 
-    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+    @abstractmethod
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
         """Return the same for a contiguous tensor of a suitable shape, without its graph."""
-        raise NotImplementedError
 
 
 def _bare(tensor: Tensor) -> Tensor:
@@ -146,11 +155,11 @@ class _PerTensorQuantizer(Quantizer):
     _tensor_class = Float8Tensor
     dtype: DType
 
+    @abstractmethod
     def _cast(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Return FP8 data (uint8, shape of `tensor`) and the inverse scale `[1]`."""
-        raise NotImplementedError
 
-    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
         if not rowwise and columnwise and not self.internal:
             raise NotImplementedError(
                 f"{type(self).__name__} makes no columnwise-only tensor: set rowwise=True and drop it with update_usage"
@@ -202,7 +211,7 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         columnwise: bool = True,
         use_existing_amax: bool = False,
         with_amax_reduction: bool = False,
-        amax_reduction_group: Any = None,
+        amax_reduction_group: ProcessGroup | None = None,
         force_pow_2_scales: bool = False,
         amax_epsilon: float = 0.0,
         scale: Tensor | None = None,
@@ -239,13 +248,23 @@ class _BlockQuantizer(Quantizer):
 
     dtype: DType
 
+    @abstractmethod
+    def _cast(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return FP8 data `[M, K]` of x `[M, K]` and one inverse scale, or scale byte, per block."""
+
+    @abstractmethod
     def _copies(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
         """Return data `[M, K]` and inverse scales of both copies of x `[M, K]`; one not asked for may be anything."""
-        raise NotImplementedError
 
-    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+    def _both(self, x: Tensor, size: int, rowwise: bool, columnwise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the same, of blocks of `size` elements along each copy's contraction, with unpadded scales."""
+        row = self._cast(x, (1, size)) if rowwise else (x, x[:0, :0])
+        column = self._cast(x, (size, 1)) if columnwise else (x, x[:0, :0])
+        return *row, *column
+
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
         row_data, row_scale, column_data, column_scale = self._copies(as_matrix(tensor), rowwise, columnwise)
-        fields: dict[str, Any] = {"fp8_dtype": self.dtype}
+        fields: Fields = {"fp8_dtype": self.dtype}
         if rowwise:
             fields |= {"rowwise_data": like(row_data, tensor), "rowwise_scale_inv": row_scale}
         if columnwise:
@@ -277,7 +296,6 @@ class Float8BlockQuantizer(_BlockQuantizer):
         self.block_scaling_dim = block_scaling_dim
 
     def _cast(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return FP8 data `[M, K]` and inverse scales, one per block."""
         how = FP8_MAX[self.dtype], self.force_pow_2_scales, self.amax_epsilon, torch.finfo(x.dtype).max
         scale = numerics.scale_from_amax(numerics.block_amax(x, block), *how)
         return numerics.cast_fp8_blocks(x, scale, block, self.dtype), scale.reciprocal()
@@ -289,11 +307,10 @@ class Float8BlockQuantizer(_BlockQuantizer):
         if self.block_scaling_dim == 2:
             data, scale = self._cast(x, (BLOCK, BLOCK))
             return data, pad_to(scale, 1, 4), data, pad_to(scale.t(), 1, 4) if columnwise else scale
-        row_data, row_scale = self._cast(x, (1, BLOCK)) if rowwise else (x, x[:0, :0])
-        column_data, column_scale = self._cast(x, (BLOCK, 1)) if columnwise else (x, x[:0, :0])
+        row_data, row_scale, column_data, column_scale = self._both(x, BLOCK, rowwise, columnwise)
         return row_data, pad_to(row_scale.t(), 1, 4), column_data, pad_to(column_scale, 1, 4)
 
-    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
         fields = super()._encode(tensor, rowwise, columnwise) | {"is_2D_scaled": self.block_scaling_dim == 2}
         if columnwise:
             fields["columnwise_data"] = rows_last(fields["columnwise_data"])
@@ -322,7 +339,6 @@ class MXFP8Quantizer(_BlockQuantizer):
         self.with_2d_quantization = with_2d_quantization
 
     def _cast(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return FP8 data `[M, K]` and scale bytes `[M/bm, K/bk]`."""
         scaled = (MX_BLOCK, MX_BLOCK) if self.with_2d_quantization else block
         e = numerics.e8m0_from_amax(numerics.block_amax(x, scaled), self.dtype)
         data = numerics.cast_fp8_blocks(x, numerics.e8m0_to_float(e, inverse=True), scaled, self.dtype)
@@ -333,6 +349,5 @@ class MXFP8Quantizer(_BlockQuantizer):
     def _copies(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
         if fused.active(x):
             return fused.cast_mx(x, self.dtype, self.with_2d_quantization, rowwise, columnwise)
-        row_data, row_scale = self._cast(x, (1, MX_BLOCK)) if rowwise else (x, x[:0, :0])
-        column_data, column_scale = self._cast(x, (MX_BLOCK, 1)) if columnwise else (x, x[:0, :0])
+        row_data, row_scale, column_data, column_scale = self._both(x, MX_BLOCK, rowwise, columnwise)
         return row_data, pad_to(row_scale, 128, 4), column_data, pad_to(column_scale, 4, 128)

@@ -12,9 +12,12 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from te_models.errors import unknown
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
 _BACKWARD_OVERRIDE = os.getenv("NVTE_BACKWARD_OVERRIDE")
@@ -59,7 +62,7 @@ class QParams:
 _TYPES = {"int": int, "bool": bool, "str": str, "Format": Format, "MMParams": MMParams}
 
 
-def _typed(value: Any, kind: type) -> Any:
+def _typed(value: Any, kind: type) -> object:
     """Return `value` as a `kind`; raise a TypeError or a ValueError if it is something else."""
     if kind is bool and value in (True, False):
         return bool(value)
@@ -99,7 +102,7 @@ class Recipe:
     mxfp8 = _predicate("MXFP8BlockScaling")
     nvfp4 = _predicate("NVFP4BlockScaling")
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Recipe:
+    def __new__(cls, *args: object, **kwargs: object) -> Recipe:
         """Raise a ValueError for a keyword that is not a field of the recipe."""
         names = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
         for name in kwargs:
@@ -112,7 +115,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Check types, and the rules that all recipes share."""
-        for field in dataclasses.fields(cast(Any, self)):
+        for field in dataclasses.fields(cast("DataclassInstance", self)):
             if kind := _TYPES.get(str(field.type)):
                 value = getattr(self, field.name)
                 try:

@@ -9,11 +9,12 @@ torch.autocast of the first pass; this file adds te.autocast.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
@@ -21,14 +22,17 @@ from te_models.engine.emulated.autocast import FP8GlobalStateManager, autocast
 from te_models.engine.emulated.module import TransformerEngineBaseModule
 from te_models.engine.emulated.rmsnorm import RMSNorm
 
+T = TypeVar("T")
+Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]  # of a first pass, of its recompute
 
-class _Frame:
+
+class Frame:
     """A checkpointed function, called once for the first pass and once to recompute it, in the context of the first.
 
     Its identity ties delayed scaling's stash to the call.
     """
 
-    def __init__(self, function: Callable[..., Any], contexts: tuple[Any, Any], reentrant: bool) -> None:
+    def __init__(self, function: Callable[..., object], contexts: Contexts, reentrant: bool) -> None:
         self.function, self.contexts, self.reentrant = function, iter(contexts), reentrant
         self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
         self.recipe = FP8GlobalStateManager.get_fp8_recipe() if self.fp8 else None
@@ -36,7 +40,7 @@ class _Frame:
         self.first_module, self.scales = state.is_first_fp8_module, state.scales
         self.ran = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         state, recompute, self.ran = FP8GlobalStateManager.quantization_state, self.ran, True
         with ExitStack() as stack:
             for name in ("scales", "recompute_frame", "recompute_phase"):
@@ -50,7 +54,7 @@ class _Frame:
             return self.function(*args, **kwargs)
 
 
-def _has_te_modules(function: Callable[..., Any]) -> bool:
+def _has_te_modules(function: Callable[..., object]) -> bool:
     """Return True if there may be te modules inside; a plain callable may hold any."""
     if not isinstance(function, nn.Module):
         return True
@@ -58,17 +62,17 @@ def _has_te_modules(function: Callable[..., Any]) -> bool:
 
 
 def checkpoint(
-    function: Callable[..., Any],
-    *args: Any,
+    function: Callable[..., T],
+    *args: object,
     use_reentrant: bool = True,
     distribute_saved_activations: bool = False,
-    tp_group: Any = None,
-    get_rng_state_tracker: Callable[[], Any] | None = None,
-    context_fn: Callable[[], Any] = noop_context_fn,
+    tp_group: ProcessGroup | None = None,
+    get_rng_state_tracker: Callable[[], object] | None = None,
+    context_fn: Callable[[], Contexts] = noop_context_fn,
     determinism_check: str = "default",
     debug: bool = False,
     **kwargs: Any,
-) -> Any:
+) -> T:
     """Call `function(*args, **kwargs)` now and recompute its activations in the backward pass.
 
     Open te.autocast outside. Under DelayedScaling every checkpointed forward needs its backward, in the same order.
@@ -86,7 +90,7 @@ def checkpoint(
     if not (tracked and torch.is_grad_enabled()):
         with torch.no_grad(), context_fn()[0]:
             return function(*args, **kwargs)
-    frame = _Frame(function, context_fn(), use_reentrant)
+    frame = Frame(function, context_fn(), use_reentrant)
     if use_reentrant:
         return torch_checkpoint(lambda *inputs: frame(*inputs, **kwargs), *args, use_reentrant=True)
     with set_checkpoint_early_stop(False):  # the recompute must leave its autocasts as a whole pass does

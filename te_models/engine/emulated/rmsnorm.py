@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from te_models.device.autograd import Context
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 from te_models.engine.emulated.module import EmptyExtraState
@@ -20,7 +20,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, updates: ScaleRegistry | None
+        ctx: Context, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, updates: ScaleRegistry | None
     ) -> Tensor:
         """Return `gamma * r * x` of x `[T, H]` and weight `[H]`, of one dtype."""
         y, r = _normalized(x, weight, eps, zero_centered)
@@ -29,7 +29,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return `dx = r * (g dy - y_hat * mean(g dy y_hat))` and `dgamma = sum(dy * y_hat)`."""
         (grad,) = grads
         x, r, weight = ctx.saved_tensors

@@ -10,19 +10,25 @@ A columnwise copy that holds the same bytes as the rowwise one is a transposed v
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from te_models.device.autograd import Context
 from te_models.engine.emulated import numerics
 from te_models.engine.emulated.numerics import DType
+
+if TYPE_CHECKING:
+    from te_models.engine.emulated.quantizers import Float8BlockQuantizer, Quantizer
 
 BLOCK = 128
 MX_BLOCK = 32
 T = TypeVar("T")
+Keywords = dict[str, Any]
 
 
 class Operand(NamedTuple):
@@ -83,19 +89,28 @@ class BlockScaled(NamedTuple):
 
 
 class QuantizedTensorStorage:
-    """Base of the storages. `_tensors` names the attributes that hold data; each of them may be None."""
+    """Base of the storages. `_tensors` names the attributes that hold data; each of them may be None.
+
+    `_copies` has those of the rowwise and those of the columnwise copy, the FP8 data first; `_facts` names others that
+    a constructor takes, without the underscore.
+    """
 
     _tensors: ClassVar[tuple[str, ...]]
-    _quantizer: Any
+    _copies: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]]
+    _facts: ClassVar[tuple[str, ...]] = ("shape", "dtype", "quantizer", "fp8_dtype")
+    _quantizer: Quantizer
     _dtype: torch.dtype
     _shape: torch.Size
-    _kept: dict[tuple[str, bool], Any] | None = None
+    _fp8_dtype: DType
+    _kept: dict[tuple[str, bool], object] | None = None
 
-    def __init__(self, *, shape: torch.Size, dtype: torch.dtype, quantizer: Any = None, **data: Any) -> None:
+    def __init__(
+        self, *, shape: torch.Size, dtype: torch.dtype, quantizer: Quantizer | None = None, **data: object
+    ) -> None:
         """Take `shape` and `dtype` of the high-precision tensor; `data` sets the other attributes."""
         self._shape = torch.Size(shape)
         self._dtype = dtype
-        self._quantizer = quantizer
+        self._quantizer = cast("Quantizer", quantizer)
         self.__dict__.update({f"_{name}": value for name, value in data.items()})
 
     @property
@@ -104,9 +119,9 @@ class QuantizedTensorStorage:
         columns = self._shape[-1] if self._shape else 1
         return self._shape.numel() // max(columns, 1), columns
 
+    @abstractmethod
     def operand(self, columnwise: bool) -> Operand:
         """Return the rowwise or columnwise copy as a matrix `[M, K]`."""
-        raise NotImplementedError
 
     def keep(self) -> None:
         """Keep what products derive from the data from now on, for as long as this object lives and keeps its data."""
@@ -123,7 +138,7 @@ class QuantizedTensorStorage:
             return make()
         if (name, columnwise) not in self._kept:
             self._kept[name, columnwise] = make()
-        return self._kept[name, columnwise]
+        return cast(T, self._kept[name, columnwise])
 
     def blocks(self, columnwise: bool) -> BlockScaled | None:
         """Return the rowwise or columnwise copy `[M, K]` with its block scales; None for other formats."""
@@ -135,10 +150,8 @@ class QuantizedTensorStorage:
 
     def get_usages(self) -> dict[str, bool]:
         """Return which copies exist."""
-        raise NotImplementedError
-
-    def _drop(self, columnwise: bool) -> None:
-        raise NotImplementedError
+        rowwise, columnwise = (getattr(self, names[0]) is not None for names in self._copies)
+        return {"rowwise": rowwise, "columnwise": columnwise}
 
     def _derive(self, columnwise: bool) -> None:
         """Make the missing copy from the other one; by default this raises."""
@@ -153,10 +166,9 @@ class QuantizedTensorStorage:
         for columnwise, usage in ((False, rowwise_usage), (True, columnwise_usage)):
             if usage and not self.get_usages()["columnwise" if columnwise else "rowwise"]:
                 self._derive(columnwise)
-        if rowwise_usage is False:
-            self._drop(columnwise=False)
-        if columnwise_usage is False:
-            self._drop(columnwise=True)
+        for names, usage in zip(self._copies, (rowwise_usage, columnwise_usage), strict=True):
+            for name in names if usage is False else ():
+                setattr(self, name, None)
 
     def _high_precision(self, dtype: torch.dtype | None) -> Tensor:
         values, scale, _ = self.operand(columnwise=not self.get_usages()["rowwise"])
@@ -178,7 +190,7 @@ class QuantizedTensorStorage:
         if not isinstance(self, Tensor):
             made.__dict__.update(self.__dict__)
         else:  # a parameter has more attributes than its own
-            made.__dict__.update({f"_{name}": value for name, value in self._metadata().items()})
+            made.__dict__.update({f"_{name}": value for name, value in self._known().items()})
         made.set_data_tensors(tensors)
         return made
 
@@ -192,8 +204,8 @@ class QuantizedTensorStorage:
     def _data_names(cls) -> list[str]:
         return [name.removeprefix("_") for name in cls._tensors]
 
-    def _metadata(self) -> dict[str, Any]:
-        return {"shape": self._shape, "dtype": self._dtype, "quantizer": self._quantizer}
+    def _known(self) -> dict[str, object]:
+        return {name: getattr(self, f"_{name}") for name in self._facts}
 
     @classmethod
     @functools.cache
@@ -207,23 +219,17 @@ class QuantizedTensorStorage:
         return self
 
 
+Value = Tensor | QuantizedTensorStorage  # in high precision, or quantized
+
+
 class Float8TensorStorage(QuantizedTensorStorage):
     """One scale per tensor: `_data` uint8 `[..., K]`, `_transpose` uint8 `[K, ...]`, `_scale_inv` FP32 `[1]`."""
 
     _tensors = ("_data", "_transpose", "_scale_inv")
+    _copies = (("_data",), ("_transpose",))
     _data: Tensor | None
     _transpose: Tensor | None
     _scale_inv: Tensor
-    _fp8_dtype: DType
-
-    def _metadata(self) -> dict[str, Any]:
-        return super()._metadata() | {"fp8_dtype": self._fp8_dtype}
-
-    def get_usages(self) -> dict[str, bool]:
-        return {"rowwise": self._data is not None, "columnwise": self._transpose is not None}
-
-    def _drop(self, columnwise: bool) -> None:
-        setattr(self, "_transpose" if columnwise else "_data", None)
 
     def _derive(self, columnwise: bool) -> None:
         source = self._data if columnwise else self._transpose
@@ -236,7 +242,10 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def _bytes(self) -> Tensor:
         """Return the FP8 data uint8 `[M, K]`, which both copies share."""
-        return rows_first(self._transpose) if self._data is None else as_matrix(self._data)
+        if self._data is not None:
+            return as_matrix(self._data)
+        assert self._transpose is not None
+        return rows_first(self._transpose)
 
     def operand(self, columnwise: bool) -> Operand:
         """Return the unscaled values in FP32, and `_scale_inv`."""
@@ -249,30 +258,18 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
 
 class BlockStorage(QuantizedTensorStorage):
-    """Base of the block-scaled storages, whose copies are independent; the first half of `_tensors` is rowwise."""
+    """Base of the block-scaled storages, whose copies are independent."""
 
-    _tensors = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
-    _rowwise_data: Any = None  # Tensor or None, as the next three
-    _rowwise_scale_inv: Any = None
-    _columnwise_data: Any = None
-    _columnwise_scale_inv: Any = None
-    _fp8_dtype: DType
+    _copies = (("_rowwise_data", "_rowwise_scale_inv"), ("_columnwise_data", "_columnwise_scale_inv"))
+    _tensors = _copies[0] + _copies[1]
+    _rowwise_data: Tensor | None = None
+    _rowwise_scale_inv: Tensor | None = None
+    _columnwise_data: Tensor | None = None
+    _columnwise_scale_inv: Tensor | None = None
 
-    def _half(self, columnwise: bool) -> slice:
-        """Return the places of a copy in `_tensors`."""
-        half = len(self._tensors) // 2
-        return slice(half, None) if columnwise else slice(half)
-
-    def _copy(self, columnwise: bool) -> list[Any]:
-        """Return the data and the inverse scales of a copy."""
-        return list(self.get_data_tensors()[self._half(columnwise)])
-
-    def get_usages(self) -> dict[str, bool]:
-        return {"rowwise": self._rowwise_data is not None, "columnwise": self._columnwise_data is not None}
-
-    def _drop(self, columnwise: bool) -> None:
-        for name in self._tensors[self._half(columnwise)]:
-            setattr(self, name, None)
+    def _copy(self, columnwise: bool) -> list[Tensor]:
+        """Return the data and the inverse scales of a copy, which exists."""
+        return [getattr(self, name) for name in self._copies[columnwise]]
 
 
 class Float8BlockwiseQTensorStorage(BlockStorage):
@@ -283,17 +280,19 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
     the last dimension is padded to a multiple of 4.
     """
 
+    _facts = (*BlockStorage._facts, "is_2D_scaled")
     _is_2D_scaled: bool
 
-    def _metadata(self) -> dict[str, Any]:
-        return super()._metadata() | {"fp8_dtype": self._fp8_dtype, "is_2D_scaled": self._is_2D_scaled}
+    @property
+    def _scales_are_powers_of_2(self) -> bool:
+        return cast("Float8BlockQuantizer", self._quantizer).force_pow_2_scales
 
     def operand(self, columnwise: bool) -> Operand:
         """Return the dequantized FP32 values of the rowwise or columnwise copy."""
         matrix = self.fp8_matrix(columnwise)
         values = numerics.decode_fp8(matrix.data.view(torch.uint8), self._fp8_dtype)
         values = numerics.scale_blocks_(values, matrix.scale, (1, BLOCK))
-        return Operand(values.t() if columnwise else values, None, narrow=self._quantizer.force_pow_2_scales)
+        return Operand(values.t() if columnwise else values, None, narrow=self._scales_are_powers_of_2)
 
     def fp8_matrix(self, columnwise: bool) -> FP8Matrix:
         """Return the copy's data and scales; a 128x128 block's scale is repeated for each of its rows."""
@@ -307,7 +306,7 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
 
     def blocks(self, columnwise: bool) -> BlockScaled | None:
         """Return the copy's data and scales; None unless the products are BF16 numbers."""
-        if not self._quantizer.force_pow_2_scales:
+        if not self._scales_are_powers_of_2:
             return None
         data, scale = self._copy(columnwise)
         data = rows_first(data) if columnwise else as_matrix(data)
@@ -321,11 +320,11 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
             super()._derive(columnwise)
         m, k = (-(-size // BLOCK) for size in self._matrix)
         if columnwise:
-            self._columnwise_data = self._rowwise_data.movedim(-1, 0)
-            self._columnwise_scale_inv = pad_to(self._rowwise_scale_inv[:m, :k].t(), 1, 4)
+            data, scale = self._copy(False)
+            self._columnwise_data, self._columnwise_scale_inv = data.movedim(-1, 0), pad_to(scale[:m, :k].t(), 1, 4)
         else:
-            self._rowwise_data = self._columnwise_data.movedim(0, -1)
-            self._rowwise_scale_inv = pad_to(self._columnwise_scale_inv[:k, :m].t(), 1, 4)
+            data, scale = self._copy(True)
+            self._rowwise_data, self._rowwise_scale_inv = data.movedim(0, -1), pad_to(scale[:k, :m].t(), 1, 4)
 
 
 class MXFP8TensorStorage(BlockStorage):
@@ -334,9 +333,6 @@ class MXFP8TensorStorage(BlockStorage):
     Scale bytes for M rows and K columns: rowwise `[M, K/32]` padded to multiples of (128, 4), columnwise `[M/32, K]`
     padded to multiples of (4, 128).
     """
-
-    def _metadata(self) -> dict[str, Any]:
-        return super()._metadata() | {"fp8_dtype": self._fp8_dtype}
 
     def operand(self, columnwise: bool) -> Operand:
         """Return the dequantized FP32 values of the rowwise or columnwise copy."""
@@ -349,14 +345,14 @@ class MXFP8TensorStorage(BlockStorage):
         return BlockScaled(as_matrix(data), scale, (MX_BLOCK, 1) if columnwise else (1, MX_BLOCK), self._fp8_dtype)
 
 
-def as_matrix(tensor: Any) -> Tensor:
+def as_matrix(tensor: Tensor) -> Tensor:
     """Return `[..., K]` as `[M, K]`, with few calls of torch: each costs the host of a GPU microseconds."""
     if tensor.ndim == 2:
         return tensor
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1] if tensor.ndim else 1)
 
 
-def rows_first(tensor: Any) -> Tensor:
+def rows_first(tensor: Tensor) -> Tensor:
     """Return `[K, ...]` as `[M, K]`."""
     return tensor.t() if tensor.ndim == 2 else as_matrix(tensor.movedim(0, -1))
 
@@ -383,11 +379,11 @@ class StraightThrough(torch.autograd.Function):
     """Quantize or dequantize with a function; the gradient is that of the identity."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, function: Callable[[Any], Tensor]) -> Tensor:
+    def forward(ctx: Context, tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         return function(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         return grad, None
 
@@ -397,7 +393,7 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
 
     @staticmethod
     def __new__(
-        cls, *, shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool = False, **_: Any
+        cls, *, shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool = False, **_: object
     ) -> QuantizedTensor:
         """Make an empty shell; the storage's `__init__` fills it."""
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
@@ -418,26 +414,22 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         """Free the value that the tensor was made from."""
         self.__dict__.pop("_high_precision_init_val", None)
 
-    def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of a constructor that makes the same tensor."""
+    def _arguments(self, **changes: object) -> dict[str, Any]:
+        """Return the arguments of a constructor that makes the same tensor, some of them replaced."""
         data = dict(zip(self._data_names(), self.get_data_tensors(), strict=True))
-        return self._metadata() | {"device": self.device} | data
+        return self._known() | {"device": self.device} | data | changes
 
-    def _like(self, **changes: Any) -> QuantizedTensor:
-        """Return a tensor of the same class with some constructor arguments replaced."""
-        return type(self)(**self._arguments() | changes)
-
-    def _mapped(self, function: Any) -> QuantizedTensor:
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
         """Return a tensor of the same class with `function` applied to the tensors that hold the data."""
         tensors = zip(self._data_names(), self.get_data_tensors(), strict=True)
         data = {name: function(tensor) for name, tensor in tensors if tensor is not None}
-        return self._like(**data, device=next(iter(data.values())).device)
+        return type(self)(**self._arguments(**data, device=next(iter(data.values())).device))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"{type(self).__name__}({self._high_precision(None)!r}, quantizer={self._quantizer!r})"
 
-    def __reduce_ex__(self, proto: Any) -> Any:
-        return _rebuild, (type(self), self._arguments() | {"requires_grad": self.requires_grad})
+    def __reduce_ex__(self, proto: object) -> tuple[Callable[..., QuantizedTensor], tuple[()]]:
+        return functools.partial(type(self), **self._arguments(requires_grad=self.requires_grad)), ()
 
     @property
     def data(self) -> Tensor:
@@ -451,11 +443,11 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's is written in C
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: torch._ops.OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
-            return args[0]._like()
+            return type(args[0])(**args[0]._arguments())
         if func is torch.ops.aten.clone.default:
             return args[0]._mapped(torch.clone)
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
@@ -476,7 +468,10 @@ def _plain(value: Any) -> Any:
     return value._high_precision(None) if isinstance(value, QuantizedTensor) else value
 
 
-def _written(func: Any, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> list[tuple[Any, Tensor]]:
+def _written(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Keywords, plain_args: Sequence[Any],
+    plain_kwargs: Keywords,
+) -> list[tuple[QuantizedTensor, Tensor]]:  # fmt: skip
     """Return the quantized arguments that an in-place operation wrote to, with their new high-precision values."""
     arguments = func._schema.arguments
     given = {argument.name: both for argument, both in zip(arguments, zip(args, plain_args, strict=True), strict=False)}
@@ -488,10 +483,6 @@ def _written(func: Any, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: A
             items = zip(original, plain, strict=True) if isinstance(original, (list, tuple)) else [(original, plain)]
             found += [(a, b) for a, b in items if isinstance(a, QuantizedTensor)]
     return found
-
-
-def _rebuild(cls: type, arguments: dict[str, Any]) -> QuantizedTensor:
-    return cls(**arguments)
 
 
 class Float8Tensor(QuantizedTensor, Float8TensorStorage):

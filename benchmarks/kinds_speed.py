@@ -1,11 +1,13 @@
-"""Hybrids beside transformers: forward and backward, memory, the recurrence's share, and decoding, in one process.
+"""Hybrids and mixtures of experts beside transformers: forward and backward, memory, decoding, in one process.
 
-    python benchmarks/hybrid_speed.py --out benchmarks/results/hybrid_h200.json     # on a GPU, about 3 minutes
-    python benchmarks/hybrid_speed.py --tiny                                        # anywhere: does it work?
+    python benchmarks/kinds_speed.py --out benchmarks/results/kinds_h200.json     # on a GPU, about 5 minutes
+    python benchmarks/kinds_speed.py --tiny                                       # anywhere: does it work?
 
-Two shapes, Qwen3.5-2B and four layers of Qwen3.5-9B, with random weights, at 4 x 4,096 and 1 x 32,768 tokens. Ours runs
-as `Trainer` runs it, as one CUDA graph; transformers in BF16 with flash-linear-attention and torch.compile. Times are
-medians of CUDA events, peaks those of PyTorch's allocator above what was there before. Ratios are within this process.
+Random weights of Qwen3.5-2B, and slices of Qwen3.5-9B (4 layers), Qwen3-30B-A3B (4) and Mixtral (2), whose recipes have
+no BF16 edges. The head of a slice is as large as that of the whole model, so "-layers" has the same slice with a
+vocabulary of 1,024. Ours runs as `Trainer` runs it, as one CUDA graph where the layers allow one; transformers in BF16
+with torch.compile, flash-linear-attention and grouped_mm. Times are medians of CUDA events, peaks those of PyTorch's
+allocator above what was there before. Ratios are within this process.
 """
 
 from __future__ import annotations
@@ -30,25 +32,43 @@ from te_models.files.atomic import first_line
 from te_models.inspect.environment import environment
 from te_models.interop.hf_families import family_for
 from te_models.kernels.delta_rule import delta_rule, delta_rule_kernel
-from te_models.training.cuda_graph import GraphedStep
+from te_models.training.cuda_graph import GraphedStep, obstacle
 
-SHAPES = {"2b": ("qwen3.5-2b", 24), "9b-wide": ("qwen3.5-9b", 4)}
-ROWS = ((4, 4096), (1, 32768))
-RECIPES = ("bf16", "current", "delayed")
+HEADS: dict[str, Any] = dict(num_attention_heads=32, head_dim=128, attention_gate="none")
+A3B: dict[str, Any] = dict(
+    vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_key_value_heads=4, qk_norm=True, **HEADS,
+    moe=dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
+)  # fmt: skip
+MIXTRAL: dict[str, Any] = dict(
+    vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_key_value_heads=8, **HEADS,
+    moe=dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=14336),
+)  # fmt: skip
+# The preset or the fields, the layers, the batches (rows, tokens), and whether it is a slice of a larger model.
+SHAPES: dict[str, tuple[str | dict[str, Any], int, tuple[tuple[int, int], ...], bool]] = {
+    "2b": ("qwen3.5-2b", 24, ((4, 4096), (1, 32768)), False),
+    "9b-wide": ("qwen3.5-9b", 4, ((4, 4096), (1, 32768)), True),
+    "a3b-wide": (A3B, 4, ((4, 4096),), True),
+    "mixtral-wide": (MIXTRAL, 2, ((4, 4096),), True),
+}
+SHAPES |= {name.replace("wide", "layers"): found for name, found in SHAPES.items() if found[3]}
+RECIPES = ("bf16", "current", "delayed", "blockwise")
+NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
 TINY: dict[str, Any] = dict(
     vocab_size=288, hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
     linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
 )  # fmt: skip
+TINY_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96)
 WARM_UP, TIMED = 5, 7
 
 
 @click.command()
 @click.option("--tiny", is_flag=True, help="Shrunken shapes: a test of this program, not a measurement.")
 @click.option("--shapes", default=",".join(SHAPES), show_default=True)
+@click.option("--recipes", default=",".join(RECIPES), show_default=True)
 @click.option("--seconds", default=420.0, show_default=True, help="No variant starts after this many.")
 @click.option("--decode/--no-decode", default=True, help="Measure generation at batch 1 too.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON file, written after every variant.")
-def main(tiny: bool, shapes: str, seconds: float, decode: bool, out: Path | None) -> None:
+def main(tiny: bool, shapes: str, recipes: str, seconds: float, decode: bool, out: Path | None) -> None:
     """Measure everything and print one line per variant."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not tiny:
@@ -57,16 +77,18 @@ def main(tiny: bool, shapes: str, seconds: float, decode: bool, out: Path | None
     result: dict[str, Any] = {"environment": environment() | packages(), "rows": [], "skipped": []}
     result["environment"]["delta rule"] = delta_rule_kernel(device, torch.bfloat16)
     for shape in shapes.split(","):
-        config = shape_of(shape, tiny)
+        config, is_slice = shape_of(shape, tiny), SHAPES[shape][3]
+        hybrid = config.linear_attention is not None
         variants: dict[str, Callable[[], dict[str, Any]]] = {}
-        for batch, seq in [(2, 70)] if tiny else ROWS:
+        for batch, seq in [(2, 70)] if tiny else SHAPES[shape][2]:
             size = (config, batch, seq, device)
-            for recipe in RECIPES:
-                variants[f"{shape} {batch}x{seq} {recipe}"] = functools.partial(ours, *size, recipe)
+            for recipe in recipes.split(","):
+                variants[f"{shape} {batch}x{seq} {recipe}"] = functools.partial(ours, *size, recipe, is_slice)
             variants[f"{shape} {batch}x{seq} transformers"] = functools.partial(theirs, *size)
-            variants[f"{shape} {batch}x{seq} recurrence"] = functools.partial(recurrence, *size)
+            if hybrid:
+                variants[f"{shape} {batch}x{seq} recurrence"] = functools.partial(recurrence, *size)
         if decode and shape == "2b":
-            for name in (*RECIPES, "transformers"):
+            for name in ("bf16", "current", "transformers"):
                 variants[f"{shape} decode {name}"] = functools.partial(
                     decoding, config, device, name, 4 if tiny else 64
                 )
@@ -97,11 +119,15 @@ def packages() -> dict[str, str]:
 
 def shape_of(name: str, tiny: bool) -> ModelConfig:
     """Return the config of a shape, with as many layers as it is measured with."""
-    preset, layers = SHAPES[name]
+    base, layers, *_ = SHAPES[name]
+    small = dict(vocab_size=1024) if name.endswith("layers") else {}
+    if isinstance(base, dict):
+        made = base | small | (TINY | dict(linear_attention=None, moe=TINY_EXPERTS) if tiny else {})
+        return ModelConfig(num_hidden_layers=layers, **made)
     layers = 4 if tiny else layers
-    types = get_preset(preset).layer_types
+    types = get_preset(base).layer_types
     assert types is not None
-    return get_preset(preset, num_hidden_layers=layers, layer_types=types[:layers], **(TINY if tiny else {}))
+    return get_preset(base, num_hidden_layers=layers, layer_types=types[:layers], **(TINY if tiny else small))
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -124,7 +150,14 @@ def tokens(config: ModelConfig, batch: int, seq: int, device: torch.device) -> T
 
 
 def measured(step: Callable[[], Any], device: torch.device, before: int) -> dict[str, Any]:
-    """Return the median milliseconds of a step, and the peak of memory above `before`."""
+    """Return the median milliseconds of a step, and the peak of memory above `before`, capture included.
+
+    Of the first step it is not: libraries that try their kernels then allocate buffers of their own.
+    """
+    if device.type == "cuda":
+        step()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     for _ in range(WARM_UP if device.type == "cuda" else 1):
         step()
     if device.type == "cpu":
@@ -132,7 +165,6 @@ def measured(step: Callable[[], Any], device: torch.device, before: int) -> dict
         step()
         return {"ms": 1e3 * (time.perf_counter() - started)}
     times = []
-    torch.cuda.reset_peak_memory_stats()
     for _ in range(TIMED):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -153,23 +185,34 @@ def held() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
-def ours(config: ModelConfig, batch: int, seq: int, device: torch.device, recipe: str) -> dict[str, Any]:
-    """Measure te-models under a recipe."""
+def ours(
+    config: ModelConfig, batch: int, seq: int, device: torch.device, recipe: str, is_slice: bool
+) -> dict[str, Any]:
+    """Measure te-models under a recipe, and its blocks alone."""
     before = held()
     torch.manual_seed(0)
-    model = CausalLM(config, recipe=recipe, device=device).train()
+    edges = NO_EDGES if is_slice and recipe != "bf16" else {}
+    model = CausalLM(config, recipe=recipe, device=device, **edges).train()
     ids = tokens(config, batch, seq, device)
     if device.type == "cpu":
         return measured(lambda: model(ids, labels=ids, return_logits=False).loss.backward(), device, before)
     plan = model.plan_memory(batch, seq, optimizer=None, logits=False)
-    graphed = GraphedStep(model)
-    found = measured(lambda: graphed(input_ids=ids, labels=ids), device, before)
-    found |= {
-        "planned_gib": plan.peak.total / 2**30,
-        "graph": graphed.graph is not None,
-        "loss": graphed(input_ids=ids, labels=ids).item(),
-    }
-    graphed.close()
+    graphed = None if obstacle(model) else GraphedStep(model)
+
+    def step() -> Tensor:
+        if graphed is not None:
+            return graphed(input_ids=ids, labels=ids)
+        model.zero_grad()
+        loss = model(ids, labels=ids, return_logits=False).loss
+        loss.backward()
+        return loss
+
+    if graphed is None:
+        model.calibrate(dict(input_ids=ids, labels=ids))
+    found = measured(step, device, before)
+    found |= {"planned_gib": plan.peak.total / 2**30, "graph": graphed is not None, "loss": step().item()}
+    if graphed is not None:
+        graphed.close()
     return found
 
 
@@ -181,7 +224,9 @@ def their_model(config: ModelConfig, device: torch.device) -> Any:
     fields = {key: value for key, value in family.write(config).items() if key != "architectures"}
     made = CONFIG_MAPPING[family.model_type](**fields, dtype="bfloat16")
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(
+            made, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="grouped_mm"
+        )
 
 
 def theirs(config: ModelConfig, batch: int, seq: int, device: torch.device) -> dict[str, Any]:

@@ -1,0 +1,221 @@
+"""Exports served by vLLM, in its own process and engine, beside te-models' emulation of the server.
+
+    python -m benchmarks.vllm_parity --out benchmarks/results/vllm_parity_cpu.json
+
+`make test-vllm` makes the environment, .venv-vllm, and runs the tests on the same rows. Each family is a small model of
+transformers with random weights; `gated-nano` is the model that ships. Both sides read the same folder. vLLM generates
+greedily with its prefix cache and chunked prefill, in a batch of prompts of several lengths, some of which share a
+beginning. A served token counts as ours if it is our likeliest after the same tokens; `gap` is by how much ours was
+likelier where it is not. KL is that of the probabilities of all prompts' tokens; `floor` is that of te-models' own BF16
+from FP32, the size of what rounding does.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import json
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import transformers
+from torch import Tensor
+
+from te_models import CausalLM
+from te_models.data.tokenizer import load_tokenizer
+from te_models.inspect.environment import environment
+from te_models.model.decoder import Decoder
+from te_models.serving.served import read_served
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+# (format, dtype) of each row. In FP32 rounding decides nothing, so that all tokens must be ours; under fp8-channel it
+# does in any dtype: what differs in the last bit is now and then quantized to the next FP8 value.
+KINDS = (("bf16", "float32"), ("bf16", "bfloat16"), ("fp8-channel", "bfloat16"))
+LENGTHS, NEW, SHARED, CHUNK = (1, 7, 64, 200), 24, 160, 128
+SIZES: dict[str, Any] = dict(
+    vocab_size=384, hidden_size=128, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.15, tie_word_embeddings=False,
+    bos_token_id=None, eos_token_id=None, pad_token_id=0,
+)  # fmt: skip
+_WINDOW = dict(sliding_window=48)
+_DENSE = dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32)
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Rows of the table: model_type of transformers, and what it has beside SIZES.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": dict(attention_bias=True, rope_parameters=dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=10000.0,
+        original_max_position_embeddings=64)),
+    "mistral": _WINDOW,
+    "qwen2": {},
+    "qwen3": dict(tie_word_embeddings=True),
+    "smollm3": {},
+    "seed_oss": {},
+    "phi3": dict(rope_parameters=dict(partial_rotary_factor=0.5, rope_theta=10000.0, rope_type="default")),
+    "granite": dict(embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0, attention_multiplier=0.2),
+    "arcee": {},
+    "olmo2": {},
+    "olmo3": dict(**_WINDOW, layer_types=[_SLIDING, _SLIDING, _SLIDING, _FULL]),
+    "exaone4": dict(**_WINDOW, layer_types=[_SLIDING, _SLIDING, _SLIDING, _FULL]),
+    "glm4": {},
+    "gemma2": dict(**_WINDOW, query_pre_attn_scalar=32, tie_word_embeddings=True),
+    "gemma3_text": dict(**_WINDOW, query_pre_attn_scalar=32, tie_word_embeddings=True, sliding_window_pattern=2),
+    "afmoe": dict(**_DENSE, **_WINDOW, num_dense_layers=4, layer_types=[_SLIDING, _SLIDING, _SLIDING, _FULL]),
+    "laguna": dict(**_DENSE, mlp_layer_types=["dense"] * 4, layer_types=[_FULL] * 4, gating="per-element"),
+    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True),
+}  # fmt: skip
+# Models that only te-models' plugin serves: the shipped one, and options of ModelConfig.
+GATED: dict[str, dict[str, Any]] = {
+    "gated-nano": {},
+    "headwise": dict(attention_gate="headwise", qk_norm=True, norm_position="both", hidden_act="gelu_pytorch_tanh",
+                     attention_bias=True, embedding_multiplier=3.0, final_logit_softcapping=20.0),
+    "softplus": dict(attention_gate="elementwise", attention_gate_activation="softplus", mlp_gate=False,
+                     hidden_act="relu2", mlp_bias=True, attention_output_bias=True, partial_rotary_factor=0.5,
+                     rope_interleaved=True, no_rope_layers=(1, 0, 1, 1), logits_scaling=2.0),
+    "windows": dict(attention_gate="elementwise", qk_norm=True, qk_norm_scope="all_heads", norm_position="post",
+                    sliding_window=48, layer_types=(_SLIDING, _FULL, _SLIDING, _FULL), residual_multiplier=0.7,
+                    sliding_rope=dict(rope_theta=100.0), attn_logit_softcapping=9.0, query_scale_beta=0.2,
+                    query_scale_length=30, tie_word_embeddings=True),
+    "qwen3_next": dict(attention_gate="elementwise", qk_norm=True, zero_centered_norm=True,
+                       partial_rotary_factor=0.5),
+}  # fmt: skip
+
+
+def write_export(name: str, format: str, folder: Path) -> None:
+    """Write the export of a row of FAMILIES or GATED into `folder`."""
+    torch.manual_seed(len(name))
+    options: dict[str, Any] = dict(recipe="bf16", device="cpu", engine="emulated")
+    if name == "gated-nano":
+        model = CausalLM.from_pretrained(name, **options)
+    elif name in GATED:
+        made = {key: value for key, value in SIZES.items() if key != "initializer_range"}
+        model = CausalLM.from_preset("gated-124m", **{**made, "initializer_range": 0.15, **GATED[name]}, **options)
+    else:
+        config = transformers.AutoConfig.for_model(name, **{**SIZES, **FAMILIES[name]})
+        with tempfile.TemporaryDirectory() as plain:
+            theirs = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+            theirs.save_pretrained(plain)
+            model = CausalLM.from_pretrained(plain, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of who can load the folder
+        model.export(folder, format=format)
+
+
+def prompts_for(name: str, vocabulary: int) -> list[list[int]]:
+    """Return prompts of several lengths, of which the last two share their first SHARED tokens.
+
+    They are random tokens; for the trained model, a text of its kind.
+    """
+    tokens = torch.randint(1, vocabulary, (1000,), generator=torch.Generator().manual_seed(0)).tolist()
+    if name == "gated-nano":
+        tokens = load_tokenizer(name).encode(f"{json.dumps.__doc__}{gc.__doc__}{json.load.__doc__}{json.loads.__doc__}")
+    starts = [sum(LENGTHS[:at]) for at in range(len(LENGTHS))]
+    return [*(tokens[at : at + n] for at, n in zip(starts, LENGTHS, strict=True)),
+            tokens[: SHARED + 5], [*tokens[:SHARED], *tokens[-11:]]]  # fmt: skip
+
+
+def served_by_vllm(
+    folder: Path, prompts: list[list[int]], vocabulary: int, dtype: str, overrides: dict[str, Any]
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Return what vLLM generates after each prompt, and the log-probabilities of its tokens, FP32 [S - 1, V] each."""
+    from vllm import LLM, SamplingParams
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    server = LLM(
+        str(folder), dtype=dtype, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=CHUNK,
+        enable_prefix_caching=True, enable_chunked_prefill=True, max_logprobs=vocabulary, skip_tokenizer_init=True,
+        disable_log_stats=True, enforce_eager=True, hf_overrides=overrides, seed=0,
+    )  # fmt: skip
+    greedy = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+    scores = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=vocabulary, detokenize=False)
+    *first, last = [{"prompt_token_ids": prompt} for prompt in prompts]
+    # The last finds its beginning in the cache.
+    made = server.generate(first, greedy, use_tqdm=False) + server.generate([last], greedy, use_tqdm=False)
+    scored = server.generate([*first, last], scores, use_tqdm=False)
+    if made[-1].num_cached_tokens == 0:
+        raise AssertionError("the prefix cache was not used")
+    found = []
+    for output in scored:
+        rows = [row for row in output.prompt_logprobs or [] if row]
+        table = torch.full((len(rows), vocabulary), float("nan"))
+        for at, row in enumerate(rows):
+            table[at, list(row)] = torch.tensor([entry.logprob for entry in row.values()])
+        found.append(table)
+    del server
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return [list(output.outputs[0].token_ids) for output in made], found
+
+
+@torch.no_grad()
+def log_probabilities(model: Decoder, tokens: list[int]) -> Tensor:
+    """Return those of the next token after each of these, FP32 [S, V]."""
+    return model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+
+
+def divergence(p: Tensor, q: Tensor) -> Tensor:
+    """Return the Kullback-Leibler divergence of q from p, log-probabilities [S, V]: [S]."""
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def compare(name: str, format: str, dtype: str) -> dict[str, Any]:
+    """Return one row: how the served model differs from ours of the same folder."""
+    with tempfile.TemporaryDirectory() as temp:
+        folder = Path(temp) / "export"
+        write_export(name, format, folder)
+        ours = read_served(folder, "cpu")
+        exact = read_served(folder, "cpu").float()
+        model = exact if dtype == "float32" else ours
+        vocabulary = ours.config.vocab_size
+        prompts = prompts_for(name, vocabulary)
+        architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+        overrides = {"architectures": ["TEModelsDecoderForCausalLM"]} if name == "qwen3_next" else {}
+        made, scores = served_by_vllm(folder, prompts, vocabulary, dtype, overrides)
+    same, gaps, kls, floors, largest = 0, [0.0], [], [], 0.0
+    for prompt, new, served in zip(prompts, made, scores, strict=True):
+        p = log_probabilities(model, prompt + new[:-1])
+        best, chosen = p[len(prompt) - 1 :].max(-1), torch.tensor(new)
+        same += int((best.indices == chosen).sum())
+        gaps += (best.values - p[len(prompt) - 1 :].gather(1, chosen[:, None])[:, 0]).tolist()
+        if len(served):
+            p = p[: len(prompt) - 1]
+            kls.append(divergence(p, served))
+            floors.append(divergence(log_probabilities(exact, prompt[:-1]), log_probabilities(ours, prompt[:-1])))
+            largest = max(largest, (p - served).abs().max().item())
+    return {
+        "model": name, "architecture": architecture, "format": format, "dtype": dtype,
+        "tokens": len(prompts) * NEW, "same": same, "gap": max(gaps),
+        "kl": torch.cat(kls).mean().item(), "floor": torch.cat(floors).mean().item(), "largest": largest,
+    }  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of both sides."""
+    found = {name: importlib.metadata.version(name) for name in ("transformers", "compressed-tensors")}
+    vllm = next(name for name in ("vllm-cpu", "vllm") if importlib.metadata.packages_distributions().get("vllm"))
+    return {**environment(), **found, vllm: importlib.metadata.version(vllm)}
+
+
+@click.command()
+@click.option("--only", multiple=True, help="Rows to measure; default: all.")
+@click.option("--out", type=click.Path(path_type=Path), help="JSON file to write.")
+def main(only: tuple[str, ...], out: Path | None) -> None:
+    """Serve every model in every kind, print the differences, write the JSON."""
+    rows = []
+    for name in only or (*GATED, *FAMILIES):
+        for format, dtype in KINDS:
+            rows.append(compare(name, format, dtype))
+            click.echo(json.dumps(rows[-1]))
+    if out is not None:
+        out.write_text(json.dumps({"environment": versions(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What keeps a decoder of Hugging Face from being read, by its config.json: for the line that refuses it. No torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+_NORM = "LayerNorm, which centers its input, instead of RMSNorm"
+_BESIDE = f"attention and MLP side by side, and {_NORM}"
+# model_type -> (what te-models does not compute, the nearest family that it reads), where no key below tells.
+MODELS = {
+    "apertus": ("xIELU, an activation with trained parameters", "arcee"),
+    "cohere": (_BESIDE, "llama"),
+    "cohere2": (_BESIDE, "llama"),
+    "falcon": (_BESIDE, "llama"),
+    "gemma3n": ("embeddings of their own per layer, and several residual streams (AltUp)", "gemma3_text"),
+    "gemma3n_text": ("embeddings of their own per layer, and several residual streams (AltUp)", "gemma3_text"),
+    "gpt_oss": ("attention sinks, and experts with a bias", "qwen3_moe"),
+    "hunyuan_v1_dense": ("norms of queries and keys after RoPE instead of before", "qwen3"),
+    "minimax": ("experts behind lightning attention, a recurrence", "qwen3_next"),
+    "olmo": (_NORM, "olmo2"),
+    "phi": (_BESIDE, "phi3"),
+}
+# Keys that tell the same of any other model_type, the strongest first.
+KEYS = (
+    ("an encoder", ("is_encoder_decoder", "encoder_layers"), "llama"),
+    ("a recurrence (state space or convolution)", ("mamba_d_state", "ssm_state_size", "state_size", "conv_kernel",
+     "conv_L_cache", "linear_conv_kernel_dim", "lru_width", "attention_hidden_size"), "qwen3_next"),
+    ("keys and values from a latent (MLA)", ("kv_lora_rank",), "glm4_moe"),
+    ("experts of another kind", ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
+     "moe_intermediate_size"), "qwen3_moe"),
+    (_NORM, ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"), "llama"),
+)  # fmt: skip
+
+
+def text_type(config: Mapping[str, Any]) -> str:
+    """Return the model_type of the text model in a folder with images or sound; "" if there is none inside."""
+    inner = config.get("text_config")
+    return str(inner.get("model_type", "")) if isinstance(inner, Mapping) else ""
+
+
+def obstacle(config: Mapping[str, Any], types: Collection[str]) -> str:
+    """Return what of a model is missing in te-models, and the nearest of `types` that it reads; "" if nothing tells."""
+    kind, inside = str(config.get("model_type")), text_type(config)
+    if inside:
+        begins = sorted(filter(inside.startswith, types), key=len, reverse=True)
+        nearest = begins or difflib.get_close_matches(inside, types, n=1, cutoff=0.5) or ["llama"]
+        return f"it is multimodal, with {inside!r} for text; the nearest that te-models reads is {nearest[0]!r}"
+    found = MODELS.get(kind) or next(
+        ((what, nearest) for what, keys, nearest in KEYS if any(config.get(key) for key in keys)), None
+    )
+    if found is None:
+        return ""
+    return f"it has {found[0]}, which te-models does not compute; the nearest that it reads is {found[1]!r}"

@@ -1,0 +1,182 @@
+"""One kernel of the gated delta rule's backward, for flash-linear-attention on Hopper under Triton 3.4.0 to 3.7.0.
+
+Those versions compile the package's own kernel to wrong code there, warp-group products of transposed tiles
+(fla-org/flash-linear-attention, issues 640 and 984), and it refuses to run. This one computes `ROWS` tokens per
+program, too few for warp-group instructions. `register` makes it the package's backend, so that every user of the
+package in this process trains on such a machine, transformers' hybrids among them.
+
+A chunk has T tokens, and g [T] is the sum of its gates so far, times log2(e). With the state h [d_k, d_v] before the
+chunk, the gradient dh of the one after it, the values v that were written and their gradients dv, and the gradients do
+of the outputs:
+
+    P_ij = s exp2(g_i - g_j) (do_i . v_j)  for j <= i
+    dq = s exp2(g) (do h^T) + P k          dk = exp2(g_T - g) (v dh^T) + P^T q          dw = -dv h^T
+    dg = sum(dq q - dk k),  and at token T also  exp2(g_T) sum(h dh) + sum(exp2(g_T - g) (v dh^T) k)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 32  # below 64, from which on Triton takes warp-group instructions
+BLOCK_K, BLOCK_V, WARPS, STAGES = 128, 64, 8, 2  # channels at most; compiled so, no register is spilled
+
+
+@triton.jit
+def _tile(base, row, row_stride, column, rows, columns):
+    """Load [rows, columns] of a row-major matrix, zero beyond its edges."""
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    return tl.load(base + row[:, None] * row_stride + column[None, :], inside, 0.0)
+
+
+@triton.jit
+def _store_tile(base, row, row_stride, column, rows, columns, value):
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(base + row[:, None] * row_stride + column[None, :], value.to(base.dtype.element_ty), inside)
+
+
+@triton.jit
+def _gradients_kernel(
+    q, k, v, g, h, do, dh, dv, dq, dk, dw, dg, ends, scale, seq, chunks, batch, key_heads, heads,
+    d_k: tl.constexpr, d_v: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
+    block_k: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of `rows` tokens of a chunk of one head, for `block_k` channels of queries and keys."""
+    blocks: tl.constexpr = (d_k + block_k - 1) // block_k
+    parts: tl.constexpr = size // rows
+    piece = tl.program_id(0) % (blocks * parts)
+    block, part = piece % blocks, piece // blocks
+    chunk = (tl.program_id(0) // (blocks * parts)).to(tl.int64)
+    row = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    first = row * seq + chunk * size
+    count = tl.minimum(size, seq - chunk * size).to(tl.int32)
+    of_keys = first * key_heads + head // (heads // key_heads)
+    of_values = first * heads + head
+    of_state = (row * chunks + chunk) * heads + head
+    q += of_keys * d_k
+    k += of_keys * d_k
+    v += of_values * d_v
+    do += of_values * d_v
+    dv += of_values * d_v
+    h += of_state * d_k * d_v
+    dh += of_state * d_k * d_v
+    dq += of_values * d_k
+    dk += of_values * d_k
+    dw += of_values * d_k
+
+    token, own = tl.arange(0, size), part * rows + tl.arange(0, rows)
+    channel = block * block_k + tl.arange(0, block_k)
+    scores = tl.zeros([rows, size], tl.float32)  # of own outputs and all values
+    transposed = tl.zeros([rows, size], tl.float32)  # of own values and all outputs
+    from_state = tl.zeros([rows, block_k], tl.float32)
+    to_state = tl.zeros([rows, block_k], tl.float32)
+    written = tl.zeros([rows, block_k], tl.float32)
+    at_end = 0.0
+    for start in range(0, d_v, block_v):
+        value = start + tl.arange(0, block_v)
+        own_v = _tile(v, own, heads * d_v, value, count, d_v)
+        own_do = _tile(do, own, heads * d_v, value, count, d_v)
+        scores += tl.dot(own_do, tl.trans(_tile(v, token, heads * d_v, value, count, d_v)))
+        transposed += tl.dot(own_v, tl.trans(_tile(do, token, heads * d_v, value, count, d_v)))
+        state = _tile(h, channel, d_v, value, d_k, d_v)
+        slope = _tile(dh, channel, d_v, value, d_k, d_v)
+        from_state += tl.dot(own_do, tl.trans(state))
+        to_state += tl.dot(own_v, tl.trans(slope))
+        written += tl.dot(_tile(dv, own, heads * d_v, value, count, d_v), tl.trans(state))
+        if part == 0:
+            at_end += tl.sum(state.to(tl.float32) * slope.to(tl.float32))
+    _store_tile(dw, own, heads * d_k, channel, count, d_k, -written)
+
+    gate = tl.load(g + of_values + token * heads, token < count, 0.0)
+    own_gate = tl.load(g + of_values + own * heads, own < count, 0.0)
+    last = tl.load(g + of_values + (count - 1) * heads)
+    seen = token[None, :] <= own[:, None]
+    scores = tl.where(seen, scores * tl.exp2(own_gate[:, None] - gate[None, :]) * scale, 0.0)
+    seen = token[None, :] >= own[:, None]
+    transposed = tl.where(seen, transposed * tl.exp2(gate[None, :] - own_gate[:, None]) * scale, 0.0)
+
+    keys = _tile(k, token, key_heads * d_k, channel, count, d_k)
+    made = from_state * (tl.exp2(own_gate) * scale)[:, None] + tl.dot(scores.to(keys.dtype), keys)
+    _store_tile(dq, own, heads * d_k, channel, count, d_k, made)
+    of_gate = tl.sum(made * _tile(q, own, key_heads * d_k, channel, count, d_k), 1)
+
+    own_keys = _tile(k, own, key_heads * d_k, channel, count, d_k)
+    queries = _tile(q, token, key_heads * d_k, channel, count, d_k)
+    to_state *= tl.where(own < count, tl.exp2(last - own_gate), 0.0)[:, None]
+    made = to_state + tl.dot(transposed.to(queries.dtype), queries)
+    _store_tile(dk, own, heads * d_k, channel, count, d_k, made)
+    of_gate -= tl.sum(made * own_keys, 1)
+    tl.store(dg + block * batch * seq * heads + of_values + own * heads, of_gate, own < count)
+    at_end = at_end * tl.exp2(last) + tl.sum(to_state * own_keys)
+    tl.store(ends + piece * batch * chunks * heads + of_state, at_end)
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, h: Tensor, dh: Tensor, w: Tensor, g: Tensor, dv: Tensor,
+    scale: float, chunk_size: int = 64,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dq, dk [B, S, key heads, d_k], dw [B, S, heads, d_k] and dg FP32 [B, S, heads] of every chunk.
+
+    Args:
+        q, k: normed, [B, S, key heads, d_k].
+        v, do, dv: [B, S, heads, d_v]: the values as written, and the gradients of outputs and of written values.
+        h, dh: [B, chunks, heads, d_k, d_v], the state before each chunk, and the gradient of the one after it.
+        w: [B, S, heads, d_k], which gives dw its dtype.
+        g: FP32 [B, S, heads], summed within each chunk, times log2(e).
+        scale: of the scores.
+        chunk_size: tokens per chunk, a power of two.
+    """
+    batch, seq, key_heads, d_k = k.shape
+    heads, d_v = v.shape[2:]
+    most = ((d_k, BLOCK_K), (d_v, BLOCK_V))
+    block_k, block_v = (max(16, min(block, triton.next_power_of_2(width))) for width, block in most)
+    rows, chunks = min(ROWS, chunk_size), triton.cdiv(seq, chunk_size)
+    blocks, parts = triton.cdiv(d_k, block_k), chunk_size // rows
+    dq, dk = (x.new_empty(batch, seq, heads, d_k) for x in (q, k))
+    dw = torch.empty_like(w)
+    dg = g.new_empty(blocks, *g.shape)
+    ends = g.new_empty(blocks * parts, batch, chunks, heads)  # what the gates of a chunk's last token get besides
+    _gradients_kernel[(chunks * blocks * parts, batch * heads)](
+        *(x.contiguous() for x in (q, k, v, g, h, do, dh, dv)), dq, dk, dw, dg, ends,
+        scale, seq, chunks, batch, key_heads, heads, d_k, d_v, chunk_size, rows, block_k, block_v,
+        num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    if heads != key_heads:
+        dq, dk = (x.unflatten(2, (key_heads, -1)).sum(3) for x in (dq, dk))
+    last = torch.arange(1, chunks + 1, device=g.device).mul_(chunk_size).clamp_(max=seq) - 1
+    return dq, dk, dw, dg.sum(0).index_add_(1, last, ends.sum(0))
+
+
+def register() -> None:
+    """Have flash-linear-attention use `gradients` where its own kernel refuses to run."""
+    from fla.backends import BaseBackend  # noqa: PLC0415  an optional package
+    from fla.backends import register as register_backend  # noqa: PLC0415
+    from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1  # noqa: PLC0415
+
+    class Backend(BaseBackend):
+        """The package asks each backend for a function by its name, and a verifier whether it takes the arguments."""
+
+        backend_type = "te_models"
+
+        @classmethod
+        def is_available(cls) -> bool:
+            return IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1
+
+        def chunk_bwd_dqkwg_verifier(self, **given: Any) -> tuple[bool, str | None]:
+            needed = all(given.get(name) is not None for name in ("g", "w", "dv", "scale"))
+            other = any(given.get(name) is not None for name in ("g_gamma", "cu_seqlens"))
+            return needed and not other and not given.get("state_v_first"), "it computes the gated delta rule only"
+
+        def chunk_bwd_dqkwg(
+            self, g_gamma: None = None, cu_seqlens: None = None, chunk_indices: None = None,
+            state_v_first: bool = False, **given: Any,
+        ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+            return gradients(**given)
+
+    register_backend("common")(Backend)

@@ -1,0 +1,95 @@
+"""Rows of tokens to the experts and back, as autograd functions over two plain operations.
+
+Shapes: T tokens, k experts per token, R rows of all experts together, padding included, D hidden_size. `token`, int64
+[R], is the token of each row, T for a row of padding; `row`, int64 [T, k], the rows of each token, R for a token of
+padding. Sums run over j = 0 to k - 1 in FP32, without fused multiply-add, and are rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_models.device.autograd import Context
+
+
+class RowKernels(NamedTuple):
+    """The operations: `gather` and `total`, see the plain functions below."""
+
+    gather: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
+    total: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def gather(
+    x: Tensor, token: Tensor, factor: Tensor | None = None, other: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the row of x [T, D] of each `token`, by FP32 `factor` [R] if there is one: [R, D], zeros for padding.
+
+    And with `other` [R, D] the product of its rows with those of x, FP32 [R].
+    """
+    rows = _with_zeros(x).index_select(0, token)
+    dots = None if other is None else (other.float() * rows.float()).sum(1)
+    return (rows if factor is None else (rows.float() * factor[:, None]).to(x.dtype)), dots
+
+
+def total(rows: Tensor, row: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the sum of each token's rows of `rows` [R, D], by FP32 `weights` [T, k] if there are any: [T, D]."""
+    padded = _with_zeros(rows)
+    found = torch.zeros(len(row), rows.shape[1], device=rows.device)
+    for j in range(row.shape[1]):
+        part = padded.index_select(0, row[:, j]).float()
+        found += part if weights is None else part * weights[:, j, None]
+    return found.to(rows.dtype)
+
+
+def _with_zeros(x: Tensor) -> Tensor:
+    """Return x [n, D] with a row of zeros, to which the places of padding point."""
+    return torch.cat((x, x.new_zeros(1, x.shape[1])))
+
+
+PLAIN = RowKernels(gather, total)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, token: Tensor, row: Tensor, kernels: RowKernels) -> Tensor:
+        ctx.kernels = kernels
+        ctx.save_for_backward(row)
+        return kernels.gather(x.contiguous(), token, None, None)[0]
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        (row,) = ctx.saved_tensors
+        return ctx.kernels.total(dy.contiguous(), row, None), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, rows: Tensor, weights: Tensor, token: Tensor, row: Tensor, kernels: RowKernels) -> Tensor:
+        ctx.kernels = kernels
+        ctx.save_for_backward(rows, weights, token, row)
+        return kernels.total(rows.contiguous(), row, weights)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        rows, weights, token, row = ctx.saved_tensors
+        factor = weights.new_zeros(len(rows) + 1).scatter(0, row.flatten(), weights.flatten())[:-1]
+        drows, dots = ctx.kernels.gather(dy.contiguous(), token, factor, rows.contiguous())
+        assert dots is not None
+        dweights = torch.cat((dots, dots.new_zeros(1)))[row]
+        return drows, dweights, None, None, None
+
+
+def dispatch(x: Tensor, token: Tensor, row: Tensor, kernels: RowKernels = PLAIN) -> Tensor:
+    """Return the rows of all experts [R, D] of tokens x [T, D]; rows of padding are zeros."""
+    return _Dispatch.apply(x, token, row, kernels)
+
+
+def combine(rows: Tensor, weights: Tensor, token: Tensor, row: Tensor, kernels: RowKernels = PLAIN) -> Tensor:
+    """Return the sum of each token's rows [R, D] by its FP32 weights [T, k]: [T, D], zeros for padding."""
+    return _Combine.apply(rows, weights, token, row, kernels)

@@ -1,0 +1,87 @@
+"""The operations of expert_rows.py in Triton: each row is read once, and nothing is stored in between."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_models.kernels.expert_rows import RowKernels
+
+COLUMNS = 2048  # read at a time
+
+
+@triton.jit
+def _gather_kernel(
+    x, token, factor, other, out, dots, tokens, width,
+    scaled: tl.constexpr, with_dots: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64)
+    source = tl.load(token + r)
+    present = tl.where(source < tokens, width, 0)  # columns
+    by = tl.load(factor + r) if scaled else 1.0
+    product = tl.zeros([columns], tl.float32)
+    for start in range(0, width, columns):
+        column = start + tl.arange(0, columns)
+        inside = column < width
+        value = tl.load(x + source * width + column, column < present, 0.0)
+        if with_dots:
+            mine = tl.load(other + r * width + column, inside, 0.0).to(tl.float32)
+            product += mine * value.to(tl.float32)
+        if scaled:
+            value = (value.to(tl.float32) * by).to(out.dtype.element_ty)
+        tl.store(out + r * width + column, value, inside)
+    if with_dots:
+        tl.store(dots + r, tl.sum(product, 0))
+
+
+@triton.jit
+def _total_kernel(
+    rows, row, weights, out, count, width, k, weighted: tl.constexpr, columns: tl.constexpr
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    inside = column < width
+    found = tl.zeros([columns], tl.float32)
+    for j in range(k):
+        source = tl.load(row + t * k + j)
+        present = tl.where(source < count, width, 0)
+        part = tl.load(rows + source * width + column, column < present, 0.0).to(tl.float32)
+        found += part * tl.load(weights + t * k + j) if weighted else part
+    tl.store(out + t * width + column, found.to(out.dtype.element_ty), inside)
+
+
+def gather(
+    x: Tensor, token: Tensor, factor: Tensor | None = None, other: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Compute expert_rows.gather of contiguous tensors."""
+    out = x.new_empty(len(token), x.shape[1])
+    dots = None if other is None else torch.empty(len(token), dtype=torch.float32, device=x.device)
+    if len(token):
+        with torch.cuda.device_of(x):
+            _gather_kernel[(len(token),)](
+                x, token, factor, other, out, dots, *x.shape, scaled=factor is not None,
+                with_dots=other is not None, columns=_columns(x), num_warps=4,
+            )  # fmt: skip
+    return out, dots
+
+
+def total(rows: Tensor, row: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Compute expert_rows.total of contiguous tensors."""
+    out = rows.new_empty(len(row), rows.shape[1])
+    columns = _columns(rows)
+    if len(row):
+        with torch.cuda.device_of(rows):
+            _total_kernel[(len(row), triton.cdiv(rows.shape[1], columns))](
+                rows, row, None if weights is None else weights.contiguous(), out, *rows.shape, row.shape[1],
+                weighted=weights is not None, columns=columns, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+    return out
+
+
+def _columns(x: Tensor) -> int:
+    return min(COLUMNS, triton.next_power_of_2(x.shape[1]))
+
+
+TRITON = RowKernels(gather, total)

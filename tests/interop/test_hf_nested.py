@@ -1,0 +1,81 @@
+"""Folders of models with images, whose text model is read; and the line that refuses a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FULL, LINEAR, PAIRS, SIZES, SLIDING, YARN
+from hf_models import load, randomize, same_tensors, tensors_of
+from judge import transformers
+
+from te_models.errors import UsageError
+from te_models.interop.hf_families import family_of
+
+VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+              patch_size=14)  # fmt: skip
+GEMMA = dict(model_type="gemma3_text", sliding_window=5, query_pre_attn_scalar=11, layer_types=[SLIDING, FULL, SLIDING])
+SCALED = {**YARN, "llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 7}
+# Name of a case -> class of transformers, its text model, and what the outer config has.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("Gemma3", GEMMA, {}),
+    "gemma3-scaled": ("Gemma3", {**GEMMA, "rope_parameters": PAIRS}, {}),
+    "mistral3": ("Mistral3", dict(model_type="mistral", rope_parameters=LINEAR), dict(tie_word_embeddings=False)),
+    "mistral3-tied": ("Mistral3", dict(model_type="mistral", sliding_window=5), dict(tie_word_embeddings=True)),
+    "mistral3-ministral": (
+        "Mistral3", dict(model_type="ministral3", rope_parameters=SCALED), dict(tie_word_embeddings=False)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_the_text_of_a_folder_with_images(case: str, tmp_path: Path) -> None:
+    name, text, outer = CASES[case]
+    torch.manual_seed(len(case))
+    vision = {**VISION, **({"head_dim": 16} if name == "Mistral3" else {})}
+    config = getattr(transformers, f"{name}Config")(text_config={**SIZES, **text}, vision_config=vision, **outer)
+    judge = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    randomize(judge)
+    judge.save_pretrained(tmp_path / "theirs")
+    model, ids = load(tmp_path / "theirs"), torch.randint(11, SIZES["vocab_size"], (2, 17))
+    reference = judge(input_ids=ids).logits
+    torch.testing.assert_close(model(ids).logits, reference, atol=2e-5 * reference.abs().max().item(), rtol=0)
+    model.save_pretrained(tmp_path / "back", format="hf")
+    assert same_tensors(tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "back"))
+    again = getattr(transformers, f"{name}ForConditionalGeneration").from_pretrained(tmp_path / "back").eval()
+    assert torch.equal(again(input_ids=ids).logits, reference)
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing", "nearest"),
+    [
+        ("cohere", "side by side", "llama"),
+        ("phi", "side by side", "phi3"),
+        ("starcoder2", "LayerNorm", "llama"),
+        ("olmo", "LayerNorm", "olmo2"),
+        ("apertus", "xIELU", "arcee"),
+        ("hunyuan_v1_dense", "after RoPE", "qwen3"),
+        ("gemma3n_text", "per layer", "gemma3_text"),
+        ("minimax", "recurrence", "qwen3_next"),
+        ("minimax_m2", "experts", "qwen3_moe"),
+        ("deepseek_v3", "latent", "glm4_moe"),
+        ("ernie4_5_moe", "experts", "qwen3_moe"),
+        ("falcon_h1", "recurrence", "qwen3_next"),
+        ("mamba2", "recurrence", "qwen3_next"),
+        ("gpt_oss", "sinks", "qwen3_moe"),
+        ("stablelm", "LayerNorm", "llama"),
+        ("t5", "encoder", "llama"),
+        ("llava", "multimodal", "llama"),
+        ("qwen3_vl", "multimodal", "qwen3"),
+    ],
+)
+def test_a_refusal_names_what_is_missing_and_the_nearest(kind: str, missing: str, nearest: str) -> None:
+    config = transformers.AutoConfig.for_model(kind).to_dict()
+    with pytest.raises(UsageError) as refused:
+        family_of(config)
+    line = str(refused.value)
+    assert line.startswith(f"unknown architecture (model_type) {kind!r}: it ")
+    assert missing in line and line.endswith(f"reads is {nearest!r}") and "\n" not in line

@@ -1,0 +1,62 @@
+"""The backward of one chunk of the delta rule in Triton; test_triton_kernels.py runs this with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_models.kernels.delta_rule_triton import gradients
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+SIZE = 64
+# Rows, tokens, key heads, value heads, d_k, d_v.
+CASES = [(1, 64, 1, 1, 16, 16), (2, 65, 1, 2, 24, 40), (1, 5, 2, 2, 8, 12), (1, 185, 1, 2, 160, 136)]
+CASES += [(2, 333, 4, 8, 128, 128), (1, 200, 2, 4, 64, 128), (1, 200, 2, 2, 256, 256)] if ON_GPU else []
+
+
+def of_a_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, h: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The outputs and the next state, as the rule says, of one head."""
+    between = (2.0 ** (g[:, None] - g[None, :])).tril()
+    outputs = scale * (2.0 ** g[:, None] * (q @ h) + ((q @ k.mT) * between) @ v)
+    return outputs, 2.0 ** g[-1] * h + (k * 2.0 ** (g[-1] - g)[:, None]).mT @ v
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_autograd(case: tuple[int, ...]) -> None:
+    batch, seq, key_heads, heads, d_k, d_v = case
+    torch.manual_seed(0)
+    chunks, dtype = -(-seq // SIZE), torch.bfloat16 if ON_GPU else torch.float32
+    q, k = (torch.randn(batch, seq, key_heads, d_k, device=DEVICE).to(dtype) / d_k**0.5 for _ in range(2))
+    v, do, dv = (torch.randn(batch, seq, heads, d_v, device=DEVICE).to(dtype) for _ in range(3))
+    h, dh = (torch.randn(batch, chunks, heads, d_k, d_v, device=DEVICE).to(dtype) for _ in range(2))
+    steps = -torch.rand(batch, seq, heads, device=DEVICE) * 0.3
+    g = torch.cat([part.cumsum(1) for part in steps.split(SIZE, 1)], 1)
+    scale = d_k**-0.5
+    w = q.new_empty(batch, seq, heads, d_k)
+    found = gradients(q, k, v, do, h, dh, w, g, dv, scale, SIZE)
+
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, g)]
+    total = torch.zeros((), dtype=torch.float64, device=DEVICE)
+    dw = torch.empty_like(w, dtype=torch.float64)
+    for row in range(batch):
+        for head in range(heads):
+            for chunk in range(chunks):
+                here = slice(chunk * SIZE, min(seq, (chunk + 1) * SIZE))
+                keys = head // (heads // key_heads)
+                state = h[row, chunk, head].double()
+                outputs, after = of_a_chunk(
+                    leaves[0][row, here, keys], leaves[1][row, here, keys], v[row, here, head].double(),
+                    leaves[2][row, here, head], state, scale,
+                )  # fmt: skip
+                total = total + (outputs * do[row, here, head]).sum() + (after * dh[row, chunk, head]).sum()
+                dw[row, here, head] = -dv[row, here, head].double() @ state.mT
+    total.backward()
+    wanted = [leaves[0].grad, leaves[1].grad, dw, leaves[2].grad / math.log(2.0)]  # of g in units of e
+    # BF16 rounds factors and results by up to 2^-9; the interpreter multiplies in FP32.
+    bound = 2.0**-7 if ON_GPU else 1e-5
+    for name, ours, theirs in zip(("dq", "dk", "dw", "dg"), found, wanted, strict=True):
+        assert (ours.double() - theirs).norm() <= bound * theirs.norm(), name

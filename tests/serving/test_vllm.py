@@ -1,0 +1,87 @@
+"""Exports in a real server: `make test-vllm` installs vLLM and runs these tests, on rows of benchmarks/vllm_parity."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="a server: run `make test-vllm`")
+from benchmarks import vllm_parity
+from te_models import CausalLM
+from te_models.errors import UsageError
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+QUICK = {("bf16", "float32"), ("fp8-channel", "bfloat16")}
+
+
+def test_the_plugin_is_installed() -> None:
+    (found,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="te_models")
+    assert found.value == "te_models.serving.vllm_plugin:register"
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "dtype"),
+    [
+        (name, *kind)
+        for name in (*vllm_parity.GATED, *vllm_parity.FAMILIES)
+        for kind in vllm_parity.KINDS
+        if kind in QUICK or name == "gated-nano"
+    ],
+)
+def test_what_vllm_serves_is_ours(name: str, format: str, dtype: str) -> None:
+    row = vllm_parity.compare(name, format, dtype)
+    plugins = ("TEModelsDecoderForCausalLM", "Qwen3NextForCausalLM")
+    assert (row["architecture"] in plugins) == (name in vllm_parity.GATED)
+    if dtype == "float32":
+        assert row["same"] == row["tokens"] and row["largest"] < 1e-3
+    # Two roundings of their own, each of which moves probabilities as far as ours does.
+    assert row["kl"] <= 4 * row["floor"]
+    # A divergence of k comes from log-probabilities that differ by about sqrt(2 k): eight times that is no rounding.
+    assert row["gap"] <= 8 * (2 * row["floor"]) ** 0.5
+
+
+def test_tokens_are_those_of_our_generate(tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    vllm_parity.write_export("gated-nano", "bf16", folder)
+    ours = CausalLM.from_pretrained(folder, device="cpu", recipe="bf16", dtype=torch.float32)
+    prompts = vllm_parity.prompts_for("gated-nano", ours.config.vocab_size)
+    made, _ = vllm_parity.served_by_vllm(folder, prompts, ours.config.vocab_size, "float32", {})
+    for prompt, new in zip(prompts, made, strict=True):
+        found = ours.generate(
+            torch.tensor([prompt]), max_new_tokens=vllm_parity.NEW, do_sample=False, eos_token_id=None
+        )
+        assert found[0, len(prompt) :].tolist() == new
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            dict(
+                rope_scaling=dict(
+                    rope_type="longrope",
+                    short_factor=[1.0] * 16,
+                    long_factor=[4.0] * 16,
+                    original_max_position_embeddings=128,
+                )
+            ),
+            "max-model-len 128",
+        ),
+        (
+            dict(attention_gate="none", moe=dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32)),
+            "dense MLPs",
+        ),
+    ],
+)
+def test_what_the_plugin_cannot_serve_is_refused(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vllm_parity.GATED, "refused", {"qk_norm": True, **options})
+    vllm_parity.write_export("refused", "bf16", tmp_path / "export")
+    overrides = {"architectures": ["TEModelsDecoderForCausalLM"]}
+    with pytest.raises(UsageError, match=message):
+        vllm_parity.served_by_vllm(tmp_path / "export", [[1]], 384, "float32", overrides)
